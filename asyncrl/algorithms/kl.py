@@ -1,0 +1,88 @@
+"""KL divergence to a reference policy: estimates per token, and who sets the coefficient.
+
+The penalty enters PPO as a reward: token t costs `coef * kl_t` (advantages.py). Used by the `ppo_actor` interface.
+
+Shapes: T tokens, packed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.ppo import MAX_LOG_RATIO
+from asyncrl.config import PPOConfig
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(policy || reference) from each token, for tokens sampled from the policy. With d = log policy - log reference:
+
+        k1 = d                   unbiased; negative for some tokens, noisy
+        k2 = d^2 / 2             biased, low variance, never negative
+        k3 = exp(-d) - 1 + d     unbiased, low variance, never negative
+
+    J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). k3 is GRPO's (arXiv:2402.03300).
+    """
+    d_T = logprobs_T - ref_logprobs_T
+    if estimator == "k1":
+        return d_T
+    if estimator == "k2":
+        return d_T.square() / 2
+    if estimator == "k3":
+        return torch.exp((-d_T).clamp(max=MAX_LOG_RATIO)) - 1 + d_T
+    raise ValueError(f"kl_estimator is {estimator!r}; use one of {', '.join(KL_ESTIMATORS)}")
+
+
+class KLController(Protocol):
+    """Holds the coefficient of the KL penalty."""
+
+    coef: float
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Once a train step: the mean KL of a sequence (nats, summed over its tokens), and of how many sequences."""
+
+
+class FixedKLController:
+    """The coefficient stays."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        pass
+
+
+class AdaptiveKLController:
+    """The coefficient follows a target, by proportional control in log space:
+
+        coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
+
+    Ziegler et al., "Fine-tuning language models from human preferences" (arXiv:1909.08593). Called with sums over all
+    ranks, so that every rank holds the same coefficient.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: float) -> None:
+        self.coef = coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        if not math.isfinite(kl):
+            return  # a broken batch must not break the coefficient for good; its step is skipped by the engine too
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.coef *= max(1 + error * num_sequences / self.horizon, 0.0)
+
+
+def make_kl_controller(config: PPOConfig) -> KLController:
+    """The controller that the config asks for."""
+    if not config.kl_adaptive:
+        return FixedKLController(config.kl_coef)
+    for name, value in (("kl_target", config.kl_target), ("kl_horizon", config.kl_horizon)):
+        if value <= 0:
+            raise ValueError(f"train.ppo.{name} is {value}; with train.ppo.kl_adaptive it must be above 0")
+    return AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)

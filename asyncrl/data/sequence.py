@@ -1,0 +1,456 @@
+"""SequenceSample: the packed container that trajectories and the data of MFCs travel in.
+
+Rollout workers build one with a single id (a group: one prompt's n responses) and push it to a head; heads gather what they
+hold; MFCs read keys and add keys. No padding: per key, all sequences of all ids lie one after another in a 1-D numpy array,
+and `seqlens` says where each begins. No torch here: model workers turn the arrays into tensors themselves.
+
+Nothing changes a sample: every operation gives a new one. Results share memory with their source where that costs no copy,
+so do not write into the arrays of a sample that others use.
+
+Layouts of the known keys (KEY_SPECS), for a group of n sequences with full lengths L_1..L_n (prompt + response):
+
+    token     n runs of L_i values, aligned: value t describes token t; 0 (versions: -1) where the policy sampled nothing
+    prompt    one run: the tokens of the prompt
+    sequence  n values
+    group     one value
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+Array = npt.NDArray[Any]
+SeqLens = list[list[int]]  # per id, the length of each of its sequences
+Layout = Literal["token", "prompt", "sequence", "group"]
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """What a known key holds."""
+
+    dtype: np.dtype[Any]
+    layout: Layout
+
+
+def _spec(dtype: str, layout: Layout) -> KeySpec:
+    return KeySpec(np.dtype(dtype), layout)
+
+
+# The contract between rollout workers, MFCs and losses. Other keys are allowed, with explicit lengths and any numeric dtype.
+KEY_SPECS: Mapping[str, KeySpec] = {
+    # From the rollout worker.
+    "packed_input_ids": _spec("int64", "token"),
+    "packed_prompts": _spec("int64", "prompt"),
+    "packed_logprobs": _spec("float32", "token"),  # behaviour logprob of token t; 0 where loss_mask is False
+    "prompt_mask": _spec("bool", "token"),
+    "loss_mask": _spec("bool", "token"),  # the policy sampled the token and it is to be trained
+    "seq_no_eos_mask": _spec("bool", "sequence"),  # truncated: ends without EOS
+    "rewards": _spec("float32", "sequence"),
+    "task_ids": _spec("int64", "group"),
+    "versions": _spec("int64", "token"),  # WeightVersion.pack() of what sampled the token, else -1
+    "version_start": _spec("int64", "sequence"),  # oldest and newest of the sampled tokens' versions
+    "version_end": _spec("int64", "sequence"),
+    "birth_time": _spec("float64", "group"),  # seconds since 1970, when the ticket was granted
+    "dense_rewards": _spec("float32", "token"),  # optional: a reward at any token
+    # From MFCs.
+    "proximal_logprobs": _spec("float32", "token"),
+    "packed_ref_logprobs": _spec("float32", "token"),
+    "values": _spec("float32", "token"),
+}
+
+DTYPES = tuple(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()  # noqa: SIM905
+)  # what an array may hold, by name
+
+
+class SampleMeta(Struct, frozen=True, kw_only=True):
+    """A sample without its data: what those who decide need of it."""
+
+    ids: tuple[str, ...]
+    keys: tuple[str, ...]
+    seqlens: dict[str, SeqLens]
+    dtypes: dict[str, str]
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.ids)
+
+    def num_sequences(self, key: str = "packed_input_ids") -> int:
+        return sum(len(lengths) for lengths in self.seqlens[key])
+
+    def total_tokens(self, key: str = "packed_input_ids") -> int:
+        return sum(map(sum, self.seqlens[key]))
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSample:
+    """A batch of groups. Validated when made: lengths, dtypes and ids fit, or ValueError says which key of which id does not."""
+
+    ids: tuple[str, ...]  # one a group, unique: the ticket ids
+    seqlens: dict[str, SeqLens]
+    data: dict[str, Array]  # 1-D, the ids one after another in the order of `ids`
+
+    # ------------------------------------------------------------------------------------------------------------- making
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", tuple(self.ids))
+        _check_ids(self.ids)
+        if self.seqlens.keys() != self.data.keys():
+            raise ValueError(
+                f"seqlens has the keys {sorted(self.seqlens)}, data has {sorted(self.data)}: they must be the same"
+            )
+        object.__setattr__(
+            self, "seqlens", {key: _checked_lengths(key, self.ids, self.seqlens[key]) for key in self.data}
+        )
+        object.__setattr__(self, "data", dict(self.data))
+        for key, array in self.data.items():
+            _check_array(key, array, sum(map(sum, self.seqlens[key])))
+        _check_layouts(self.ids, self.seqlens)
+
+    @classmethod
+    def from_groups(cls, ids: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> SequenceSample:
+        """A sample from plain Python or numpy values, one mapping a group, all with the same keys.
+
+        Per key: `token` (and unknown keys) a list of runs, one a sequence; `prompt` one run; `sequence` one value a sequence;
+        `group` one value. Lists are converted to the key's dtype; arrays must have it already.
+        """
+        if len(ids) != len(groups):
+            raise ValueError(f"{len(ids)} ids for {len(groups)} groups: one id a group")
+        keys = tuple(groups[0]) if groups else ()
+        runs: dict[str, list[Array]] = {key: [] for key in keys}
+        seqlens: dict[str, SeqLens] = {key: [] for key in keys}
+        for group_id, group in zip(ids, groups, strict=True):
+            if group.keys() != runs.keys():
+                raise ValueError(f"group {group_id!r} has the keys {sorted(group)}, the first one {sorted(keys)}")
+            for key in keys:
+                group_runs = _runs_of(key, group_id, group[key])
+                runs[key].extend(group_runs)
+                seqlens[key].append([len(run) for run in group_runs])
+        return cls(tuple(ids), seqlens, {key: _concatenate(key, runs[key]) for key in keys})
+
+    @classmethod
+    def gather(cls, samples: Sequence[SequenceSample]) -> SequenceSample:
+        """One sample of all: the same keys in each, no id twice. The order is that of `samples`."""
+        if not samples:
+            raise ValueError("gather needs at least one sample (an empty one will do: it says which keys there are)")
+        first = samples[0]
+        for sample in samples[1:]:
+            if sample.data.keys() != first.data.keys():
+                raise ValueError(
+                    f"ids {_few(sample.ids)} have the keys {sorted(sample.data)}, {_few(first.ids)} {sorted(first.data)}"
+                )
+            for key, array in sample.data.items():
+                if array.dtype != first.data[key].dtype:
+                    raise ValueError(
+                        f"key {key!r} is {first.data[key].dtype} for ids {_few(first.ids)}, {array.dtype} for {_few(sample.ids)}"
+                    )
+        return cls(
+            tuple(group_id for sample in samples for group_id in sample.ids),
+            {key: [lengths for sample in samples for lengths in sample.seqlens[key]] for key in first.data},
+            {key: np.concatenate([sample.data[key] for sample in samples]) for key in first.data},
+        )
+
+    def derive(self, data: Mapping[str, Array], like: str = "packed_input_ids") -> SequenceSample:
+        """New keys for the same ids, packed like the key `like`; only the new keys. How an MFC makes its result."""
+        return SequenceSample(self.ids, {key: self._lengths_of(like) for key in data}, dict(data))
+
+    # ------------------------------------------------------------------------------------------------------------- looking
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self.data)
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.ids)
+
+    def num_sequences(self, key: str = "packed_input_ids") -> int:
+        return sum(len(lengths) for lengths in self._lengths_of(key))
+
+    def total_tokens(self, key: str = "packed_input_ids") -> int:
+        return sum(map(sum, self._lengths_of(key)))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.data.values())
+
+    def cu_seqlens(self, key: str = "packed_input_ids") -> npt.NDArray[np.int64]:
+        """Where each sequence of a key begins, and at last where the last ends: int64 of num_sequences + 1."""
+        lengths = [n for group in self._lengths_of(key) for n in group]
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+    def slices(self, key: str = "packed_input_ids") -> list[list[Array]]:
+        """Per id, a view of each of its sequences."""
+        seqlens, views, start = self._lengths_of(key), [], 0
+        array = self.data[key]
+        for lengths in seqlens:
+            group = []
+            for n in lengths:
+                group.append(array[start : start + n])
+                start += n
+            views.append(group)
+        return views
+
+    def meta(self) -> SampleMeta:
+        """Everything but the data."""
+        dtypes = {key: array.dtype.name for key, array in self.data.items()}
+        return SampleMeta(ids=self.ids, keys=self.keys, seqlens=self.seqlens, dtypes=dtypes)
+
+    def __eq__(self, other: object) -> bool:
+        """The same ids in the same order, keys (in any order), lengths, dtypes and values; NaN equals NaN."""
+        if not isinstance(other, SequenceSample):
+            return NotImplemented
+        return (
+            self.ids == other.ids
+            and self.seqlens == other.seqlens
+            and all(_same(a, other.data[k]) for k, a in self.data.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    # ------------------------------------------------------------------------------------------------------------ choosing
+
+    def select_ids(self, ids: Sequence[str]) -> SequenceSample:
+        """These ids, in this order. An unknown id is a ValueError that names it."""
+        positions = {group_id: i for i, group_id in enumerate(self.ids)}
+        unknown = [group_id for group_id in ids if group_id not in positions]
+        if unknown:
+            raise ValueError(f"ids {_few(unknown)} are not in the sample; it has {_few(self.ids)}")
+        return self._take([positions[group_id] for group_id in ids])[0]
+
+    def select_keys(self, keys: Iterable[str]) -> SequenceSample:
+        """Only these keys."""
+        keys = list(keys)
+        for key in keys:
+            self._lengths_of(key)
+        return SequenceSample(self.ids, {key: self.seqlens[key] for key in keys}, {key: self.data[key] for key in keys})
+
+    def unpack(self) -> list[SequenceSample]:
+        """One sample an id, in order."""
+        return self._take(*([i] for i in range(self.num_ids)))
+
+    # ----------------------------------------------------------------------------------------------------------- splitting
+
+    def split(self, n: int) -> list[SequenceSample]:
+        """n runs of consecutive ids; their counts differ by one at most (fewer ids than n: the last ones are empty)."""
+        _check_positive(n, "the number of parts")
+        size, longer = divmod(self.num_ids, n)
+        cuts = [i * size + min(i, longer) for i in range(n + 1)]
+        return self._take(*(range(cuts[i], cuts[i + 1]) for i in range(n)))
+
+    def split_tokens(self, max_tokens: int, key: str = "packed_input_ids") -> list[SequenceSample]:
+        """As few runs of consecutive ids as keep to max_tokens each. An id that is longer by itself gets a run of its own."""
+        _check_positive(max_tokens, "max_tokens")
+        parts: list[list[int]] = []
+        room = -1
+        for i, lengths in enumerate(self._lengths_of(key)):
+            tokens = sum(lengths)
+            if tokens > room or not parts:
+                parts.append([])
+                room = max_tokens
+            parts[-1].append(i)
+            room -= tokens
+        return self._take(*parts)
+
+    def split_balanced(self, n: int, key: str = "packed_input_ids") -> list[SequenceSample]:
+        """n parts with about equally many tokens: longest ids first, each to the part with the fewest so far.
+
+        Within a part ids keep their order. The same sample always splits the same way.
+        """
+        _check_positive(n, "the number of parts")
+        tokens = [sum(lengths) for lengths in self._lengths_of(key)]
+        parts: list[list[int]] = [[] for _ in range(n)]
+        heap = [(0, 0, part) for part in range(n)]  # tokens so far, ids so far, part
+        for i in sorted(range(self.num_ids), key=lambda i: -tokens[i]):
+            load, count, part = heapq.heappop(heap)
+            parts[part].append(i)
+            heapq.heappush(heap, (load + tokens[i], count + 1, part))
+        return self._take(*(sorted(part) for part in parts))
+
+    # ---------------------------------------------------------------------------------------------------------- joining keys
+
+    def update(self, other: SequenceSample) -> SequenceSample:
+        """This sample with other's keys added (or replaced). The ids must be the same; other's order is brought to ours."""
+        if set(other.ids) != set(self.ids):
+            missing, extra = set(self.ids) - set(other.ids), set(other.ids) - set(self.ids)
+            raise ValueError(
+                f"update needs the same ids: missing {_few(sorted(missing))}, unknown {_few(sorted(extra))}"
+            )
+        aligned = other if other.ids == self.ids else other.select_ids(self.ids)
+        return SequenceSample(self.ids, {**self.seqlens, **aligned.seqlens}, {**self.data, **aligned.data})
+
+    def remap_keys(self, names: Mapping[str, str]) -> SequenceSample:
+        """Keys renamed, old -> new; the others stay as they are."""
+        for key in names:
+            self._lengths_of(key)
+        renamed = [names.get(key, key) for key in self.data]
+        if len(set(renamed)) != len(renamed):
+            raise ValueError(f"renaming {dict(names)} gives two keys the same name: {sorted(renamed)}")
+        pairs = list(zip(self.data, renamed, strict=True))
+        return SequenceSample(
+            self.ids, {new: self.seqlens[old] for old, new in pairs}, {new: self.data[old] for old, new in pairs}
+        )
+
+    # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _lengths_of(self, key: str) -> SeqLens:
+        try:
+            return self.seqlens[key]
+        except KeyError:
+            raise ValueError(f"key {key!r} is not in the sample; it has {sorted(self.data)}") from None
+
+    def _take(self, *parts: Sequence[int]) -> list[SequenceSample]:
+        """For each part, the ids at its positions. One consecutive run is a view, anything else a copy."""
+        bounds = {
+            key: [0, *np.cumsum([sum(lengths) for lengths in seqlens], dtype=np.int64).tolist()]
+            for key, seqlens in self.seqlens.items()
+        }
+        return [self._part(part, bounds) for part in parts]
+
+    def _part(self, part: Sequence[int], bounds: Mapping[str, list[int]]) -> SequenceSample:
+        run = len(part) > 0 and list(part) == list(range(part[0], part[-1] + 1))
+        data = {}
+        for key, array in self.data.items():
+            at = bounds[key]
+            if run:
+                data[key] = array[at[part[0]] : at[part[-1] + 1]]
+            else:
+                data[key] = np.concatenate([array[:0], *(array[at[i] : at[i + 1]] for i in part)])
+        seqlens = {key: [lengths[i] for i in part] for key, lengths in self.seqlens.items()}
+        return SequenceSample(tuple(self.ids[i] for i in part), seqlens, data)
+
+
+# ---------------------------------------------------------------------------------------------------------------- checks
+
+
+def _few(items: Sequence[str]) -> str:
+    """A short list for an error message."""
+    return f"{list(items[:4])}" + (f" and {len(items) - 4} more" if len(items) > 4 else "")
+
+
+def _check_positive(n: int, what: str) -> None:
+    if n < 1:
+        raise ValueError(f"{what} is {n}; it must be at least 1")
+
+
+def _check_ids(ids: tuple[str, ...]) -> None:
+    for group_id in ids:
+        if not isinstance(group_id, str) or not group_id:
+            raise ValueError(f"id {group_id!r}: an id is a non-empty string")
+    if len(set(ids)) != len(ids):
+        seen: set[str] = set()
+        doubled = sorted({group_id for group_id in ids if group_id in seen or seen.add(group_id)})  # type: ignore[func-returns-value]
+        raise ValueError(f"ids {_few(doubled)} occur more than once; ids must be unique")
+
+
+def _checked_lengths(key: str, ids: tuple[str, ...], seqlens: SeqLens) -> SeqLens:
+    """The lengths of a key as plain non-negative integers, one list an id."""
+    if len(seqlens) != len(ids):
+        raise ValueError(f"key {key!r}: lengths of {len(seqlens)} ids, expected {len(ids)}")
+    checked = []
+    for group_id, lengths in zip(ids, seqlens, strict=True):
+        try:
+            plain = [index(n) for n in lengths]
+        except TypeError:
+            raise ValueError(
+                f"key {key!r}, id {group_id!r}: lengths must be a list of integers, found {lengths!r}"
+            ) from None
+        if any(n < 0 for n in plain):
+            raise ValueError(f"key {key!r}, id {group_id!r}: a length is negative: {plain}")
+        checked.append(plain)
+    return checked
+
+
+def _check_array(key: str, array: Array, expected: int) -> None:
+    if not isinstance(array, np.ndarray) or array.ndim != 1:
+        found = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise ValueError(f"key {key!r}: expected a 1-D numpy array, found {found}")
+    spec = KEY_SPECS.get(key)
+    if spec is not None and array.dtype != spec.dtype:
+        raise ValueError(f"key {key!r}: expected dtype {spec.dtype}, found {array.dtype}")
+    if array.dtype.name not in DTYPES or not array.dtype.isnative:
+        raise ValueError(f"key {key!r}: dtype {array.dtype!r} cannot travel; use one of {', '.join(DTYPES)}")
+    if len(array) != expected:
+        raise ValueError(f"key {key!r}: its lengths sum up to {expected}, the array holds {len(array)}")
+
+
+def _check_layouts(ids: tuple[str, ...], seqlens: Mapping[str, SeqLens]) -> None:
+    """The known keys fit one another: token keys are aligned, sequence keys have a value for each sequence."""
+    known = {key: KEY_SPECS[key].layout for key in seqlens if key in KEY_SPECS}
+    sequence_counts: tuple[str, list[int]] | None = None
+    token_key = next((key for key in ("packed_input_ids", *known) if known.get(key) == "token"), None)
+    if token_key is not None:
+        sequence_counts = token_key, [len(lengths) for lengths in seqlens[token_key]]
+    for key, layout in known.items():
+        if layout == "token":
+            assert token_key is not None
+            for group_id, expected, found in zip(ids, seqlens[token_key], seqlens[key], strict=True):
+                if found != expected:
+                    raise ValueError(
+                        f"key {key!r}, id {group_id!r}: expected the lengths of {token_key!r}, {expected}, found {found}"
+                    )
+            continue
+        if layout == "sequence" and sequence_counts is None:
+            sequence_counts = key, [len(lengths) for lengths in seqlens[key]]
+        for i, lengths in enumerate(seqlens[key]):
+            if layout == "prompt" and len(lengths) != 1:
+                raise ValueError(f"key {key!r}, id {ids[i]!r}: expected one prompt a group, found {len(lengths)}")
+            if layout == "group" and lengths != [1]:
+                raise ValueError(f"key {key!r}, id {ids[i]!r}: expected one value a group, found lengths {lengths}")
+            if layout == "sequence":
+                assert sequence_counts is not None
+                other, counts = sequence_counts
+                if lengths != [1] * counts[i]:
+                    raise ValueError(
+                        f"key {key!r}, id {ids[i]!r}: expected one value for each of the {counts[i]} sequences of {other!r}, "
+                        f"found lengths {lengths}"
+                    )
+
+
+def _runs_of(key: str, group_id: str, value: Any) -> list[Array]:
+    """What from_groups was given for one key of one group, as runs of the key's dtype."""
+    spec = KEY_SPECS.get(key)
+    layout = spec.layout if spec is not None else "token"
+    dtype = spec.dtype if spec is not None else None
+    if layout == "prompt":
+        return [_as_run(key, group_id, value, dtype)]
+    if layout == "group":
+        return [_as_run(key, group_id, value if isinstance(value, np.ndarray) and value.ndim else [value], dtype)]
+    if layout == "sequence":
+        run = _as_run(key, group_id, value, dtype)
+        return [run[i : i + 1] for i in range(len(run))]
+    return [_as_run(key, group_id, run, dtype) for run in value]
+
+
+def _as_run(key: str, group_id: str, value: Any, dtype: np.dtype[Any] | None) -> Array:
+    array: Array = np.asarray(value)
+    if array.ndim != 1:
+        raise ValueError(f"key {key!r}, id {group_id!r}: expected a flat list or 1-D array, found shape {array.shape}")
+    if dtype is None or array.dtype == dtype:
+        return array
+    convertible = array.size == 0 or np.can_cast(array.dtype, dtype, "same_kind")
+    if isinstance(value, np.ndarray) or not convertible:
+        raise ValueError(f"key {key!r}, id {group_id!r}: expected {dtype}, found {array.dtype}")
+    return array.astype(dtype)
+
+
+def _concatenate(key: str, runs: list[Array]) -> Array:
+    if runs:
+        dtypes = {run.dtype for run in runs if run.size}
+        if len(dtypes) > 1:
+            raise ValueError(f"key {key!r}: runs of several dtypes: {sorted(map(str, dtypes))}")
+        return np.concatenate(runs) if not dtypes else np.concatenate(runs, dtype=dtypes.pop(), casting="unsafe")
+    spec = KEY_SPECS.get(key)
+    return np.zeros(0, spec.dtype if spec is not None else np.float32)
+
+
+def _same(a: Array, b: Array) -> bool:
+    return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")

@@ -1,0 +1,358 @@
+"""SGLang's HTTP protocol over a GenerationEngine: what rollout workers and the gserver manager talk to.
+
+    POST /generate                   GenerateRequest -> GenerateReply; a list of prompts in, a list of replies out
+    POST /pause_generation           {"mode": "abort"}: running requests answer 200 with what they have, new ones wait
+    POST /update_weights_from_disk   UpdateWeightsRequest -> UpdateWeightsReply, 200 or 400 (then nothing has changed)
+    POST /continue_generation        {}
+    POST /abort_request              {"rid": ...} or {"abort_all": true}
+    POST /flush_cache                200, or 400 while requests run
+    GET  /health /health_generate /get_model_info /model_info /get_server_info /server_info /metrics
+
+Status codes: 400 the request is wrong (the body says how), 503 not now (Retry-After says when), 500 the engine failed. A client
+that goes away aborts its requests. Other deviations from SGLang: before the first update /generate answers 503; `stream` is
+refused; pause knows only the mode `abort`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from asyncrl.generation.engine import (
+    EngineFailed,
+    EngineRequest,
+    EngineUnavailable,
+    Generated,
+    GenerationEngine,
+    RequestRefused,
+    WeightsRefused,
+)
+from asyncrl.messages import (
+    GenerateMeta,
+    GenerateReply,
+    ModelInfo,
+    SamplingParams,
+    UpdateWeightsReply,
+    UpdateWeightsRequest,
+    VersionSpan,
+    WeightVersion,
+    encode_json,
+)
+
+MAX_BODY_BYTES = 64 << 20
+HEALTH_GENERATE_LIMIT_S = 10.0
+
+T = TypeVar("T")
+
+
+# SGLang ignores unknown fields beside sampling_params and refuses them inside; so do we.
+class _StrictSamplingParams(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class _One(Struct, frozen=True, kw_only=True):
+    input_ids: list[int]
+    sampling_params: _StrictSamplingParams = _StrictSamplingParams()
+    rid: str | None = None
+    return_logprob: bool = False
+    stream: bool = False
+
+
+class _Many(Struct, frozen=True, kw_only=True):
+    input_ids: list[list[int]]
+    sampling_params: _StrictSamplingParams | list[_StrictSamplingParams] = _StrictSamplingParams()
+    rid: str | list[str] | None = None
+    return_logprob: bool = False
+    stream: bool = False
+
+
+class _Shape(Struct, frozen=True):
+    input_ids: msgspec.Raw
+
+
+class _Pause(Struct, frozen=True):
+    mode: str = "abort"
+
+
+class _Abort(Struct, frozen=True):
+    rid: str = ""
+    abort_all: bool = False
+
+
+_decode_one = msgspec.json.Decoder(_One).decode
+_decode_many = msgspec.json.Decoder(_Many).decode
+_decode_shape = msgspec.json.Decoder(_Shape).decode
+
+
+class GenerationHTTP:
+    """The routes. `decode_text` fills GenerateReply.text; without it text stays empty."""
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        *,
+        engine_name: str,
+        settings: dict[str, Any],
+        decode_text: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._engine_name, self._settings = engine_name, settings
+        self._decode_text = decode_text or (lambda ids: "")
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine))
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Bind and serve; returns the URL."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_to_replies])
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/pause_generation", self._pause),
+                web.post("/continue_generation", self._continue),
+                web.post("/update_weights_from_disk", self._update_weights),
+                web.post("/abort_request", self._abort_request),
+                web.post("/flush_cache", self._flush_cache),
+                web.get("/flush_cache", self._flush_cache),
+                web.get("/health", self._health),
+                web.get("/health_generate", self._health_generate),
+                web.get("/get_model_info", self._model_info),
+                web.get("/model_info", self._model_info),
+                web.get("/get_server_info", self._server_info),
+                web.get("/server_info", self._server_info),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        # handler_cancellation: a client that goes away cancels its handler, and with it its requests.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        await site.start()
+        bound = self._runner.addresses[0][1]
+        return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        for task in self._tasks:
+            task.cancel()
+
+    # ----------------------------------------------------------------------------------------------------- /generate
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        if _is_list_of_prompts(body):
+            return await self._generate_many(_decode_many(body))
+        one = _decode_one(body)
+        _refuse_stream(one.stream)
+        engine_request = EngineRequest(one.rid or uuid.uuid4().hex, one.input_ids, one.sampling_params)
+        generated = await self._engine.submit(engine_request)
+        return _json(self._reply(engine_request, generated, one.return_logprob))
+
+    async def _generate_many(self, many: _Many) -> web.Response:
+        """All or nothing: where one prompt is refused none runs on."""
+        _refuse_stream(many.stream)
+        requests = _split(many)
+        futures: list[asyncio.Future[Generated]] = []
+        try:
+            for engine_request in requests:
+                futures.append(self._engine.submit(engine_request))
+            results = await asyncio.gather(*futures)
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        replies = [
+            self._reply(engine_request, generated, many.return_logprob)
+            for engine_request, generated in zip(requests, results, strict=True)
+        ]
+        return web.Response(body=msgspec.json.encode(replies), content_type="application/json")
+
+    def _reply(self, request: EngineRequest, generated: Generated, with_logprobs: bool) -> GenerateReply:
+        tokens = generated.token_ids
+        pairs = zip(generated.logprobs, tokens, strict=True) if with_logprobs else ()
+        spans = [VersionSpan(version=generated.version, start=0, end=len(tokens))] if tokens else []
+        return GenerateReply(
+            text=self._decode_text(tokens),
+            output_ids=tokens,
+            meta_info=GenerateMeta(
+                id=request.rid,
+                finish_reason=generated.finish,
+                prompt_tokens=len(request.input_ids),
+                completion_tokens=len(tokens),
+                weight_version=generated.version or self._engine.stats().version,
+                weight_versions=spans,
+                output_token_logprobs=[(logprob, token, None) for logprob, token in pairs],
+            ),
+        )
+
+    # --------------------------------------------------------------------------------------- pause, update, continue
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read() or b"{}", type=_Pause)
+        if wanted.mode != "abort":
+            raise RequestRefused(f"mode {wanted.mode!r} is not supported by this engine; supported: 'abort'")
+        count = await self._to_the_end(self._engine.pause())
+        return _json({"success": True, "message": f"paused; {count} running requests were ended", "num_aborted": count})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self._engine.resume()
+        return _json({"success": True, "message": "generation continues"})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=UpdateWeightsRequest)
+        try:
+            version = WeightVersion.parse(wanted.weight_version)
+            count = await self._to_the_end(
+                self._engine.load_weights(Path(wanted.model_path), version, abort_running=wanted.abort_all_requests)
+            )
+        except (WeightsRefused, ValueError) as error:
+            return _json(UpdateWeightsReply(success=False, message=str(error)), status=400)
+        return _json(UpdateWeightsReply(success=True, message=f"serving {version}", num_paused_requests=count))
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something that a client's going away must not break off half-way."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=_Abort)
+        if not wanted.rid and not wanted.abort_all:
+            raise RequestRefused('say {"rid": ...} or {"abort_all": true}')
+        if wanted.abort_all:
+            count = await self._to_the_end(self._engine.abort_all())
+        else:
+            count = int(await self._to_the_end(self._engine.abort(wanted.rid)))
+        return _json({"success": True, "num_aborted": count})
+
+    async def _flush_cache(self, request: web.Request) -> web.Response:
+        if await self._to_the_end(self._engine.flush_cache()):
+            return _json({"success": True, "message": "cache flushed"})
+        return _json({"success": False, "message": "requests are running; the cache was not flushed"}, status=400)
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if self._engine.failure is not None:
+            raise EngineUnavailable(f"the engine has failed: {self._engine.failure!r}", retry_after_s=30.0)
+        return _json({"status": "ok", "weight_version": self._engine.stats().version})
+
+    async def _health_generate(self, request: web.Request) -> web.Response:
+        """Alive all the way: one token of a one-token prompt."""
+        if self._engine.stats().paused:
+            raise EngineUnavailable("paused")
+        probe = EngineRequest(f"health-{uuid.uuid4().hex}", [0], SamplingParams(max_new_tokens=1))
+        try:
+            await asyncio.wait_for(self._engine.submit(probe), HEALTH_GENERATE_LIMIT_S)
+        except asyncio.TimeoutError:
+            raise EngineUnavailable(f"no token within {HEALTH_GENERATE_LIMIT_S} s") from None
+        return await self._health(request)
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return _json(ModelInfo(model_path=self._engine.model_path, weight_version=self._engine.stats().version))
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return _json(
+            {
+                "engine": self._engine_name,
+                "model_path": self._engine.model_path,
+                "settings": self._settings,
+                "state": dataclasses.asdict(self._engine.stats()),
+                "pause_modes": ["abort"],
+            }
+        )
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+
+def _is_list_of_prompts(body: bytes) -> bool:
+    """Is input_ids a list of lists? (msgspec has no union of two kinds of list.)"""
+    return bytes(_decode_shape(body).input_ids).lstrip(b" \t\r\n")[1:].lstrip(b" \t\r\n")[:1] == b"["
+
+
+def _split(many: _Many) -> list[EngineRequest]:
+    """One engine request a prompt. Raises RequestRefused where the lists do not fit each other."""
+    count = len(many.input_ids)
+    params = many.sampling_params if isinstance(many.sampling_params, list) else [many.sampling_params] * count
+    if isinstance(many.rid, list):
+        rids = many.rid
+    else:
+        stem = many.rid or uuid.uuid4().hex
+        rids = [f"{stem}_{i}" for i in range(count)]
+    if not len(params) == len(rids) == count:
+        raise RequestRefused(
+            f"{count} prompts, {len(params)} sampling_params, {len(rids)} rids: the lists must be equally long"
+        )
+    return [EngineRequest(rid, ids, one) for rid, ids, one in zip(rids, many.input_ids, params, strict=True)]
+
+
+def _refuse_stream(stream: bool) -> None:
+    if stream:
+        raise RequestRefused("stream is not supported by this engine; leave it out")
+
+
+def _json(body: Struct | dict[str, Any], *, status: int = 200) -> web.Response:
+    data = encode_json(body) if isinstance(body, Struct) else msgspec.json.encode(body)
+    return web.Response(body=data, status=status, content_type="application/json")
+
+
+@web.middleware
+async def _errors_to_replies(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Which error becomes which status; the body is SGLang's {"error": {"message": ...}}."""
+    status, headers = 400, {}
+    try:
+        reply: web.StreamResponse = await handler(request)
+        return reply
+    except (RequestRefused, WeightsRefused, msgspec.MsgspecError) as error:
+        message = str(error)
+    except EngineUnavailable as error:
+        status, message, headers = 503, str(error), {"Retry-After": f"{error.retry_after_s:.0f}"}
+    except EngineFailed as error:
+        status, message = 500, str(error)
+    body = msgspec.json.encode({"error": {"message": message}})
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's own counters when somebody scrapes, so that generating costs nothing for it."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._engine.stats()
+        for name, text, value in (
+            ("running", "Requests being generated", stats.running),
+            ("waiting", "Requests waiting for a slot or the end of a pause", stats.waiting),
+            ("paused", "1 while paused", int(stats.paused)),
+        ):
+            yield GaugeMetricFamily(f"asyncrl_generation_{name}", text, value=value)
+        for name, text, value in (
+            ("requests", "Requests accepted", stats.num_requests),
+            ("aborted_requests", "Requests ended before they were finished", stats.num_aborted),
+            ("tokens", "Tokens sampled", stats.num_tokens),
+            ("prompt_tokens", "Prompt tokens of accepted requests", stats.num_prompt_tokens),
+            ("passes", "Forward passes", stats.num_steps),
+            ("weight_updates", "Weight versions loaded", stats.num_updates),
+        ):
+            yield CounterMetricFamily(f"asyncrl_generation_{name}", text, value=value)
+        version = GaugeMetricFamily(
+            "asyncrl_generation_weight_version", "The version served", labels=["weight_version"]
+        )
+        version.add_metric([stats.version], 1.0)
+        yield version

@@ -1,0 +1,52 @@
+"""When tokens were generated: the evidence that generation goes on while the trainer trains.
+
+One JSON line per 100 ms in which tokens were sampled, in `<run_dir>/journal/generation_server_<i>.jsonl`:
+`{"time": start of the bucket in unix seconds, "tokens": how many, "version": which weights}`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.runtime.metrics import JsonLinesWriter
+
+BUCKET_S = 0.1
+FLUSH_INTERVAL_S = 1.0
+_BUCKETS_PER_S = round(1 / BUCKET_S)
+
+
+def journal_path(run_dir: str | Path, index: int) -> Path:
+    return Path(run_dir) / "journal" / f"generation_server_{index}.jsonl"
+
+
+class TokenJournal:
+    """`add` is called by the generation thread after every forward pass; `flush` about once a second by the server."""
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+        self._writer = JsonLinesWriter(path)
+        self._now = now
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[int, str], int] = {}  # (bucket number, version) -> tokens; emptied by every flush
+
+    def add(self, tokens: int, version: str) -> None:
+        if tokens == 0:
+            return
+        key = (int(self._now() * _BUCKETS_PER_S), version)
+        with self._lock:
+            self._counts[key] = self._counts.get(key, 0) + tokens
+
+    def flush(self, *, everything: bool = False) -> None:
+        """Write the buckets that are over (at the end: all)."""
+        current = int(self._now() * _BUCKETS_PER_S)
+        with self._lock:
+            over = sorted(key for key in self._counts if everything or key[0] < current)
+            lines = [(bucket, version, self._counts.pop((bucket, version))) for bucket, version in over]
+        for bucket, version, tokens in lines:
+            self._writer.write({"time": bucket / _BUCKETS_PER_S, "tokens": tokens, "version": version})
+
+    def close(self) -> None:
+        self.flush(everything=True)
+        self._writer.close()

@@ -1,0 +1,146 @@
+"""Attention for continuous batching that touches only what belongs together.
+
+transformers' paged `sdpa` and `eager` attention multiply every query of a batch with every key of every request and mask the
+rest away: the work grows with the square of the number of requests. Here requests of similar lengths are padded to one
+rectangle and attended to as a batch. Pure PyTorch, so it runs wherever the model does; flash attention kernels remain better
+on GPUs that have them.
+
+The plan (which query and which cache row goes where) is made once per forward pass, on the host, and reaches every layer as the
+keyword argument `attention_plan`. The KV cache does the reading: its `read_index` is replaced by the padded one.
+
+Shapes: B requests of a rectangle, Q padded query length, K padded key length, H heads, G query heads per key head, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "asyncrl_padded"
+
+# A rectangle takes in a request while its longest is at most _STRETCH times as long, plus _SLACK tokens: padding costs
+# arithmetic, a rectangle of its own costs a few kernel launches per layer.
+_STRETCH = 1.5
+_SLACK = 32
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Requests padded to one size."""
+
+    num_requests: int  # B
+    query_length: int  # Q
+    key_length: int  # K
+    first_key: int  # where its B * K rows begin in the plan's read_index
+    query_index: Tensor  # [B * Q] position of each query in the packed batch; padding repeats the request's first
+    real: Tensor | None  # [tokens] which of the B * Q are real; None: all
+    target: Tensor  # [tokens] their positions in the packed batch
+    mask: Tensor  # [B, 1, 1, Q, K] additive
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    read_index: Tensor  # rows of the KV cache, rectangle after rectangle
+    rectangles: list[Rectangle]
+
+
+def group_lengths(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[np.ndarray]:
+    """Which requests share a rectangle: indices, longest keys first. Decoding (one query) and prefill never mix."""
+    groups: list[np.ndarray] = []
+    for members in (np.flatnonzero(query_lengths == 1), np.flatnonzero(query_lengths > 1)):
+        members = members[np.lexsort((-query_lengths[members], -key_lengths[members]))]
+        while members.size:
+            longest_key, longest_query = key_lengths[members[0]], query_lengths[members].max()
+            fits = (key_lengths[members] * _STRETCH + _SLACK >= longest_key) & (
+                query_lengths[members] * _STRETCH + _SLACK >= longest_query
+            )
+            if not fits.any():  # the longest query belongs to a short key: give the longest key a rectangle of its own
+                fits[0] = True
+            groups.append(members[fits])
+            members = members[~fits]
+    return groups
+
+
+def make_plan(
+    query_lengths: Sequence[int], key_lengths: Sequence[int], packed_rows: Tensor, trash_row: int, dtype: torch.dtype
+) -> AttentionPlan:
+    """Plan one forward pass. `packed_rows`: the cache rows of all keys, request after request."""
+    queries, keys = np.asarray(query_lengths, dtype=np.int64), np.asarray(key_lengths, dtype=np.int64)
+    device = packed_rows.device
+    query_starts, key_starts = np.cumsum(queries) - queries, np.cumsum(keys) - keys
+    rows = packed_rows.cpu().numpy()
+    read_index: list[np.ndarray] = []
+    rectangles: list[Rectangle] = []
+    first_key = 0
+    for members in group_lengths(queries, keys):
+        q_B, k_B = queries[members, None], keys[members, None]
+        width_q, width_k = int(q_B.max()), int(k_B.max())
+        at_Q, at_K = np.arange(width_q), np.arange(width_k)
+        key_at_BK = np.minimum(key_starts[members, None] + at_K, len(rows) - 1)
+        read_index.append(np.where(at_K < k_B, rows[key_at_BK], trash_row).reshape(-1))
+        real_BQ = at_Q < q_B
+        query_index = query_starts[members, None] + np.where(real_BQ, at_Q, 0)
+        hidden_BQK = at_K > (k_B - q_B + at_Q)[:, :, None]  # a query sees keys up to its own position
+        mask = torch.zeros((len(members), 1, 1, width_q, width_k), dtype=dtype, device=device)
+        mask.masked_fill_(torch.from_numpy(hidden_BQK[:, None, None]).to(device), torch.finfo(dtype).min)
+        everything = bool(real_BQ.all())
+        rectangles.append(
+            Rectangle(
+                num_requests=len(members),
+                query_length=width_q,
+                key_length=width_k,
+                first_key=first_key,
+                query_index=torch.from_numpy(query_index.reshape(-1)).to(device),
+                real=None if everything else torch.from_numpy(np.flatnonzero(real_BQ)).to(device),
+                target=torch.from_numpy(query_index[real_BQ]).to(device),
+                mask=mask,
+            )
+        )
+        first_key += len(members) * width_k
+    return AttentionPlan(torch.from_numpy(np.concatenate(read_index)).to(device), rectangles)
+
+
+def padded_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, tokens, D]
+    key: Tensor,  # [1, H / G, tokens, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    cache: Any,
+    attention_plan: AttentionPlan,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Write the new keys and values to the cache, read each request's back, attend; returns [1, tokens, H, D]."""
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    num_heads, num_tokens, width = query.shape[1:]
+    num_kv_heads = key.shape[1]
+    group = num_heads // num_kv_heads
+    query_THD = query[0].transpose(0, 1)
+    output_THD = torch.empty((num_tokens, num_heads, width), dtype=query.dtype, device=query.device)
+    for part in attention_plan.rectangles:
+        B, Q, K = part.num_requests, part.query_length, part.key_length
+        chosen = slice(part.first_key, part.first_key + B * K)
+        k = key[0, :, chosen].view(num_kv_heads, B, K, width).transpose(0, 1)  # [B, H/G, K, D]
+        v = value[0, :, chosen].view(num_kv_heads, B, K, width).transpose(0, 1)
+        q = query_THD[part.query_index].view(B, Q, num_kv_heads, group, width)
+        q = q.permute(0, 2, 3, 1, 4).reshape(B, num_kv_heads, group * Q, width)  # queries of a key head side by side
+        mask = part.mask.expand(B, 1, group, Q, K).reshape(B, 1, group * Q, K)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        out = out.view(B, num_kv_heads, group, Q, width).permute(0, 3, 1, 2, 4).reshape(B * Q, num_heads, width)
+        output_THD[part.target] = out if part.real is None else out[part.real]
+    return output_THD.unsqueeze(0), None
+
+
+def register() -> str:
+    """Make the implementation known to transformers; returns its name."""
+    AttentionInterface.register(NAME, padded_attention)
+    return NAME

@@ -1,0 +1,712 @@
+"""The embedded engine: Hugging Face transformers' continuous batching, on CPU or GPU.
+
+Three threads. The server's event loop owns the queue and decides; the generation thread (transformers' manager) runs one forward
+pass after another; the control thread, one at most, pauses the manager between two passes to collect interrupted requests
+or to change the weights. What crosses: requests through the manager's queue, results through one callback a pass.
+
+Ours on top of transformers' manager, each in a class below:
+- `_Router`: hands all results of a pass to the event loop in one call;
+- `_SamplingArgs` and `_Runner`: sampling parameters per request (transformers 5.23 takes processors per request, but one
+  do_sample for all, and gives logprobs after top-p/top-k renormalisation);
+- padded_attention.py, unless the config names another implementation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
+from transformers import GenerationConfig as SamplingDefaults
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+    OutputRouter,
+)
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+from asyncrl import weights
+from asyncrl.config import GenerationConfig
+from asyncrl.generation import padded_attention
+from asyncrl.generation.engine import (
+    EngineFailed,
+    EngineRequest,
+    EngineStats,
+    EngineUnavailable,
+    Generated,
+    GenerationEngine,
+    RequestRefused,
+    WeightsRefused,
+)
+from asyncrl.messages import FinishReason, SamplingParams, WeightVersion
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
+
+
+# ----------------------------------------------------------------------------------------------- sampling, per request
+
+
+class _SamplingArgs:
+    """Carries each request's sampling parameters to the forward pass; stands where the manager keeps its logits processors.
+
+    Rows of the storage the manager gives us: 0 temperature (float32 as int32 bits; 0 means greedy), 1 top_p (likewise), 2 top_k.
+    """
+
+    tensors_required = 3
+    do_processing = True
+
+    def __init__(self) -> None:
+        self.needs_sorting = False  # does any request of the coming pass ask for top-p or top-k?
+
+    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """The manager asks; RequestRefused was raised long before, in submit."""
+
+    def fill_defaults(self, storage: Tensor) -> None:
+        storage[0] = torch.tensor(1.0).view(torch.int32)
+        storage[1] = torch.tensor(1.0).view(torch.int32)
+        storage[2] = 0
+
+    def prepare_tensor_args(self, requests_in_batch: Iterable[Any], arg_storage: Tensor) -> Tensor:
+        rows = [item.state.logit_processor_kwargs["sampling"] for item in requests_in_batch if item.has_new_token]
+        self.needs_sorting = any(top_p < 1.0 or top_k > 0 for _, top_p, top_k in rows)
+        if rows:
+            values = torch.tensor(rows, dtype=torch.float32)
+            arg_storage[0, : len(rows)] = values[:, 0].contiguous().view(torch.int32)
+            arg_storage[1, : len(rows)] = values[:, 1].contiguous().view(torch.int32)
+            arg_storage[2, : len(rows)] = values[:, 2].to(torch.int32)
+        return arg_storage
+
+
+def sample_tokens(
+    logits_NV: Tensor, temperature_N: Tensor, top_p_N: Tensor, top_k_N: Tensor, *, needs_sorting: bool
+) -> tuple[Tensor, Tensor]:
+    """Sample one token a row; returns tokens and their logprobs after temperature, before top-p and top-k. Temperature 0: greedy.
+
+    Sampling is the Gumbel trick, argmax(logprob - log(q)) with q ~ Exp(1): unlike torch.multinomial it does not raise on
+    logits that are not finite, so that one broken model version cannot take the engine down (the logprob shows it).
+    """
+    greedy_N = temperature_N == 0
+    logprobs_NV = torch.log_softmax(logits_NV / temperature_N.masked_fill(greedy_N, 1.0).unsqueeze(1), dim=-1)
+    scores_NV = logprobs_NV
+    if needs_sorting:
+        sorted_NV, order_NV = logprobs_NV.sort(dim=-1, descending=True)
+        rank_V = torch.arange(sorted_NV.shape[1], device=sorted_NV.device)
+        sorted_NV = sorted_NV.masked_fill((top_k_N.unsqueeze(1) > 0) & (rank_V >= top_k_N.unsqueeze(1)), -torch.inf)
+        probs_NV = sorted_NV.softmax(dim=-1)
+        before_NV = probs_NV.cumsum(dim=-1) - probs_NV  # probability of everything likelier
+        sorted_NV = sorted_NV.masked_fill((before_NV >= top_p_N.unsqueeze(1)) & (rank_V > 0), -torch.inf)
+        scores_NV = torch.empty_like(logprobs_NV).scatter_(1, order_NV, sorted_NV)
+    noise_NV = torch.empty_like(scores_NV).exponential_().log_()
+    noise_NV.masked_fill_(greedy_N.unsqueeze(1), 0.0)
+    tokens_N = (scores_NV - noise_NV).argmax(dim=-1)
+    return tokens_N, logprobs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
+
+
+class _Runner(ModelRunner):
+    """Forward pass with our attention plan and our sampling."""
+
+    sampling_args: _SamplingArgs
+    plan_dtype: torch.dtype | None  # None: another implementation of attention is on
+
+    def _forward_process_and_sample(
+        self,
+        model: Any,
+        batch_data: dict[str, Any],
+        carry_over_ids: Tensor,
+        prev_output_ids: Tensor,
+        output_ids: Tensor,
+    ) -> None:
+        if self.plan_dtype is not None:
+            self._plan_attention(batch_data)
+        logits_NV = model(**batch_data).logits[0]
+        if "logits_to_keep" not in batch_data:
+            logits_NV = logits_NV[batch_data["logits_indices"]]
+        args = batch_data["logits_processor_args"]
+        tokens_N, logprobs_N = sample_tokens(
+            logits_NV.float(),
+            args[0].view(torch.float32),
+            args[1].view(torch.float32),
+            args[2],
+            needs_sorting=self.sampling_args.needs_sorting,
+        )
+        num_rows = tokens_N.shape[0]
+        output_ids[0, :num_rows].copy_(tokens_N)
+        output_ids[1, :num_rows].copy_(logprobs_N.view(torch.int32))  # the manager reads its second row back as float32
+
+    def _plan_attention(self, batch_data: dict[str, Any]) -> None:
+        batch: list[Any] = self.inputs_and_outputs.requests_in_batch  # type: ignore[union-attr]
+        # A pass of new prompts only reads nothing back: the rows it writes are then all rows.
+        packed = batch_data["read_index"][0] if batch_data["read_index"][0].numel() else batch_data["write_index"][0]
+        (allocator,) = self.cache.cache_allocators.values()
+        plan = padded_attention.make_plan(
+            [item.query_length for item in batch],
+            [item.state.position_offset for item in batch],  # prepare_batch_tensors has added this pass's queries
+            packed,
+            allocator.read_trash_index,
+            self.plan_dtype or torch.float32,
+        )
+        batch_data["read_index"] = [plan.read_index]
+        batch_data["attention_plan"] = plan
+
+
+class _Router(OutputRouter):
+    """All results of a pass go to the event loop in one call."""
+
+    def __init__(self, deliver: Callable[[list[Any]], None], loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._deliver_on_loop, self._loop = deliver, loop
+
+    def deliver(self, output: Any) -> None:
+        self.deliver_batch([output])
+
+    def deliver_batch(self, outputs: list[Any]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver_on_loop, outputs)
+
+
+class _Manager(ContinuousBatchingManager):
+    """transformers' manager with the parts above. Its thread runs `_generation_step` for every pass."""
+
+    def __init__(
+        self, model: Any, config: ContinuousBatchingConfig, *, padded: bool, on_pass: Callable[[int, int], None]
+    ) -> None:
+        self._padded, self._on_pass = padded, on_pass
+        super().__init__(model, SamplingDefaults(do_sample=True, eos_token_id=-1), config)  # type: ignore[no-untyped-call]
+        self._sampling_args = _SamplingArgs()
+        self.logit_processor = self._sampling_args  # type: ignore[assignment]
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        if not self._padded:  # ours is not on transformers' list of paged implementations
+            super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        is_new = self.batch_processor is None
+        processor = super()._create_batch_processor()
+        if is_new:
+            runner = _Runner(
+                logit_processor=self.logit_processor,
+                cb_config=processor.cb_config,
+                cache=processor.cache,
+                inputs_and_outputs=processor.inputs_and_outputs,
+                do_sample=True,
+                return_logprobs=True,
+            )
+            runner.sampling_args = self._sampling_args
+            runner.plan_dtype = self.model.dtype if self._padded else None
+            processor.model_runner = runner
+        return processor
+
+    @property
+    def processor(self) -> ContinuousBatchProcessor:
+        assert self.batch_processor is not None
+        return self.batch_processor
+
+    def prepare(self) -> None:
+        """Allocate the KV cache here and now, so that a failure is the caller's and not the thread's."""
+        self.batch_processor = self._create_batch_processor()
+
+    def _generation_step(self) -> None:
+        with torch.inference_mode():
+            super()._generation_step()
+        batch: Any = self.processor.inputs_and_outputs
+        self._on_pass(len(batch.req_id_to_new_token_position), batch.num_q_tokens)
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+def _load_in_place(model: torch.nn.Module, directory: Path, version: WeightVersion) -> None:
+    """Copy a version's tensors into the live model. Everything is checked before the first copy; raises WeightsRefused."""
+    try:
+        weights.verify_version(directory, version)
+        files = weights.tensor_files(directory)
+    except (weights.WeightsError, OSError) as error:
+        raise WeightsRefused(f"{directory}: {error}") from error
+    live: dict[str, Tensor] = dict(model.state_dict())
+    aliases: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # tied weights: several names, one memory
+    for name, tensor in live.items():
+        aliases.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)
+    try:
+        where = _check_tensors(live, list(aliases.values()), files)
+        opened: dict[Path, Any] = {file: safe_open(str(file), framework="pt", device="cpu") for file in files}
+    except (SafetensorError, OSError) as error:
+        raise WeightsRefused(f"{directory}: {error}") from error
+    for names in aliases.values():
+        given = [name for name in names if name in where]
+        for other in given[1:]:
+            if not torch.equal(opened[where[given[0]]].get_tensor(given[0]), opened[where[other]].get_tensor(other)):
+                raise WeightsRefused(
+                    f"{directory}: {given[0]} and {other} are one tensor in this model (tied) but differ here"
+                )
+    with torch.no_grad():
+        for names in aliases.values():
+            name = next(name for name in names if name in where)
+            live[name].copy_(opened[where[name]].get_tensor(name))
+
+
+def _check_tensors(live: dict[str, Tensor], aliases: list[list[str]], files: list[Path]) -> dict[str, Path]:
+    """Do the files hold exactly this model? Returns the file of each tensor; reads headers only."""
+    where: dict[str, Path] = {}
+    problems: list[str] = []
+    for file in files:
+        with safe_open(str(file), framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                if name in where:
+                    problems.append(f"{name} is in {where[name].name} and in {file.name}")
+                where[name] = file
+                if name not in live:
+                    problems.append(f"{name} does not belong to this model")
+                    continue
+                entry = tensors.get_slice(name)
+                found, expected = tuple(entry.get_shape()), tuple(live[name].shape)
+                if found != expected:
+                    problems.append(f"{name} has shape {found}, expected {expected}")
+                if entry.get_dtype() not in {"F32", "F16", "BF16"} and live[name].dtype.is_floating_point:
+                    problems.append(f"{name} has dtype {entry.get_dtype()}, expected floating point")
+    problems.extend(f"{names[0]} is missing" for names in aliases if not any(name in where for name in names))
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise WeightsRefused(f"the tensors in {files[0].parent if files else '?'} do not fit the model: {shown}")
+    return where
+
+
+# -------------------------------------------------------------------------------------------------------------- engine
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A request in flight. `key` names it to the manager: our own, so that a rid may come again once it was answered."""
+
+    key: str
+    request: EngineRequest
+    sampling: tuple[float, float, int]  # temperature (0: greedy), top_p, top_k (0: all)
+    stop_ids: list[int]
+    since: float
+    future: asyncio.Future[Generated] = field(repr=False)
+
+
+class TransformersEngine(GenerationEngine):
+    """See the module's docstring. All methods are called on the event loop; only `_collect` and `_load` run elsewhere."""
+
+    def __init__(
+        self,
+        model_path: str,
+        config: GenerationConfig,
+        *,
+        device: str = "",
+        seed: int = 1,
+        eos_token_ids: Iterable[int] = (),
+        on_tokens: Callable[[int, str], None] | None = None,
+    ) -> None:
+        _check_config(config)
+        self._initial_path, self._config, self._seed = model_path, config, seed
+        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._eos_token_ids = set(eos_token_ids)
+        self._on_tokens = on_tokens
+        self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")
+        self._keys = itertools.count()
+        self._waiting: OrderedDict[str, _Pending] = OrderedDict()  # by rid
+        self._running: dict[str, _Pending] = {}  # by key
+        self._rids: set[str] = set()  # of both
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._update_lock = asyncio.Lock()
+        self._paused = self._updating = self._closing = False
+        self._version: WeightVersion | None = None
+        self._path = model_path
+        self._num = dict.fromkeys(("requests", "aborted", "tokens", "prompt_tokens", "steps", "updates"), 0)
+
+    # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._in_control(self._start)
+
+    def _start(self) -> None:
+        config = self._config
+        padded = config.attention == "padded"
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self._initial_path,
+            dtype=DTYPES[config.dtype],
+            attn_implementation=padded_attention.register() if padded else config.attention,
+        )
+        self._model = model.to(self._device).requires_grad_(False).eval()
+        text_config = self._model.config.get_text_config()
+        if padded and "sliding_attention" in (getattr(text_config, "layer_types", None) or []):
+            raise ValueError(
+                f"generation.attention: padded does not know sliding windows, which {self._initial_path} uses; use sdpa"
+            )
+        self._vocab_size = int(text_config.vocab_size)
+        self._max_length = min(
+            int(getattr(text_config, "max_position_embeddings", None) or 1 << 30), config.page_size * config.num_blocks
+        )
+        for eos in (text_config.eos_token_id, getattr(self._model.generation_config, "eos_token_id", None)):
+            self._eos_token_ids.update([eos] if isinstance(eos, int) else eos or [])
+        self._manager = _Manager(
+            self._model,
+            ContinuousBatchingConfig(
+                page_size=config.page_size,
+                num_blocks=config.num_blocks,
+                max_batch_tokens=config.max_batch_tokens,
+                max_requests_per_batch=config.max_running_requests,
+                allow_block_sharing=config.prefix_sharing,
+                return_logprobs=True,
+                seed=self._seed,
+                use_async_batching=False,  # a pass in flight would blur which version sampled a token
+                use_cuda_graph=False,
+                auto_switch_to_flash=False,
+            ),
+            padded=padded,
+            on_pass=self._count_pass,
+        )
+        self._manager.output_router = _Router(self._on_results, self._loop)
+        self._manager.prepare()
+        self._manager.start()
+
+    async def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        if hasattr(self, "_manager"):
+            await self._in_control(lambda: self._manager.stop(hard_stop=True, timeout=30.0))
+        self._control.shutdown(wait=False)
+        for pending in [*self._running.values(), *self._waiting.values()]:
+            self._fail(pending, EngineUnavailable("the server is closing"))
+
+    async def _in_control(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._control, function)
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def submit(self, request: EngineRequest) -> asyncio.Future[Generated]:
+        self._check_alive()
+        if self._version is None:
+            raise EngineUnavailable("no weight version has been loaded yet")
+        sampling = _check_params(request.params)
+        self._check_prompt(request)
+        if len(self._waiting) >= self._config.max_queue:
+            raise EngineUnavailable(f"the queue is full ({self._config.max_queue} requests wait)")
+        pending = _Pending(
+            key=str(next(self._keys)),
+            request=request,
+            sampling=sampling,
+            stop_ids=self._stop_ids(request.params),
+            since=time.monotonic(),
+            future=self._loop.create_future(),
+        )
+        pending.future.add_done_callback(lambda future: self._forget(pending) if future.cancelled() else None)
+        self._rids.add(request.rid)
+        self._waiting[request.rid] = pending
+        self._num["requests"] += 1
+        self._num["prompt_tokens"] += len(request.input_ids)
+        self._admit()
+        return pending.future
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        return [*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids]
+
+    def _check_prompt(self, request: EngineRequest) -> None:
+        ids, wanted = request.input_ids, request.params.max_new_tokens
+        if request.rid in self._rids:
+            raise RequestRefused(f"rid {request.rid!r} is in flight already")
+        if not ids:
+            raise RequestRefused("input_ids is empty")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
+            raise RequestRefused(f"input_ids holds {wrong}; the vocabulary has {self._vocab_size} tokens")
+        if len(ids) + wanted > self._max_length:
+            raise RequestRefused(
+                f"{len(ids)} prompt tokens and {wanted} new ones do not fit: this server holds {self._max_length} tokens a"
+                " request (the model's max_position_embeddings or the KV cache, generation.num_blocks * page_size)"
+            )
+
+    def _admit(self) -> None:
+        """Waiting requests go to the manager while there is room."""
+        while (
+            self._waiting
+            and len(self._running) < self._config.max_running_requests
+            and not (self._paused or self._updating or self._closing)
+        ):
+            _, pending = self._waiting.popitem(last=False)
+            self._running[pending.key] = pending
+            self._idle.clear()
+            accepted = self._manager.add_request(
+                pending.request.input_ids,
+                request_id=pending.key,
+                max_new_tokens=pending.request.params.max_new_tokens,
+                eos_token_id=pending.stop_ids,
+                sampling=pending.sampling,
+            )
+            if accepted is None:
+                self._fail(pending, EngineFailed("the generation thread has ended"))
+
+    def _on_results(self, outputs: list[Any]) -> None:
+        """Results of one pass, from the generation thread. Runs on the event loop."""
+        for output in outputs:
+            pending = self._running.get(output.request_id)
+            if pending is None:
+                continue  # aborted meanwhile
+            tokens, logprobs = output.generated_tokens, output.logprobs
+            if output.error is not None:
+                self._fail(pending, EngineFailed(output.error))
+            elif not all(map(math.isfinite, logprobs)):
+                self._fail(pending, EngineFailed(f"logprobs are not finite under weight version {self._version}"))
+            elif tokens and tokens[-1] in pending.stop_ids:
+                self._finish(pending, tokens, logprobs, FinishReason(type="stop", matched=tokens[-1]))
+            else:
+                self._finish(pending, tokens, logprobs, FinishReason(type="length", length=len(tokens)))
+        self._admit()
+
+    def _finish(self, pending: _Pending, tokens: list[int], logprobs: list[float], finish: FinishReason) -> None:
+        ran = pending.key in self._running
+        self._forget(pending)
+        if not pending.future.done():
+            version = str(self._version) if ran else ""
+            pending.future.set_result(Generated(tokens, logprobs, finish, version))
+
+    def _fail(self, pending: _Pending, error: Exception) -> None:
+        self._forget(pending)
+        if not pending.future.done():
+            pending.future.set_exception(error)
+
+    def _forget(self, pending: _Pending) -> None:
+        """The request leaves our books; if the manager still has it (its caller has gone), the manager drops it."""
+        rid = pending.request.rid
+        if self._waiting.get(rid) is pending:
+            del self._waiting[rid]
+        elif self._running.pop(pending.key, None) is not None:
+            if pending.future.cancelled():
+                self._manager.cancel_request(pending.key)
+            if not self._running:
+                self._idle.set()
+        else:
+            return
+        self._rids.discard(rid)
+        if pending.future.cancelled():
+            self._num["aborted"] += 1
+            self._admit()
+
+    # ------------------------------------------------------------------------------------------------ abort and pause
+
+    async def abort(self, rid: str) -> bool:
+        if rid not in self._rids:
+            return False
+        return bool(await self._abort([rid]))
+
+    async def abort_all(self) -> int:
+        return await self._abort(list(self._rids))
+
+    async def pause(self) -> int:
+        self._paused = True
+        return await self._abort([pending.request.rid for pending in self._running.values()])
+
+    def resume(self) -> None:
+        self._paused = False
+        self._admit()
+
+    async def _abort(self, rids: list[str]) -> int:
+        """End these requests with what they have. What finishes by itself meanwhile is delivered as finished."""
+        wanted = set(rids)
+        count = 0
+        for rid in rids:
+            if rid in self._waiting:
+                self._abort_one(self._waiting[rid], [], [])
+                count += 1
+        running = [pending for pending in self._running.values() if pending.request.rid in wanted]
+        if running:
+            states = await self._in_control(lambda: self._collect([pending.key for pending in running]))
+            # Results of earlier passes were put on the loop before this line could run: what is still here did not finish.
+            for pending in running:
+                if pending.key in self._running:
+                    self._abort_one(pending, *states.get(pending.key, ([], [])))
+                    count += 1
+            self._admit()
+        return count
+
+    def _abort_one(self, pending: _Pending, tokens: list[int], logprobs: list[float]) -> None:
+        self._num["aborted"] += 1
+        self._finish(pending, tokens, logprobs, FinishReason(type="abort", message="aborted"))
+
+    def _collect(self, keys: list[str]) -> dict[str, tuple[list[int], list[float]]]:
+        """In the control thread: take requests out of the manager between two passes; returns their tokens and logprobs."""
+        collected = {}
+        if not self._manager.is_running():
+            return {}
+        with self._manager.pause():
+            scheduler = self._manager.processor.scheduler
+            for key in keys:
+                state = scheduler.active_requests.get(key) or scheduler.waiting_requests.get(key)
+                if state is not None:
+                    output = state.to_generation_output()  # type: ignore[no-untyped-call]
+                    collected[key] = (output.generated_tokens, output.logprobs)
+                scheduler.set_request_cancellation(key)
+            for state in scheduler.clear_cancelled_requests():
+                self._manager.processor.offloading_manager.free_request_cpu_cache(state)
+            # Some may still be on their way in (the manager drains its queue before it pauses): these go at the next pass.
+            for key in keys:
+                if key not in collected:
+                    scheduler.set_request_cancellation(key)
+        return collected
+
+    # ------------------------------------------------------------------------------------------------ weights and cache
+
+    async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
+        async with self._update_lock:
+            self._check_alive()
+            if self._version is not None and version < self._version:
+                raise WeightsRefused(
+                    f"version {version} is older than {self._version}, which is served; versions only grow"
+                )
+            self._updating = True
+            try:
+                num_aborted = await self._abort([p.request.rid for p in self._running.values()]) if abort_running else 0
+                try:
+                    await asyncio.wait_for(self._idle.wait(), self._config.load_timeout_s)
+                except asyncio.TimeoutError:
+                    raise WeightsRefused(
+                        f"{len(self._running)} requests still run after {self._config.load_timeout_s} s; pause first, or"
+                        " set abort_all_requests"
+                    ) from None
+                await self._in_control(lambda: self._load(path, version))
+                self._version, self._path = version, str(path)
+                self._num["updates"] += 1
+                return num_aborted
+            finally:
+                self._updating = False
+                self._admit()
+
+    def _load(self, path: Path, version: WeightVersion) -> None:
+        """In the control thread, while no request is admitted or runs."""
+        with self._manager.pause():
+            try:
+                _load_in_place(self._model, path, version)
+            except WeightsRefused:
+                raise
+            except BaseException:
+                self._version = None  # a copy broke off half-way: serve nothing until a load succeeds
+                raise
+            self._empty_cache()
+
+    async def flush_cache(self) -> bool:
+        async with self._update_lock:
+            self._check_alive()
+            if self._running:
+                return False
+            self._updating = True
+            try:
+                await self._in_control(self._flush)
+            finally:
+                self._updating = False
+                self._admit()
+            return True
+
+    def _flush(self) -> None:
+        with self._manager.pause():
+            self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        """In the control thread, within a pause. Nothing of the old weights may be left to be matched as a prefix.
+
+        Requests whose callers have gone may still be in the manager; they must not complete a page of old keys afterwards.
+        """
+        scheduler = self._manager.processor.scheduler
+        for key in [*scheduler.active_requests, *scheduler.waiting_requests]:
+            scheduler.set_request_cancellation(key)
+        for state in scheduler.clear_cancelled_requests():
+            self._manager.processor.offloading_manager.free_request_cpu_cache(state)
+        self._manager.processor.cache.reset()
+
+    # ----------------------------------------------------------------------------------------------------------- watch
+
+    def expire_waiting(self) -> int:
+        too_old = time.monotonic() - self._config.max_wait_s
+        old = [pending for pending in self._waiting.values() if pending.since < too_old]
+        for pending in old:
+            why = "while the server was paused" if self._paused else "for a free slot"
+            self._fail(pending, EngineUnavailable(f"waited longer than {self._config.max_wait_s} s {why}"))
+        return len(old)
+
+    def _count_pass(self, num_new_tokens: int, num_query_tokens: int) -> None:
+        """In the generation thread, once a pass."""
+        self._num["steps"] += 1
+        self._num["tokens"] += num_new_tokens
+        if self._on_tokens is not None:
+            self._on_tokens(num_new_tokens, str(self._version))
+
+    def stats(self) -> EngineStats:
+        num = self._num
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            paused=self._paused,
+            version="" if self._version is None else str(self._version),
+            num_requests=num["requests"],
+            num_aborted=num["aborted"],
+            num_tokens=num["tokens"],
+            num_prompt_tokens=num["prompt_tokens"],
+            num_steps=num["steps"],
+            num_updates=num["updates"],
+        )
+
+    @property
+    def model_path(self) -> str:
+        return self._path
+
+    @property
+    def failure(self) -> BaseException | None:
+        if self._closing or self._manager.is_running():
+            return None
+        return self._manager.background_thread_status.fatal_error or RuntimeError("the generation thread has ended")
+
+    def _check_alive(self) -> None:
+        if self._closing:
+            raise EngineUnavailable("the server is closing")
+        if self.failure is not None:
+            raise EngineUnavailable(f"the engine has failed: {self.failure!r}", retry_after_s=30.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_params(params: SamplingParams) -> tuple[float, float, int]:
+    """(temperature, top_p, top_k) as the sampler wants them. Raises RequestRefused."""
+    if params.max_new_tokens < 1:
+        raise RequestRefused(f"max_new_tokens is {params.max_new_tokens}; it must be at least 1")
+    if not (params.temperature >= 0.0 and math.isfinite(params.temperature)):
+        raise RequestRefused(f"temperature is {params.temperature}; it must be 0 (greedy) or more")
+    if not 0.0 < params.top_p <= 1.0:
+        raise RequestRefused(f"top_p is {params.top_p}; it must be in (0, 1]")
+    if params.top_k < 1 and params.top_k != -1:
+        raise RequestRefused(f"top_k is {params.top_k}; it must be at least 1, or -1 for all")
+    if params.temperature == 0.0:
+        return (0.0, 1.0, 0)
+    return (params.temperature, params.top_p, max(params.top_k, 0))
+
+
+def _check_config(config: GenerationConfig) -> None:
+    if config.dtype not in DTYPES:
+        raise ValueError(f"generation.dtype is {config.dtype!r}; known are {', '.join(DTYPES)}")
+    if config.attention not in ATTENTIONS:
+        raise ValueError(f"generation.attention is {config.attention!r}; known are {', '.join(ATTENTIONS)}")
+    if config.max_running_requests > config.max_batch_tokens:
+        raise ValueError(
+            f"generation.max_running_requests ({config.max_running_requests}) exceeds max_batch_tokens"
+            f" ({config.max_batch_tokens}): each running request needs a token of every pass"
+        )
+    if config.page_size < 4:
+        raise ValueError(f"generation.page_size is {config.page_size}; transformers needs at least 4")

@@ -1,0 +1,63 @@
+"""Entry point of every worker process: `python -m asyncrl.launch.worker_main CONFIG.yaml`.
+
+The launcher starts processes so, and so can you: one process of a run again, under a debugger, from its resolved config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from asyncrl.launch.program import ProcessConfig, load_process_config
+from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker
+
+PARENT_ENV = "ASYNCRL_PARENT"  # pid of the launcher; without it the process lives on its own
+
+
+def make_worker(config: ProcessConfig) -> Worker:
+    """The worker of a config. Heavy imports happen here, after the arguments are checked."""
+    kind = config.worker.kind
+    if kind == "master":
+        from asyncrl.master.worker import MasterWorker
+
+        return MasterWorker(config)  # type: ignore[arg-type]
+    if kind == "model_worker":
+        from asyncrl.model.worker import ModelWorker
+
+        return ModelWorker(config)  # type: ignore[arg-type]
+    if kind == "generation_server":
+        from asyncrl.generation.worker import GenerationServer
+
+        return GenerationServer(config)  # type: ignore[arg-type]
+    if kind == "gserver_manager":
+        from asyncrl.manager.worker import GserverManager
+
+        return GserverManager(config)  # type: ignore[arg-type]
+    if kind == "rollout_worker":
+        from asyncrl.rollout.worker import RolloutWorker
+
+        return RolloutWorker(config)  # type: ignore[arg-type]
+    raise AssertionError(kind)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m asyncrl.launch.worker_main",
+        description="Run one process of an asyncrl run from its resolved config.",
+    )
+    parser.add_argument("config", type=Path, help="<run>/configs/attempt_N/<worker>.yaml")
+    arguments = parser.parse_args()
+    parent = os.environ.get(PARENT_ENV)
+    if parent:
+        die_with_parent()
+        if os.getppid() != int(parent):
+            return 1  # the launcher is gone already
+    config = load_process_config(arguments.config)
+    configure_logging(config.worker)
+    return run_worker(make_worker(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

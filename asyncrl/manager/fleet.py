@@ -1,0 +1,243 @@
+"""What is done with generation servers: probes and weight updates over HTTP, as routing.py and update_plan.py decide.
+
+consumes: published versions, announced servers (from the worker's watches), the servers' answers.
+produces: states and versions in the ServerTable; `on_change` after each.
+waits for: each server by itself, within a limit; none waits for another, and the HTTP side waits for none.
+unblocked by: the server's answer, its limit, or a newer publication.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from asyncrl.manager.routing import Server, ServerState, ServerTable
+from asyncrl.manager.update_plan import Update, UpdatePlan
+from asyncrl.messages import ModelInfo, UpdateWeightsReply, UpdateWeightsRequest, WeightVersion, encode_json
+from asyncrl.runtime.clock import Clock, SystemClock
+from asyncrl.weights import WeightsError, verify_version
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+_USED_TOKENS = re.compile(r"^\w+:num_used_tokens(?:\{[^}]*\})? ([0-9.eE+]+)$", re.MULTILINE)
+_FIRST_RETRY_S = 0.2
+_LONGEST_RETRY_S = 10.0
+_IDLE_S = 5.0
+_FAILURES = (
+    aiohttp.ClientError,
+    OSError,
+    asyncio.TimeoutError,
+    ValueError,
+)  # of a call; msgspec's errors are ValueErrors
+
+
+class UpdateError(ValueError):
+    """A server did not do what it was asked."""
+
+
+class Fleet:
+    """Runs three loops: `verify_loop` (newest publication), `update_loop` (waves), `probe_loop` (health)."""
+
+    def __init__(
+        self,
+        table: ServerTable,
+        plan: UpdatePlan,
+        *,
+        path_of: Callable[[WeightVersion], Path],
+        on_change: Callable[[], None],
+        probe_every_s: float,
+        probe_limit_s: float,
+        logger: logging.Logger,
+        clock: Clock | None = None,
+    ) -> None:
+        self.table = table
+        self.plan = plan
+        self.counters: Counter[tuple[str, str]] = Counter()
+        self.update_seconds: defaultdict[str, float] = defaultdict(float)  # in updates that succeeded, by server
+        self._path_of = path_of
+        self._on_change = on_change
+        self._probe_every_s = probe_every_s
+        self._probe_limit_s = probe_limit_s
+        self._logger = logger
+        self._clock = clock or SystemClock()
+        self._session: aiohttp.ClientSession | None = None
+        self._published: WeightVersion | None = None
+        self._publication = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._updates: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+    async def close(self) -> None:
+        for task in self._updates:
+            task.cancel()
+        await asyncio.gather(*self._updates, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def publish(self, text: str) -> None:
+        """`model_version` was put. What is older than what we know, or no version, is logged and ignored."""
+        try:
+            version = WeightVersion.parse(text)
+        except ValueError as error:
+            self._logger.error("model_version ignored: %s", error)
+            return
+        if version.attempt < self.table.attempt or (self._published is not None and version < self._published):
+            self._logger.warning("model_version %s ignored: it goes back from %s", version, self._published)
+            return
+        self._published = version
+        self._publication.set()
+
+    def announce(self, name: str, url: str) -> None:
+        """A server was announced in name resolve."""
+        self.table.announce(name, url, self._clock.monotonic())
+        self._changed()
+
+    def withdraw(self, name: str) -> None:
+        """A server's announcement is gone."""
+        self.table.withdraw(name)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._wake.set()
+        self._on_change()
+
+    # -------------------------------------------------------------------------------------------------------- loops
+
+    async def verify_loop(self) -> None:
+        """Check the manifest of the newest publication, before any server hears of it; again, with pauses, while it fails."""
+        pause_s = _FIRST_RETRY_S
+        while True:
+            await self._publication.wait()  # for as long as nothing is published: hold
+            self._publication.clear()
+            version = self._published
+            assert version is not None
+            try:
+                await asyncio.to_thread(verify_version, self._path_of(version), version)
+            except (WeightsError, OSError) as error:
+                self.counters["refused_manifest", ""] += 1
+                self._logger.error("weights %s are not served: %s", version, error)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._publication.wait(), pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+                self._publication.set()
+                continue
+            pause_s = _FIRST_RETRY_S
+            if self.plan.publish(version):
+                self._changed()
+
+    async def update_loop(self) -> None:
+        """Begin the updates that the plan says are due, each as a task of its own."""
+        while True:
+            now = self._clock.monotonic()
+            for update in self.plan.due(now):
+                task = asyncio.create_task(self._update(update), name=f"update {update.server}")
+                self._updates.add(task)
+                task.add_done_callback(self._updates.discard)
+            next_s = self.plan.next_change(now)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _IDLE_S if next_s is None else next_s - now)
+            self._wake.clear()
+
+    async def probe_loop(self) -> None:
+        """Ask every server that should answer what it serves."""
+        while True:
+            servers = [
+                server
+                for server in self.table.servers.values()
+                if server.listed and server.state is not ServerState.UPDATING
+            ]
+            before = [(server.state, server.life) for server in self.table.servers.values()]
+            await asyncio.gather(*(self._probe(server) for server in servers))
+            if before != [(server.state, server.life) for server in self.table.servers.values()]:
+                self._changed()
+            await asyncio.sleep(self._probe_every_s)
+
+    # ------------------------------------------------------------------------------------------------- one server
+
+    async def _probe(self, server: Server) -> None:
+        life = server.life
+        try:
+            info, used = await asyncio.wait_for(self._ask(server), self._probe_limit_s)
+        except _FAILURES as error:
+            if server.life == life:
+                self.table.silent(server.name, f"probe failed: {error!r}", self._clock.monotonic())
+            return
+        if server.life == life and server.listed and server.state is not ServerState.UPDATING:
+            self.table.answered(server.name, info.weight_version, self._clock.monotonic(), used)
+
+    async def _ask(self, server: Server) -> tuple[ModelInfo, int | None]:
+        info = await self._get(f"{server.url}/get_model_info", ModelInfo)
+        used = await self._used_tokens(server.url) if self.table.policy == "least_token_usage" else None
+        if server.state is not ServerState.STALE:  # a stale one is paused: it may not be able to say
+            await self._request("GET", f"{server.url}/health")
+        return info, used
+
+    async def _update(self, update: Update) -> None:
+        """Interrupt, load, check the echo, resume. A server that fails stays interrupted: what it would serve is unknown."""
+        began = self._clock.monotonic()
+        try:
+            await asyncio.wait_for(self._load(update), update.limit_s)
+        except _FAILURES as error:
+            slow = isinstance(error, asyncio.TimeoutError)
+            reason = f"took longer than {update.limit_s:g} s" if slow else f"{error!r}"
+            pause_s = self.plan.failed(update, f"loading {update.version} failed: {reason}", self._clock.monotonic())
+            self.counters["failed", update.server] += 1
+            self._logger.warning(
+                "%s did not load %s: %s; trying again in %.1f s", update.server, update.version, reason, pause_s
+            )
+        else:
+            now = self._clock.monotonic()
+            if self.plan.succeeded(update, now):
+                self.counters["succeeded", update.server] += 1
+                self.update_seconds[update.server] += now - began
+                self._logger.info("%s serves %s (%.2f s)", update.server, update.version, now - began)
+        self._changed()
+
+    async def _load(self, update: Update) -> None:
+        url, version = update.url, str(update.version)
+        await self._post(f"{url}/pause_generation", b'{"mode":"abort"}')
+        request = UpdateWeightsRequest(model_path=str(self._path_of(update.version)), weight_version=version)
+        answer = await self._post(f"{url}/update_weights_from_disk", encode_json(request), also_ok=400)
+        reply = msgspec.json.decode(answer, type=UpdateWeightsReply)
+        if not reply.success:
+            raise UpdateError(f"refused: {reply.message}")
+        info = await self._get(f"{url}/get_model_info", ModelInfo)
+        if info.weight_version != version:
+            raise UpdateError(f"echoes {info.weight_version!r} instead of {version!r}")
+        await self._post(f"{url}/continue_generation", b"{}")
+
+    async def _used_tokens(self, url: str) -> int | None:
+        """Tokens in the KV cache, from the server's metrics; None where it does not say."""
+        assert self._session is not None
+        async with self._session.get(f"{url}/metrics") as response:
+            found = _USED_TOKENS.search(await response.text()) if response.status == 200 else None
+            return int(float(found[1])) if found else None
+
+    async def _get(self, url: str, kind: type[M]) -> M:
+        return msgspec.json.decode(await self._request("GET", url), type=kind)
+
+    async def _post(self, url: str, body: bytes, *, also_ok: int = 200) -> bytes:
+        return await self._request("POST", url, body, also_ok)
+
+    async def _request(self, method: str, url: str, body: bytes | None = None, also_ok: int = 200) -> bytes:
+        """Bounded by the caller. Raises UpdateError for a status other than 200 and also_ok."""
+        assert self._session is not None, "start() first"
+        headers = {"Content-Type": "application/json"}
+        async with self._session.request(method, url, data=body, headers=headers) as response:
+            answer = await response.read()
+            if response.status not in (200, also_ok):
+                raise UpdateError(f"{url} answered {response.status}: {answer[:200].decode(errors='replace')}")
+            return answer

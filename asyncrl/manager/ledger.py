@@ -1,0 +1,706 @@
+"""Admission and the ledger of live tickets: what bounds staleness, and loses and doubles nothing (pure).
+
+The gate admits a train ticket while
+
+    live + B * (trained_version - served_version) < (1 + eta) * B        (else refused: `staleness`)
+    running < max_concurrent                                             (else refused: `capacity`)
+
+with B the train batch in prompts and live = running, in transit, stored, or in the current train step. A ticket stays live from
+its grant until the master says `consumed`, or until it is rejected, released or lost; nothing is forgotten in between. The
+rule for when a step may start is the other half of the bound: asyncrl/master/batch.py.
+
+Every call may come twice, late, or from a worker that has been given up; all fields that the master reports are absolute. Time
+is passed in. The HTTP side (http.py) calls these methods between two awaits, so each is atomic.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.manager.evaluation import EvalItem, EvaluationBook
+from asyncrl.manager.prompts import PromptCursor, TicketId
+from asyncrl.manager.routing import Server, ServerTable
+from asyncrl.messages import (
+    AllocateReply,
+    AllocateRequest,
+    EvaluateReply,
+    EvaluateRequest,
+    FinishReply,
+    FinishRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    LedgerView,
+    Locator,
+    MasterReport,
+    RejectedPrompt,
+    RolloutResult,
+    ScheduleReply,
+    ScheduleRequest,
+    Ticket,
+    TicketView,
+)
+
+MAX_COUNT = 4096  # tickets of one request
+_MAX_REQUESTS = 1024  # answers remembered per worker
+_MAX_DROPPED = 10_000
+_MAX_UNSEEN = 16_384  # rejections that the master has not recorded; past it nothing is admitted until it does
+_MAX_REASONS = 32  # different reasons counted; further ones count as `other`
+_TOKENS_MEMORY = 0.95  # of the running mean of a group's tokens
+
+
+class StaleAttemptError(ValueError):
+    """A report from a training side that is over."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The admission rule."""
+
+    batch_size: int
+    eta: int
+    max_concurrent: int
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; use at least 1 prompt a step")
+        if self.eta < 0:
+            raise ValueError(f"max_head_offpolicyness is {self.eta}; use 0 (synchronous) or more")
+        if self.max_concurrent < 1:
+            raise ValueError(f"max_concurrent_rollouts is {self.max_concurrent}; less than 1 would admit nothing")
+
+    def refusal(self, *, live: int, running: int, trained: int, served: int) -> str:
+        """Why one more ticket is not admitted; "" if it is."""
+        behind = max(0, trained - served)
+        if live + self.batch_size * behind >= (1 + self.eta) * self.batch_size:
+            return "staleness"
+        if running >= self.max_concurrent:
+            return "capacity"
+        return ""
+
+
+@dataclass
+class _Live:
+    """A ticket that is out, or whose trajectory waits for its train step."""
+
+    ticket: Ticket
+    worker: str
+    incarnation: str
+    granted_at: float
+    server: str  # where it runs now
+    expected_tokens: float
+    state: Literal["running", "stored"] = "running"
+    seen_by_master: bool = False  # the master has reported it as stored
+    num_missed: int = 0  # heartbeats in a row that did not list it
+    item: EvalItem | None = None  # of an eval ticket
+
+
+@dataclass
+class _Holder:
+    """A rollout worker, in its newest incarnation."""
+
+    incarnation: str
+    last_seen: float
+    last_heartbeat: float
+    old_incarnations: set[str] = field(default_factory=set)
+    answers: OrderedDict[str, list[Ticket]] = field(default_factory=OrderedDict)
+
+
+class Ledger:
+    """See the module's docstring. `revision` grows with every change of what the master sees."""
+
+    def __init__(
+        self,
+        servers: ServerTable,
+        *,
+        batch_size: int,
+        eta: int,
+        max_concurrent: int = 0,
+        eval_share: float = 0.25,
+        num_heads: int = 1,
+        heads_of_worker: Mapping[str, Sequence[int]] | None = None,
+        max_issues: int = 3,
+        lease_s: float = 15.0,
+        heartbeat_s: float = 2.0,
+        attempt: int = 1,
+        grace_s: float = 0.0,
+        nonce: str = "",
+    ) -> None:
+        """heads_of_worker: to which heads a worker may send; by default to all, the one with the fewest live tickets.
+
+        grace_s: how long to admit nothing after the first full report, while workers report what they hold: the lease of the
+        tickets that a manager before this one has issued. 0 where there was none.
+        """
+        if max_issues < 1:
+            raise ValueError(f"manager.max_issues is {max_issues}; a prompt must be handed out at least once")
+        if not 0.0 <= eval_share <= 1.0:
+            raise ValueError(f"manager.eval_share is {eval_share}; use a share from 0 to 1")
+        if not 0.0 < heartbeat_s * 2 < lease_s:
+            raise ValueError(
+                f"manager.lease_s is {lease_s} and manager.heartbeat_s is {heartbeat_s}; "
+                "a lease must outlast two heartbeats"
+            )
+        self.servers = servers
+        self.gate = Gate(batch_size, eta, max_concurrent or (1 + eta) * batch_size)
+        self.eval_limit = max(1, int(eval_share * self.gate.max_concurrent))
+        self.attempt = attempt
+        self.trained_version = 0
+        self.revision = 0
+        self.finished = False  # the run is over: workers need not ask again
+        self.counters: Counter[tuple[str, str]] = Counter()  # (what, reason) -> how often; for metrics
+        self.rejected_lengths: Counter[tuple[str, int]] = Counter()  # (reason, power of two) -> responses
+        self._reasons: set[str] = set()
+        self._all_heads = range(num_heads)
+        self._heads_of_worker = dict(heads_of_worker or {})
+        self._max_issues = max_issues
+        self._lease_s = lease_s
+        self._heartbeat_s = heartbeat_s
+        self._eval_share = eval_share
+        self._grace_s = grace_s
+        self._nonce = nonce or secrets.token_hex(3)
+        self._num_eval_tickets = 0
+        self._holders: dict[str, _Holder] = {}
+        self._mean_tokens = 0.0
+        self._evaluations = EvaluationBook(max_issues)
+        self._reset()
+
+    def _reset(self) -> None:
+        """What belongs to one attempt of the training side."""
+        self._cursor: PromptCursor | None = None  # None: the master has not told us yet what is done
+        self._live: dict[str, _Live] = {}
+        self._by_prompt: dict[Locator, str] = {}
+        self._evals: dict[str, _Live] = {}
+        self._num_running = 0
+        self._live_of_head: Counter[int] = Counter()
+        self._rejected: deque[RejectedPrompt] = deque()
+        self._num_forgotten = 0  # rejections that the master has recorded
+        self._dropped: OrderedDict[str, None] = OrderedDict()  # stored tickets that the master gave up
+        self._stopped = False
+        self._grace_until = float("-inf")
+
+    # ---------------------------------------------------------------------------------------------------- numbers
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_running(self) -> int:
+        return self._num_running
+
+    @property
+    def num_stored(self) -> int:
+        return len(self._live) - self._num_running
+
+    @property
+    def num_evals_running(self) -> int:
+        return len(self._evals)
+
+    @property
+    def served_version(self) -> int:
+        """Newest version served in this attempt; -1: none."""
+        return self.servers.served if self.servers.attempt == self.attempt else -1
+
+    @property
+    def exhausted(self) -> bool:
+        return self._cursor is not None and self._cursor.exhausted
+
+    @property
+    def num_again(self) -> int:
+        """Prompts that wait to be handed out once more."""
+        return self._cursor.num_again if self._cursor is not None else 0
+
+    def refusal(self, now: float) -> str:
+        """Why no train ticket is admitted now; "" if one is."""
+        if self._cursor is None or now < self._grace_until:
+            return "not_ready"
+        if self._stopped or self._cursor.exhausted:
+            return "exhausted"
+        if len(self._rejected) >= _MAX_UNSEEN:
+            return "rejections_unseen"
+        served = self.served_version
+        if served < 0:
+            return "no_server"
+        refusal = self.gate.refusal(
+            live=self.num_live, running=self._num_running, trained=self.trained_version, served=served
+        )
+        if refusal:
+            return refusal
+        return "" if self.servers.has(served) else "no_server"
+
+    # ------------------------------------------------------------------------------------- calls of rollout workers
+
+    def allocate(self, requests: Sequence[AllocateRequest], now: float) -> list[AllocateReply]:
+        """Answers, in the order of the requests. What can be admitted is dealt out in turn, so that nobody takes all.
+
+        A request id that the worker was answered before gets the same tickets, as far as they still run.
+        """
+        granted: dict[tuple[str, str], list[Ticket]] = {}
+        turn: deque[AllocateRequest] = deque()
+        replies: dict[int, AllocateReply] = {}
+        for index, request in enumerate(requests):
+            holder = self._holder(request.worker, request.incarnation, now, touch=False)
+            if holder is None:
+                replies[index] = AllocateReply(tickets=[], refusal="superseded", finished=self.finished)
+            elif request.request_id in holder.answers:
+                replies[index] = self._repeat(holder.answers[request.request_id])
+            elif (request.worker, request.request_id) not in granted:
+                granted[request.worker, request.request_id] = []
+                turn.append(request)
+        refusal = self.refusal(now)
+        while turn:
+            request = turn.popleft()
+            live = self._grant_one(request, refusal, now)
+            if live is None:
+                break
+            tickets = granted[request.worker, request.request_id]
+            tickets.append(live.ticket)
+            if len(tickets) < request.count:
+                turn.append(request)
+            refusal = self.refusal(now)
+        for (worker, request_id), tickets in granted.items():
+            if tickets:
+                self._remember(self._holders[worker], request_id, tickets)
+        for index, request in enumerate(requests):
+            if index not in replies:
+                tickets = granted[request.worker, request.request_id]
+                replies[index] = AllocateReply(
+                    tickets=tickets, refusal="" if tickets else refusal, finished=self.finished
+                )
+        return [replies[index] for index in range(len(requests))]
+
+    def finish(self, request: FinishRequest, now: float) -> FinishReply:
+        """Rollouts have ended. Raises ValueError, before anything changes, for an outcome that cannot be."""
+        for result in request.results:
+            if result.ticket_id in self._live and result.outcome == "evaluated":
+                raise ValueError(f"ticket {result.ticket_id} is for training; it cannot end as `evaluated`")
+            if result.ticket_id in self._evals and result.outcome == "stored":
+                raise ValueError(f"ticket {result.ticket_id} is for evaluation; it cannot end as `stored`")
+        self._holder(request.worker, request.incarnation, now)
+        unknown = []
+        for result in request.results:
+            if result.ticket_id in self._evals:
+                self._finish_eval(self._evals[result.ticket_id], result)
+            elif result.ticket_id in self._live:
+                self._finish_train(self._live[result.ticket_id], result)
+            else:
+                unknown.append(result.ticket_id)
+        return FinishReply(unknown=unknown)
+
+    def heartbeat(self, request: HeartbeatRequest, now: float) -> HeartbeatReply:
+        """A worker lives and holds these tickets. What it should hold and has not listed twice is lost."""
+        holder = self._holder(request.worker, request.incarnation, now)
+        if holder is None:
+            return HeartbeatReply(revoked=list(request.held), heartbeat_s=self._heartbeat_s)
+        held = set(request.held)
+        revoked = [
+            ticket_id
+            for ticket_id in request.held
+            if not self._holds(request, ticket_id) and not self._adopt(request, ticket_id, now)
+        ]
+        repeated = now - holder.last_heartbeat < self._heartbeat_s / 2  # asked again: says nothing new
+        if not repeated:
+            holder.last_heartbeat = now
+            for live in self._running_at(request.worker):
+                live.num_missed = 0 if live.ticket.ticket_id in held else live.num_missed + 1
+                if live.num_missed >= 2:
+                    self._lose(live, "not_listed")
+        return HeartbeatReply(revoked=revoked, heartbeat_s=self._heartbeat_s)
+
+    def schedule(self, request: ScheduleRequest, now: float) -> ScheduleReply:
+        """Another server for a ticket whose server is lost. Its tokens so far keep their versions."""
+        live = self._live.get(request.ticket_id) or self._evals.get(request.ticket_id)
+        if live is None or live.state != "running" or live.worker != request.worker:
+            return ScheduleReply(reason="unknown_ticket")
+        if request.lost_server in self.servers.servers:
+            self.servers.silent(request.lost_server, f"{request.worker} could not reach it", now)
+        if live.server != request.lost_server:
+            here = self.servers.servers.get(live.server)  # it was moved before: this is the same call again
+            if here is not None and self.servers.can_serve(here, live.ticket.min_version):
+                return ScheduleReply(server=here.name, server_url=here.url)
+        server = self.servers.pick(live.ticket.min_version, exclude=request.lost_server)
+        if server is None:
+            return ScheduleReply(reason="no_server")
+        self.servers.ended(live.server, live.expected_tokens)
+        self.servers.granted(server.name, live.expected_tokens)
+        live.server = server.name
+        self.counters["moved", ""] += 1
+        return ScheduleReply(server=server.name, server_url=server.url)
+
+    def expire(self, now: float) -> None:
+        """Give up the workers that have been silent for a lease, and what they hold."""
+        for worker, holder in self._holders.items():
+            if now - holder.last_seen > self._lease_s:
+                for live in self._running_at(worker):
+                    self._lose(live, "worker_lost")
+                holder.answers.clear()
+
+    # ------------------------------------------------------------------------------------------- calls of the master
+
+    def report(self, report: MasterReport, now: float) -> None:
+        """The master says where training is. Raises StaleAttemptError for one whose attempt is over."""
+        if report.attempt < self.attempt:
+            raise StaleAttemptError(f"attempt {report.attempt} is over: the manager serves attempt {self.attempt}")
+        if report.attempt > self.attempt:
+            self._begin_attempt(report.attempt)
+        if self._cursor is None:
+            if not report.full:
+                return
+            self._register(report, now)
+        if report.trained_version < self.trained_version:
+            return  # an old one, delivered late
+        if report.trained_version > self.trained_version:
+            self.trained_version = report.trained_version
+            self.revision += 1
+        for ticket_id in report.consumed:
+            self._consume(ticket_id)
+        for ticket_id in report.stored:
+            self._store(ticket_id, now)
+        for ticket_id in set(report.revoke).difference(report.stored):
+            self._revoke(ticket_id)
+        while self._rejected and self._num_forgotten < report.rejected_seen:
+            self._rejected.popleft()
+            self._num_forgotten += 1
+        if report.stop and not self._stopped:
+            self._stopped = True
+            self.revision += 1
+
+    def view(self, now: float) -> LedgerView:
+        """What the master sees."""
+        return LedgerView(
+            known=self._cursor is not None,
+            revision=self.revision,
+            served_version=self.served_version,
+            exhausted=self.exhausted,
+            live=[
+                TicketView(
+                    ticket_id=ticket_id,
+                    locator=live.ticket.locator,
+                    deadline=live.ticket.deadline,
+                    state=live.state,
+                    worker=live.worker,
+                    age_s=now - live.granted_at,
+                )
+                for ticket_id, live in self._live.items()
+            ],
+            rejected=list(self._rejected),
+            servers=self.servers.views(),
+        )
+
+    def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
+        """Start the evaluation, unless it was started before, and say how far it is."""
+        self._evaluations.begin(request)
+        return self._evaluations.reply(request.eval_id)
+
+    def _begin_attempt(self, attempt: int) -> None:
+        """The training side began anew: everything live belongs to a lineage that is abandoned."""
+        for live in [*self._live.values(), *self._evals.values()]:
+            if live.state == "running":
+                self.servers.ended(live.server, live.expected_tokens)
+        self.attempt = attempt
+        self.trained_version = 0
+        self._evaluations.clear()
+        self.servers.begin_attempt(attempt)
+        self._reset()
+        self.revision += 1
+
+    def _register(self, report: MasterReport, now: float) -> None:
+        self._cursor = PromptCursor(report.num_prompts, report.num_epochs, start=report.done_cursor, done=report.done)
+        self._num_forgotten = report.rejected_seen
+        self._grace_until = now + self._grace_s
+        self._grace_s = 0.0
+        self.revision += 1
+
+    # ------------------------------------------------------------------------------------------------------- grants
+
+    def _grant_one(self, request: AllocateRequest, refusal: str, now: float) -> _Live | None:
+        """One ticket: of an evaluation where that keeps within its share, else of training."""
+        if self.served_version >= 0 and self._evaluations.has_waiting and len(self._evals) < self.eval_limit:
+            its_turn = len(self._evals) < self._eval_share * (self._num_running + 1)
+            server = self.servers.pick(self.served_version) if (refusal or its_turn) else None
+            if server is not None:
+                return self._grant_eval(request, server, now)
+        if refusal:
+            return None
+        return self._grant_train(request, now)
+
+    def _grant_train(self, request: AllocateRequest, now: float) -> _Live:
+        assert self._cursor is not None
+        min_version = self.served_version
+        server = self.servers.pick(min_version)
+        assert server is not None, "refusal() said that there is one"
+        locator, issue = self._cursor.take()
+        heads = self._heads_of_worker.get(request.worker, self._all_heads)
+        head = min(heads, key=lambda head: (self._live_of_head[head], head))
+        ticket_id = str(TicketId(self.attempt, locator, issue, min_version, head, self._nonce))
+        ticket = Ticket(
+            ticket_id=ticket_id,
+            kind="train",
+            locator=locator,
+            attempt=self.attempt,
+            min_version=min_version,
+            deadline=min_version + self.gate.eta,
+            server=server.name,
+            server_url=server.url,
+            head=head,
+            issue=issue,
+        )
+        live = _Live(ticket, request.worker, request.incarnation, now, server.name, self._mean_tokens)
+        self.servers.granted(server.name, live.expected_tokens)
+        self._add(live)
+        self.counters["granted", "train"] += 1
+        return live
+
+    def _grant_eval(self, request: AllocateRequest, server: Server, now: float) -> _Live:
+        item, issue = self._evaluations.take()
+        self._num_eval_tickets += 1
+        ticket_id = f"eval-a{self.attempt}-{self._num_eval_tickets}-{self._nonce}"
+        mode = self._evaluations.mode(item)
+        ticket = Ticket(
+            ticket_id=ticket_id,
+            kind="eval",
+            locator=Locator(0, item.position),
+            attempt=self.attempt,
+            min_version=self.served_version,
+            deadline=self.served_version + self.gate.eta,
+            server=server.name,
+            server_url=server.url,
+            head=0,
+            issue=issue,
+            eval_id=item.eval_id,
+            eval_mode="greedy" if mode == "greedy" else "sampled",
+        )
+        live = _Live(ticket, request.worker, request.incarnation, now, server.name, self._mean_tokens, item=item)
+        self.servers.granted(server.name, live.expected_tokens)
+        self._evals[ticket_id] = live
+        self.counters["granted", "eval"] += 1
+        return live
+
+    def _repeat(self, tickets: Sequence[Ticket]) -> AllocateReply:
+        """The same answer again, without the tickets that have ended since."""
+        still = [
+            ticket
+            for ticket in tickets
+            if ticket.ticket_id in self._evals
+            or (ticket.ticket_id in self._live and self._live[ticket.ticket_id].state == "running")
+        ]
+        return AllocateReply(tickets=still, refusal="" if still else "expired", finished=self.finished)
+
+    @staticmethod
+    def _remember(holder: _Holder, request_id: str, tickets: list[Ticket]) -> None:
+        holder.answers[request_id] = tickets
+        while len(holder.answers) > _MAX_REQUESTS:
+            holder.answers.popitem(last=False)
+
+    # ----------------------------------------------------------------------------------------------------- entries
+
+    def _add(self, live: _Live) -> None:
+        ticket = live.ticket
+        assert ticket.locator not in self._by_prompt
+        self._live[ticket.ticket_id] = live
+        self._by_prompt[ticket.locator] = ticket.ticket_id
+        self._live_of_head[ticket.head] += 1
+        self._num_running += live.state == "running"
+        self.revision += 1
+
+    def _remove(self, live: _Live) -> None:
+        ticket = live.ticket
+        self._leave_running(live)
+        del self._live[ticket.ticket_id]
+        del self._by_prompt[ticket.locator]
+        self._live_of_head[ticket.head] -= 1
+        self.revision += 1
+
+    def _leave_running(self, live: _Live) -> None:
+        if live.state == "running":
+            live.state = "stored"
+            self.servers.ended(live.server, live.expected_tokens)
+            self._num_running -= 1
+
+    def _finish_train(self, live: _Live, result: RolloutResult) -> None:
+        if live.state == "stored":
+            return  # told before, by the worker or by the master, whose word counts
+        reason = self._reason(result.reason or result.outcome)
+        if result.num_tokens > 0:
+            self._mean_tokens = (
+                _TOKENS_MEMORY * self._mean_tokens + (1 - _TOKENS_MEMORY) * result.num_tokens
+                if self._mean_tokens
+                else float(result.num_tokens)
+            )
+        if result.outcome == "stored":
+            self.counters["finished", "stored"] += 1
+            self._leave_running(live)  # in transit: live until the master has consumed it
+            self.revision += 1
+        elif result.outcome == "rejected":
+            self._reject(live, reason, result.num_tokens, result.lengths)
+        else:
+            self._release(live, reason)
+
+    def _finish_eval(self, live: _Live, result: RolloutResult) -> None:
+        assert live.item is not None
+        if result.outcome == "released":
+            self._lose(live, self._reason(result.reason or result.outcome))
+            return
+        self._remove_eval(live)
+        self._evaluations.finish(live.item, result)
+        self.counters["finished", result.outcome] += 1
+        self.revision += 1
+
+    def _lose(self, live: _Live, reason: str) -> None:
+        """The worker will not finish it."""
+        if live.item is None:
+            self._release(live, reason)
+            return
+        self.counters["released", reason] += 1
+        self._remove_eval(live)
+        self._evaluations.put_back(live.item, live.ticket.issue + 1)
+        self.revision += 1
+
+    def _remove_eval(self, live: _Live) -> None:
+        del self._evals[live.ticket.ticket_id]
+        self.servers.ended(live.server, live.expected_tokens)
+
+    def _release(self, live: _Live, reason: str) -> None:
+        """Take the ticket back; its prompt goes first again, unless it has been handed out too often."""
+        assert self._cursor is not None
+        self.counters["released", reason] += 1
+        if live.ticket.issue >= self._max_issues:
+            self._reject(live, "max_issues", 0, [])
+            return
+        self._remove(live)
+        self._cursor.put_back(live.ticket.locator, live.ticket.issue + 1)
+
+    def _reject(self, live: _Live, reason: str, num_tokens: int, lengths: list[int]) -> None:
+        """The prompt will not be trained in its epoch."""
+        self._remove(live)
+        self._rejected.append(
+            RejectedPrompt(locator=live.ticket.locator, reason=reason, num_tokens=num_tokens, lengths=lengths)
+        )
+        self.counters["rejected", reason] += 1
+        for length in lengths:
+            self.rejected_lengths[reason, max(0, length).bit_length()] += 1
+
+    # ------------------------------------------------------------------------------------------ the master's word
+
+    def _consume(self, ticket_id: str) -> None:
+        """Trained. The prompt is finished, whatever tickets of it are about."""
+        name = TicketId.parse(ticket_id)
+        if name is None or name.attempt != self.attempt:
+            return
+        self._give_up_others(ticket_id, name.locator)
+        if ticket_id in self._live:
+            self.counters["consumed", ""] += 1
+            self._remove(self._live[ticket_id])
+        elif self._cursor is not None:
+            self._cursor.withdraw(name.locator)
+
+    def _store(self, ticket_id: str, now: float) -> None:
+        """The master has its trajectory. A ticket that we had given up (or never knew) is live again, if its prompt is open:
+        the first trajectory of a prompt wins, so the prompt's other tickets are void."""
+        assert self._cursor is not None
+        live = self._live.get(ticket_id)
+        if live is not None:
+            if not live.seen_by_master:
+                live.seen_by_master = True
+                self._leave_running(live)
+                self.revision += 1
+            return
+        name = TicketId.parse(ticket_id)
+        if name is None or name.attempt != self.attempt or ticket_id in self._dropped:
+            return
+        rejected_unseen = any(rejected.locator == name.locator for rejected in self._rejected)
+        open_prompt = name.locator in self._by_prompt or self._cursor.is_waiting(name.locator) or rejected_unseen
+        if not open_prompt:
+            return  # consumed before: an old report
+        self._give_up_others(ticket_id, name.locator)
+        self._cursor.withdraw(name.locator)
+        self._add(self._known_again(name, "", "", now, state="stored"))
+        self.counters["accepted_late", ""] += 1
+
+    def _revoke(self, ticket_id: str) -> None:
+        live = self._live.get(ticket_id)
+        if live is None:
+            return
+        if live.state == "stored":
+            self._dropped[ticket_id] = None
+            while len(self._dropped) > _MAX_DROPPED:
+                self._dropped.popitem(last=False)
+        self._release(live, "overdue")
+
+    def _give_up_others(self, ticket_id: str, locator: Locator) -> None:
+        """Another ticket of a prompt that `ticket_id` has answered: void, and not handed out again."""
+        other = self._by_prompt.get(locator)
+        if other is not None and other != ticket_id:
+            self.counters["released", "superseded"] += 1
+            self._remove(self._live[other])
+
+    def _known_again(
+        self, name: TicketId, worker: str, incarnation: str, now: float, *, state: Literal["running", "stored"]
+    ) -> _Live:
+        ticket = Ticket(
+            ticket_id=str(name),
+            kind="train",
+            locator=name.locator,
+            attempt=name.attempt,
+            min_version=name.min_version,
+            deadline=name.min_version + self.gate.eta,
+            server="",
+            server_url="",
+            head=name.head,
+            issue=name.issue,
+        )
+        return _Live(ticket, worker, incarnation, now, "", 0.0, state, seen_by_master=state == "stored")
+
+    # ---------------------------------------------------------------------------------------------------- workers
+
+    def _holder(self, worker: str, incarnation: str, now: float, *, touch: bool = True) -> _Holder | None:
+        """The worker's record; None if a newer incarnation of it is known. touch: this is a sign of life."""
+        holder = self._holders.get(worker)
+        if holder is None:
+            holder = self._holders[worker] = _Holder(incarnation, now, now)
+        if incarnation in holder.old_incarnations:
+            return None
+        if incarnation != holder.incarnation:  # restarted: what it held died with it
+            for live in self._running_at(worker):
+                self._lose(live, "worker_restarted")
+            holder.old_incarnations.add(holder.incarnation)
+            holder.incarnation = incarnation
+            holder.last_seen = holder.last_heartbeat = now
+            holder.answers.clear()
+        if touch:
+            holder.last_seen = now
+        return holder
+
+    def _running_at(self, worker: str) -> list[_Live]:
+        return [
+            live
+            for live in [*self._live.values(), *self._evals.values()]
+            if live.worker == worker and live.state == "running"
+        ]
+
+    def _holds(self, request: HeartbeatRequest, ticket_id: str) -> bool:
+        live = self._live.get(ticket_id) or self._evals.get(ticket_id)
+        return live is not None and (live.worker == request.worker or live.seen_by_master)
+
+    def _adopt(self, request: HeartbeatRequest, ticket_id: str, now: float) -> bool:
+        """A ticket that the manager before this one has issued, reported while we wait for just that."""
+        if self._cursor is None:
+            return self._grace_s > 0.0  # judged later
+        name = TicketId.parse(ticket_id)
+        if now >= self._grace_until or name is None or name.attempt != self.attempt:
+            return False
+        if name.locator in self._by_prompt or not self._cursor.withdraw(name.locator):
+            return False
+        self._add(self._known_again(name, request.worker, request.incarnation, now, state="running"))
+        self.counters["adopted", ""] += 1
+        return True
+
+    def _reason(self, reason: str) -> str:
+        """A reason as a metric's label: short, and of few different ones."""
+        reason = reason[:64]
+        if reason not in self._reasons and len(self._reasons) < _MAX_REASONS:
+            self._reasons.add(reason)
+        return reason if reason in self._reasons else "other"

@@ -1,0 +1,225 @@
+"""Generation servers as the manager sees them, and which of them a group goes to (pure).
+
+    announced -> STALE -> UPDATING -> HEALTHY <-> SUSPECT -> DEAD -> STALE -> ...
+
+Only a HEALTHY server gets groups: it has loaded a version whose checksums hold, in this attempt, and has echoed it. The only
+way into HEALTHY from STALE (and so from DEAD) is a load; SUSPECT comes back where the server still echoes what it loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from asyncrl.messages import ServerView, WeightVersion
+
+
+class ServerState(Enum):
+    STALE = "stale"  # there, but serves no version of this attempt that we know to be right
+    HEALTHY = "healthy"
+    UPDATING = "updating"  # interrupted, loads
+    SUSPECT = "suspect"  # was healthy, does not answer now
+    DEAD = "dead"
+
+
+_NEXT: dict[ServerState, frozenset[ServerState]] = {
+    ServerState.STALE: frozenset({ServerState.UPDATING, ServerState.DEAD}),
+    ServerState.HEALTHY: frozenset({ServerState.UPDATING, ServerState.SUSPECT, ServerState.STALE, ServerState.DEAD}),
+    ServerState.UPDATING: frozenset({ServerState.HEALTHY, ServerState.STALE, ServerState.DEAD}),
+    ServerState.SUSPECT: frozenset({ServerState.HEALTHY, ServerState.STALE, ServerState.DEAD}),
+    ServerState.DEAD: frozenset({ServerState.STALE}),
+}
+
+
+@dataclass
+class Server:
+    """One generation server. Changed by ServerTable only."""
+
+    name: str  # e.g. generation_server/0
+    url: str
+    last_answer: float
+    state: ServerState = ServerState.STALE
+    version: WeightVersion | None = None  # verified and echoed; None while STALE, UPDATING or DEAD
+    loading: WeightVersion | None = None  # while UPDATING
+    life: int = 0  # grows when the server is announced anew or dies: what was begun with an older life is void
+    listed: bool = True  # in name resolve
+    reason: str = ""  # why it is in a state other than HEALTHY
+    running: int = 0  # groups it was given and that have not ended
+    used_tokens: int = 0  # of its KV cache, as last polled
+    promised_tokens: float = 0.0  # expected of the groups given since that poll
+
+    def view(self) -> ServerView:
+        version = str(self.version or self.loading or "")
+        return ServerView(server=self.name, url=self.url, state=self.state.value, version=version, running=self.running)
+
+
+@dataclass
+class ServerTable:
+    """All servers; routing and health. `now` is any clock in seconds that never goes back."""
+
+    policy: str = "least_requests"
+    dead_after_s: float = 15.0
+    attempt: int = 1
+    served: int = -1  # newest version that a server of this attempt has served; never goes back within the attempt
+    servers: dict[str, Server] = field(default_factory=dict)
+    _last_picked: str = ""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"manager.routing is {self.policy!r}; use one of {', '.join(POLICIES)}")
+
+    # ------------------------------------------------------------------------------------------------- health
+
+    def announce(self, name: str, url: str, now: float) -> None:
+        """Name resolve lists the server. The same URL again changes nothing, unless the server was dead."""
+        server = self.servers.get(name)
+        if server is None:
+            self.servers[name] = Server(name, url, now, reason="new")
+            return
+        server.listed = True
+        if server.url == url and server.state is not ServerState.DEAD:
+            return
+        if server.state is not ServerState.STALE:
+            if server.state is not ServerState.DEAD:
+                self._move(server, ServerState.DEAD, "replaced by a new process")
+            self._move(server, ServerState.STALE, "announced again")
+        server.url = url
+        server.life += 1
+        server.last_answer = now
+
+    def withdraw(self, name: str) -> None:
+        """Name resolve lists the server no longer."""
+        server = self.servers.get(name)
+        if server is None:
+            return
+        server.listed = False
+        if server.state is not ServerState.DEAD:
+            self._move(server, ServerState.DEAD, "its name is gone")
+
+    def answered(self, name: str, echo: str, now: float, used_tokens: int | None = None) -> None:
+        """It answered a probe and says that it serves `echo`."""
+        server = self.servers[name]
+        server.last_answer = now
+        if used_tokens is not None:
+            server.used_tokens, server.promised_tokens = used_tokens, 0.0
+        if server.state is ServerState.DEAD:
+            self._move(server, ServerState.STALE, "back from the dead")
+        elif server.state in (ServerState.HEALTHY, ServerState.SUSPECT):
+            if echo != str(server.version):
+                self._move(server, ServerState.STALE, f"serves {echo or 'nothing'} instead of {server.version}")
+            elif server.state is ServerState.SUSPECT:
+                self._move(server, ServerState.HEALTHY, "")
+
+    def silent(self, name: str, reason: str, now: float) -> None:
+        """It did not answer a probe, or a rollout worker could not reach it."""
+        server = self.servers[name]
+        if server.state is ServerState.HEALTHY:
+            self._move(server, ServerState.SUSPECT, reason)
+        if server.state in (ServerState.SUSPECT, ServerState.STALE) and now - server.last_answer > self.dead_after_s:
+            self._move(server, ServerState.DEAD, f"silent for {now - server.last_answer:.1f} s: {reason}")
+
+    # ------------------------------------------------------------------------------------------------- updates
+
+    def begin_update(self, name: str, version: WeightVersion) -> int:
+        """Take the server out of service to load; returns its life, which the outcome must name."""
+        server = self.servers[name]
+        self._move(server, ServerState.UPDATING, f"loads {version}")
+        server.loading = version
+        return server.life
+
+    def loaded(self, name: str, life: int, version: WeightVersion, now: float) -> bool:
+        """It has loaded and echoed a verified version. False: void (it died meanwhile, or the attempt is over)."""
+        server = self.servers[name]
+        if server.life != life or server.state is not ServerState.UPDATING:
+            return False
+        server.last_answer = now
+        if version.attempt != self.attempt:
+            self._move(server, ServerState.STALE, f"loaded {version}, but attempt {self.attempt} has begun")
+            return False
+        self._move(server, ServerState.HEALTHY, "")
+        server.version = version
+        self.served = max(self.served, version.version)
+        return True
+
+    def load_failed(self, name: str, life: int, reason: str) -> bool:
+        """What it holds now is unknown: no traffic until a load succeeds. False: void."""
+        server = self.servers[name]
+        if server.life != life or server.state is not ServerState.UPDATING:
+            return False
+        self._move(server, ServerState.STALE, reason)
+        return True
+
+    def begin_attempt(self, attempt: int) -> None:
+        """The training side began anew: every server is stale until it has the new attempt's weights."""
+        if attempt <= self.attempt:
+            return
+        self.attempt = attempt
+        self.served = -1
+        for server in self.servers.values():
+            if server.state in (ServerState.HEALTHY, ServerState.SUSPECT):
+                self._move(server, ServerState.STALE, f"attempt {attempt} has begun")
+
+    # ------------------------------------------------------------------------------------------------- routing
+
+    def can_serve(self, server: Server, min_version: int) -> bool:
+        """It may get a group whose first token needs min_version or newer."""
+        version = server.version
+        return (
+            server.state is ServerState.HEALTHY
+            and version is not None
+            and version.attempt == self.attempt
+            and version.version >= min_version
+        )
+
+    def has(self, min_version: int) -> bool:
+        """Some server can serve."""
+        return any(self.can_serve(server, min_version) for server in self.servers.values())
+
+    def pick(self, min_version: int, *, exclude: str = "") -> Server | None:
+        """The server for a group that needs min_version or newer; None where no healthy server has it."""
+        able = [
+            server
+            for name, server in sorted(self.servers.items())
+            if name != exclude and self.can_serve(server, min_version)
+        ]
+        if not able:
+            return None
+        # Ties (and round robin, where all tie) go to the next one after the last picked.
+        able = [s for s in able if s.name > self._last_picked] + [s for s in able if s.name <= self._last_picked]
+        server = min(able, key=POLICIES[self.policy])
+        self._last_picked = server.name
+        return server
+
+    def granted(self, name: str, expected_tokens: float = 0.0) -> None:
+        """The server got a group."""
+        if name in self.servers:
+            self.servers[name].running += 1
+            self.servers[name].promised_tokens += expected_tokens
+
+    def ended(self, name: str, expected_tokens: float = 0.0) -> None:
+        """A group it was given has ended or left it."""
+        if name in self.servers:
+            server = self.servers[name]
+            assert server.running > 0, f"{name} ended more groups than it was given"
+            server.running -= 1
+            server.promised_tokens = max(0.0, server.promised_tokens - expected_tokens)
+
+    def views(self) -> list[ServerView]:
+        return [server.view() for _, server in sorted(self.servers.items())]
+
+    def _move(self, server: Server, state: ServerState, reason: str) -> None:
+        assert state in _NEXT[server.state], f"{server.name}: no way from {server.state.name} to {state.name}"
+        if state is ServerState.DEAD:
+            server.life += 1
+        if state in (ServerState.STALE, ServerState.UPDATING, ServerState.DEAD):
+            server.version = None
+        server.loading = None
+        server.state, server.reason = state, reason
+
+
+POLICIES: dict[str, Callable[[Server], float]] = {
+    "round_robin": lambda server: 0.0,
+    "least_requests": lambda server: float(server.running),
+    "least_token_usage": lambda server: server.used_tokens + server.promised_tokens,
+}

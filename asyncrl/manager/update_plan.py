@@ -1,0 +1,136 @@
+"""Which server loads which weights, and when (pure).
+
+The newest published version is the target. Servers that serve an older one are updated in waves: at most `update_fraction` of
+them (at least one) is out of service at a time, the rest keep serving. Servers that serve nothing cost nothing to take, so
+they load at once. One that is slow leaves its wave (others go on) and has until `update_timeout_s`; one that fails is tried
+again after a growing pause. Nothing here waits for any particular server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.manager.routing import ServerState, ServerTable
+from asyncrl.messages import WeightVersion
+
+FIRST_RETRY_S = 0.5
+LONGEST_RETRY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """Interrupt the server, let it load the version, check its echo: all within limit_s."""
+
+    server: str
+    url: str
+    life: int
+    version: WeightVersion
+    limit_s: float
+
+
+@dataclass
+class _Running:
+    life: int
+    since: float
+    took_from_service: bool  # it was healthy: counts in the wave
+
+
+@dataclass
+class _Failures:
+    count: int
+    not_before: float
+
+
+class UpdatePlan:
+    """Takes what happens (published, begun, ended) and says what to begin next. It moves the servers of the table."""
+
+    def __init__(
+        self,
+        table: ServerTable,
+        *,
+        update_fraction: float = 1.0,
+        update_timeout_s: float = 60.0,
+        slow_after_s: float | None = None,
+    ) -> None:
+        if not 0.0 < update_fraction <= 1.0:
+            raise ValueError(f"manager.update_fraction is {update_fraction}; use a share above 0 and at most 1")
+        if update_timeout_s <= 0:
+            raise ValueError(f"manager.update_timeout_s is {update_timeout_s}; use a number of seconds above 0")
+        self._table = table
+        self._fraction = update_fraction
+        self._timeout_s = update_timeout_s
+        self._slow_after_s = update_timeout_s / 4 if slow_after_s is None else slow_after_s
+        self.target: WeightVersion | None = None
+        self._running: dict[str, _Running] = {}
+        self._failures: dict[str, _Failures] = {}
+
+    def publish(self, version: WeightVersion) -> bool:
+        """A version is published and its manifest holds. False (and no effect) unless it is newer than the target and of
+        no attempt that is over."""
+        if version.attempt < self._table.attempt or (self.target is not None and version <= self.target):
+            return False
+        self.target = version
+        self._table.begin_attempt(version.attempt)
+        self._failures.clear()  # other files: nobody has failed with these
+        return True
+
+    def due(self, now: float) -> list[Update]:
+        """The updates to begin now; the servers are UPDATING from here on."""
+        if self.target is None:
+            return []
+        servers = self._table.servers
+        for name in [name for name, running in self._running.items() if running.life != servers[name].life]:
+            del self._running[name]  # that process is gone; its update ends by itself, and is void
+        alive = sum(server.state is not ServerState.DEAD for server in servers.values())
+        room = max(1, int(self._fraction * alive)) - sum(
+            running.took_from_service and now < running.since + self._slow_after_s for running in self._running.values()
+        )
+        updates = []
+        for name in sorted(servers, key=self._last_to_trust):
+            server = servers[name]
+            failed = self._failures.get(name)
+            if name in self._running or (failed is not None and now < failed.not_before):
+                continue
+            serving = server.state is ServerState.HEALTHY and server.version is not None
+            if serving and (server.version == self.target or room < 1):
+                continue
+            if server.state not in (ServerState.STALE, ServerState.HEALTHY):
+                continue
+            room -= serving
+            life = self._table.begin_update(name, self.target)
+            self._running[name] = _Running(life, now, serving)
+            updates.append(Update(name, server.url, life, self.target, self._timeout_s))
+        return updates
+
+    def succeeded(self, update: Update, now: float) -> bool:
+        """The server has echoed the version. False where that came too late to count."""
+        self._end(update)
+        self._failures.pop(update.server, None)
+        return self._table.loaded(update.server, update.life, update.version, now)
+
+    def failed(self, update: Update, reason: str, now: float) -> float:
+        """It has not (refused, silent, slow, wrong echo). Returns after how many seconds it is tried again."""
+        self._end(update)
+        count = self._failures[update.server].count + 1 if update.server in self._failures else 1
+        pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(count - 1, 16))
+        self._failures[update.server] = _Failures(count, now + pause)
+        self._table.load_failed(update.server, update.life, reason)
+        return pause
+
+    def num_failures(self, server: str) -> int:
+        """How often in a row it has failed to load the target."""
+        return self._failures[server].count if server in self._failures else 0
+
+    def next_change(self, now: float) -> float | None:
+        """When `due` may say something new although nothing happens: a pause ends, or a slow server leaves its wave."""
+        times = [failed.not_before for failed in self._failures.values()]
+        times += [running.since + self._slow_after_s for running in self._running.values()]
+        return min((at for at in times if at > now), default=None)
+
+    def _end(self, update: Update) -> None:
+        running = self._running.get(update.server)
+        if running is not None and running.life == update.life:
+            del self._running[update.server]
+
+    def _last_to_trust(self, name: str) -> tuple[int, str]:
+        return (self.num_failures(name), name)

@@ -1,0 +1,145 @@
+"""GserverManager: admits rollouts, routes them, and keeps the generation servers on the newest verified weights.
+
+It joins the pure parts (ledger.py, routing.py, update_plan.py) with what touches the world: the HTTP side (http.py), the
+generation servers (fleet.py) and name resolve (here). All on one event loop, on which nothing waits for a server: updates and
+probes are tasks of their own, checksums are computed on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.config import GserverManagerConfig
+from asyncrl.manager.fleet import Fleet
+from asyncrl.manager.http import ManagerService
+from asyncrl.manager.ledger import Ledger
+from asyncrl.manager.routing import ServerTable
+from asyncrl.manager.update_plan import UpdatePlan
+from asyncrl.runtime.clock import SystemClock
+from asyncrl.runtime.name_resolve import NameEntryExists
+from asyncrl.runtime.worker import Worker
+from asyncrl.weights import version_dir
+
+_ENDED = ("COMPLETE", "ABORTED")
+
+
+class GserverManager(Worker):
+    """One per run. `run` only turns the clock: leases expire, those who wait are looked after, the board is kept."""
+
+    def __init__(self, config: GserverManagerConfig) -> None:
+        super().__init__(config.worker)
+        self.config = config
+        self.clock = SystemClock()
+
+    async def setup(self) -> None:
+        config, options = self.config, self.config.manager
+        self.table = ServerTable(options.routing, dead_after_s=options.lease_s, attempt=self.info.attempt)
+        self.plan = UpdatePlan(
+            self.table, update_fraction=options.update_fraction, update_timeout_s=options.update_timeout_s
+        )
+        self.ledger = Ledger(
+            self.table,
+            batch_size=config.batch_size,
+            eta=options.max_head_offpolicyness,
+            max_concurrent=options.max_concurrent_rollouts,
+            eval_share=options.eval_share,
+            num_heads=config.num_heads,
+            heads_of_worker=self._heads_of_workers(),
+            max_issues=options.max_issues,
+            lease_s=options.lease_s,
+            heartbeat_s=options.heartbeat_s,
+            attempt=self.info.attempt,
+            grace_s=options.lease_s if await self._is_successor() else 0.0,
+        )
+        self.fleet = Fleet(
+            self.table,
+            self.plan,
+            path_of=lambda version: version_dir(self.info.run_dir, config.role, version),
+            on_change=self._servers_changed,
+            probe_every_s=options.heartbeat_s,
+            probe_limit_s=options.lease_s / 3,
+            logger=self.logger,
+        )
+        self.service = ManagerService(self.ledger, clock=self.clock, fleet=self.fleet)
+        await self.fleet.start()
+        url = await self.service.start(self.info.runtime.host)
+        await self.publish(self.names.gserver_manager(), url)
+        self.logger.info("listening on %s", url)
+
+    async def run(self) -> None:
+        """consumes: time. produces: expired leases, status. Cancelled when the run is over."""
+        self.spawn(self._watch_servers(), "watch generation servers")
+        self.spawn(self._watch_versions(), "watch model version")
+        self.spawn(self._watch_experiment(), "watch experiment status")
+        self.spawn(self.fleet.verify_loop(), "verify weights")
+        self.spawn(self.fleet.update_loop(), "update servers")
+        self.spawn(self.fleet.probe_loop(), "probe servers")
+        while True:
+            self.ledger.expire(self.clock.monotonic())
+            self.service.changed()
+            self._show()
+            await asyncio.sleep(self.config.manager.heartbeat_s / 2)
+
+    async def close(self) -> None:
+        if hasattr(self, "service"):
+            await self.service.close()
+            await self.fleet.close()
+
+    # ------------------------------------------------------------------------------------------------------ watches
+
+    async def _watch_servers(self) -> None:
+        async for event in self.watch(self.names.generation_servers(), subtree=True):
+            name = f"generation_server/{event.key.rsplit('/', 1)[-1]}"
+            if event.kind == "put":
+                self.fleet.announce(name, event.value)
+            else:
+                self.fleet.withdraw(name)
+
+    async def _watch_versions(self) -> None:
+        async for event in self.watch(self.names.model_version(self.config.role)):
+            if event.kind == "put":  # a missing version means hold
+                self.fleet.publish(event.value)
+
+    async def _watch_experiment(self) -> None:
+        async for event in self.watch(self.names.experiment_status()):
+            self.ledger.finished = event.kind == "put" and event.value in _ENDED
+            self.service.changed()
+
+    # ------------------------------------------------------------------------------------------------------ helpers
+
+    def _servers_changed(self) -> None:
+        self.ledger.revision += 1
+        self.service.changed()
+        self._show()
+
+    def _show(self) -> None:
+        ledger, board = self.ledger, self.board
+        board.version = str(ledger.served_version)
+        board.set_queue("running", ledger.num_running)
+        board.set_queue("stored", ledger.num_stored)
+        board.set_queue("waiting_requests", self.service.num_waiting)
+        board.progress()
+
+    async def _is_successor(self) -> bool:
+        """Whether a manager has been at work in this attempt before."""
+        key = self.names.gserver_manager_began(self.info.attempt)
+        try:
+            await asyncio.to_thread(self.resolver.add, key, self.incarnation)
+        except NameEntryExists:
+            return True
+        return False
+
+    def _heads_of_workers(self) -> dict[str, list[int]] | None:
+        """Heads that each rollout worker may send to, by head_policy; None: all to all."""
+        policy, num_workers = self.config.manager.head_policy, self.config.num_rollout_workers
+        if policy == "balanced":
+            return None
+        if policy != "grouping":
+            raise ValueError(f"manager.head_policy is {policy!r}; use balanced or grouping")
+        from asyncrl.runtime.push_pull import grouping  # zmq is needed for nothing else here
+
+        heads: dict[str, list[int]] = {}
+        for head, workers in grouping(num_workers, self.config.num_heads).items():
+            for worker in workers:
+                heads.setdefault(f"rollout_worker/{worker}", []).append(head)
+        return heads

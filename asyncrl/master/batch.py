@@ -1,0 +1,201 @@
+"""When the next train step may start, and with which tickets (pure).
+
+S = the B stored tickets with the earliest deadlines. Step v starts only if for every d in v..v+eta
+
+    |{live tickets with deadline <= d} without S| <= (d - v) * B
+
+that is, if whatever is live and not in this batch still fits into the steps that its deadline leaves it. Together with the
+manager's gate (asyncrl/manager/ledger.py) this keeps every trained group within eta at its head, drops none, and does not
+favour short ones; else the step waits for the tickets it names. Without faults that wait always ends by a rollout finishing.
+
+A rollout that holds up a batch for longer than `overdue_wait_s` (policy `wait`; `drop`: at once) is to be interrupted; its
+prompt is handed out again. Policy `train` never waits for deadlines: groups may be trained older than eta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncrl.messages import Locator, TicketView, TrajectoryMeta, WeightVersion
+
+POLICIES = ("wait", "drop", "train")
+_MAX_NAMED = 5  # stragglers that a reason names
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Start the step with these tickets, in canonical order (by prompt). Empty: there is nothing left to train."""
+
+    tickets: tuple[str, ...]
+    partial: bool = False  # the last batch of the run
+
+
+@dataclass(frozen=True)
+class NotReady:
+    """Wait. `revoke` goes into the next report to the manager; stored ones among it (`drop`) leave the master's store."""
+
+    reason: str
+    on: str  # whom the step waits for
+    stragglers: tuple[str, ...] = ()  # running tickets that hold it up
+    revoke: tuple[str, ...] = ()  # take these back: their prompts are handed out again
+    drop: tuple[str, ...] = ()  # those of `revoke` that are stored: too old to be trained
+
+
+@dataclass(frozen=True)
+class _Live:
+    """A ticket that is stored at the master, or will be."""
+
+    ticket_id: str
+    locator: Locator
+    deadline: int
+    worker: str  # "" where it is stored
+
+
+class BatchFormer:
+    """Say what is stored and live; get a batch, or whom to wait for. Remembers only since when it has waited for whom, and what it
+    has given out or taken back that an older ledger still lists as live."""
+
+    def __init__(
+        self, *, batch_size: int, max_head_offpolicyness: int, overdue: str = "wait", overdue_wait_s: float = 600.0
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"train.batch_size is {batch_size}; use at least 1 prompt a step")
+        if max_head_offpolicyness < 0:
+            raise ValueError(f"manager.max_head_offpolicyness is {max_head_offpolicyness}; use 0 (synchronous) or more")
+        if overdue not in POLICIES:
+            raise ValueError(f"manager.overdue is {overdue!r}; use one of {', '.join(POLICIES)}")
+        if overdue_wait_s < 0:
+            raise ValueError(f"manager.overdue_wait_s is {overdue_wait_s}; use a number of seconds, 0 or more")
+        self._batch_size = batch_size
+        self._eta = max_head_offpolicyness
+        self._overdue = overdue
+        self._limit_s = overdue_wait_s
+        self._gone: set[str] = set()  # given out in a batch, or revoked
+        self._held_since: dict[str, float] = {}
+        self._num_stored = -1
+
+    def decide(
+        self,
+        *,
+        stored: Iterable[TrajectoryMeta],
+        live: Sequence[TicketView],
+        version: int,
+        exhausted: bool,
+        now: float,
+    ) -> Ready | NotReady:
+        """stored: what the master holds, without what is in a step. live, exhausted: the manager's newest ledger."""
+        tickets = self._merge({meta.ticket_id: meta for meta in stored}, live)
+        held = [ticket for ticket in tickets if not ticket.worker]
+        running = [ticket for ticket in tickets if ticket.worker]
+        if excess := self._excess(tickets, version):
+            return self._give_up(excess, version)
+        if len(held) < self._batch_size:
+            listed = {view.ticket_id for view in live}
+            pending = running or (listed & self._gone)
+            if exhausted and not pending:
+                return self._ready(held, partial=bool(held))
+            return self._too_few(held, running, version, now)
+        batch = held[: self._batch_size]
+        stragglers = self._stragglers(tickets, batch, version)
+        if stragglers and self._overdue != "train":
+            limit_s = self._limit_s if self._overdue == "wait" else 0.0
+            return self._wait_for(stragglers, f"step {version} waits for rollouts that must not be older", now, limit_s)
+        return self._ready(batch, partial=False)
+
+    # ------------------------------------------------------------------------------------------------ what there is
+
+    def _merge(self, stored: Mapping[str, TrajectoryMeta], live: Sequence[TicketView]) -> list[_Live]:
+        """Everything live, earliest deadline first. What is stored here is stored, whatever the ledger knows."""
+        views = {view.ticket_id: view for view in live}
+        self._gone &= views.keys()  # the ledger has heard of the others
+        self._gone -= stored.keys()  # revoked, but its trajectory had come already
+        answered = {meta.locator for meta in stored.values()}  # a prompt's other tickets are void
+        tickets = [
+            _Live(view.ticket_id, view.locator, view.deadline, view.worker or "unknown")
+            for view in live
+            if view.locator not in answered and view.ticket_id not in self._gone
+        ]
+        for ticket_id, meta in stored.items():
+            view = views.get(ticket_id)
+            deadline = view.deadline if view is not None else self._oldest(meta) + self._eta
+            tickets.append(_Live(ticket_id, meta.locator, deadline, ""))
+        return sorted(tickets, key=lambda ticket: (ticket.deadline, ticket.locator, ticket.ticket_id))
+
+    @staticmethod
+    def _oldest(meta: TrajectoryMeta) -> int:
+        return WeightVersion.unpack(min(meta.version_start)).version
+
+    # ---------------------------------------------------------------------------------------------------- the rule
+
+    def _stragglers(self, tickets: Sequence[_Live], batch: Sequence[_Live], version: int) -> list[_Live]:
+        """Running tickets without which the step may not start: those up to the first deadline that has too many."""
+        chosen = {ticket.ticket_id for ticket in batch}
+        rest = [ticket for ticket in tickets if ticket.ticket_id not in chosen]
+        for deadline in range(version, version + self._eta + 1):
+            due = [ticket for ticket in rest if ticket.deadline <= deadline]
+            if len(due) > (deadline - version) * self._batch_size:
+                return [ticket for ticket in due if ticket.worker]
+        return []
+
+    def _excess(self, tickets: Sequence[_Live], version: int) -> list[_Live]:
+        """Tickets that cannot all be trained in time even if every rollout finished now. Only faults make such: a worker
+        thought lost whose trajectory came after all. Running ones go first, then what would be too old anyway."""
+        if self._overdue == "train":
+            return []
+        excess: list[_Live] = [ticket for ticket in tickets if ticket.deadline < version]
+        kept = [ticket for ticket in tickets if ticket.deadline >= version]
+        for deadline in range(version, version + self._eta + 1):
+            due = [ticket for ticket in kept if ticket.deadline <= deadline]
+            over = len(due) - (deadline - version + 1) * self._batch_size
+            if over > 0:
+                out = sorted(due, key=lambda ticket: (not ticket.worker, -ticket.deadline))[:over]
+                excess += out
+                kept = [ticket for ticket in kept if ticket not in out]
+        return excess
+
+    # ------------------------------------------------------------------------------------------------- the answers
+
+    def _ready(self, batch: Sequence[_Live], *, partial: bool) -> Ready:
+        self._held_since.clear()
+        self._num_stored = -1
+        ordered = sorted(batch, key=lambda ticket: (ticket.locator, ticket.ticket_id))
+        self._gone.update(ticket.ticket_id for ticket in ordered)
+        return Ready(tuple(ticket.ticket_id for ticket in ordered), partial)
+
+    def _too_few(self, held: Sequence[_Live], running: Sequence[_Live], version: int, now: float) -> NotReady:
+        """Too few are stored. Rollouts count as overdue only while none at all arrives."""
+        if len(held) != self._num_stored:
+            self._num_stored = len(held)
+            self._held_since.clear()
+        missing = self._batch_size - len(held)
+        reason = f"step {version} waits for data: {len(held)} of {self._batch_size} prompts are stored"
+        if not running:
+            self._held_since.clear()
+            return NotReady(f"{reason}, none is running", "gserver manager")
+        return self._wait_for(running[:missing], reason, now, self._limit_s)
+
+    def _wait_for(self, stragglers: Sequence[_Live], reason: str, now: float, limit_s: float) -> NotReady:
+        """Wait for these rollouts; take back those that have been waited for too long."""
+        self._held_since = {ticket.ticket_id: self._held_since.get(ticket.ticket_id, now) for ticket in stragglers}
+        late = [ticket for ticket in stragglers if now - self._held_since[ticket.ticket_id] >= limit_s]
+        names = tuple(ticket.ticket_id for ticket in stragglers)
+        named = ", ".join(names[:_MAX_NAMED]) + (
+            f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        )
+        revoke = self._revoke(late)
+        return NotReady(f"{reason} ({named})", _workers(stragglers), names, revoke)
+
+    def _give_up(self, excess: Sequence[_Live], version: int) -> NotReady:
+        drop = tuple(ticket.ticket_id for ticket in excess if not ticket.worker)
+        reason = f"step {version}: {len(excess)} tickets are too old to be trained in time"
+        return NotReady(reason, "gserver manager", (), self._revoke(excess), drop)
+
+    def _revoke(self, tickets: Collection[_Live]) -> tuple[str, ...]:
+        revoke = tuple(ticket.ticket_id for ticket in tickets)
+        self._gone.update(revoke)
+        return revoke
+
+
+def _workers(tickets: Iterable[_Live]) -> str:
+    return ", ".join(dict.fromkeys(ticket.worker for ticket in tickets))

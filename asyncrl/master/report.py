@@ -1,0 +1,157 @@
+"""What the master writes about a step and about the whole run. Pure, but for reading the journals at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.messages import EvaluationResult, TrajectoryMeta, WeightVersion
+from asyncrl.runtime.metrics import read_json_lines
+
+JOURNAL_BUCKET_S = 0.1
+
+
+@dataclass
+class StepTimes:
+    """Seconds of one step, from the end of the one before to its own end."""
+
+    wait_data_s: float
+    train_s: float
+    wait_weights_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.wait_data_s + self.train_s + self.wait_weights_s
+
+
+def head_offpolicyness(meta: TrajectoryMeta, version: int) -> int:
+    """Trained version at batch formation minus the version of the group's oldest first token."""
+    return version - WeightVersion.unpack(min(meta.version_start)).version
+
+
+def tail_offpolicyness(meta: TrajectoryMeta, version: int) -> int:
+    """Trained version at batch formation minus the version of the group's newest token."""
+    return version - WeightVersion.unpack(max(meta.version_end)).version
+
+
+def step_metrics(metas: Sequence[TrajectoryMeta], version: int, times: StepTimes) -> dict[str, float]:
+    """Metrics of a batch trained at `version` that only the master knows: rewards, lengths, off-policyness, times."""
+    rewards = [reward for meta in metas for reward in meta.rewards]
+    lengths = [length for meta in metas for length in meta.response_lengths]
+    heads = [head_offpolicyness(meta, version) for meta in metas]
+    tails = [tail_offpolicyness(meta, version) for meta in metas]
+    mixed = sum(
+        start != end for meta in metas for start, end in zip(meta.version_start, meta.version_end, strict=True)
+    )
+    metrics = {
+        "reward/mean": _mean(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "length/response_mean": _mean(lengths),
+        "length/response_max": float(max(lengths)),
+        "batch/num_prompts": float(len(metas)),
+        "batch/num_sequences": float(len(rewards)),
+        "batch/num_generated_tokens": float(sum(lengths)),
+        "batch/num_sequences_of_two_versions": float(mixed),
+        "offpolicy/head_mean": _mean(heads),
+        "offpolicy/head_max": float(max(heads)),
+        "offpolicy/tail_mean": _mean(tails),
+        "offpolicy/tail_max": float(max(tails)),
+        "time/step_s": times.total_s,
+        "time/wait_data_s": times.wait_data_s,
+        "time/train_s": times.train_s,
+        "time/wait_weights_s": times.wait_weights_s,
+        "throughput/tokens_per_s": sum(lengths) / max(times.total_s, 1e-9),
+    }
+    for distance, count in sorted(Counter(heads).items()):
+        metrics[f"offpolicy/head_count/{distance}"] = float(count)
+    return metrics
+
+
+@dataclass
+class RunSummary:
+    """Gathered while the run goes on; written as summary.json at its end."""
+
+    num_steps: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    first_reward: float | None = None
+    last_reward: float | None = None
+    head_sum: float = 0.0
+    head_max: float = 0.0
+    num_prompts: int = 0
+    num_mixed: int = 0
+    wait_data_s: float = 0.0
+    train_s: float = 0.0
+    wait_weights_s: float = 0.0
+    evaluations: list[dict[str, float | int | str]] = field(default_factory=list)
+
+    def add_step(self, metrics: Mapping[str, float]) -> None:
+        self.num_steps += 1
+        self.num_sequences += int(metrics["batch/num_sequences"])
+        self.num_tokens += int(metrics["batch/num_generated_tokens"])
+        self.first_reward = metrics["reward/mean"] if self.first_reward is None else self.first_reward
+        self.last_reward = metrics["reward/mean"]
+        self.num_prompts += int(metrics["batch/num_prompts"])
+        self.head_sum += metrics["offpolicy/head_mean"] * metrics["batch/num_prompts"]
+        self.head_max = max(self.head_max, metrics["offpolicy/head_max"])
+        self.num_mixed += int(metrics["batch/num_sequences_of_two_versions"])
+        self.wait_data_s += metrics["time/wait_data_s"]
+        self.train_s += metrics["time/train_s"]
+        self.wait_weights_s += metrics["time/wait_weights_s"]
+
+    def add_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> dict[str, float]:
+        """Metrics of an evaluation; kept for the summary too."""
+        metrics: dict[str, float] = {}
+        for result in results:
+            metrics[f"eval/{result.mode}_reward"] = result.mean_reward
+            metrics[f"eval/{result.mode}_length"] = result.mean_length
+            metrics[f"eval/{result.mode}_num_prompts"] = float(result.num_prompts)
+            metrics[f"eval/{result.mode}_num_failed"] = float(result.num_failed)
+            metrics[f"eval/{result.mode}_version_min"] = float(result.version_min)
+            metrics[f"eval/{result.mode}_version_max"] = float(result.version_max)
+        self.evaluations.append({"step": step, **metrics})
+        return metrics
+
+    def as_dict(self, *, wall_s: float, version: int, rejected: Mapping[str, int], generation_idle: float | None) -> dict[str, object]:
+        """What summary.json holds. generation_idle: share of training time in which no server generated a token."""
+        training_s = max(self.wait_data_s + self.train_s + self.wait_weights_s, 1e-9)
+        return {
+            "steps": self.num_steps,
+            "version": version,
+            "sequences": self.num_sequences,
+            "generated_tokens": self.num_tokens,
+            "wall_s": wall_s,
+            "training_s": training_s,
+            "first_reward": self.first_reward,
+            "last_reward": self.last_reward,
+            "evaluations": self.evaluations,
+            "trainer_idle_share": (self.wait_data_s + self.wait_weights_s) / training_s,
+            "trainer_waits_data_share": self.wait_data_s / training_s,
+            "trainer_waits_weights_share": self.wait_weights_s / training_s,
+            "generation_idle_share": generation_idle,
+            "head_offpolicyness_mean": self.head_sum / max(self.num_prompts, 1),
+            "head_offpolicyness_max": self.head_max,
+            "sequences_of_two_versions": self.num_mixed,
+            "rejected": dict(rejected),
+        }
+
+
+def generation_idle_share(run_dir: Path, start: float, end: float) -> float | None:
+    """Share of [start, end] (seconds since the epoch) in which no server generated a token; None without journals."""
+    journals = sorted((run_dir / "journal").glob("generation_server_*.jsonl"))
+    if not journals or end <= start:
+        return None
+    busy = {
+        round(float(str(record["time"])) / JOURNAL_BUCKET_S)
+        for journal in journals
+        for record in read_json_lines(journal)
+        if start <= float(str(record["time"])) < end and int(str(record["tokens"])) > 0
+    }
+    return max(0.0, 1.0 - len(busy) * JOURNAL_BUCKET_S / (end - start))
+
+
+def _mean(values: Sequence[float] | Sequence[int]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,29 @@
+"""When to save, evaluate and so on: every so many steps, epochs or seconds. Pure."""
+
+from __future__ import annotations
+
+import math
+
+
+class Schedule:
+    """Due when any of its counters is; 0 switches a counter off. Checking a due schedule resets all its counters."""
+
+    def __init__(self, *, every_steps: int = 0, every_epochs: int = 0, every_s: float = 0.0, now: float = 0.0) -> None:
+        self._every_steps = every_steps
+        self._every_epochs = every_epochs
+        self._every_s = every_s
+        self._last_step = 0
+        self._last_epoch = 0
+        self._last_time = now
+
+    def check(self, *, step: int, epochs: float, now: float) -> bool:
+        """step: train steps done; epochs: with fraction; now: seconds of a monotonic clock."""
+        epoch = math.floor(epochs)
+        due = (
+            (self._every_steps > 0 and step - self._last_step >= self._every_steps)
+            or (self._every_epochs > 0 and epoch - self._last_epoch >= self._every_epochs)
+            or (self._every_s > 0 and now - self._last_time >= self._every_s)
+        )
+        if due:
+            self._last_step, self._last_epoch, self._last_time = step, epoch, now
+        return due

@@ -1,0 +1,417 @@
+"""MasterWorker: forms batches, runs the dataflow on them, publishes weight versions, and keeps the books.
+
+It holds ids, keys, lengths and versions, never a tensor. With the gserver manager it speaks HTTP, with the model workers
+request-reply, and the heads tell it of every trajectory through the meta stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import MasterWorkerConfig
+from asyncrl.data.prompts import PromptSource
+from asyncrl.dataflow import build_dataflow
+from asyncrl.master.batch import BatchFormer, NotReady
+from asyncrl.master.buffer import AsyncIOSequenceBuffer
+from asyncrl.master.executor import FunctionExecutor, MeshCaller, StepResult
+from asyncrl.master.progress import PromptProgress
+from asyncrl.master.report import RunSummary, StepTimes, generation_idle_share, step_metrics
+from asyncrl.master.schedule import Schedule
+from asyncrl.messages import (
+    ClearData,
+    EvaluateReply,
+    EvaluateRequest,
+    LedgerView,
+    MasterReport,
+    Ping,
+    SaveModel,
+    TrajectoryMeta,
+    WeightVersion,
+    WriteWeights,
+)
+from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
+from asyncrl.runtime.push_pull import MetaPuller
+from asyncrl.runtime.request_reply import NameResolvingRequestClient
+from asyncrl.runtime.service_client import ServiceClient
+from asyncrl.runtime.worker import Worker
+from asyncrl.topology import ParallelGrid, build_handler_routing, training_topology
+from asyncrl.weights import prune_versions, role_dir, version_dir
+
+ACTOR = "actor"
+_LONG_POLL_S = 5.0  # how long the manager may hold back its answer while nothing changes
+_CALL_LIMIT_S = 60.0  # a call to the manager, retries included
+_REWARD_WINDOW = 5  # steps that target_reward is averaged over
+_REJECTION_WINDOW = 4  # batches' worth of prompts that max_rejected_share looks back on
+
+
+class RejectedShareError(RuntimeError):
+    """Too many prompts were rejected to go on; carries the reasons and their counts."""
+
+
+class MasterWorker(Worker):
+    """One train step after another.
+
+    consumes: metadata of trajectories (from the heads), the ledger (from the manager).
+    produces: MFC calls, weight versions, reports of consumed tickets, metrics.
+    waits for: a batch (`form_batch`: stored trajectories that the rule of DESIGN.md 4.1 lets train), the replies of the model
+    workers, and before a step's weights are written for those of the step before.
+    unblocked by: rollout workers finishing, model workers replying.
+    """
+
+    def __init__(self, config: MasterWorkerConfig) -> None:
+        super().__init__(config.worker)
+        self.config = config
+        self.run_dir = Path(config.worker.run_dir)
+        train = config.train
+        self.progress = PromptProgress(len(PromptSource(config.prompts, None, config.worker.seed)), train.num_epochs)
+        capacity = (1 + config.max_head_offpolicyness) * train.batch_size
+        self.buffer = AsyncIOSequenceBuffer(self.progress, capacity=capacity, attempt=config.worker.attempt)
+        self.former = BatchFormer(
+            batch_size=train.batch_size,
+            max_head_offpolicyness=config.max_head_offpolicyness,
+            overdue=config.overdue,
+            overdue_wait_s=config.overdue_wait_s,
+        )
+        self.version = 0
+        self.summary = RunSummary()
+        self.save_schedule = Schedule(
+            every_steps=train.save_every_steps,
+            every_epochs=train.save_every_epochs,
+            every_s=train.save_every_s,
+            now=time.monotonic(),
+        )
+        self.eval_schedule = Schedule(
+            every_steps=config.eval.every_steps,
+            every_epochs=config.eval.every_epochs,
+            every_s=config.eval.every_s,
+            now=time.monotonic(),
+        )
+        self._consumed: list[str] = []  # not yet answered for by the manager
+        self._num_rejections_seen = 0
+        self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * train.batch_size)
+        self._recent_rewards: deque[float] = deque(maxlen=_REWARD_WINDOW)
+        self._publishing: asyncio.Task[None] | None = None
+        self._evaluations: list[asyncio.Task[None]] = []
+        self._baseline: asyncio.Task[None] | None = None
+        self._view: LedgerView | None = None
+        self._full_report_due = True
+        self._started = time.time()
+
+    # ------------------------------------------------------------------------------------------------------------- life
+
+    async def setup(self) -> None:
+        config = self.config
+        routing = build_handler_routing(
+            {ACTOR: range(config.num_model_workers)}, training_topology(ParallelGrid(data=config.data_parallel_size))
+        )
+        self.metas = MetaPuller(self.resolver, self.names, runtime=self.info.runtime, lease=self.lease)
+        await self.metas.start()
+        self.spawn(self._accept_trajectories(), "accept trajectories")
+        self.metrics = MetricsWriter(self.run_dir, tensorboard=config.tensorboard)
+        self.journal = JsonLinesWriter(self.run_dir / "journal" / "master.jsonl")
+        self.client = NameResolvingRequestClient(
+            self.resolver,
+            self.names,
+            num_workers=config.num_model_workers,
+            handler_routing=routing,
+            runtime=self.info.runtime,
+            incarnation=self.incarnation,
+        )
+        with self.board.waiting("model workers to connect", on="barrier", limit_s=self.info.runtime.start_timeout_s):
+            await self.client.start()
+        self.mesh = MeshCaller(
+            self.client, self.board, list(range(config.num_model_workers)), config.train.call_timeout_s
+        )
+        graph = build_dataflow(config.train)
+        self.executor = FunctionExecutor(graph, self.buffer, dict.fromkeys(graph.roles, self.mesh))
+        self.manager = ServiceClient(self, self.names.gserver_manager(), "gserver manager")
+        await self.manager.start()
+        await self.publish(self.names.experiment_status(), "RUNNING")
+
+    async def close(self) -> None:
+        for name in ("manager", "client", "metas"):
+            if hasattr(self, name):
+                await getattr(self, name).close()
+        for name in ("metrics", "journal"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+
+    async def run(self) -> None:
+        await self.mesh.call("models to be loaded", Ping())
+        await self._publish_weights(WeightVersion(self.info.attempt, 0))
+        if self.config.eval.at_start:
+            self._baseline = self._evaluate_beside_training()
+        finished = False
+        while not finished:
+            finished = await self.train_one_step()
+        await self.finish()
+
+    # ----------------------------------------------------------------------------------------------------- one train step
+
+    async def train_one_step(self) -> bool:
+        """Form a batch, run the dataflow on it, hand its weights to the writer, write the books. True after the last one."""
+        start = time.monotonic()
+        batch = await self.form_batch()
+        if not batch:
+            return True
+        version = self.version
+        metas = self.buffer.metas(batch)
+        formed = time.monotonic()
+        train_start = time.time()
+        result = await self.executor.execute_step(batch, version)
+        train_end = time.time()
+        trained = time.monotonic()
+        self.version += 1
+        self.board.version = str(self.version)
+        self.progress.mark_trained(meta.locator for meta in metas)
+        self._consumed.extend(batch)
+        self._recent_outcomes.extend([True] * len(batch))
+        await self.report()
+        cleared = self.mesh.start("forgetting trained data", ClearData(ids=list(batch)))
+        await self._wait_for_publisher()
+        self._publishing = asyncio.create_task(self._publish_weights(WeightVersion(self.info.attempt, self.version)))
+        await cleared
+        times = StepTimes(formed - start, trained - formed, time.monotonic() - trained)
+        metrics = {**step_metrics(metas, version, times), **result.stats}
+        self._write_books(metas, metrics, result, (train_start, train_end))
+        self._run_schedules()
+        return self._is_last(metrics)
+
+    async def form_batch(self) -> Sequence[str]:
+        """Tickets of the next batch, in canonical order; empty when there will be no more.
+
+        waits for: enough trajectories stored, and the stragglers that the deadline rule waits for.
+        unblocked by: the manager's ledger changing (long poll, bounded), which every finished rollout does.
+        """
+        view = await self.report()
+        while True:  # each turn is bounded; a standstill ends by overdue_wait_s or the call's limit
+            decision = self.former.decide(
+                stored=self.buffer.stored,
+                live=view.live,
+                version=self.version,
+                exhausted=view.exhausted,
+                now=time.monotonic(),
+            )
+            self.board.set_queue("stored", len(self.buffer))
+            self.board.progress()
+            if not isinstance(decision, NotReady):
+                return decision.tickets
+            if decision.drop:
+                for ticket in decision.drop:
+                    self.buffer.drop(ticket)
+                await self.mesh.call("forgetting what is too old", ClearData(ids=list(decision.drop)))
+            with self.board.waiting(decision.reason, on=decision.on, limit_s=self.config.overdue_wait_s):
+                view = await self.report(revoke=decision.revoke, wait_s=_LONG_POLL_S, after_revision=view.revision)
+
+    def _is_last(self, metrics: dict[str, float]) -> bool:
+        train = self.config.train
+        self._recent_rewards.append(metrics["reward/mean"])
+        if train.target_reward is not None and len(self._recent_rewards) == _REWARD_WINDOW:
+            mean = sum(self._recent_rewards) / _REWARD_WINDOW
+            if mean >= train.target_reward:
+                self.logger.info("target reward %.3f reached: %.3f", train.target_reward, mean)
+                return True
+        return bool(train.max_steps and self.version >= train.max_steps) or self.progress.num_done >= self.progress.num_total
+
+    async def finish(self) -> None:
+        """After the last step: last weights, last evaluation, the model for the user, the summary."""
+        await self._wait_for_publisher()
+        await self.report(stop=True)
+        if self.config.eval.at_end:
+            await self._wait_until_served(self.version)
+            self._evaluate_beside_training()
+        await asyncio.gather(*self._evaluations)
+        await self._save("final")
+        end = time.time()
+        summary = self.summary.as_dict(
+            wall_s=end - self._started,
+            version=self.version,
+            rejected=self.progress.rejected,
+            generation_idle=generation_idle_share(self.run_dir, self._started, end),
+        )
+        (self.run_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
+        await self.publish(self.names.experiment_status(), "COMPLETE")
+
+    # ----------------------------------------------------------------------------------------------------------- weights
+
+    async def _publish_weights(self, version: WeightVersion) -> None:
+        """Have a version written (off the critical path: the reply comes when it is on disk), then tell the world."""
+        path = version_dir(self.run_dir, ACTOR, version)
+        written = self.mesh.start(
+            f"weights {version} to be written", WriteWeights(role=ACTOR, weight_version=str(version), path=str(path))
+        )
+        await written
+        if self._baseline is not None and version.version == 1:
+            await self._baseline  # the first evaluation is of the initial weights; training goes on meanwhile
+        await self.publish(self.names.model_version(ACTOR), str(version))
+        served = [server.version for server in self._view.servers if server.version] if self._view else []
+        prune_versions(
+            role_dir(self.run_dir, ACTOR),
+            keep=self.config.weights.keep,
+            in_use=[WeightVersion.parse(text) for text in served],
+        )
+        self.journal.write({"event": "published", "version": version.version, "time": time.time()})
+
+    async def _wait_for_publisher(self) -> None:
+        if self._publishing is not None:
+            await self.board.bounded(
+                self._publishing,
+                what="the last weights to be published",
+                on="weight writer",
+                limit_s=self.config.train.call_timeout_s,
+            )
+
+    async def _wait_until_served(self, version: int) -> None:
+        async def served() -> None:
+            view = await self.report()
+            while view.served_version < version:  # bounded by the caller
+                view = await self.report(wait_s=_LONG_POLL_S, after_revision=view.revision)
+
+        await self.board.bounded(
+            served(),
+            what=f"version {version} to be served",
+            on="gserver manager",
+            limit_s=self.config.eval.timeout_s,
+        )
+
+    async def _save(self, name: str) -> None:
+        path = self.run_dir / "checkpoints" / name
+        await self.mesh.call(f"checkpoint {name}", SaveModel(role=ACTOR, path=str(path)))
+        self.logger.info("model saved in %s", path)
+
+    # ----------------------------------------------------------------------------------------------- manager and schedules
+
+    async def report(
+        self, *, revoke: Sequence[str] = (), wait_s: float = 0.0, after_revision: int = -1, stop: bool = False
+    ) -> LedgerView:
+        """Tell the manager where training is and take in its ledger. A manager that does not know us gets a full report."""
+        while True:  # twice at most, unless managers keep restarting; each turn is bounded
+            consumed = list(self._consumed)
+            full = self._full_report_due
+            view = await self.manager.post(
+                "/report",
+                MasterReport(
+                    attempt=self.info.attempt,
+                    trained_version=self.version,
+                    consumed=consumed,
+                    stored=self.buffer.stored_tickets,
+                    revoke=list(revoke),
+                    rejected_seen=self._num_rejections_seen,
+                    full=full,
+                    done=self.progress.beyond_cursor if full else [],
+                    done_cursor=self.progress.cursor,
+                    num_prompts=self.progress.num_prompts,
+                    num_epochs=self.progress.num_epochs,
+                    after_revision=after_revision,
+                    wait_s=wait_s,
+                    stop=stop,
+                ),
+                LedgerView,
+                limit_s=_CALL_LIMIT_S,
+                wait_s=wait_s,
+            )
+            self._full_report_due = not view.known
+            if view.known:
+                break
+            self._num_rejections_seen = 0  # a new manager counts from the start
+        del self._consumed[: len(consumed)]
+        self._record_rejections(view)
+        self._view = view
+        return view
+
+    def _record_rejections(self, view: LedgerView) -> None:
+        for rejected in view.rejected:
+            self._num_rejections_seen += 1
+            if self.progress.is_done(rejected.locator):
+                continue
+            self.progress.mark_rejected(rejected.locator, rejected.reason)
+            self._recent_outcomes.append(False)
+        window = self._recent_outcomes
+        share = window.count(False) / max(len(window), 1)
+        if len(window) == window.maxlen and share > self.config.max_rejected_share:
+            reasons = ", ".join(f"{reason}: {count}" for reason, count in self.progress.rejected.most_common())
+            raise RejectedShareError(
+                f"{share:.0%} of the last {len(window)} prompts were rejected ({reasons}); "
+                f"manager.max_rejected_share allows {self.config.max_rejected_share:.0%}"
+            )
+
+    def _evaluate_beside_training(self) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._evaluate(self.version))
+        self._evaluations.append(task)
+        return task
+
+    async def _evaluate(self, step: int) -> None:
+        """Run an evaluation to its end through eval tickets. One that takes too long is given up with a warning."""
+        config = self.config.eval
+        if config.prompts is None:
+            return
+        request = EvaluateRequest(
+            eval_id=f"a{self.info.attempt}-s{step}",
+            modes=list(config.modes),  # type: ignore[arg-type]  # checked when the config was loaded
+            num_prompts=config.num_prompts,
+            wait_s=_LONG_POLL_S,
+        )
+        deadline = time.monotonic() + config.timeout_s
+        while time.monotonic() < deadline:
+            reply = await self.manager.post(
+                "/evaluate", request, EvaluateReply, limit_s=_CALL_LIMIT_S, wait_s=_LONG_POLL_S
+            )
+            if reply.done:
+                self.metrics.write(step, self.summary.add_evaluation(step, reply.results))
+                return
+        self.logger.warning("evaluation at step %d gave up after %g s (eval.timeout_s)", step, config.timeout_s)
+
+    def _run_schedules(self) -> None:
+        now, epochs = time.monotonic(), self.progress.epochs_done()
+        if self.eval_schedule.check(step=self.version, epochs=epochs, now=now):
+            self._evaluate_beside_training()
+        if self.save_schedule.check(step=self.version, epochs=epochs, now=now):
+            self.spawn(self._save(f"step_{self.version:08d}"), "save")
+
+    # ------------------------------------------------------------------------------------------------------------- books
+
+    async def _accept_trajectories(self) -> None:
+        """consumes: metadata from the heads; produces: verdicts, which the heads pass on as acknowledgements."""
+        while True:
+            meta, ack = await self.metas.pull_meta()
+            ack(self.buffer.put(meta))
+
+    def _write_books(
+        self,
+        metas: Sequence[TrajectoryMeta],
+        metrics: dict[str, float],
+        result: StepResult,
+        train_span: tuple[float, float],
+    ) -> None:
+        self.summary.add_step(metrics)
+        rejected = {f"rejected/{reason}": float(count) for reason, count in self.progress.rejected.items()}
+        seconds = {f"time/{name}_s": value for name, value in result.seconds.items()}
+        self.metrics.write(
+            self.version, {"time": time.time(), "version": self.version, **metrics, **seconds, **rejected}
+        )
+        self.journal.write(
+            {
+                "event": "trained",
+                "step": self.version,
+                "start": train_span[0],
+                "end": train_span[1],
+                "groups": [
+                    {
+                        "ticket": meta.ticket_id,
+                        "prompt": meta.locator,
+                        "head": meta.head,
+                        "versions": [
+                            (WeightVersion.unpack(first).version, WeightVersion.unpack(last).version)
+                            for first, last in zip(meta.version_start, meta.version_end, strict=True)
+                        ],
+                    }
+                    for meta in metas
+                ],
+            }
+        )

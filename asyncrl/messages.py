@@ -1,0 +1,432 @@
+"""Every message on a wire, typed.
+
+All of these are msgspec structs: encoded as MessagePack on ZeroMQ streams and as JSON on HTTP, validated on arrival. Nothing
+that came from a socket is unpickled. Tensors never travel here but in raw frames beside the header (data/codec.py).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+_VERSION = re.compile(r"a(\d{4,})-v(\d{8,})")
+_VERSION_BITS = 40
+
+
+class WeightVersion(Struct, frozen=True, order=True, array_like=True):
+    """Identity of weights everywhere: the attempt that made them and the number of train steps done (0: the initial model)."""
+
+    attempt: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"a{self.attempt:04d}-v{self.version:08d}"
+
+    @classmethod
+    def parse(cls, text: str) -> WeightVersion:
+        """Inverse of `str`. Raises ValueError for anything else."""
+        match = _VERSION.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not a weight version such as a0001-v00000012")
+        return cls(int(match[1]), int(match[2]))
+
+    def pack(self) -> int:
+        """As one int64, ordered like the pair: how a token carries its version. Prompt tokens carry -1."""
+        return (self.attempt << _VERSION_BITS) | self.version
+
+    @classmethod
+    def unpack(cls, packed: int) -> WeightVersion:
+        """Inverse of `pack`."""
+        if packed < 0:
+            raise ValueError(f"{packed} is not a packed weight version (tokens nobody sampled carry -1)")
+        return cls(packed >> _VERSION_BITS, packed & ((1 << _VERSION_BITS) - 1))
+
+
+# ---------------------------------------------------------------------------------------------------------------- tickets
+
+
+class Locator(Struct, frozen=True, order=True, array_like=True):
+    """Where a prompt is: the position in the seeded order of an epoch of the prompt source."""
+
+    epoch: int
+    position: int
+
+
+class Ticket(Struct, frozen=True, kw_only=True):
+    """The right to roll one prompt out. A prompt handed out again gets a new ticket."""
+
+    ticket_id: str
+    kind: Literal["train", "eval"]
+    locator: Locator
+    attempt: int
+    min_version: int  # its first token comes from a server with this version or newer
+    deadline: int  # min_version + eta: the last train step it may be part of
+    server: str  # generation server name, e.g. "generation_server/0"
+    server_url: str
+    head: int  # data-parallel rank the trajectory goes to
+    issue: int = 1  # how often this prompt has been handed out, this time included
+    eval_id: str = ""
+    eval_mode: Literal["", "greedy", "sampled"] = ""
+
+
+class RolloutResult(Struct, frozen=True, kw_only=True):
+    """How a ticket ended at the rollout worker."""
+
+    ticket_id: str
+    outcome: Literal["stored", "rejected", "evaluated", "released"]
+    reason: str = ""  # for rejected and released; short, low cardinality: it becomes a metric label
+    num_tokens: int = 0  # generated tokens, all sequences of the group
+    lengths: list[int] = []  # response length of each sequence
+    rewards: list[float] = []
+    version_start: int = -1  # oldest and newest version that sampled a token
+    version_end: int = -1
+
+
+# ------------------------------------------------------------------------------------------------- gserver manager (HTTP)
+
+
+class AllocateRequest(Struct, frozen=True, kw_only=True):
+    """POST /allocate_rollout. The same request_id gets the same tickets again (a lost answer costs nothing)."""
+
+    request_id: str
+    worker: str
+    incarnation: str
+    count: int
+    wait_s: float = 0.0  # how long the answer may wait for admission
+
+
+class AllocateReply(Struct, frozen=True, kw_only=True):
+    """tickets is empty where nothing was admitted in time; refusal then says why (`staleness`, `capacity`, `no_server`, ...)."""
+
+    tickets: list[Ticket]
+    refusal: str = ""
+    finished: bool = False  # the run needs no more rollouts
+
+
+class FinishRequest(Struct, frozen=True, kw_only=True):
+    """POST /finish_rollout, a batch. Finishing an unknown ticket is accepted and changes nothing."""
+
+    worker: str
+    incarnation: str
+    results: list[RolloutResult]
+
+
+class FinishReply(Struct, frozen=True, kw_only=True):
+    unknown: list[str] = []
+
+
+class HeartbeatRequest(Struct, frozen=True, kw_only=True):
+    """POST /heartbeat: the tickets a rollout worker holds. A ticket not listed twice in a row is released."""
+
+    worker: str
+    incarnation: str
+    held: list[str]
+
+
+class HeartbeatReply(Struct, frozen=True, kw_only=True):
+    """revoked: tickets of this worker that the manager has taken back; drop them."""
+
+    revoked: list[str] = []
+    heartbeat_s: float = 2.0
+
+
+class ScheduleRequest(Struct, frozen=True, kw_only=True):
+    """POST /schedule_request: another server for a ticket whose server was lost or drained."""
+
+    ticket_id: str
+    worker: str
+    lost_server: str = ""
+
+
+class ScheduleReply(Struct, frozen=True, kw_only=True):
+    server: str = ""  # empty: none is healthy now (reason says why); ask again
+    server_url: str = ""
+    reason: str = ""
+
+
+class TicketView(Struct, frozen=True, kw_only=True):
+    """What the master sees of a live ticket."""
+
+    ticket_id: str
+    locator: Locator
+    deadline: int
+    state: Literal["running", "stored"]
+    worker: str
+    age_s: float
+
+
+class RejectedPrompt(Struct, frozen=True, kw_only=True):
+    """A prompt that will not be trained in its epoch, and why."""
+
+    locator: Locator
+    reason: str
+    num_tokens: int = 0
+    lengths: list[int] = []
+
+
+class MasterReport(Struct, frozen=True, kw_only=True):
+    """POST /report: the master tells the manager where training is, in one message, and gets the ledger back.
+
+    Idempotent: all fields are absolute but `consumed`, which the manager handles as a set.
+    """
+
+    attempt: int
+    trained_version: int
+    consumed: list[
+        str
+    ]  # tickets whose train step every rank has returned from, since the last report that was answered
+    stored: list[str]  # all tickets whose trajectories the master has accepted and not yet consumed
+    revoke: list[str] = []  # overdue tickets to interrupt; their prompts go to the front again
+    rejected_seen: int = 0  # how many rejections the master has recorded: the manager forgets those
+    done: list[Locator] = []  # at (re-)registration only: see full
+    full: bool = False  # a new master or a new manager: `done_cursor` and `done` describe all finished prompts
+    done_cursor: Locator = Locator(0, 0)  # every prompt before it is done
+    num_prompts: int = 0  # size of the prompt source
+    num_epochs: int = 0
+    after_revision: int = -1  # answer at once if the ledger's revision is newer, else wait up to wait_s
+    wait_s: float = 0.0
+    stop: bool = False  # the run needs no more rollouts: admit nothing more
+
+
+class ServerView(Struct, frozen=True, kw_only=True):
+    """What the manager knows of a generation server."""
+
+    server: str
+    url: str
+    state: Literal["stale", "healthy", "updating", "suspect", "dead"]
+    version: str  # WeightVersion as text; while updating the one it loads; "" if none
+    running: int
+
+
+class LedgerView(Struct, frozen=True, kw_only=True):
+    """Answer to MasterReport. `known` is False where the manager has just started and wants a full report."""
+
+    known: bool
+    revision: int
+    served_version: int  # -1: no server serves yet
+    exhausted: bool  # every prompt of every epoch is done, live or rejected: no more will come
+    live: list[TicketView]
+    rejected: list[RejectedPrompt]  # in order, from rejected_seen on
+    servers: list[ServerView]
+
+
+class EvaluateRequest(Struct, frozen=True, kw_only=True):
+    """POST /evaluate: start (once, by eval_id) an evaluation and wait up to wait_s for its end. Ask again until done."""
+
+    eval_id: str
+    modes: list[Literal["greedy", "sampled"]]
+    num_prompts: int
+    wait_s: float = 0.0
+
+
+class EvaluationResult(Struct, frozen=True, kw_only=True):
+    mode: Literal["greedy", "sampled"]
+    num_prompts: int
+    num_failed: int
+    mean_reward: float
+    mean_length: float
+    version_min: int
+    version_max: int
+
+
+class EvaluateReply(Struct, frozen=True, kw_only=True):
+    done: bool
+    num_finished: int
+    num_total: int
+    results: list[EvaluationResult] = []
+
+
+class VersionReply(Struct, frozen=True, kw_only=True):
+    """GET /get_model_version."""
+
+    trained_version: int
+    served_version: int
+    servers: list[ServerView]
+
+
+# -------------------------------------------------------------------------------------------- generation server (SGLang's)
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True):
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False  # the model's own end token does not stop it (stop_token_ids still do)
+
+
+class GenerateRequest(Struct, frozen=True, kw_only=True):
+    """POST /generate."""
+
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    rid: str
+    return_logprob: bool = True
+
+
+class FinishReason(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    type: Literal["stop", "length", "abort"]
+    matched: int | None = None
+    length: int | None = None
+    message: str | None = None
+
+
+class VersionSpan(Struct, frozen=True, kw_only=True):
+    """output_ids[start:end] were sampled by this weight version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class GenerateMeta(Struct, frozen=True, kw_only=True):
+    id: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    weight_version: str
+    weight_versions: list[VersionSpan]
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+
+
+class GenerateReply(Struct, frozen=True, kw_only=True):
+    """The stop token stays in output_ids. An aborted request answers 200 with what it has."""
+
+    text: str = ""
+    output_ids: list[int]
+    meta_info: GenerateMeta
+
+
+class UpdateWeightsRequest(Struct, frozen=True, kw_only=True):
+    """POST /update_weights_from_disk."""
+
+    model_path: str
+    weight_version: str
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+    keep_pause: bool = False
+
+
+class UpdateWeightsReply(Struct, frozen=True, kw_only=True):
+    success: bool
+    message: str
+    num_paused_requests: int = 0
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True):
+    """GET /get_model_info (= /model_info)."""
+
+    model_path: str
+    weight_version: str
+
+
+# ------------------------------------------------------------------------------------------ trajectories (head -> master)
+
+
+class TrajectoryMeta(Struct, frozen=True, kw_only=True):
+    """What the master holds of a stored trajectory: everything but the tensors."""
+
+    ticket_id: str
+    locator: Locator
+    attempt: int
+    head: int
+    keys: list[str]
+    seqlens: list[int]  # full length (prompt + response) of each sequence of the group
+    response_lengths: list[int]
+    rewards: list[float]
+    version_start: list[int]  # packed WeightVersion per sequence: oldest sampled token
+    version_end: list[int]  # newest sampled token
+    birth_time: float  # seconds since the epoch, when the ticket was granted
+    task_id: int = 0
+
+
+class StoreVerdict(Struct, frozen=True, kw_only=True):
+    """The acknowledgement of a trajectory, from the master through the head to the rollout worker."""
+
+    verdict: Literal["stored", "duplicate", "refused"]
+    reason: str = ""
+
+
+# --------------------------------------------------------------------------------- MFC calls (master <-> model workers)
+
+
+class ExecuteMFC(Struct, frozen=True, kw_only=True, tag=True):
+    """Run one MFC on this worker's part of a batch. `ids` is the whole batch in canonical order; a worker runs on what it holds."""
+
+    mfc: str
+    version: int
+    ids: list[str]
+
+
+class WriteWeights(Struct, frozen=True, kw_only=True, tag=True):
+    """Gather the role's weights (a numbered, collective call); the reply comes when the version is committed on disk."""
+
+    role: str
+    weight_version: str
+    path: str
+
+
+class SaveModel(Struct, frozen=True, kw_only=True, tag=True):
+    """Write the role's model in Hugging Face format to path, for the user. The reply comes when it is there."""
+
+    role: str
+    path: str
+
+
+class ClearData(Struct, frozen=True, kw_only=True, tag=True):
+    """Forget all keys of these ids (the step that used them is over, or the master refused them)."""
+
+    ids: list[str]
+
+
+class Ping(Struct, frozen=True, kw_only=True, tag=True):
+    """Answered in order, by the compute thread."""
+
+
+CallBody = ExecuteMFC | WriteWeights | SaveModel | ClearData | Ping
+
+
+class CallResult(Struct, frozen=True, kw_only=True):
+    """What a call gave. For an MFC: the ids this worker ran on, the keys it made, its statistics (reduced over ranks)."""
+
+    ids: list[str] = []
+    keys: list[str] = []
+    stats: dict[str, float] = {}
+    seconds: float = 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------ worker status
+
+
+class Wait(Struct, frozen=True, kw_only=True):
+    """A named wait: what for, on whom, since when, until when at most."""
+
+    what: str
+    on: str
+    since_s: float  # seconds waited so far
+    limit_s: float
+
+
+class WorkerStatus(Struct, frozen=True, kw_only=True):
+    """What `asyncrl-launch status` shows of a worker."""
+
+    worker: str
+    pid: int
+    attempt: int
+    state: Literal["starting", "ready", "running", "stopping", "done", "error"]
+    time: float  # seconds since the epoch
+    progress: int  # grows while the worker's loop turns
+    waits: list[Wait] = []
+    queues: dict[str, int] = {}
+    version: str = ""
+    error: str = ""
+
+
+def encode_json(message: Struct) -> bytes:
+    """A message as JSON, for HTTP."""
+    return msgspec.json.encode(message)

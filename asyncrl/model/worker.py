@@ -1,0 +1,413 @@
+"""Model worker: one rank of the training side. Holds models, stores the trajectories of its head, executes MFCs in order.
+
+    rollout workers -- trajectory --> [puller] -> store -- metadata --> master
+    master -- calls --> [reply server] -> compute thread: MFCs on what the store holds, weight snapshots
+                                          writer thread: snapshots to disk
+
+Sockets live on the event loop; everything that touches a tensor runs on one compute thread, one call after another in the
+order of the master's calls, which is the same on all ranks: so collectives meet. Writing weights is off that path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from asyncrl.config import ModelWorkerConfig
+from asyncrl.data.prompts import load_tokenizer
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.dataflow import TRAJECTORY_KEYS, build_dataflow
+from asyncrl.messages import (
+    CallResult,
+    ClearData,
+    ExecuteMFC,
+    Ping,
+    SaveModel,
+    StoreVerdict,
+    TrajectoryMeta,
+    WeightVersion,
+    WriteWeights,
+)
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.interfaces import make_interface
+from asyncrl.model.store import DUPLICATE, FULL, DataStore
+from asyncrl.runtime.push_pull import MetaPusher, NameResolvingZmqPuller, Pulled
+from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
+from asyncrl.runtime.worker import Worker
+from asyncrl.weights import write_version
+
+T = TypeVar("T")
+
+ROLES = ("actor", "ref")  # actor: trained; ref: the same initial weights, frozen
+STORED = StoreVerdict(verdict="stored")
+_ROOM_LIMIT_S = (
+    30.0  # a trajectory waits this long for room in a full store: the master has it cleared at the end of a step
+)
+_LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
+
+
+class ModelWorker(Worker):
+    """One data-parallel rank.
+
+    consumes: trajectories (from rollout workers), calls (from the master, in order).
+    produces: metadata of trajectories, results of calls, weight versions on disk (rank 0).
+    waits for: the next call; inside one for the other ranks, limited by train.call_timeout_s.
+    unblocked by: the master; the other ranks making the same call, or losing their connection.
+    """
+
+    def __init__(self, config: ModelWorkerConfig) -> None:
+        super().__init__(config.worker)
+        self.config = config
+        self.head = config.data_parallel_rank
+        self.graph = build_dataflow(config.train)
+        unknown = [role for role in self.graph.roles if role not in ROLES]
+        if unknown:
+            raise ValueError(f"MFCs run on the roles {unknown}; there are {list(ROLES)} (train.extra_mfcs.*.role)")
+        self.interfaces = {
+            name: make_interface(mfc, config.train, seed=config.worker.seed) for name, mfc in self.graph.mfcs.items()
+        }
+        self.engines: dict[str, TrainEngine] = {}
+        self.store = DataStore(config.store_capacity)
+        self._room = asyncio.Event()  # set when the store has given something up
+        self._store_tcp: TCPStore | None = None  # rank 0 serves it; it must outlive the process group
+        self._compute = ThreadPoolExecutor(1, f"{self.name}-compute", initializer=self._set_torch_threads)
+        self._writer = ThreadPoolExecutor(1, f"{self.name}-writer")
+        self._writing: asyncio.Task[None] | None = None
+
+    # --------------------------------------------------------------------------------------------------------------- life
+
+    async def setup(self) -> None:
+        """Bind and publish first, so that the others need not wait; then load. Calls queue meanwhile."""
+        runtime = self.info.runtime
+        self.meta_pusher = MetaPusher(
+            self.resolver, self.names, head=self.head, runtime=runtime, incarnation=self.incarnation
+        )
+        self.puller = NameResolvingZmqPuller(
+            self.resolver, self.names, puller_index=self.head, runtime=runtime, lease=self.lease
+        )
+        self.server = NameResolvingReplyServer(
+            self.resolver, self.names, index=self.info.index, runtime=runtime, lease=self.lease
+        )
+        for stream in (self.meta_pusher, self.puller, self.server):
+            await stream.start()
+        device = choose_device(self.info.index)
+        group = await self._join_process_group(device)
+        for role in self.graph.roles:
+            self.engines[role] = await self._on_compute(
+                partial(self._load, role, device, group), f"loading {role}", limit_s=runtime.start_timeout_s
+            )
+        self.spawn(self._take_in(), "take in")
+        self.logger.info("rank %d of %d on %s", self.head, self.config.data_parallel_size, device)
+
+    async def run(self) -> None:
+        """Execute calls in order, for ever. A call that fails is answered with its error, and ends this worker: its peers
+        may be in a collective with it and must not wait."""
+        while True:
+            call = await self.server.receive()
+            self.board.progress()
+            try:
+                await self._execute(call)
+            except Exception as error:
+                call.fail(error)
+                await asyncio.sleep(_LAST_WORDS_S)
+                raise
+
+    async def close(self) -> None:
+        self._compute.shutdown(wait=False, cancel_futures=True)
+        for name in ("server", "puller", "meta_pusher"):
+            if hasattr(self, name):
+                await getattr(self, name).close()
+        if self._writing is not None:  # a version half written has no final name: a wait would only be politeness
+            self._writing.cancel()
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    # ----------------------------------------------------------------------------------------------------- trajectories in
+
+    async def _take_in(self) -> None:
+        """Store trajectories and have the master judge them.
+
+        consumes: trajectories.  produces: metadata (to the master), verdicts (to the rollout worker).
+        waits for: a trajectory; while runtime.push_credit_items of them wait for the master's verdict, for one of those.
+        unblocked by: rollout workers; the master. Backpressure: what is not answered uses up the pushers' credit.
+        """
+        places = asyncio.Semaphore(self.info.runtime.push_credit_items)
+        while True:
+            await places.acquire()
+            pulled = await self.puller.pull()
+            task = self.spawn(self._judge(pulled), f"trajectory {pulled.meta.ticket_id}")
+            task.add_done_callback(lambda _: places.release())
+
+    async def _judge(self, pulled: Pulled) -> None:
+        """One trajectory: check, store, ask the master, answer. What the master does not accept leaves the store again."""
+        meta = pulled.meta
+        reason = self._objection(meta, pulled.sample)
+        if reason:
+            self.logger.warning("refused trajectory %s: %s", meta.ticket_id, reason)
+            pulled.ack(StoreVerdict(verdict="refused", reason=reason))
+            return
+        reason = await self._put(pulled.sample)
+        if reason == DUPLICATE:
+            pulled.ack(StoreVerdict(verdict="duplicate", reason="the head holds this ticket"))
+            return
+        if reason:
+            self.logger.warning("refused trajectory %s: %s", meta.ticket_id, reason)
+            pulled.ack(StoreVerdict(verdict="refused", reason=reason))
+            return
+        limit_s = self.config.train.call_timeout_s
+        verdict = await self.meta_pusher.push_meta(meta, timeout_s=limit_s)
+        if verdict.verdict != "stored":
+            self._discard([meta.ticket_id])
+        pulled.ack(verdict)
+        self.board.set_queue("store", len(self.store))
+
+    async def _put(self, sample: SequenceSample) -> str:
+        """Store, waiting for room if need be. Returns "" or the reason."""
+        deadline = time.monotonic() + _ROOM_LIMIT_S
+        while (reason := self.store.put(sample)) == FULL and (left := deadline - time.monotonic()) > 0:
+            self._room.clear()
+            with self.board.waiting("room in the store", on="master", limit_s=_ROOM_LIMIT_S):
+                try:
+                    await asyncio.wait_for(self._room.wait(), left)
+                except asyncio.TimeoutError:
+                    break
+        return reason
+
+    def _objection(self, meta: TrajectoryMeta, sample: SequenceSample) -> str:
+        """Why a trajectory cannot be taken, "" if it can: for another head or attempt, or metadata that its tensors contradict."""
+        if meta.attempt != self.info.attempt:
+            return f"wrong_attempt: it is of attempt {meta.attempt}, this is attempt {self.info.attempt}"
+        if meta.head != self.head:
+            return f"wrong_head: it is for head {meta.head}, this is head {self.head}"
+        return trajectory_error(meta, sample, vocab_size=self.engines["actor"].vocab_size)
+
+    def _discard(self, ids: Sequence[str]) -> None:
+        self.store.discard(ids)
+        self._room.set()
+        self.board.set_queue("store", len(self.store))
+
+    # -------------------------------------------------------------------------------------------------------------- calls
+
+    async def _execute(self, call: Call) -> None:
+        """One call. Its reply is given here, or by the writer when what it wrote is on disk."""
+        body, start = call.body, time.monotonic()
+        if isinstance(body, ExecuteMFC):
+            result = await self._on_compute(partial(self._run_mfc, body), f"MFC {body.mfc}")
+            call.reply(result)
+        elif isinstance(body, (WriteWeights, SaveModel)):
+            await self._write(call, body)
+        else:
+            if isinstance(body, ClearData):
+                self._discard(body.ids)
+            elif isinstance(body, Ping):
+                await self._on_compute(lambda: None, "ping")
+            call.reply(CallResult(seconds=time.monotonic() - start))
+
+    def _run_mfc(self, body: ExecuteMFC) -> CallResult:
+        """On the compute thread: the MFC on the ids of the batch that are here, in the order of the call."""
+        start = time.monotonic()
+        if body.mfc not in self.graph.mfcs:
+            raise ValueError(f"there is no MFC {body.mfc!r}; there are {list(self.graph.mfcs)}")
+        mfc, engine = self.graph.mfcs[body.mfc], self.engines[self.graph.mfcs[body.mfc].role]
+        self.board.version = str(WeightVersion(self.info.attempt, body.version))
+        sample = self.store.select(body.ids, mfc.input_keys)
+        num_held = int(engine.all_reduce_sum([float(sample.num_ids if sample is not None else 0)])[0])
+        if num_held != len(body.ids):
+            raise RuntimeError(
+                f"MFC {mfc.name!r}: the heads hold {num_held} of the batch's {len(body.ids)} groups; master and heads disagree"
+            )
+        made, stats = self.interfaces[mfc.name].run(engine, sample, batch_ids=body.ids, version=body.version)
+        if made is not None:
+            self.store.amend(made.select_keys(mfc.output_keys))
+        return CallResult(
+            ids=list(sample.ids) if sample is not None else [],
+            keys=list(mfc.output_keys),
+            stats={name: float(value) for name, value in stats.items()},
+            seconds=time.monotonic() - start,
+        )
+
+    async def _write(self, call: Call, body: WriteWeights | SaveModel) -> None:
+        """Snapshot in the order of calls, write beside what follows. Replicas are equal: only rank 0 writes.
+
+        Waits for the write before, so that there is never more than one snapshot in memory.
+        """
+        if body.role not in self.engines:
+            raise ValueError(f"there is no model of role {body.role!r}; there are {list(self.engines)}")
+        if self.head != 0:
+            call.reply(CallResult())
+            return
+        if self._writing is not None:
+            limit_s = self.config.train.call_timeout_s
+            await self.board.bounded(self._writing, what="the write before", on=self.name, limit_s=limit_s)
+        engine = self.engines[body.role]
+        tensors = await self._on_compute(engine.named_tensors, f"snapshot of {body.role}")
+        if isinstance(body, WriteWeights):
+            write = partial(self._write_version, body, tensors)
+        else:
+            write = partial(self._save_model, body, engine, tensors)
+        self._writing = self.spawn(self._write_and_reply(call, write), "write")
+
+    async def _write_and_reply(self, call: Call, write: Callable[[], None]) -> None:
+        start = time.monotonic()
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._writer, write)
+        except Exception as error:
+            call.fail(error)
+            await asyncio.sleep(_LAST_WORDS_S)
+            raise
+        call.reply(CallResult(seconds=time.monotonic() - start))
+
+    def _write_version(self, body: WriteWeights, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        write_version(
+            Path(body.path),
+            tensors,
+            source_dir=Path(self.config.model_path),
+            version=WeightVersion.parse(body.weight_version),
+            shard_bytes=self.config.weights.shard_bytes,
+            fsync=self.config.weights.fsync,
+        )
+
+    def _save_model(self, body: SaveModel, engine: TrainEngine, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Model and tokenizer, complete or absent at path."""
+        path = Path(body.path)
+        temporary = path.with_name(path.name + ".writing")
+        shutil.rmtree(temporary, ignore_errors=True)
+        engine.save(temporary, tensors)
+        load_tokenizer(self.config.tokenizer_path or self.config.model_path).save_pretrained(temporary)
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.rename(path)
+
+    # ------------------------------------------------------------------------------------------------------------- inside
+
+    async def _on_compute(self, function: Callable[[], T], what: str, limit_s: float | None = None) -> T:
+        """Run on the compute thread, visibly and bounded."""
+        future = asyncio.get_running_loop().run_in_executor(self._compute, function)
+        return await self.board.bounded(
+            future, what=what, on=self.name, limit_s=limit_s or self.config.train.call_timeout_s
+        )
+
+    def _set_torch_threads(self) -> None:
+        if self.config.train.torch_threads > 0:
+            torch.set_num_threads(self.config.train.torch_threads)
+
+    def _load(self, role: str, device: torch.device, group: dist.ProcessGroup | None) -> TrainEngine:
+        torch.manual_seed(self.info.seed)
+        trainable = role in self.graph.trained_roles
+        return TrainEngine(
+            self.config.model_path, self.config.train, device=device, process_group=group, trainable=trainable
+        )
+
+    async def _join_process_group(self, device: torch.device) -> dist.ProcessGroup | None:
+        """All data-parallel ranks of this attempt: rank 0 binds a store and publishes it, the others find it by name."""
+        size = self.config.data_parallel_size
+        if size == 1:
+            return None
+        runtime = self.info.runtime
+        key = self.names.process_group("actor", self.info.attempt)
+        address = ""
+        if self.head == 0:
+            self._store_tcp, address = await self._on_compute(
+                partial(serve_store, runtime.host, runtime.start_timeout_s), "opening the rendezvous store"
+            )
+            await self.publish(key, address)
+        else:
+            address = await self.wait_for_key(key, "rank 0 to open the rendezvous store")
+        join = partial(self._init_process_group, address, device)
+        return await self._on_compute(join, f"the {size} ranks to meet", limit_s=runtime.start_timeout_s)
+
+    def _init_process_group(self, address: str, device: torch.device) -> dist.ProcessGroup | None:
+        runtime = self.info.runtime
+        if self._store_tcp is None:
+            host, _, port = address.rpartition(":")
+            self._store_tcp = TCPStore(
+                host, int(port), is_master=False, timeout=timedelta(seconds=runtime.start_timeout_s)
+            )
+        interface = interface_of(runtime.host)
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=self._store_tcp,
+            rank=self.head,
+            world_size=self.config.data_parallel_size,
+            timeout=timedelta(seconds=self.config.train.call_timeout_s),
+        )
+        return dist.group.WORLD
+
+
+def serve_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
+    """A torch.distributed store on a free port of one interface, and its address."""
+    listener = socket.create_server((host, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, f"{host}:{port}"
+
+
+def interface_of(host: str) -> str:
+    """Name of the network interface that has an address, "" if none has: what gloo is told to bind to."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return str(name)
+    return ""
+
+
+def choose_device(index: int) -> torch.device:
+    """A GPU of its own where there are any, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", index % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, vocab_size: int) -> str:
+    """How metadata and tensors of a trajectory contradict each other, or what would break training; "" if nothing."""
+    missing = [key for key in TRAJECTORY_KEYS if key not in sample.keys]
+    if missing:
+        return f"missing_keys: {missing}"
+    if sample.ids != (meta.ticket_id,) or set(meta.keys) != set(sample.keys):
+        return (
+            f"bad_meta: ticket {meta.ticket_id} with keys {sorted(meta.keys)}, "
+            f"tensors of {list(sample.ids)} with {sorted(sample.keys)}"
+        )
+    lengths = sample.seqlens["packed_input_ids"][0]
+    if meta.seqlens != lengths:
+        return f"bad_meta: lengths {meta.seqlens}, tensors {lengths}"
+    if not lengths or min(lengths) < 2:
+        return f"bad_lengths: {lengths}; a group has sequences of a prompt and a response"
+    ids = sample.data["packed_input_ids"]
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        return f"bad_tokens: ids from {ids.min()} to {ids.max()}, the vocabulary has {vocab_size}"
+    response_lengths = np.add.reduceat(sample.data["loss_mask"].astype(np.int64), sample.cu_seqlens()[:-1])
+    for name, claimed, found in (
+        ("rewards", meta.rewards, sample.data["rewards"]),
+        ("version_start", meta.version_start, sample.data["version_start"]),
+        ("version_end", meta.version_end, sample.data["version_end"]),
+        ("response_lengths", meta.response_lengths, response_lengths),
+    ):
+        if not np.array_equal(np.asarray(claimed, found.dtype), found, equal_nan=found.dtype.kind == "f"):
+            return f"bad_meta: {name} {claimed}, tensors {found.tolist()}"
+    if not np.isfinite(sample.data["packed_logprobs"]).all() or not np.isfinite(sample.data["rewards"]).all():
+        return "not_finite: logprobs or rewards"
+    return ""

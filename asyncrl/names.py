@@ -1,0 +1,76 @@
+"""Every name-resolve key, in one place.
+
+A key is `/`-separated; a subtree is everything below a `/`. `root(run)` holds all keys of one run, so that clearing it
+leaves nothing of the run and touches nothing of another (`t1` is not a prefix of `t10`: boundaries are slashes).
+"""
+
+from __future__ import annotations
+
+import re
+
+PREFIX = "asyncrl"
+_PART = re.compile(r"[^/\x00-\x1f]+")
+
+
+def _check(part: str, what: str) -> str:
+    if not _PART.fullmatch(part) or part in {".", ".."}:
+        raise ValueError(
+            f"{what} {part!r} cannot be part of a key; use a non-empty name without '/' or control characters"
+        )
+    return part
+
+
+def root(experiment: str, trial: str) -> str:
+    """Root of all keys of one run."""
+    return f"{PREFIX}/{_check(experiment, 'experiment name')}/{_check(trial, 'trial name')}"
+
+
+class Names:
+    """Keys of one run. `Names("sorter", "t0").model_version("actor")` and so on."""
+
+    def __init__(self, experiment: str, trial: str) -> None:
+        self.root = root(experiment, trial)
+
+    def model_version(self, role: str) -> str:
+        """Newest published weight version of a role: the string form of a WeightVersion."""
+        return f"{self.root}/model_version/{role}"
+
+    def experiment_status(self) -> str:
+        """RUNNING, COMPLETE or ABORTED; written by the master, ended by the launcher."""
+        return f"{self.root}/experiment_status"
+
+    def generation_servers(self) -> str:
+        """Subtree: one entry a generation server."""
+        return f"{self.root}/generation_server"
+
+    def generation_server(self, index: int) -> str:
+        """URL of a generation server, published after its socket is bound."""
+        return f"{self.generation_servers()}/{index}"
+
+    def gserver_manager(self) -> str:
+        """URL of the gserver manager."""
+        return f"{self.root}/gserver_manager"
+
+    def gserver_manager_began(self, attempt: int) -> str:
+        """Put by the first gserver manager of an attempt, for good: one that finds it waits for what its predecessor issued."""
+        return f"{self.root}/gserver_manager_began/{attempt}"
+
+    def stream(self, stream_name: str) -> str:
+        """Address of a channel's receiving socket (`puller0`, `master_meta`, `request_reply/3`, ...)."""
+        return f"{self.root}/stream/{stream_name}"
+
+    def barrier(self, barrier_name: str) -> str:
+        """Subtree: one subentry a process that has arrived."""
+        return f"{self.root}/barrier/{barrier_name}"
+
+    def process_group(self, role: str, attempt: int) -> str:
+        """host:port of the torch.distributed store of a role's mesh, in one attempt."""
+        return f"{self.root}/process_group/{role}/{attempt}"
+
+    def statuses(self) -> str:
+        """Subtree: one WorkerStatus a worker."""
+        return f"{self.root}/status"
+
+    def status(self, worker: str) -> str:
+        """Newest WorkerStatus (JSON) of a worker such as `rollout_worker/1`."""
+        return f"{self.statuses()}/{worker}"

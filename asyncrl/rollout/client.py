@@ -1,0 +1,398 @@
+"""PartialRolloutManager: responses from generation servers, assembled from pieces.
+
+One HTTP request per group member and piece. A piece has at most new_tokens_per_chunk tokens; a response is resumed with the
+prefix it has after a full piece, after an interruption (the server was updated; finish reason `abort`) on the same server, and
+after the loss of its server on another one that the gserver manager names. Every token keeps the logprob and the weight
+version that its server reported for it.
+
+Each request is bounded by request_timeout_s and each response by the number of times it may fail without a new token, so no
+wait here lasts for ever; while requests are out, the status board says per server how long it has brought nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from asyncrl.config import SamplingConfig
+from asyncrl.messages import (
+    GenerateReply,
+    GenerateRequest,
+    SamplingParams,
+    ScheduleReply,
+    Ticket,
+    WeightVersion,
+)
+from asyncrl.rollout.outcome import RolloutRejected, RolloutReleased
+from asyncrl.rollout.trajectory import Response
+from asyncrl.runtime.service_client import ServiceError
+from asyncrl.runtime.worker import StatusBoard, WaitTimeoutError
+
+T = TypeVar("T")
+
+_RETRY_DELAYS_S = (0.0, 0.1, 0.4)  # on the same server: a connection it had closed, a short hiccup
+_BUSY_DELAYS_S = (
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    1.0,
+    1.0,
+)  # a server that says it is busy (its queue is full, an update takes long)
+_MAX_FAILURES = 4  # lost servers in a row, without a new token, before the ticket is given back
+_EMPTY_ABORT_DELAYS_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0)  # interruptions in a row that brought no token
+_SCHEDULE_DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # the last one repeats
+_ABORT_LIMIT_S = 2.0
+_MAX_ABORTS = 256
+_CONNECT_LIMIT_S = 5.0
+_HEADERS = {"Content-Type": "application/json"}
+_BUSY = frozenset({408, 429, 503})
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(GenerateReply)
+
+
+class ServerChooser(Protocol):
+    """Names another server for a ticket: the gserver manager's /schedule_request."""
+
+    async def schedule(self, ticket_id: str, lost_server: str) -> ScheduleReply: ...
+
+
+class Route:
+    """Where a ticket's requests go now. Shared by the group: the first member to lose the server moves all."""
+
+    __slots__ = ("generate_url", "lock", "moves", "oldest_allowed", "server", "ticket", "url")
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.go_to(ticket.server, ticket.server_url)
+        self.oldest_allowed = WeightVersion(ticket.attempt, max(0, ticket.min_version)).pack()
+        self.moves = 0
+        self.lock = asyncio.Lock()
+
+    def go_to(self, server: str, url: str) -> None:
+        self.server = server
+        self.url = URL(url)
+        self.generate_url = self.url / "generate"
+
+
+@dataclass
+class ClientCounts:
+    """What the client has done so far."""
+
+    requests: int = 0
+    tokens: int = 0
+    interrupted: int = 0  # pieces ended by an update
+    retried: int = 0  # requests sent again to the same server
+    moved: int = 0  # tickets moved to another server
+
+
+class _ServerLostError(Exception):
+    """The server did not answer as it should, short retries included."""
+
+
+class PartialRolloutManager:
+    """Responses for a worker's tickets. All its requests share one session and one bound on how many are out."""
+
+    def __init__(
+        self,
+        chooser: ServerChooser,
+        *,
+        board: StatusBoard,
+        logger: logging.Logger,
+        new_tokens_per_chunk: int,
+        request_timeout_s: float,
+        max_requests: int,
+    ) -> None:
+        if new_tokens_per_chunk < 1:
+            raise ValueError(f"rollout.new_tokens_per_chunk is {new_tokens_per_chunk}; it must be at least 1")
+        self._chooser = chooser
+        self._board = board
+        self._logger = logger
+        self._chunk = new_tokens_per_chunk
+        self._timeout_s = request_timeout_s
+        self._max_requests = max_requests
+        self._slots = asyncio.Semaphore(max_requests)
+        self._waits = _ServerWaits(board, request_timeout_s)
+        self._request_numbers = itertools.count()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._session: aiohttp.ClientSession | None = None
+        self.counts = ClientCounts()
+
+    async def start(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._max_requests + 8),  # requests hold a slot first; 8 for aborts
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_LIMIT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            read_bufsize=1 << 20,
+        )
+
+    async def close(self) -> None:
+        """End what is still being aborted, and the connections. Responses must have ended, or been cancelled, before."""
+        for task in self._aborts:
+            task.cancel()
+        if self._aborts:
+            await asyncio.wait(self._aborts)
+        if self._session is not None:
+            await self._session.close()
+
+    async def generate(
+        self, route: Route, inputs: Sequence[Sequence[int]], sampling: SamplingConfig, stop_token_ids: Sequence[int]
+    ) -> list[Response]:
+        """One response for each of the inputs, in order.
+
+        Raises RolloutReleased (`stale_server`, `server_lost`, `no_server`) or RolloutRejected (`generation_refused`); the first
+        failure ends the others. Cancelling it aborts the requests on their servers.
+        """
+        if sampling.max_new_tokens < 1:
+            raise ValueError(f"rollout.sampling.max_new_tokens is {sampling.max_new_tokens}; it must be at least 1")
+        stops = list(stop_token_ids)
+        return await _all([self._respond(route, list(input_ids), sampling, stops) for input_ids in inputs])
+
+    # -------------------------------------------------------------------------------------------------------- one response
+
+    async def _respond(
+        self, route: Route, input_ids: list[int], sampling: SamplingConfig, stops: list[int]
+    ) -> Response:
+        """Piece after piece until EOS or max_new_tokens.
+
+        Waits for the ticket's server (or, when it is lost, for the manager to name another); unblocked by the end of a piece,
+        an update's interruption, or request_timeout_s.
+        """
+        response = Response(input_ids)
+        failures = aborts = 0  # in a row, without a new token
+        while (missing := sampling.max_new_tokens - len(response.output_ids)) > 0:
+            asked = min(missing, self._chunk)
+            moves = route.moves
+            params = SamplingParams(
+                max_new_tokens=asked,
+                temperature=0.0 if sampling.greedy else sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                stop_token_ids=stops,
+            )
+            try:
+                reply = await self._request(route, input_ids + response.output_ids, params)
+                got = _add_piece(response, reply, asked)
+                reason = reply.meta_info.finish_reason.type
+                if reason == "abort" and not got and aborts == len(_EMPTY_ABORT_DELAYS_S):
+                    raise _ServerLostError(f"interrupted {aborts} times in a row without a token")
+            except _ServerLostError as error:
+                failures += 1
+                await self._move(route, moves, failures, error)
+                continue
+            if got:
+                failures = aborts = 0
+                self.counts.tokens += got
+                if response.oldest_version < route.oldest_allowed:
+                    self._refuse_stale(route, response)
+            if reason == "abort":
+                self.counts.interrupted += 1
+                if not got:
+                    await asyncio.sleep(_EMPTY_ABORT_DELAYS_S[aborts])
+                    aborts += 1
+            elif reason == "stop" or got < asked:  # fewer than asked for without EOS: the server's context is full
+                response.finished = reason == "stop"
+                break
+        if not response.output_ids:
+            raise RolloutRejected("empty_response", f"{route.server} generated no token")
+        return response
+
+    def _refuse_stale(self, route: Route, response: Response) -> NoReturn:
+        found, allowed = WeightVersion.unpack(response.oldest_version), WeightVersion.unpack(route.oldest_allowed)
+        raise RolloutReleased(
+            "stale_server", f"{route.server} sampled with {found}, the ticket allows {allowed} or newer"
+        )
+
+    async def _request(self, route: Route, input_ids: list[int], params: SamplingParams) -> GenerateReply:
+        """POST /generate, with short retries. Raises _ServerLostError, or RolloutRejected where the server refuses the prompt."""
+        server, url, generate_url = route.server, route.url, route.generate_url
+        delays_s = iter(_RETRY_DELAYS_S)
+        busy_delays_s = iter(_BUSY_DELAYS_S)
+        async with self._slots:
+            while True:
+                # Ends in a dot, so that no id is a prefix of another (SGLang aborts by prefix); new for each try.
+                rid = f"{route.ticket.ticket_id}.{next(self._request_numbers)}."
+                body = _ENCODER.encode(GenerateRequest(input_ids=input_ids, sampling_params=params, rid=rid))
+                status, failure = 0, ""
+                try:
+                    status, content = await self._post(server, generate_url, body)
+                except asyncio.TimeoutError as error:
+                    raise _ServerLostError(f"no answer: {error!r}") from error
+                except aiohttp.ClientConnectorError as error:
+                    raise _ServerLostError(f"not reachable: {error!r}") from error
+                except (aiohttp.ClientError, ConnectionError) as error:
+                    failure = repr(error)
+                except asyncio.CancelledError:
+                    self._abort_soon(url, rid)
+                    raise
+                if status == 200:
+                    try:
+                        return _DECODER.decode(content)
+                    except msgspec.DecodeError as error:
+                        raise _ServerLostError(f"an answer that is no GenerateReply: {error}") from error
+                if status:
+                    failure = f"{status} {content[:500].decode(errors='replace')}"
+                if 400 <= status < 500 and status not in _BUSY:
+                    raise RolloutRejected("generation_refused", f"{server}: {failure}")
+                delay_s = next(busy_delays_s if status in _BUSY else delays_s, None)
+                if delay_s is None:
+                    raise _ServerLostError(failure)
+                self.counts.retried += 1
+                await asyncio.sleep(delay_s)
+
+    async def _post(self, server: str, url: URL, body: bytes) -> tuple[int, bytes]:
+        assert self._session is not None, "start() first"
+        self.counts.requests += 1
+        self._waits.begin(server)
+        try:
+            async with self._session.post(url, data=body, headers=_HEADERS) as answer:
+                return answer.status, await answer.read()
+        finally:
+            self._waits.end(server)
+
+    # ---------------------------------------------------------------------------------------------------- losing a server
+
+    async def _move(self, route: Route, moves: int, failures: int, error: _ServerLostError) -> None:
+        """Ask the manager for another server, unless another member of the group has done so since the request went out.
+
+        The manager may name the same server again, if it knows that it is well. Waits for /schedule_request, for at most
+        request_timeout_s; unblocked by a server becoming healthy.
+        """
+        if failures > _MAX_FAILURES:
+            raise RolloutReleased("server_lost", f"{route.server}, after {failures} failures in a row: {error}")
+        async with route.lock:
+            if route.moves != moves:
+                return
+            lost = route.server
+            try:
+                reply = await self._board.bounded(
+                    self._ask_for_server(route), what="another server", on="gserver manager", limit_s=self._timeout_s
+                )
+            except WaitTimeoutError:
+                raise RolloutReleased("no_server", f"{lost} was lost ({error}), and no other became healthy") from error
+            except ServiceError as refusal:
+                raise RolloutReleased("server_lost", f"{lost} was lost ({error}); {refusal}") from error
+            route.go_to(reply.server, reply.server_url)
+            route.moves += 1
+            self.counts.moved += 1
+        self._logger.warning(
+            "ticket %s: lost %s (%s), goes on at %s", route.ticket.ticket_id, lost, error, route.server
+        )
+        if failures > 1:
+            await asyncio.sleep(_SCHEDULE_DELAYS_S[min(failures, len(_SCHEDULE_DELAYS_S)) - 1])
+
+    async def _ask_for_server(self, route: Route) -> ScheduleReply:
+        for delay_s in itertools.chain(_SCHEDULE_DELAYS_S, itertools.repeat(_SCHEDULE_DELAYS_S[-1])):
+            reply = await self._chooser.schedule(route.ticket.ticket_id, route.server)
+            if reply.server:
+                return reply
+            await asyncio.sleep(delay_s)
+        raise AssertionError("unreachable")
+
+    def _abort_soon(self, url: URL, rid: str) -> None:
+        """Tell the server, for what it is worth, that nobody waits for this request any more."""
+        if len(self._aborts) >= _MAX_ABORTS or self._session is None or self._session.closed:
+            return
+        task = asyncio.get_running_loop().create_task(self._abort(url, rid), name=f"abort {rid}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, url: URL, rid: str) -> None:
+        assert self._session is not None
+        timeout = aiohttp.ClientTimeout(total=_ABORT_LIMIT_S)
+        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
+            body = _ENCODER.encode({"rid": rid})
+            async with self._session.post(
+                url / "abort_request", data=body, headers=_HEADERS, timeout=timeout
+            ) as answer:
+                await answer.read()
+
+
+# ----------------------------------------------------------------------------------------------------------------- pieces
+
+
+@functools.lru_cache(maxsize=64)
+def _packed(version: str) -> int:
+    return WeightVersion.parse(version).pack()
+
+
+def _add_piece(response: Response, reply: GenerateReply, asked: int) -> int:
+    """Append what a reply brought, checked; gives the number of tokens. Raises _ServerLostError where its parts do not fit."""
+    output_ids, meta = reply.output_ids, reply.meta_info
+    got = len(output_ids)
+    logprobs = [entry[0] for entry in meta.output_token_logprobs]
+    if len(logprobs) != got or got > asked:
+        raise _ServerLostError(f"{got} tokens with {len(logprobs)} logprobs where at most {asked} were asked for")
+    runs: list[tuple[int, int]] = []
+    end = 0
+    try:
+        for span in meta.weight_versions:
+            if span.start != end or span.end < span.start:
+                break
+            end = span.end
+            if span.end > span.start:
+                runs.append((_packed(span.version), span.end - span.start))
+    except ValueError as error:
+        raise _ServerLostError(str(error)) from error
+    if end != got:
+        raise _ServerLostError(f"the weight versions {meta.weight_versions} do not cover {got} tokens")
+    response.add_piece(output_ids, logprobs, runs)
+    return got
+
+
+async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Like gather, but the first failure (or being cancelled) cancels the others and waits for their end."""
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        late = [task for task in tasks if not task.done()]
+        if late:
+            for task in late:
+                task.cancel()
+            await asyncio.wait(late)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # retrieved: gather raises the first
+
+
+class _ServerWaits:
+    """One named wait a server while requests are out to it, begun anew whenever it answers: its age tells when one is stuck."""
+
+    def __init__(self, board: StatusBoard, limit_s: float) -> None:
+        self._board = board
+        self._limit_s = limit_s
+        self._out: dict[str, int] = {}
+        self._open: dict[str, contextlib.AbstractContextManager[None]] = {}
+
+    def begin(self, server: str) -> None:
+        out = self._out.get(server, 0)
+        self._out[server] = out + 1
+        if not out:
+            self._enter(server)
+
+    def end(self, server: str) -> None:
+        self._open.pop(server).__exit__(None, None, None)
+        self._out[server] -= 1
+        if self._out[server]:
+            self._enter(server)
+        else:
+            del self._out[server]
+
+    def _enter(self, server: str) -> None:
+        wait = self._board.waiting("the next piece", on=server, limit_s=self._limit_s)
+        wait.__enter__()
+        self._open[server] = wait

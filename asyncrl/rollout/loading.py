@@ -1,0 +1,58 @@
+"""Users' functions and classes by import path: `package.module:name` or `path/to/file.py:name`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_object(spec: str, what: str) -> Any:
+    """The named object. Raises ValueError that says which part of the path is wrong; errors of the user's module pass through.
+
+    A file is loaded once, however often it is named; its folder is appended to sys.path, so that it may import its neighbours.
+    """
+    location, colon, name = spec.rpartition(":")
+    if not colon or not location or not name:
+        raise ValueError(f"{what} {spec!r}: expected `package.module:name` or `path/to/file.py:name`")
+    module = _load_file(location, what) if location.endswith(".py") else _load_module(location, what)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise ValueError(f"{what} {spec!r}: {location} has no {name!r}; it has {sorted(public)}") from None
+
+
+def _load_module(location: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(location)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (location == error.name or location.startswith(f"{error.name}.")):
+            raise ValueError(f"{what}: there is no module {location!r} (looked in sys.path)") from error
+        raise  # the module is there; something it imports is not
+
+
+def _load_file(location: str, what: str) -> ModuleType:
+    path = Path(location).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"{what}: there is no file {path}")
+    module_name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    file_spec = importlib.util.spec_from_file_location(module_name, path)
+    assert file_spec is not None
+    assert file_spec.loader is not None
+    module = importlib.util.module_from_spec(file_spec)
+    sys.modules[module_name] = module
+    try:
+        file_spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module

@@ -1,0 +1,104 @@
+"""ManagerClient: a rollout worker's side of the gserver manager's HTTP calls.
+
+Every call is idempotent and is retried, with back-off, until its limit; the manager's address is looked up again after each
+failure, so a manager that comes back elsewhere is found (runtime/service_client.py). Results of rollouts are sent in batches:
+whatever has gathered while the last batch was out goes with the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Collection
+
+from asyncrl.messages import (
+    AllocateReply,
+    AllocateRequest,
+    FinishReply,
+    FinishRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    RolloutResult,
+    ScheduleReply,
+    ScheduleRequest,
+)
+from asyncrl.runtime.service_client import ServiceClient
+from asyncrl.runtime.worker import Worker
+
+
+class ManagerClient:
+    """allocate, heartbeat, schedule, finish. Raises WaitTimeoutError where the manager stays away for call_limit_s."""
+
+    def __init__(self, worker: Worker, *, call_limit_s: float) -> None:
+        self._worker = worker
+        self._limit_s = call_limit_s
+        self._service = ServiceClient(worker, worker.names.gserver_manager(), "gserver manager")
+        self._results: list[
+            tuple[RolloutResult, asyncio.Future[None]]
+        ] = []  # bounded: each holds up its rollout's slot
+        self._sender: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._service.start()
+
+    async def close(self) -> None:
+        """What has not been sent by now is dropped: the manager frees the tickets when the heartbeats end."""
+        if self._sender is not None:
+            self._sender.cancel()
+            await asyncio.wait({self._sender})
+        await self._service.close()
+
+    async def allocate(self, count: int, *, wait_s: float) -> AllocateReply:
+        """Ask for up to count tickets. The answer comes when there is one, after wait_s at the latest."""
+        request = AllocateRequest(
+            request_id=uuid.uuid4().hex,  # kept over the retries: a lost answer costs nothing
+            worker=self._worker.name,
+            incarnation=self._worker.incarnation,
+            count=count,
+            wait_s=wait_s,
+        )
+        return await self._service.post(
+            "/allocate_rollout", request, AllocateReply, limit_s=self._limit_s, wait_s=wait_s
+        )
+
+    async def heartbeat(self, held: Collection[str]) -> HeartbeatReply:
+        """Say which tickets this worker holds; learn which it has lost."""
+        request = HeartbeatRequest(worker=self._worker.name, incarnation=self._worker.incarnation, held=list(held))
+        return await self._service.post("/heartbeat", request, HeartbeatReply, limit_s=self._limit_s)
+
+    async def schedule(self, ticket_id: str, lost_server: str) -> ScheduleReply:
+        """Another server for a ticket."""
+        request = ScheduleRequest(ticket_id=ticket_id, worker=self._worker.name, lost_server=lost_server)
+        return await self._service.post("/schedule_request", request, ScheduleReply, limit_s=self._limit_s)
+
+    async def finish(self, result: RolloutResult) -> None:
+        """Report how a ticket ended. Returns when the manager has it: until then the rollout's slot stays taken."""
+        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._results.append((result, sent))
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send_results(), name=f"{self._worker.name}:results")
+        await sent  # settled by the sender, whose calls have a limit
+
+    async def _send_results(self) -> None:
+        """Send what has gathered, batch after batch, until nothing is left. A failure goes to those who wait for it."""
+        while self._results:
+            batch, self._results = self._results, []
+            request = FinishRequest(
+                worker=self._worker.name, incarnation=self._worker.incarnation, results=[result for result, _ in batch]
+            )
+            error: BaseException | None = None
+            try:
+                await self._service.post("/finish_rollout", request, FinishReply, limit_s=self._limit_s)
+            except asyncio.CancelledError:
+                for _, sent in batch:
+                    sent.cancel()
+                raise
+            except Exception as raised:
+                error = raised
+            for _, sent in batch:
+                if sent.done():
+                    continue  # whoever reported it was cancelled
+                if error is None:
+                    sent.set_result(None)
+                else:
+                    sent.set_exception(error)

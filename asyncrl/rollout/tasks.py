@@ -1,0 +1,120 @@
+"""Tasks: for each kind of problem its reward, its agents (one a mode) and its environments, loaded from config once."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from asyncrl.config import RolloutConfig, SamplingConfig, TaskConfig
+from asyncrl.data.prompts import Prompt
+from asyncrl.rollout.agent import Agent, SingleStepAgent
+from asyncrl.rollout.env import Env, RewardEnv
+from asyncrl.rollout.loading import load_object
+from asyncrl.rollout.outcome import RolloutRejected
+from asyncrl.rollout.reward import Reward
+from asyncrl.runtime.worker import StatusBoard
+
+TRAIN = "train"
+
+
+class Task:
+    """One kind of problem."""
+
+    def __init__(
+        self,
+        name: str,
+        task_id: int,
+        config: TaskConfig,
+        rollout: RolloutConfig,
+        *,
+        tokenizer: Any,
+        board: StatusBoard,
+        logger: logging.Logger,
+    ) -> None:
+        self.name = name
+        self.task_id = task_id
+        self._config = config
+        if not config.reward and not config.env:
+            raise ValueError(f"rollout.tasks.{name} has neither reward nor env; set one of them")
+        self._reward = (
+            Reward(config.reward, timeout_s=rollout.reward_timeout_s, board=board, logger=logger)
+            if config.reward
+            else None
+        )
+        self._env_class = _load_class(config.env, RewardEnv, Env, f"rollout.tasks.{name}.env")
+        agent_class = _load_class(config.agent, SingleStepAgent, Agent, f"rollout.tasks.{name}.agent")
+        modes: dict[str, tuple[SamplingConfig, int]] = {
+            TRAIN: (rollout.sampling, rollout.group_size),
+            "sampled": (replace(rollout.sampling, greedy=False), 1),
+            "greedy": (replace(rollout.sampling, greedy=True), 1),
+        }
+        self.agents: Mapping[str, Agent] = {
+            mode: _make(
+                agent_class,
+                f"rollout.tasks.{name}.agent_args",
+                config.agent_args,
+                tokenizer=tokenizer,
+                sampling=sampling,
+                group_size=group_size,
+            )
+            for mode, (sampling, group_size) in modes.items()
+        }
+
+    def make_env(self, prompt: Prompt) -> Env:
+        """A fresh environment for one prompt."""
+        env: Env = _make(
+            self._env_class,
+            f"rollout.tasks.{self.name}.env_args",
+            self._config.env_args,
+            prompt=prompt,
+            reward=self._reward,
+        )
+        return env
+
+
+class TaskTable:
+    """All tasks of a run. Ids number them in the order of their names."""
+
+    def __init__(self, rollout: RolloutConfig, *, tokenizer: Any, board: StatusBoard, logger: logging.Logger) -> None:
+        if not rollout.tasks:
+            raise ValueError(
+                "rollout.tasks is empty; name a task, e.g. rollout.tasks.default.reward=my_package.rewards:exact"
+            )
+        self._tasks = {
+            name: Task(name, task_id, rollout.tasks[name], rollout, tokenizer=tokenizer, board=board, logger=logger)
+            for task_id, name in enumerate(sorted(rollout.tasks))
+        }
+
+    def of(self, prompt: Prompt) -> Task:
+        """The prompt's task. Raises RolloutRejected (`unknown_task`) where the config has none of that name."""
+        try:
+            return self._tasks[prompt.task]
+        except KeyError:
+            raise RolloutRejected(
+                "unknown_task",
+                f"prompt {prompt.prompt_id} is of task {prompt.task!r}; rollout.tasks has {sorted(self._tasks)}",
+            ) from None
+
+
+def _load_class(spec: str, default: type, base: type, what: str) -> type:
+    if not spec:
+        return default
+    loaded = load_object(spec, what)
+    if not (inspect.isclass(loaded) and issubclass(loaded, base)):
+        raise ValueError(f"{what} {spec!r} is {loaded!r}; it must be a subclass of {base.__module__}.{base.__name__}")
+    return loaded
+
+
+def _make(made_class: Callable[..., Any], what: str, arguments: Mapping[str, Any], **own: Any) -> Any:
+    """An object with the worker's arguments and the config's, which must fit the class."""
+    overlap = sorted(arguments.keys() & own.keys())
+    if overlap:
+        raise ValueError(f"{what} must not set {overlap}: the worker does")
+    try:
+        inspect.signature(made_class).bind(**own, **arguments)
+    except TypeError as error:
+        raise ValueError(f"{what} {dict(arguments)} does not fit {made_class.__qualname__}: {error}") from None
+    return made_class(**own, **arguments)

@@ -1,0 +1,180 @@
+"""From generated pieces to a trajectory (pure): responses -> episodes -> the SequenceSample of a group.
+
+The client (client.py) assembles a Response from the pieces that servers sent; an agent (agent.py) puts responses and what the
+environment said into Episodes, one a group member; `build_sample` packs the group; `complete_sample` puts the ticket on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.data.sequence import KEY_SPECS, SequenceSample
+from asyncrl.dataflow import TRAJECTORY_KEYS
+
+NOT_SAMPLED = -1  # the version of a token that no policy sampled
+_TICKET_KEYS = frozenset({"task_ids", "birth_time"})
+
+
+@dataclass(slots=True)
+class Response:
+    """What a policy answered to input_ids, put together from one or more pieces. Value t of logprobs belongs to output_ids[t]."""
+
+    input_ids: list[int]
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)  # runs: packed WeightVersion, number of tokens
+    finished: bool = False  # ended by EOS; else cut at max_new_tokens
+
+    def add_piece(self, output_ids: list[int], logprobs: list[float], versions: Sequence[tuple[int, int]]) -> None:
+        """Append what one request brought. The versions' runs must cover the piece."""
+        assert len(output_ids) == len(logprobs) == sum(count for _, count in versions)
+        self.output_ids += output_ids
+        self.logprobs += logprobs
+        for version, count in versions:
+            if self.versions and self.versions[-1][0] == version:
+                self.versions[-1] = (version, self.versions[-1][1] + count)
+            elif count:
+                self.versions.append((version, count))
+
+    @property
+    def oldest_version(self) -> int:
+        """Packed version; NOT_SAMPLED where there is no token."""
+        return min((version for version, _ in self.versions), default=NOT_SAMPLED)
+
+
+class Episode:
+    """One sequence of a group in the making: the prompt, then responses and what the environment said, in turns."""
+
+    __slots__ = ("input_ids", "prompt_length", "responses", "reward")
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.input_ids = list(prompt_ids)  # everything said so far: what the next response continues
+        self.prompt_length = len(self.input_ids)
+        self.responses: list[tuple[int, Response]] = []  # where each begins in input_ids
+        self.reward = 0.0
+
+    def add_response(self, response: Response) -> None:
+        """The policy's turn. It must continue exactly what was said so far."""
+        if len(response.input_ids) != len(self.input_ids):
+            raise ValueError(
+                f"a response to {len(response.input_ids)} tokens cannot continue an episode of {len(self.input_ids)} tokens"
+            )
+        self.responses.append((len(self.input_ids), response))
+        self.input_ids += response.output_ids
+
+    def add_observation(self, token_ids: Sequence[int]) -> None:
+        """The environment's turn: nobody sampled these tokens, and none is trained."""
+        self.input_ids += token_ids
+
+    @property
+    def truncated(self) -> bool:
+        """The last response was cut before its EOS."""
+        return bool(self.responses) and not self.responses[-1][1].finished
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(response.output_ids) for _, response in self.responses)
+
+
+def build_sample(sample_id: str, episodes: Sequence[Episode]) -> SequenceSample:
+    """A group's episodes, packed, with every key of a trajectory. Ticket keys hold defaults until `complete_sample`."""
+    lengths = [len(episode.input_ids) for episode in episodes]
+    total = sum(lengths)
+    input_ids = np.empty(total, np.int64)
+    logprobs = np.zeros(total, np.float32)
+    prompt_mask = np.zeros(total, np.bool_)
+    loss_mask = np.zeros(total, np.bool_)
+    versions = np.full(total, NOT_SAMPLED, np.int64)
+    offset = 0
+    for episode, length in zip(episodes, lengths, strict=True):
+        input_ids[offset : offset + length] = episode.input_ids
+        prompt_mask[offset : offset + episode.prompt_length] = True
+        for start, response in episode.responses:
+            position = offset + start
+            end = position + len(response.output_ids)
+            logprobs[position:end] = response.logprobs
+            loss_mask[position:end] = True
+            for version, count in response.versions:
+                versions[position : position + count] = version
+                position += count
+        offset += length
+    prompt_length = episodes[0].prompt_length
+    oldest, newest = _version_bounds(episodes)
+    data: dict[str, npt.NDArray[Any]] = {
+        "packed_input_ids": input_ids,
+        "packed_prompts": input_ids[:prompt_length].copy(),
+        "packed_logprobs": logprobs,
+        "prompt_mask": prompt_mask,
+        "loss_mask": loss_mask,
+        "seq_no_eos_mask": np.array([episode.truncated for episode in episodes], np.bool_),
+        "rewards": np.array([episode.reward for episode in episodes], np.float32),
+        "task_ids": np.zeros(1, np.int64),
+        "versions": versions,
+        "version_start": oldest,
+        "version_end": newest,
+        "birth_time": np.array([time.time()], np.float64),
+    }
+    runs = {"token": lengths, "prompt": [prompt_length], "sequence": [1] * len(episodes), "group": [1]}
+    seqlens = {key: [runs[KEY_SPECS[key].layout]] for key in data}
+    return SequenceSample((sample_id,), seqlens, data)
+
+
+def _version_bounds(episodes: Sequence[Episode]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Per episode, the oldest and the newest version of its sampled tokens."""
+    seen = [[version for _, response in episode.responses for version, _ in response.versions] for episode in episodes]
+    oldest = np.array([min(versions, default=NOT_SAMPLED) for versions in seen], np.int64)
+    newest = np.array([max(versions, default=NOT_SAMPLED) for versions in seen], np.int64)
+    return oldest, newest
+
+
+def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, birth_time: float) -> SequenceSample:
+    """The agent's sample under its ticket: the ticket's id, and the keys only the worker knows.
+
+    Raises ValueError where the agent's sample is not one group with every key of a trajectory and a sampled token in each sequence.
+    """
+    if sample.num_ids != 1:
+        raise ValueError(f"an agent's sample must hold one group, found {sample.num_ids}: {list(sample.ids)[:4]}")
+    missing = [key for key in TRAJECTORY_KEYS if key not in sample.data and key not in _TICKET_KEYS]
+    if missing:
+        raise ValueError(
+            f"an agent's sample lacks the keys {missing}; build it with asyncrl.rollout.trajectory.build_sample"
+        )
+    if not sample.num_sequences() or sample.data["version_start"].min() < 0:
+        raise ValueError("an agent's sample has a sequence without a sampled token")
+    if not np.isfinite(sample.data["rewards"]).all():
+        raise ValueError(f"an agent's sample has rewards that are not finite: {sample.data['rewards'].tolist()}")
+    own = {"task_ids": np.array([task_id], np.int64), "birth_time": np.array([birth_time], np.float64)}
+    return SequenceSample(
+        (ticket_id,), {**sample.seqlens, "task_ids": [[1]], "birth_time": [[1]]}, {**sample.data, **own}
+    )
+
+
+@dataclass(frozen=True)
+class SampleSummary:
+    """What the manager and the master are told of a trajectory, taken from a sample of one group."""
+
+    seqlens: list[int]  # prompt + response, per sequence
+    response_lengths: list[int]  # sampled tokens, per sequence
+    rewards: list[float]
+    version_start: list[int]  # packed, per sequence
+    version_end: list[int]
+
+    @classmethod
+    def of(cls, sample: SequenceSample) -> SampleSummary:
+        starts = sample.cu_seqlens()[:-1]
+        sampled = np.add.reduceat(
+            sample.data["loss_mask"].astype(np.int64), starts
+        )  # no sequence is empty: it has sampled tokens
+        return cls(
+            seqlens=list(sample.seqlens["packed_input_ids"][0]),
+            response_lengths=sampled.tolist(),
+            rewards=sample.data["rewards"].tolist(),
+            version_start=sample.data["version_start"].tolist(),
+            version_end=sample.data["version_end"].tolist(),
+        )

@@ -1,0 +1,378 @@
+"""RolloutWorker: tickets in, trajectories out.
+
+It asks the gserver manager for as many tickets as it has room, rolls each out in a task of its own (an agent that meets an
+environment, its responses from generation servers), pushes the trajectory to the ticket's head, and tells the manager how
+the ticket ended. It computes nothing on tensors and imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncrl.config import RolloutWorkerConfig
+from asyncrl.data.prompts import Prompt, PromptSource, load_tokenizer
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
+from asyncrl.rollout.agent import ActQueue, ObsQueue
+from asyncrl.rollout.client import PartialRolloutManager, Route
+from asyncrl.rollout.manager_client import ManagerClient
+from asyncrl.rollout.outcome import RolloutEnded, RolloutRejected, RolloutReleased
+from asyncrl.rollout.tasks import TRAIN, Task, TaskTable
+from asyncrl.rollout.trajectory import SampleSummary, complete_sample
+from asyncrl.runtime.channel import ChannelRefused
+from asyncrl.runtime.push_pull import NameResolvingZmqPusher
+from asyncrl.runtime.worker import WaitTimeoutError, Worker
+
+_ALLOCATE_WAIT_S = 5.0  # how long the manager may hold back its answer until it admits something
+_REFUSED_PAUSE_S = 0.2  # after an empty answer that came sooner
+_STOP_REPORT_S = 2.0  # for telling the manager what a stopped worker releases
+_SPARE_FILES = 256  # file descriptors kept for everything but generation requests
+
+
+@dataclass
+class _Held:
+    """A ticket this worker holds, from its grant until the manager has its result."""
+
+    ticket: Ticket
+    birth_time: float
+    task: asyncio.Task[None] | None = None
+    taken_back: str = ""  # why it is being cancelled
+    reporting: bool = False  # its result is decided: too late to cancel
+
+
+class RolloutWorker(Worker):
+    """Holds up to max_concurrent_per_worker train tickets, and evaluation tickets beside them."""
+
+    def __init__(self, config: RolloutWorkerConfig) -> None:
+        super().__init__(config.worker)
+        self.config = config
+        self._held: dict[str, _Held] = {}
+        self._changed = asyncio.Event()  # a ticket has ended
+        self._logged: set[str] = set()
+        self.manager: ManagerClient
+        self.client: PartialRolloutManager
+        self._pusher: NameResolvingZmqPusher
+        self._closers: list[Any] = []
+
+    async def setup(self) -> None:
+        config, rollout, info = self.config, self.config.rollout, self.info
+        tokenizer = load_tokenizer(config.tokenizer_path)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer at {config.tokenizer_path} has no eos_token: no response could ever end")
+        self._stop_token_ids = [int(tokenizer.eos_token_id)]
+        self._prompts = PromptSource(config.prompts, tokenizer, info.seed)
+        self._eval_prompts = PromptSource(config.eval_prompts, tokenizer, info.seed) if config.eval_prompts else None
+        self._tasks = TaskTable(rollout, tokenizer=tokenizer, board=self.board, logger=self.logger)
+        self.manager = ManagerClient(self, call_limit_s=info.runtime.start_timeout_s)
+        self._closers.append(self.manager)
+        self.client = PartialRolloutManager(
+            self.manager,
+            board=self.board,
+            logger=self.logger,
+            new_tokens_per_chunk=rollout.new_tokens_per_chunk,
+            request_timeout_s=rollout.request_timeout_s,
+            max_requests=_connection_limit(rollout.max_concurrent_per_worker * (rollout.group_size + 1), self.logger),
+        )
+        self._closers.append(self.client)
+        self._pusher = NameResolvingZmqPusher(
+            self.resolver,
+            self.names,
+            pusher_index=info.index,
+            num_pushers=info.count,
+            num_pullers=config.num_heads,
+            runtime=info.runtime,
+            incarnation=self.incarnation,
+        )
+        self._closers.append(self._pusher)
+        await self.client.start()
+        await self._pusher.start()
+        await self.manager.start()
+
+    async def run(self) -> None:
+        """Keep the worker full of rollouts until the run needs no more.
+
+        consumes: tickets (allocate_rollout). produces: one task a ticket. waits for: room (a ticket that ends) and admission
+        (the manager holds its answer back). unblocked by: rollouts ending, train steps consuming what is stored.
+        """
+        self.spawn(self._heartbeat_loop(), "heartbeat")
+        while True:
+            await self._wait_for_room()
+            asked = time.monotonic()
+            reply = await self.manager.allocate(self._room(), wait_s=_ALLOCATE_WAIT_S)
+            for ticket in reply.tickets:
+                self._begin(ticket)
+            if reply.finished:
+                break
+            if not reply.tickets and time.monotonic() - asked < _REFUSED_PAUSE_S:
+                await asyncio.sleep(_REFUSED_PAUSE_S)
+        await self._drain()
+
+    async def close(self) -> None:
+        """Rollouts are over by now: the stop cancelled them, and each has reported itself as released."""
+        for closer in reversed(self._closers):
+            await closer.close()
+
+    # ------------------------------------------------------------------------------------------------------------- tickets
+
+    def _room(self) -> int:
+        """Train tickets that fit. Evaluations run beside them, as many again: they must not take the room of training."""
+        most = self.config.rollout.max_concurrent_per_worker
+        train = sum(held.ticket.kind == "train" for held in self._held.values())
+        return min(most - train, 2 * most - len(self._held))
+
+    async def _wait_for_room(self) -> None:
+        """Bounded by the rollouts: the manager takes back what is overdue."""
+        limit_s = self.config.rollout.request_timeout_s
+        while self._room() < 1:
+            self._changed.clear()
+            with self.board.waiting("room for another rollout", on=self.name, limit_s=limit_s):
+                await self._changed.wait()
+
+    def _begin(self, ticket: Ticket) -> None:
+        if ticket.ticket_id in self._held:
+            return  # granted twice: the answer to a repeated request
+        held = _Held(ticket, birth_time=time.time())
+        self._held[ticket.ticket_id] = held
+        self.board.set_queue("rollouts", len(self._held))
+        held.task = self.spawn(self._see_through(held), f"rollout {ticket.ticket_id}")
+        held.task.add_done_callback(lambda _: self._end(ticket))
+
+    def _end(self, ticket: Ticket) -> None:
+        del self._held[ticket.ticket_id]
+        self.board.set_queue("rollouts", len(self._held))
+        self.board.progress()
+        self._changed.set()
+
+    async def _heartbeat_loop(self) -> None:
+        """produces: the list of held tickets. consumes: revocations. waits for: the manager, at most call_limit_s."""
+        interval_s = self.config.heartbeat_s
+        while True:
+            await asyncio.sleep(interval_s)
+            reply = await self.manager.heartbeat(list(self._held))
+            interval_s = reply.heartbeat_s
+            for ticket_id in reply.revoked:
+                self._cancel(self._held.get(ticket_id), "revoked")
+
+    def _cancel(self, held: _Held | None, why: str) -> None:
+        if held is None or held.task is None or held.reporting or held.taken_back:
+            return
+        held.taken_back = why
+        held.task.cancel()
+
+    async def _drain(self) -> None:
+        """Let what is running end; after request_timeout_s take it back."""
+        limit_s = self.config.rollout.request_timeout_s
+        try:
+            await self.board.bounded(self._all_ended(), what="the last rollouts", on=self.name, limit_s=limit_s)
+        except WaitTimeoutError:
+            self.logger.warning("%d rollouts did not end within %g s", len(self._held), limit_s)
+            for held in list(self._held.values()):
+                self._cancel(held, "stopped")
+            await self.board.bounded(
+                self._all_ended(), what="the cancelled rollouts", on=self.name, limit_s=self.info.runtime.stop_timeout_s
+            )
+
+    async def _all_ended(self) -> None:
+        while self._held:
+            self._changed.clear()
+            await self._changed.wait()
+
+    # --------------------------------------------------------------------------------------------------------- one rollout
+
+    async def _see_through(self, held: _Held) -> None:
+        """A ticket's life: roll out, then report, whatever happens. Errors that are not the rollout's fail the worker."""
+        ticket = held.ticket
+        try:
+            result = await self._roll_out(ticket, held.birth_time)
+        except RolloutEnded as ended:
+            self._log_once(ended.reason, ended)
+            result = RolloutResult(ticket_id=ticket.ticket_id, outcome=ended.outcome, reason=ended.reason)
+        except asyncio.CancelledError:
+            held.taken_back = held.taken_back or "stopped"  # cancelled from outside: the worker stops
+            result = RolloutResult(ticket_id=ticket.ticket_id, outcome="released", reason=held.taken_back)
+        held.reporting = True
+        await self._report(result, stopping=held.taken_back == "stopped")
+
+    async def _report(self, result: RolloutResult, *, stopping: bool) -> None:
+        if not stopping:
+            await self.manager.finish(result)
+            return
+        try:
+            await asyncio.wait_for(self.manager.finish(result), _STOP_REPORT_S)
+        except (TimeoutError, asyncio.TimeoutError, RuntimeError) as error:
+            self.logger.debug(
+                "ticket %s not reported (%r): the manager will miss its heartbeat", result.ticket_id, error
+            )
+
+    async def _roll_out(self, ticket: Ticket, birth_time: float) -> RolloutResult:
+        """From a ticket to its result. Raises RolloutEnded where there is no trajectory."""
+        prompt = self._find_prompt(ticket)
+        task = self._tasks.of(prompt)
+        if prompt.too_long:
+            raise RolloutRejected("prompt_too_long", f"prompt {prompt.prompt_id} has {len(prompt.input_ids)} tokens")
+        sample = await self._collect(ticket, task, prompt)
+        try:
+            sample = complete_sample(sample, ticket_id=ticket.ticket_id, task_id=task.task_id, birth_time=birth_time)
+        except ValueError as error:
+            raise RolloutRejected("agent_error", str(error)) from error
+        summary = SampleSummary.of(sample)
+        if ticket.kind == "eval":
+            return _result(ticket, summary, "evaluated")
+        success = sum(summary.rewards) / len(summary.rewards)
+        if success < self.config.rollout.success_rate_lb:
+            return _result(ticket, summary, "rejected", "too_hard")
+        if success > self.config.rollout.success_rate_ub:
+            return _result(ticket, summary, "rejected", "too_easy")
+        return await self._push(ticket, task, sample, summary, birth_time)
+
+    def _find_prompt(self, ticket: Ticket) -> Prompt:
+        source = self._prompts if ticket.kind == "train" else self._eval_prompts
+        if source is None:
+            raise RolloutRejected("no_eval_prompts", "an evaluation ticket, but eval.prompts is not set")
+        return source.get(ticket.locator)
+
+    async def _collect(self, ticket: Ticket, task: Task, prompt: Prompt) -> SequenceSample:
+        """Run the task's agent, and answer what it asks of the policy, until it has its trajectory.
+
+        The agent's own waits (an environment that hangs) end when the manager takes the overdue ticket back.
+        """
+        obs_queue, act_queue = ObsQueue(1), ActQueue(1)
+        collecting = asyncio.ensure_future(_play(task, ticket.eval_mode or TRAIN, prompt, obs_queue, act_queue))
+        answering = asyncio.ensure_future(self._answer(Route(ticket), obs_queue, act_queue))
+        try:
+            await asyncio.wait({collecting, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                answering.result()  # ends only by raising
+            samples = await _agent_result(collecting)
+        finally:
+            await _cancel_all(collecting, answering)
+        if not samples:
+            raise RolloutRejected("agent_declined", f"the agent of task {task.name!r} gave no trajectory")
+        if len(samples) > 1:
+            raise RolloutRejected(
+                "agent_error", f"the agent of task {task.name!r} gave {len(samples)} samples, expected one"
+            )
+        return samples[0]
+
+    async def _answer(self, route: Route, obs_queue: ObsQueue, act_queue: ActQueue) -> None:
+        """consumes: an agent's observations. produces: the policy's responses to each. Cancelled when the agent is done."""
+        while True:
+            observation = await obs_queue.get()
+            responses = await self.client.generate(
+                route, observation.inputs, observation.sampling, self._stop_token_ids
+            )
+            await act_queue.put(responses)
+
+    async def _push(
+        self, ticket: Ticket, task: Task, sample: SequenceSample, summary: SampleSummary, birth_time: float
+    ) -> RolloutResult:
+        """Hand the trajectory to its head. Waits for the master's verdict; unblocked by head and master taking it in."""
+        meta = TrajectoryMeta(
+            ticket_id=ticket.ticket_id,
+            locator=ticket.locator,
+            attempt=ticket.attempt,
+            head=ticket.head,
+            keys=list(sample.keys),
+            seqlens=summary.seqlens,
+            response_lengths=summary.response_lengths,
+            rewards=summary.rewards,
+            version_start=summary.version_start,
+            version_end=summary.version_end,
+            birth_time=birth_time,
+            task_id=task.task_id,
+        )
+        limit_s = self.config.rollout.request_timeout_s
+        try:
+            with self.board.waiting("a verdict on a trajectory", on=f"head {ticket.head}", limit_s=limit_s):
+                verdict = await self._pusher.push(meta, sample, head=ticket.head, timeout_s=limit_s)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise RolloutReleased("push_timeout", f"head {ticket.head} took no trajectory for {limit_s:g} s") from error
+        except ChannelRefused as error:
+            raise RolloutRejected("push_refused", f"trajectory {ticket.ticket_id}: {error}") from error
+        if verdict.verdict == "refused":
+            self._log_once("refused", f"trajectory {ticket.ticket_id} refused: {verdict.reason}")
+            return _result(ticket, summary, "released", "refused")
+        # A duplicate: another ticket of the prompt was first, so the prompt is stored, and not to be handed out again.
+        return _result(ticket, summary, "stored", "" if verdict.verdict == "stored" else "duplicate")
+
+    def _log_once(self, reason: str, detail: BaseException | str) -> None:
+        """The first of its kind in full, with the traceback of its cause; the others are counted by the manager."""
+        level = logging.DEBUG if reason in self._logged else logging.WARNING
+        self._logged.add(reason)
+        cause = detail.__cause__ if isinstance(detail, BaseException) else None
+        self.logger.log(level, "rollout ended without a trajectory: %s", detail, exc_info=cause)
+
+
+async def _play(
+    task: Task, mode: str, prompt: Prompt, obs_queue: ObsQueue, act_queue: ActQueue
+) -> list[SequenceSample]:
+    """The agent's part of a rollout: all of it is the user's code."""
+    env = task.make_env(prompt)
+    try:
+        return await task.agents[mode].collect_trajectory(prompt, env, obs_queue, act_queue)
+    finally:
+        await env.close()
+
+
+async def _agent_result(collecting: Awaitable[list[SequenceSample]]) -> list[SequenceSample]:
+    """What a finished agent returned. Its errors are the rollout's: RolloutRejected (`agent_error`)."""
+    try:
+        return await collecting
+    except RolloutEnded:
+        raise
+    except Exception as error:
+        raise RolloutRejected("agent_error", f"the agent raised {error!r}") from error
+
+
+async def _cancel_all(*futures: asyncio.Future[Any]) -> None:
+    pending = [future for future in futures if not future.done()]
+    for future in pending:
+        future.cancel()
+    if pending:
+        await asyncio.wait(pending)
+    for future in futures:
+        if not future.cancelled():
+            future.exception()  # retrieved: what matters of it has been raised
+
+
+def _result(
+    ticket: Ticket,
+    summary: SampleSummary,
+    outcome: Literal["stored", "rejected", "evaluated", "released"],
+    reason: str = "",
+) -> RolloutResult:
+    return RolloutResult(
+        ticket_id=ticket.ticket_id,
+        outcome=outcome,
+        reason=reason,
+        num_tokens=sum(summary.response_lengths),
+        lengths=summary.response_lengths,
+        rewards=summary.rewards,
+        version_start=WeightVersion.unpack(min(summary.version_start)).version,
+        version_end=WeightVersion.unpack(max(summary.version_end)).version,
+    )
+
+
+def _connection_limit(wanted: int, logger: logging.Logger) -> int:
+    """How many generation requests may be out: as many as rollouts can make, if the process may open that many files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    limit = max(1, soft - _SPARE_FILES)
+    logger.warning(
+        "only %d of %d generation requests can be out at once: the limit of open files is %d (ulimit -n)",
+        limit,
+        wanted,
+        soft,
+    )
+    return limit

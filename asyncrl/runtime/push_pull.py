@@ -1,0 +1,310 @@
+"""Push-pull streams: trajectories from rollout workers to heads, and their metadata from heads to the master.
+
+    NameResolvingZmqPusher -- TrajectoryMeta + SequenceSample --> NameResolvingZmqPuller      (names.stream("puller<head>"))
+    MetaPusher             -- TrajectoryMeta                  --> MetaPuller                  (names.stream("master_meta"))
+
+The verdict comes back the same way: the master says it to the head, the head to the rollout worker. A puller that is restarted
+gets again what it had not answered, so heads and master tell repeated trajectories by their ticket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+
+import msgspec
+from msgspec import Struct
+
+from asyncrl.config import RuntimeConfig
+from asyncrl.data.codec import CodecError, decode_sample, encode_sample
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.messages import StoreVerdict, TrajectoryMeta
+from asyncrl.names import Names
+from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender, Delivery
+from asyncrl.runtime.name_resolve import NameResolver
+from asyncrl.runtime.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+MASTER_META = "master_meta"
+
+
+def grouping(num_pushers: int, num_pullers: int) -> dict[int, list[int]]:
+    """Which pushers feed which puller, where nobody says otherwise: puller -> pushers.
+
+    Each puller gets a run of num_pushers // num_pullers pushers; those left over go to the first pullers, one each:
+    (7, 3) gives {0: [0, 1, 6], 1: [2, 3], 2: [4, 5]}. With fewer pushers than pullers no puller is left without: puller i gets
+    pusher i % num_pushers, so that a pusher feeds several pullers, in turn: (1, 2) gives {0: [0], 1: [0]}.
+    """
+    if num_pushers < 1 or num_pullers < 1:
+        raise ValueError(f"{num_pushers} pushers and {num_pullers} pullers: there must be at least one of each")
+    if num_pushers < num_pullers:
+        return {puller: [puller % num_pushers] for puller in range(num_pullers)}
+    share, rest = divmod(num_pushers, num_pullers)
+    groups = {puller: list(range(puller * share, (puller + 1) * share)) for puller in range(num_pullers)}
+    for puller in range(rest):
+        groups[puller].append(num_pullers * share + puller)
+    return groups
+
+
+class _TrajectoryHeader(Struct, frozen=True, array_like=True):
+    meta: TrajectoryMeta
+    sample: bytes  # header of the codec
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decode_trajectory = msgspec.msgpack.Decoder(_TrajectoryHeader).decode
+_decode_meta = msgspec.msgpack.Decoder(TrajectoryMeta).decode
+_decode_verdict = msgspec.msgpack.Decoder(StoreVerdict).decode
+
+
+async def publish_receiver(
+    resolver: NameResolver, names: Names, stream_name: str, receiver: ChannelReceiver, lease: int | None
+) -> None:
+    """Bind a receiver, then publish it: whoever finds the name finds a bound socket."""
+    endpoint = await receiver.start()
+    value = msgspec.json.encode(endpoint).decode()
+    await asyncio.to_thread(resolver.add, names.stream(stream_name), value, replace=True, lease=lease)
+
+
+def _acknowledger(delivery: Delivery) -> Callable[[StoreVerdict], None]:
+    return lambda verdict: delivery.ack(_encoder.encode(verdict))
+
+
+def puller_stream(index: int) -> str:
+    """Name of a head's stream."""
+    return f"puller{index}"
+
+
+class NameResolvingZmqPusher:
+    """Pushes trajectories of one rollout worker to the heads.
+
+    consumes: push(meta, sample).  produces: the verdict of each.
+    waits for: credit of the head, then its verdict; for at most timeout_s.  unblocked by: the head storing trajectories.
+    """
+
+    def __init__(
+        self,
+        resolver: NameResolver,
+        names: Names,
+        *,
+        pusher_index: int,
+        num_pushers: int,
+        num_pullers: int,
+        runtime: RuntimeConfig,
+        incarnation: str,
+        transport: Transport | None = None,
+    ) -> None:
+        if not 0 <= pusher_index < num_pushers:
+            raise ValueError(
+                f"pusher_index is {pusher_index}; with {num_pushers} pushers it must be in 0..{num_pushers - 1}"
+            )
+        own = [puller for puller, pushers in grouping(num_pushers, num_pullers).items() if pusher_index in pushers]
+        self._turn = cycle(own)
+        self._resolver = resolver
+        self._names = names
+        self._senders = [
+            ChannelSender(
+                f"pusher{pusher_index}",
+                puller_stream(puller),
+                incarnation,
+                limits=ChannelLimits.of(runtime),
+                host=runtime.host,
+                transport=transport,
+            )
+            for puller in range(num_pullers)
+        ]
+
+    async def start(self) -> None:
+        """Follow the heads' names. Does not wait for the heads."""
+        for sender in self._senders:
+            await sender.start(self._resolver, self._names.stream(sender.peer))
+
+    async def push(
+        self, meta: TrajectoryMeta, sample: SequenceSample, *, head: int | None = None, timeout_s: float
+    ) -> StoreVerdict:
+        """Send a trajectory to a head (default: the next one of this pusher's group) and wait for the verdict.
+
+        Leave the sample's arrays unchanged: they are sent from where they are. Raises ChannelRefused for what the head could
+        not read, TimeoutError (then the trajectory may still be stored later).
+        """
+        puller = next(self._turn) if head is None else head
+        if not 0 <= puller < len(self._senders):
+            raise ValueError(f"head is {puller}; there are heads 0..{len(self._senders) - 1}")
+        sample_header, frames = encode_sample(sample)
+        header = _encoder.encode(_TrajectoryHeader(meta, sample_header))
+        verdict = await self._senders[puller].send(
+            header, frames, timeout_s=timeout_s, what=f"trajectory {meta.ticket_id}"
+        )
+        return _decode_verdict(verdict)
+
+    @property
+    def num_pending(self) -> int:
+        """Trajectories without a verdict."""
+        return sum(sender.num_pending for sender in self._senders)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes sent and without a verdict: at most the credit, times the number of heads."""
+        return sum(sender.pending_bytes for sender in self._senders)
+
+    @property
+    def num_resent(self) -> int:
+        """Trajectories sent again because a head did not have them."""
+        return sum(sender.num_resent for sender in self._senders)
+
+    async def close(self) -> None:
+        for sender in self._senders:
+            await sender.close()
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A trajectory that has arrived. Acknowledge it once, on the event loop's thread, when it is stored (or not)."""
+
+    meta: TrajectoryMeta
+    sample: SequenceSample
+    ack: Callable[[StoreVerdict], None]
+
+
+class NameResolvingZmqPuller:
+    """Receives trajectories at a head.
+
+    consumes: the stream.  produces: Pulled; refusals of what cannot be read.
+    waits for: a trajectory.  unblocked by: rollout workers; close.
+    Backpressure: trajectories that are not acknowledged use up the pushers' credit.
+    """
+
+    def __init__(
+        self,
+        resolver: NameResolver,
+        names: Names,
+        *,
+        puller_index: int,
+        runtime: RuntimeConfig,
+        lease: int | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        self._resolver = resolver
+        self._names = names
+        self._stream = puller_stream(puller_index)
+        self._lease = lease
+        self._max_bytes = runtime.max_message_bytes
+        self._receiver = ChannelReceiver(
+            self._stream, limits=ChannelLimits.of(runtime), host=runtime.host, transport=transport
+        )
+
+    async def start(self) -> None:
+        """Bind, then publish."""
+        await publish_receiver(self._resolver, self._names, self._stream, self._receiver, self._lease)
+
+    @property
+    def num_queued(self) -> int:
+        """Trajectories that have arrived and wait for pull."""
+        return self._receiver.num_queued
+
+    async def pull(self) -> Pulled:
+        """The next trajectory, in memory of its own. A cancelled pull changes nothing."""
+        while True:
+            delivery = await self._receiver.receive()
+            try:
+                header = _decode_trajectory(delivery.header)
+                sample = decode_sample(header.sample, delivery.frames, max_bytes=self._max_bytes)
+                _check_ids(header.meta, sample)
+            except (msgspec.DecodeError, CodecError) as error:
+                logger.warning("%s: refused message %d of %s: %s", self._stream, delivery.seq, delivery.sender, error)
+                delivery.refuse(f"{self._stream} cannot read the trajectory: {error}")
+                continue
+            return Pulled(header.meta, sample, _acknowledger(delivery))
+
+    async def close(self) -> None:
+        await self._receiver.close()
+
+
+def _check_ids(meta: TrajectoryMeta, sample: SequenceSample) -> None:
+    if sample.ids != (meta.ticket_id,):
+        raise CodecError(f"the sample has the ids {sample.ids}, its ticket is {meta.ticket_id!r}")
+
+
+class MetaPusher:
+    """Pushes the metadata of what a head holds to the master. Otherwise like NameResolvingZmqPusher."""
+
+    def __init__(
+        self,
+        resolver: NameResolver,
+        names: Names,
+        *,
+        head: int,
+        runtime: RuntimeConfig,
+        incarnation: str,
+        transport: Transport | None = None,
+    ) -> None:
+        self._resolver = resolver
+        self._names = names
+        self._sender = ChannelSender(
+            f"head{head}",
+            MASTER_META,
+            incarnation,
+            limits=ChannelLimits.of(runtime),
+            host=runtime.host,
+            transport=transport,
+        )
+
+    async def start(self) -> None:
+        """Follow the master's name. Does not wait for the master."""
+        await self._sender.start(self._resolver, self._names.stream(MASTER_META))
+
+    async def push_meta(self, meta: TrajectoryMeta, *, timeout_s: float) -> StoreVerdict:
+        """Report a trajectory to the master and wait for its verdict. Raises TimeoutError."""
+        verdict = await self._sender.send(
+            _encoder.encode(meta), timeout_s=timeout_s, what=f"metadata of trajectory {meta.ticket_id}"
+        )
+        return _decode_verdict(verdict)
+
+    @property
+    def num_pending(self) -> int:
+        return self._sender.num_pending
+
+    async def close(self) -> None:
+        await self._sender.close()
+
+
+class MetaPuller:
+    """Receives metadata at the master. Otherwise like NameResolvingZmqPuller."""
+
+    def __init__(
+        self,
+        resolver: NameResolver,
+        names: Names,
+        *,
+        runtime: RuntimeConfig,
+        lease: int | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        self._resolver = resolver
+        self._names = names
+        self._lease = lease
+        self._receiver = ChannelReceiver(
+            MASTER_META, limits=ChannelLimits.of(runtime), host=runtime.host, copy=True, transport=transport
+        )
+
+    async def start(self) -> None:
+        """Bind, then publish."""
+        await publish_receiver(self._resolver, self._names, MASTER_META, self._receiver, self._lease)
+
+    async def pull_meta(self) -> tuple[TrajectoryMeta, Callable[[StoreVerdict], None]]:
+        """The next trajectory's metadata, and what to acknowledge it with. A cancelled call changes nothing."""
+        while True:
+            delivery = await self._receiver.receive()
+            try:
+                meta = _decode_meta(delivery.header)
+            except msgspec.DecodeError as error:
+                delivery.refuse(f"{MASTER_META} cannot read the metadata: {error}")
+                continue
+            return meta, _acknowledger(delivery)
+
+    async def close(self) -> None:
+        await self._receiver.close()

@@ -1,0 +1,293 @@
+"""Request-reply: the master's calls to the model workers, and their replies.
+
+    NameResolvingRequestClient (master) -- calls --> NameResolvingReplyServer (one a model worker)
+                                        <-- replies --
+
+One channel for each worker. A call's sequence number in the channel is its per-worker sequence: workers get calls in that
+order without gaps, so that all members of a mesh take part in collectives in the same order. The reply is the channel's
+verdict, and may come in any order: it completes a future, nothing is polled. A call is executed at most once: when a worker
+comes back as a new incarnation, the calls it had not answered fail with ReceiverRestarted.
+
+Start-up barrier: the client sends each worker a probe as soon as it finds its name, and `start` returns when all have answered.
+Entries of workers long gone, still published, do not answer and hence do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+from msgspec import Struct
+
+from asyncrl.config import RuntimeConfig
+from asyncrl.messages import CallBody, CallResult
+from asyncrl.names import Names
+from asyncrl.runtime.channel import ChannelFull, ChannelLimits, ChannelReceiver, ChannelSender, Delivery
+from asyncrl.runtime.name_resolve import NameResolver
+from asyncrl.runtime.push_pull import publish_receiver
+from asyncrl.runtime.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+CALL_CREDIT_ITEMS = 1024  # unanswered calls of one worker
+
+Handler = Hashable  # a ModelShardID, a text such as "__data0__", or a worker's index
+
+
+class RemoteCallError(Exception):
+    """A call failed at the worker. The worker's traceback is part of the text."""
+
+    def __init__(self, worker: str, message: str, remote_traceback: str = "") -> None:
+        text = f"{worker}: {message}"
+        if remote_traceback:
+            text += f"\n\nTraceback at {worker}:\n{remote_traceback}"
+        super().__init__(text)
+        self.worker = worker
+        self.message = message
+        self.traceback = remote_traceback
+
+
+class _CallHeader(Struct, frozen=True, array_like=True):
+    global_seq: int
+    body: CallBody
+
+
+class _Success(Struct, frozen=True, array_like=True, tag="result"):
+    result: CallResult
+
+
+class _Failure(Struct, frozen=True, array_like=True, tag="error"):
+    worker: str
+    message: str
+    traceback: str
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decode_call = msgspec.msgpack.Decoder(_CallHeader).decode
+_decode_reply = msgspec.msgpack.Decoder(_Success | _Failure).decode
+
+
+def request_stream(index: int) -> str:
+    """Name of a worker's stream of calls."""
+    return f"request_reply/{index}"
+
+
+def _worker_name(index: int) -> str:
+    return f"model_worker/{index}"
+
+
+def _limits(runtime: RuntimeConfig) -> ChannelLimits:
+    return replace(ChannelLimits.of(runtime), credit_items=CALL_CREDIT_ITEMS)
+
+
+class NameResolvingRequestClient:
+    """Calls workers.
+
+    consumes: call_nowait.  produces: one future a call.
+    waits for: in `start` for all workers, at most start_timeout_s. Calls do not wait; bound the wait for their futures.
+    unblocked by: replies; a worker's restart (ReceiverRestarted); fail_all.
+    """
+
+    def __init__(
+        self,
+        resolver: NameResolver,
+        names: Names,
+        *,
+        num_workers: int,
+        handler_routing: Mapping[Handler, int],
+        runtime: RuntimeConfig,
+        incarnation: str,
+        transport: Transport | None = None,
+    ) -> None:
+        for handler, index in handler_routing.items():
+            if not 0 <= index < num_workers:
+                raise ValueError(
+                    f"handler_routing sends {handler!r} to worker {index}; there are {num_workers} workers"
+                )
+        self._resolver = resolver
+        self._names = names
+        self._routing = dict(handler_routing)
+        self._start_timeout_s = runtime.start_timeout_s
+        self._senders = [
+            ChannelSender(
+                "request_client",
+                _worker_name(index),
+                incarnation,
+                limits=_limits(runtime),
+                host=runtime.host,
+                on_restart="fail",
+                transport=transport,
+            )
+            for index in range(num_workers)
+        ]
+        self._next_global_seq = 0
+        self._failed: Exception | None = None
+
+    async def start(self) -> None:
+        """Find all workers and hear each of them. Raises TimeoutError that names who is missing."""
+        for index, sender in enumerate(self._senders):
+            await sender.start(self._resolver, self._names.stream(request_stream(index)))
+        barrier = asyncio.gather(*(sender.wait_answered() for sender in self._senders))
+        try:
+            await asyncio.wait_for(barrier, self._start_timeout_s)
+        except asyncio.TimeoutError:
+            raise TimeoutError(
+                f"start-up barrier: after {self._start_timeout_s:g} s (runtime.start_timeout_s) still missing: {self._missing()}"
+            ) from None
+
+    def call_nowait(self, handlers: Sequence[Handler], bodies: Sequence[CallBody]) -> list[asyncio.Future[CallResult]]:
+        """Send one call to each handler's worker, all or none, without giving up control in between.
+
+        All carry the same global sequence number. Raises ValueError for an unknown handler, ChannelFull where a worker has
+        CALL_CREDIT_ITEMS calls to answer, and after fail_all its error.
+        """
+        if self._failed is not None:
+            raise self._failed
+        calls = []
+        for handler, body in zip(handlers, bodies, strict=True):
+            calls.append((self._route(handler), _encoder.encode(_CallHeader(self._next_global_seq, body))))
+        self._check_credit(calls)
+        self._next_global_seq += 1
+        return [self._call(self._senders[index], header) for index, header in calls]
+
+    def fail_all(self, error: Exception) -> None:
+        """The gang has ended: every unanswered call fails with this error, and so does every later one."""
+        self._failed = error
+        for sender in self._senders:
+            sender.fail_all(error)
+
+    @property
+    def num_pending(self) -> int:
+        """Calls without a reply."""
+        return sum(sender.num_pending for sender in self._senders)
+
+    async def close(self) -> None:
+        """Unanswered calls fail with ChannelClosed."""
+        for sender in self._senders:
+            await sender.close()
+
+    # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _route(self, handler: Handler) -> int:
+        index = self._routing.get(handler)
+        if index is None and isinstance(handler, int) and 0 <= handler < len(self._senders):
+            return handler
+        if index is None:
+            raise ValueError(f"no worker handles {handler!r}; there are {sorted(map(str, self._routing))}")
+        return index
+
+    def _check_credit(self, calls: Sequence[tuple[int, bytes]]) -> None:
+        wanted: dict[int, list[int]] = {}
+        for index, header in calls:
+            wanted.setdefault(index, []).append(len(header))
+        for index, sizes in wanted.items():
+            sender = self._senders[index]
+            if not sender.can_send(sum(sizes), len(sizes)):
+                raise ChannelFull(f"{sender.peer} has {sender.num_pending} calls to answer and takes no more")
+
+    def _call(self, sender: ChannelSender, header: bytes) -> asyncio.Future[CallResult]:
+        reply = sender.send_nowait(header)
+        result: asyncio.Future[CallResult] = reply.get_loop().create_future()
+        reply.add_done_callback(lambda reply: _complete(result, reply, sender.peer))
+        return result
+
+    def _missing(self) -> str:
+        missing = []
+        for sender in self._senders:
+            if not sender.answered:
+                where = f"published at {sender.endpoint.address}, no answer" if sender.endpoint else "not published"
+                missing.append(f"{sender.peer} ({where})")
+        return ", ".join(missing)
+
+
+def _complete(result: asyncio.Future[CallResult], reply: asyncio.Future[bytes], worker: str) -> None:
+    if result.done():
+        return  # cancelled by whoever waited
+    error: BaseException | None = reply.exception()
+    if error is None:
+        try:
+            answer = _decode_reply(reply.result())
+        except msgspec.DecodeError as decode_error:
+            error = RemoteCallError(worker, f"its reply cannot be read: {decode_error}")
+        else:
+            if isinstance(answer, _Success):
+                result.set_result(answer.result)
+                return
+            error = RemoteCallError(answer.worker, answer.message, answer.traceback)
+    result.set_exception(error)
+
+
+class Call:
+    """A call that has arrived at a worker. Answer it once, with `reply` or `fail`, on the event loop's thread."""
+
+    __slots__ = ("_delivery", "_worker", "body", "global_seq", "worker_seq")
+
+    def __init__(self, delivery: Delivery, header: _CallHeader, worker: str) -> None:
+        self._delivery = delivery
+        self._worker = worker
+        self.global_seq = header.global_seq
+        self.worker_seq = delivery.seq
+        self.body = header.body
+
+    def reply(self, result: CallResult) -> None:
+        self._delivery.ack(_encoder.encode(_Success(result)))
+
+    def fail(self, error: BaseException) -> None:
+        """The caller gets a RemoteCallError with this error and its traceback."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        message = f"{type(error).__name__}: {error}"
+        self._delivery.ack(_encoder.encode(_Failure(self._worker, message, text)))
+
+
+class NameResolvingReplyServer:
+    """Receives calls at a worker, in worker_seq order without gaps.
+
+    consumes: the stream of calls.  produces: Call.  waits for: the next call in order.  unblocked by: the client; close.
+    """
+
+    def __init__(
+        self,
+        resolver: NameResolver,
+        names: Names,
+        *,
+        index: int,
+        runtime: RuntimeConfig,
+        lease: int | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        self._resolver = resolver
+        self._names = names
+        self._index = index
+        self._lease = lease
+        self._receiver = ChannelReceiver(
+            request_stream(index),
+            limits=_limits(runtime),
+            host=runtime.host,
+            ordered=True,
+            copy=True,
+            transport=transport,
+        )
+
+    async def start(self) -> None:
+        """Bind, then publish."""
+        await publish_receiver(self._resolver, self._names, request_stream(self._index), self._receiver, self._lease)
+
+    async def receive(self) -> Call:
+        """The next call. A cancelled receive changes nothing."""
+        while True:
+            delivery = await self._receiver.receive()
+            try:
+                header = _decode_call(delivery.header)
+            except msgspec.DecodeError as error:
+                logger.error("%s: call %d cannot be read: %s", _worker_name(self._index), delivery.seq, error)
+                delivery.refuse(f"{_worker_name(self._index)} cannot read the call: {error}")
+                continue
+            return Call(delivery, header, _worker_name(self._index))
+
+    async def close(self) -> None:
+        """Replies given just before may be lost with the sockets."""
+        await self._receiver.close()

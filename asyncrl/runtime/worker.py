@@ -1,0 +1,325 @@
+"""Worker base: the life of every process but the launcher.
+
+starting -> (setup) -> ready -> (run) -> running -> stopping -> done, or error from anywhere. A worker is an asyncio program on
+the main thread; what computes runs on one extra thread. The launcher passes two things by environment: the id of a lease that
+it keeps alive for the worker (so no worker that computes needs a keepalive thread), and a pipe for status lines. A worker
+started by hand has neither: it keeps a lease of its own and publishes its status itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from asyncrl.config import WorkerInfo
+from asyncrl.messages import Wait, WorkerStatus
+from asyncrl.names import Names
+from asyncrl.runtime.name_resolve import NameResolver, WatchEvent, open_name_resolver
+
+T = TypeVar("T")
+State = Literal["starting", "ready", "running", "stopping", "done", "error"]
+
+STATUS_FD_ENV = "ASYNCRL_STATUS_FD"
+LEASE_ENV = "ASYNCRL_LEASE"
+STATUS_INTERVAL_S = 0.5
+LONG_WAIT_S = 20.0  # a wait longer than this is written to the log once, with what and on whom
+_MAX_WATCH_EVENTS = 10_000
+_PR_SET_PDEATHSIG = 1
+
+
+class WaitTimeoutError(TimeoutError):
+    """A named wait reached its limit."""
+
+    def __init__(self, what: str, on: str, limit_s: float) -> None:
+        super().__init__(f"waited {limit_s:g} s for {what} from {on}; giving up")
+        self.what, self.on, self.limit_s = what, on, limit_s
+
+
+class StatusBoard:
+    """What a worker shows of itself: state, progress, named waits, queue depths."""
+
+    def __init__(self, info: WorkerInfo, logger: logging.Logger) -> None:
+        self._info = info
+        self._logger = logger
+        self._waits: dict[int, tuple[str, str, float, float]] = {}
+        self._reported: set[int] = set()
+        self._next_wait = 0
+        self._progress = 0
+        self._queues: dict[str, int] = {}
+        self.state: State = "starting"
+        self.version = ""
+        self.error = ""
+
+    def progress(self) -> None:
+        """Count one turn of the worker's loop."""
+        self._progress += 1
+
+    def set_queue(self, name: str, depth: int) -> None:
+        self._queues[name] = depth
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, *, on: str, limit_s: float) -> Iterator[None]:
+        """Record a wait that somebody else bounds by limit_s."""
+        key = self._next_wait
+        self._next_wait += 1
+        self._waits[key] = (what, on, time.monotonic(), limit_s)
+        try:
+            yield
+        finally:
+            del self._waits[key]
+            self._reported.discard(key)
+
+    async def bounded(self, awaitable: Awaitable[T], *, what: str, on: str, limit_s: float) -> T:
+        """Await something for at most limit_s, visibly. Raises WaitTimeoutError naming what and on whom."""
+        with self.waiting(what, on=on, limit_s=limit_s):
+            try:
+                return await asyncio.wait_for(awaitable, limit_s)
+            except asyncio.TimeoutError:
+                raise WaitTimeoutError(what, on, limit_s) from None
+
+    def snapshot(self) -> WorkerStatus:
+        now = time.monotonic()
+        for key, (what, on, since, limit_s) in self._waits.items():
+            if now - since > LONG_WAIT_S and key not in self._reported:
+                self._reported.add(key)
+                self._logger.warning("waiting for %s from %s for %.0f s (limit %g s)", what, on, now - since, limit_s)
+        return WorkerStatus(
+            worker=self._info.name,
+            pid=os.getpid(),
+            attempt=self._info.attempt,
+            state=self.state,
+            time=time.time(),
+            progress=self._progress,
+            waits=[
+                Wait(what=what, on=on, since_s=now - since, limit_s=limit_s)
+                for what, on, since, limit_s in self._waits.values()
+            ],
+            queues=dict(self._queues),
+            version=self.version,
+            error=self.error,
+        )
+
+
+class Worker:
+    """One process of a run. Subclasses implement `run`, and `setup` and `close` where they hold something."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
+        self.name = info.name
+        self.incarnation = f"{info.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.names = Names(info.experiment, info.trial)
+        self.logger = logging.getLogger(f"asyncrl.{info.name}")
+        self.board = StatusBoard(info, self.logger)
+        self.stopping = asyncio.Event()
+        self.resolver: NameResolver  # set before setup()
+        self.lease: int | None = None
+        self._background: set[asyncio.Task[Any]] = set()
+        self._failure: asyncio.Future[None] | None = None
+
+    async def setup(self) -> None:
+        """Bind sockets, load models, publish addresses, meet the others. Every wait in here has a limit."""
+
+    async def run(self) -> None:
+        """The work. Returns when it is over; cancelled when the worker is told to stop."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Release what setup took. Called after run, however it ended."""
+
+    async def publish(self, key: str, value: str) -> None:
+        """Put a key of this worker, replacing an older one; it goes when the worker's lease goes."""
+        await self.board.bounded(
+            asyncio.to_thread(self.resolver.add, key, value, replace=True, lease=self.lease),
+            what=f"publishing {key}",
+            on="name resolve",
+            limit_s=self.info.runtime.start_timeout_s,
+        )
+
+    async def wait_for_key(self, key: str, what: str) -> str:
+        """Value of a key, as soon as somebody publishes it."""
+        limit_s = self.info.runtime.start_timeout_s
+        with self.board.waiting(what, on=key, limit_s=limit_s):
+            try:
+                return await asyncio.to_thread(self.resolver.wait, key, limit_s)
+            except TimeoutError as error:
+                raise WaitTimeoutError(what, key, limit_s) from error
+
+    async def watch(self, key: str, *, subtree: bool = False) -> AsyncIterator[WatchEvent]:
+        """Current state of a key (or subtree), then every change. Ends only by being closed."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[WatchEvent] = asyncio.Queue(_MAX_WATCH_EVENTS)
+
+        def deliver(event: WatchEvent) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        watch = await asyncio.to_thread(self.resolver.watch, key, deliver, subtree=subtree)
+        try:
+            while True:
+                yield await events.get()
+        finally:
+            await asyncio.to_thread(watch.cancel)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run something beside `run`. If it raises, the worker fails with that error."""
+        task = asyncio.get_running_loop().create_task(coroutine, name=f"{self.name}:{name}")
+        self._background.add(task)
+        task.add_done_callback(self._background_done)
+        return task
+
+    def _background_done(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(task.exception())  # type: ignore[arg-type]
+
+    async def main(self) -> None:
+        """The whole life. Raises what made the worker fail."""
+        loop = asyncio.get_running_loop()
+        self._failure = loop.create_future()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):  # not on the main thread: a test
+                loop.add_signal_handler(signum, self.stopping.set)
+        self.resolver = await asyncio.to_thread(open_name_resolver, self.info.name_resolve)
+        reporter = _StatusReporter(self)
+        await reporter.start()
+        try:
+            await self._live()
+            self.board.state = "done"
+        except BaseException as error:
+            self.board.state = "error"
+            self.board.error = "".join(traceback.format_exception(error))
+            raise
+        finally:
+            await reporter.stop()
+            await asyncio.to_thread(self.resolver.close)
+
+    async def _live(self) -> None:
+        """setup and run until they end, a background task fails, or the worker is told to stop; then close."""
+        assert self._failure is not None
+        stop = asyncio.create_task(self.stopping.wait(), name=f"{self.name}:stop")
+        life = asyncio.create_task(self._setup_and_run(), name=f"{self.name}:life")
+        try:
+            ends: set[asyncio.Future[Any]] = {stop, life, self._failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            self.board.state = "stopping"
+            if self._failure.done():
+                self._failure.result()
+            if life.done():
+                life.result()
+        finally:
+            await self._shut_down({stop, life, *self._background})
+
+    async def _setup_and_run(self) -> None:
+        await self.setup()
+        self.board.state = "running"
+        self.logger.info("running")
+        await self.run()
+
+    async def _shut_down(self, tasks: set[asyncio.Task[Any]]) -> None:
+        limit_s = self.info.runtime.stop_timeout_s
+        for task in tasks:
+            task.cancel()
+        _, late = await asyncio.wait(tasks, timeout=limit_s)
+        for task in late:
+            self.logger.warning("%s did not stop within %g s", task.get_name(), limit_s)
+        try:
+            await self.board.bounded(self.close(), what="closing", on=self.name, limit_s=limit_s)
+        except Exception as error:
+            self.logger.warning("closing failed: %r", error)
+        if self._failure is not None and self._failure.done() and not self._failure.cancelled():
+            self._failure.exception()  # retrieved: it is raised by _live
+
+
+class _StatusReporter:
+    """Sends the board twice a second: to the launcher's pipe, or without a launcher to name resolve under an own lease."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        fd = os.environ.get(STATUS_FD_ENV)
+        self._fd = int(fd) if fd else None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        worker = self._worker
+        lease = os.environ.get(LEASE_ENV)
+        if lease:
+            worker.lease = int(lease)
+        else:
+            granted = await asyncio.to_thread(worker.resolver.grant_lease, worker.info.runtime.lease_ttl_s)
+            worker.lease = granted.id
+        if self._fd is not None:
+            os.set_blocking(self._fd, False)
+        self._task = asyncio.create_task(self._loop(), name=f"{worker.name}:status")
+
+    async def stop(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        with contextlib.suppress(Exception):  # the last word is a courtesy: the exit code says the same
+            await self._send(self._worker.board.snapshot())
+
+    async def _loop(self) -> None:
+        while True:
+            self._worker.board.progress()
+            try:
+                await self._send(self._worker.board.snapshot())
+            except Exception as error:
+                self._worker.logger.debug("status not sent: %r", error)
+            await asyncio.sleep(STATUS_INTERVAL_S)
+
+    async def _send(self, status: WorkerStatus) -> None:
+        line = msgspec.json.encode(status)
+        if self._fd is not None:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # nobody reads just now: the next line will do
+                os.write(self._fd, line + b"\n")
+            return
+        key = self._worker.names.status(self._worker.name)
+        await asyncio.to_thread(self._worker.resolver.add, key, line.decode(), replace=True, lease=self._worker.lease)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent ends (Linux). Call on the main thread, first thing."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call took effect
+        os._exit(1)
+
+
+def configure_logging(info: WorkerInfo) -> None:
+    """Log lines of a worker: time, level, worker, message; on stderr, which the launcher sends to the worker's file."""
+    logging.basicConfig(
+        level=info.runtime.log_level,
+        format=f"%(asctime)s.%(msecs)03d %(levelname)-7s {info.name}: %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+def run_worker(worker: Worker) -> int:
+    """Run a worker to its end in this process; returns its exit code. The error, if any, is logged with its traceback."""
+    try:
+        asyncio.run(worker.main())
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        worker.logger.exception("failed")
+        return 1
+    worker.logger.info("done")
+    return 0

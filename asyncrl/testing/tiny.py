@@ -1,0 +1,93 @@
+"""Tiny models in Hugging Face format, made on the spot: real files that every process loads as it would load a real model.
+
+`make_tiny_model` gives a whole model directory (weights, config, tokenizer) in well under a second. torch is imported inside
+the functions only.
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+EOS_TOKEN = "<eos>"
+ALPHABET = string.digits + string.ascii_letters + " "  # with EOS: 64 tokens
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
+
+
+def make_char_tokenizer(path: str | Path | None, alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token a character, EOS = id 0 and no others; saved to path, if there is one.
+
+    EOS also pads, and no special token is left that a policy could sample unseen in the middle of its text. Encoding a
+    character outside the alphabet raises.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if len(set(alphabet)) != len(alphabet) or not alphabet:
+        raise ValueError(f"alphabet {alphabet!r}: each character once, and at least one")
+    vocabulary = {token: i for i, token in enumerate([EOS_TOKEN, *alphabet])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # which is not there: unknown characters raise
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, eos_token=EOS_TOKEN, pad_token=EOS_TOKEN, clean_up_tokenization_spaces=False
+    )
+    if path is not None:
+        tokenizer.save_pretrained(path)
+    return tokenizer
+
+
+def make_tiny_model(
+    path: str | Path | None,
+    architecture: str = "qwen2",
+    *,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    hidden_size: int = 64,
+    intermediate_size: int = 256,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_positions: int = 512,
+    tie_embeddings: bool = True,
+    initializer_range: float = 0.05,
+    seed: int = 1,
+) -> PreTrainedModel:
+    """A causal language model with random weights (float32), saved to path with its tokenizer (default: of ALPHABET).
+
+    The same arguments give the same weights. torch's global random state is left as it was.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture {architecture!r}: choose one of {', '.join(ARCHITECTURES)}")
+    if tokenizer is None:
+        tokenizer = make_char_tokenizer(None)
+    config = AutoConfig.for_model(
+        architecture,
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tie_embeddings,
+        initializer_range=initializer_range,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    if path is not None:
+        tokenizer.save_pretrained(path)
+        model.save_pretrained(path)
+    return model

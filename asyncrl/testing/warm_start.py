@@ -1,0 +1,208 @@
+"""Tasks that a tiny model learns in seconds: a supervised warm start, and the files of a run (model/, data/*.jsonl).
+
+An example describes its task as a Recipe; `main` is its whole command line. RL needs a start at which some samples are right
+and most are not, so the warm start has a fixed number of steps, not a target accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+Pair = tuple[str, str]  # prompt, and its answer or a demonstration
+_POOL_BATCHES = 8  # batches are cut from this many batches' demonstrations, sorted by length: less padding
+
+
+class Reward(Protocol):
+    """A reward function that wants to know whether the completion ended by itself."""
+
+    def __call__(self, prompt: str, completion: str, answer: str, *, finished: bool = True) -> float: ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A task, and how its starting model is made."""
+
+    name: str
+    alphabet: str
+    train: Sequence[Pair]  # prompts with their right answers
+    evaluation: Sequence[Pair]
+    demonstrate: Callable[[np.random.Generator], Pair]  # draws a prompt and what the model is shown as its completion
+    reward: Reward
+    max_new_tokens: int
+    steps: int
+    batch_size: int = 128
+    lr: float = 2e-3
+
+
+@dataclass(frozen=True)
+class Completion:
+    text: str  # without EOS
+    finished: bool  # ended with EOS
+
+
+def main(make_recipe: Callable[[np.random.Generator], Recipe], description: str) -> None:
+    """`make.py --out DIR [--seed N]`: writes DIR/data/{train,eval}.jsonl and DIR/model, and says how good the start is."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, required=True, help="directory that gets model/ and data/")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    sampled, greedy = make(make_recipe(np.random.default_rng(arguments.seed)), arguments.out, seed=arguments.seed)
+    print(
+        f"{arguments.out / 'model'}: sampled reward {sampled:.3f}, greedy reward {greedy:.3f} "
+        f"({time.monotonic() - started:.0f} s)"
+    )
+
+
+def make(recipe: Recipe, out: Path, *, seed: int = 1) -> tuple[float, float]:
+    """Data and model of a recipe. Gives the mean sampled and greedy reward on the evaluation prompts.
+
+    The model appears under its name when it is complete, replacing one that was there: an interrupted run leaves none.
+    """
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
+
+    torch.set_num_threads(1)
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # save_pretrained's; train has its own
+    for split, pairs in (("train", recipe.train), ("eval", recipe.evaluation)):
+        write_prompts(out / "data" / f"{split}.jsonl", pairs)
+    tokenizer = make_char_tokenizer(None, recipe.alphabet)
+    model = make_tiny_model(None, tokenizer=tokenizer, seed=seed)
+    train(model, tokenizer, recipe, seed=seed)
+    temporary = out / f"model.{os.getpid()}.tmp"
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    shutil.rmtree(out / "model", ignore_errors=True)
+    temporary.rename(out / "model")
+    return evaluate(model, tokenizer, recipe, greedy=False, seed=seed), evaluate(model, tokenizer, recipe, greedy=True)
+
+
+def write_prompts(path: Path, pairs: Sequence[Pair]) -> None:
+    """A JSONL file as a user would write it: {"prompt": ..., "answer": ...} a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(msgspec.json.encode({"prompt": p, "answer": a}) + b"\n" for p, a in pairs))
+
+
+def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, *, seed: int = 1) -> None:
+    """Supervised steps on the recipe's demonstrations: AdamW, constant rate, loss on the completions and their EOS."""
+    import torch
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)
+    batches = _batches(tokenizer, recipe, np.random.default_rng([seed, 1]))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    model.train()
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}")) as progress:
+        bar = progress.add_task(f"{recipe.name}: warm start", total=recipe.steps, loss=float("nan"))
+        for _ in range(recipe.steps):
+            input_ids, labels, mean_tokens = next(batches)
+            logits = model(input_ids=input_ids, use_cache=False).logits
+            losses = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+            )
+            loss = (
+                losses / mean_tokens
+            )  # not this batch's own tokens: each token counts the same, in short batches and in long ones
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            progress.update(bar, advance=1, loss=loss.item())
+    model.train(False)
+
+
+def _batches(
+    tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: np.random.Generator
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+    """Demonstrations without end, padded on the right: input_ids, labels (-100: no loss), and the mean number of labels a batch."""
+    import torch
+
+    eos = tokenizer.eos_token_id
+    while True:
+        pairs = [recipe.demonstrate(rng) for _ in range(_POOL_BATCHES * recipe.batch_size)]
+        prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
+        completions = tokenizer([completion for _, completion in pairs])["input_ids"]
+        pool = [(prompt, [*completion, eos]) for prompt, completion in zip(prompts, completions, strict=True)]
+        mean_tokens = sum(len(completion) for _, completion in pool) / _POOL_BATCHES
+        pool.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
+        for i in rng.permutation(_POOL_BATCHES):
+            batch = pool[i * recipe.batch_size : (i + 1) * recipe.batch_size]
+            width = max(len(prompt) + len(completion) for prompt, completion in batch)
+            input_ids = np.full((len(batch), width), eos)
+            labels = np.full((len(batch), width), -100)
+            for row, (prompt, completion) in enumerate(batch):
+                end = len(prompt) + len(completion)
+                input_ids[row, :end] = prompt + completion
+                labels[row, len(prompt) : end] = completion
+            yield torch.from_numpy(input_ids), torch.from_numpy(labels), mean_tokens
+
+
+def evaluate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, *, greedy: bool, seed: int = 1
+) -> float:
+    """Mean reward on the evaluation prompts, one completion each."""
+    prompts = [prompt for prompt, _ in recipe.evaluation]
+    completions = complete(model, tokenizer, prompts, max_new_tokens=recipe.max_new_tokens, greedy=greedy, seed=seed)
+    rewards = [
+        recipe.reward(prompt, completion.text, answer, finished=completion.finished)
+        for (prompt, answer), completion in zip(recipe.evaluation, completions, strict=True)
+    ]
+    return float(np.mean(rewards))
+
+
+def complete(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    greedy: bool,
+    seed: int = 1,
+) -> list[Completion]:
+    """Completions at temperature 1, or the likeliest. Prompts of one length run together, so nothing is padded."""
+    import torch
+
+    generate: Any = model.generate
+    completions: dict[int, Completion] = {}
+    encoded = sorted(enumerate(tokenizer(list(prompts))["input_ids"]), key=lambda item: len(item[1]))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for length, group in groupby(encoded, key=lambda item: len(item[1])):
+            positions, rows = zip(*group, strict=True)
+            ids = torch.tensor(rows)
+            output = generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=not greedy,
+                temperature=None if greedy else 1.0,
+                top_k=None if greedy else 0,
+                top_p=None if greedy else 1.0,
+            )
+            for position, tokens in zip(positions, output[:, length:].tolist(), strict=True):
+                finished = tokenizer.eos_token_id in tokens
+                text = tokens[: tokens.index(tokenizer.eos_token_id)] if finished else tokens
+                completions[position] = Completion(str(tokenizer.decode(text)), finished)
+    return [completions[i] for i in range(len(prompts))]

@@ -1,0 +1,40 @@
+"""A head as a process of its own, for test_streams.py: pulls, writes each new ticket to a journal, acknowledges.
+
+It prints its endpoint; the test publishes that, as this process has no name resolve in common with it.
+"""
+
+import asyncio
+import os
+import sys
+
+from asyncrl.config import RuntimeConfig
+from asyncrl.messages import StoreVerdict
+from asyncrl.names import Names
+from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.push_pull import NameResolvingZmqPuller
+from asyncrl.runtime.worker import die_with_parent
+
+
+async def main(journal_path: str) -> None:
+    names, resolver = Names("e", "t"), MemoryNameResolver("child")
+    runtime = RuntimeConfig(push_credit_items=8, resend_after_s=0.2)
+    puller = NameResolvingZmqPuller(resolver, names, puller_index=0, runtime=runtime)
+    await puller.start()
+    journal = os.open(journal_path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    stored = set(os.read(journal, 1 << 20).decode().split())
+    print(resolver.get(names.stream("puller0")), flush=True)
+    while True:
+        pulled = await puller.pull()
+        ticket = pulled.meta.ticket_id
+        assert pulled.sample.data["packed_input_ids"].sum() == int(ticket) * 3000
+        if ticket in stored:
+            pulled.ack(StoreVerdict(verdict="duplicate"))
+            continue
+        stored.add(ticket)
+        os.write(journal, f"{ticket}\n".encode())
+        pulled.ack(StoreVerdict(verdict="stored"))
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    asyncio.run(main(sys.argv[1]))

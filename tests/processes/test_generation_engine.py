@@ -1,0 +1,458 @@
+"""The embedded engine on a tiny real model: logprobs, versions, interruptions, updates, refusals."""
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import GenerationConfig
+from asyncrl.generation.engine import EngineFailed, EngineRequest, EngineUnavailable, RequestRefused, WeightsRefused
+from asyncrl.generation.padded_attention import group_lengths
+from asyncrl.generation.transformers import TransformersEngine, sample_tokens
+from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.weights import version_dir, write_version
+
+CONFIG = GenerationConfig(
+    max_running_requests=64, max_batch_tokens=512, num_blocks=256, page_size=16, load_timeout_s=20.0, max_queue=200
+)
+V0, V1, V2 = (WeightVersion(1, v) for v in range(3))
+
+
+class Store:
+    """A model directory and its weight versions: v1 and v2 are really different weights."""
+
+    def __init__(self, root: Path) -> None:
+        torch.set_num_threads(1)
+        self.root = root
+        self.model_path = root / "model"
+        make_tiny_model(self.model_path)
+        self._models: dict[WeightVersion, torch.nn.Module] = {}
+        for version in (V0, V1, V2):
+            self.write(version)
+
+    def tensors(self, version: WeightVersion) -> dict[str, torch.Tensor]:
+        model = make_tiny_model(None, seed=1 + version.version)
+        return {name: p.detach() for name, p in model.named_parameters()}  # a tied tensor once
+
+    def write(self, version: WeightVersion, tensors: dict[str, torch.Tensor] | None = None, run: str = "run") -> Path:
+        path = version_dir(self.root / run, "actor", version)
+        given = self.tensors(version) if tensors is None else tensors
+        write_version(path, given.items(), source_dir=self.model_path, version=version, fsync=False)
+        return path
+
+    def path(self, version: WeightVersion) -> Path:
+        return version_dir(self.root / "run", "actor", version)
+
+    def logprobs(
+        self, version: WeightVersion, prompt: list[int], tokens: list[int], temperature: float = 1.0
+    ) -> list[float]:
+        """Of the tokens after the prompt, by a plain forward pass."""
+        if version not in self._models:
+            self._models[version] = AutoModelForCausalLM.from_pretrained(self.path(version), dtype=torch.float32)
+        with torch.no_grad():
+            logits = self._models[version](torch.tensor([prompt + tokens])).logits[0]
+        rows = torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=-1)
+        return [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+
+    def greedy(self, version: WeightVersion, prompt: list[int], count: int) -> list[int]:
+        self.logprobs(version, prompt, [0])
+        tokens: list[int] = []
+        while len(tokens) < count and 0 not in tokens:
+            with torch.no_grad():
+                tokens.append(int(self._models[version](torch.tensor([prompt + tokens])).logits[0, -1].argmax()))
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return Store(tmp_path_factory.mktemp("store"))
+
+
+@asynccontextmanager
+async def running(
+    store: Store, version: WeightVersion | None = V0, config: GenerationConfig = CONFIG, **changes: object
+) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(str(store.model_path), dataclasses.replace(config, **changes))
+    await engine.start()
+    if version is not None:
+        await engine.load_weights(store.path(version), version)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def make_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(1, 64) for _ in range(length)]
+
+
+async def until(engine: TransformersEngine, condition: Callable[[], bool]) -> None:
+    """Let the engine work until something holds; looked at after every pass."""
+    passed, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    async def wait() -> None:
+        while not condition():
+            await passed.wait()
+            passed.clear()
+
+    engine._on_tokens = lambda tokens, version: loop.call_soon_threadsafe(passed.set) and None
+    await asyncio.wait_for(wait(), 20)
+    engine._on_tokens = None
+
+
+def close_to(found: list[float], expected: list[float]) -> None:
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+
+
+@pytest.mark.parametrize("attention", ["padded", "sdpa", "eager"])
+async def test_logprobs_equal_a_plain_forward(store: Store, attention: str) -> None:
+    """Lengths far apart, temperatures and filters mixed in the same passes, some prompts longer than a pass."""
+    rng = random.Random(1)
+    async with running(store, attention=attention, max_batch_tokens=96, max_running_requests=32) as engine:
+        asked = []
+        for i in range(48):
+            prompt = make_prompt(rng, rng.choice([1, 2, 9, 33, 150]))
+            temperature = rng.choice([0.6, 1.0, 1.3])
+            params = SamplingParams(
+                max_new_tokens=rng.choice([1, 5, 40]),
+                temperature=temperature,
+                top_p=rng.choice([0.9, 1.0]),
+                top_k=rng.choice([-1, 3]),
+            )
+            asked.append((prompt, temperature, engine.submit(EngineRequest(str(i), prompt, params))))
+        for prompt, temperature, future in asked:
+            result = await future
+            close_to(result.logprobs, store.logprobs(V0, prompt, result.token_ids, temperature))
+            assert result.version == str(V0)
+            assert result.finish.type == ("stop" if result.token_ids[-1] == 0 else "length")
+        assert engine.stats().running == engine.stats().waiting == 0
+
+
+async def test_greedy_beside_sampling(store: Store) -> None:
+    rng = random.Random(2)
+    prompt = make_prompt(rng, 12)
+    greedy, warm = SamplingParams(max_new_tokens=10, temperature=0.0), SamplingParams(max_new_tokens=10)
+    async with running(store) as engine:
+        results = await asyncio.gather(
+            *[engine.submit(EngineRequest(f"g{i}", prompt, greedy)) for i in range(8)],
+            *[engine.submit(EngineRequest(f"s{i}", prompt, warm)) for i in range(8)],
+        )
+    expected = store.greedy(V0, prompt, 10)
+    for result in results[:8]:
+        assert result.token_ids == expected
+        close_to(result.logprobs, store.logprobs(V0, prompt, expected))
+    assert len({tuple(result.token_ids) for result in results[8:]}) > 4
+
+
+def test_sample_tokens_follows_the_distribution() -> None:
+    torch.manual_seed(3)
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
+    count = 20_000
+
+    def shares(temperature: float, top_p: float, top_k: int) -> torch.Tensor:
+        tokens, logprobs = sample_tokens(
+            logits.expand(count, 5),
+            torch.full((count,), temperature),
+            torch.full((count,), top_p),
+            torch.full((count,), top_k, dtype=torch.int32),
+            needs_sorting=top_p < 1 or top_k > 0,
+        )
+        scaled = logits / (temperature or 1.0)
+        torch.testing.assert_close(logprobs, scaled.log_softmax(0)[tokens])  # never renormalised
+        return torch.bincount(tokens, minlength=5) / count
+
+    torch.testing.assert_close(shares(1.0, 1.0, 0), logits.softmax(0), atol=0.015, rtol=0)
+    torch.testing.assert_close(shares(0.5, 1.0, 0), (logits / 0.5).softmax(0), atol=0.015, rtol=0)
+    top2 = torch.cat([logits[:2].softmax(0), torch.zeros(3)])
+    torch.testing.assert_close(shares(1.0, 1.0, 2), top2, atol=0.015, rtol=0)
+    torch.testing.assert_close(shares(1.0, 0.7, 0), top2, atol=0.015, rtol=0)  # .56 + .21 is the first sum >= .7
+    assert shares(1.0, 0.01, 0)[0] == shares(0.0, 1.0, 0)[0] == 1.0
+
+
+def test_rectangles_hold_each_request_once() -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(50):
+        keys = rng.integers(1, 300, size=rng.integers(1, 60))
+        queries = np.where(rng.random(keys.size) < 0.5, 1, rng.integers(1, keys + 1))
+        groups = group_lengths(queries, keys)
+        assert sorted(np.concatenate(groups).tolist()) == list(range(keys.size))
+        for group in groups:
+            assert len({bool(queries[i] == 1) for i in group}) == 1
+            assert keys[group].max() <= 1.5 * keys[group].min() + 32
+    assert len(group_lengths(np.ones(64, dtype=int), np.arange(8, 16).repeat(8))) == 1
+
+
+async def test_stop_tokens(store: Store) -> None:
+    rng = random.Random(5)
+    prompt = make_prompt(rng, 8)
+    first = store.greedy(V0, prompt, 3)
+    async with running(store) as engine:
+        params = SamplingParams(max_new_tokens=3, temperature=0.0, stop_token_ids=[first[1]])
+        result = await engine.submit(EngineRequest("a", prompt, params))
+    assert result.token_ids == first[: first.index(first[1]) + 1]
+    assert (result.finish.type, result.finish.matched) == ("stop", first[1])
+
+
+async def test_more_requests_than_the_cache_holds(store: Store) -> None:
+    """Requests pushed out of a full cache come back, with their tokens and logprobs whole."""
+    rng = random.Random(6)
+    async with running(store, num_blocks=16, page_size=8, max_running_requests=32) as engine:
+        prompts = [make_prompt(rng, rng.randrange(4, 20)) for _ in range(16)]
+        params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+        futures = [engine.submit(EngineRequest(str(i), prompt, params)) for i, prompt in enumerate(prompts)]
+        for prompt, future in zip(prompts, futures, strict=True):
+            result = await asyncio.wait_for(future, 30)
+            close_to(result.logprobs, store.logprobs(V0, prompt, result.token_ids))
+            assert len(result.token_ids) == len(result.logprobs) == 40
+
+
+# ------------------------------------------------------------------------------------------- interruptions and updates
+
+LONG = SamplingParams(max_new_tokens=400, temperature=0.8, ignore_eos=True)
+
+
+async def test_a_response_across_an_update(store: Store) -> None:
+    """Interrupted, continued under new weights: every token's logprob is its own version's, over the whole prefix."""
+    rng = random.Random(7)
+    prompts = [make_prompt(rng, rng.randrange(1, 40)) for _ in range(24)]
+    async with running(store, prefix_sharing=True) as engine:
+        futures = [engine.submit(EngineRequest(f"r{i}", prompt, LONG)) for i, prompt in enumerate(prompts)]
+        await until(engine, lambda: engine.stats().num_tokens > 24 * 6)
+        await engine.pause()
+        first = await asyncio.gather(*futures)
+        aborted = [i for i, result in enumerate(first) if result.finish.type == "abort"]
+        assert len(aborted) == 24
+        again = [
+            engine.submit(EngineRequest(f"r{i}", prompts[i] + first[i].token_ids, SamplingParams(max_new_tokens=20)))
+            for i in aborted
+        ]
+        assert engine.stats().waiting == len(aborted)  # they wait for the end of the pause
+        await engine.load_weights(store.path(V1), V1)
+        engine.resume()
+        second = await asyncio.gather(*again)
+    for i, result in enumerate(first):
+        assert result.version == str(V0)
+        assert len(result.token_ids) == len(result.logprobs)
+        close_to(result.logprobs, store.logprobs(V0, prompts[i], result.token_ids, 0.8))
+    for i, result in zip(aborted, second, strict=True):
+        assert result.version == str(V1)
+        close_to(result.logprobs, store.logprobs(V1, prompts[i] + first[i].token_ids, result.token_ids))
+
+
+async def test_the_prefix_cache_does_not_outlive_an_update(store: Store) -> None:
+    """A prompt of several pages is shared before the update, and computed anew after it."""
+    prompt = make_prompt(random.Random(8), 100)
+    params = SamplingParams(max_new_tokens=6)
+    async with running(store) as engine:
+        for version in (V0, V1, V2):
+            if version != V0:
+                gone = engine.submit(EngineRequest("gone", prompt, LONG))  # its caller leaves just before the update
+                await until(engine, lambda: engine.stats().num_tokens > 0)
+                gone.cancel()
+                await engine.load_weights(store.path(version), version)
+            for i in range(3):
+                result = await engine.submit(EngineRequest(str(i), prompt, params))
+                close_to(result.logprobs, store.logprobs(version, prompt, result.token_ids))
+        assert await engine.flush_cache()
+
+
+async def test_an_update_without_a_pause(store: Store) -> None:
+    """It waits for what runs, or ends it if told so; in both cases no reply mixes versions."""
+    rng = random.Random(9)
+    prompt = make_prompt(rng, 10)
+    async with running(store, max_running_requests=2) as engine:
+        futures = [
+            engine.submit(EngineRequest(str(i), prompt, SamplingParams(max_new_tokens=30, ignore_eos=True)))
+            for i in range(4)
+        ]
+        assert await engine.load_weights(store.path(V1), V1) == 0
+        results = await asyncio.gather(*futures)
+        for result in results:
+            assert result.finish.type != "abort"
+            version = V0 if result.version == str(V0) else V1
+            close_to(result.logprobs, store.logprobs(version, prompt, result.token_ids))
+        assert results[0].version == str(V0)
+        assert results[3].version == str(V1)
+        future = engine.submit(EngineRequest("x", prompt, LONG))
+        await engine.load_weights(store.path(V2), V2, abort_running=True)
+        assert (await future).finish.type == "abort"
+        assert (await future).version == str(V1)
+
+
+async def test_abort(store: Store) -> None:
+    prompt = make_prompt(random.Random(10), 10)
+    async with running(store, max_running_requests=1) as engine:
+        runs = engine.submit(EngineRequest("runs", prompt, LONG))
+        waits = engine.submit(EngineRequest("waits", prompt, LONG))
+        assert await engine.abort("waits")
+        assert (await waits).token_ids == []
+        assert (await waits).finish.type == "abort"
+        await until(engine, lambda: engine.stats().num_tokens > 5)
+        assert await engine.abort("runs")
+        result = await runs
+        assert len(result.token_ids) > 5
+        close_to(result.logprobs, store.logprobs(V0, prompt, result.token_ids, 0.8))
+        assert not await engine.abort("runs")
+        again = engine.submit(EngineRequest("runs", prompt, LONG))  # an answered rid may come again
+        assert await engine.abort_all() == 1
+        await again
+
+
+async def test_a_caller_that_leaves_frees_its_slot(store: Store) -> None:
+    prompt = make_prompt(random.Random(11), 10)
+    async with running(store, max_running_requests=1) as engine:
+        first = engine.submit(EngineRequest("first", prompt, LONG))
+        second = engine.submit(EngineRequest("second", prompt, SamplingParams(max_new_tokens=2)))
+        first.cancel()
+        assert (await asyncio.wait_for(second, 10)).token_ids
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.num_aborted) == (0, 0, 1)
+
+
+async def refused(awaitable: Awaitable[object], *words: str) -> None:
+    with pytest.raises(WeightsRefused) as caught:
+        await awaitable
+    for word in words:
+        assert word in str(caught.value)
+
+
+async def test_weights_that_do_not_fit_are_refused_and_change_nothing(store: Store, tmp_path: Path) -> None:
+    good = store.tensors(V2)
+    name = "model.layers.0.mlp.up_proj.weight"
+    missing = {key: value for key, value in good.items() if key != name}
+    extra = good | {"model.layers.7.mlp.up_proj.weight": torch.zeros(2, 2)}
+    shaped = good | {name: torch.zeros(3, 64)}
+    untied = good | {"lm_head.weight": torch.zeros_like(good["model.embed_tokens.weight"])}
+    integer = good | {name: torch.zeros(256, 64, dtype=torch.int32)}
+    prompt = make_prompt(random.Random(12), 20)
+    params = SamplingParams(max_new_tokens=8, temperature=0.0)
+    async with running(store, V1) as engine:
+        before = await engine.submit(EngineRequest("a", prompt, params))
+        await refused(engine.load_weights(store.write(V2, missing, "missing"), V2), name, "missing")
+        await refused(engine.load_weights(store.write(V2, extra, "extra"), V2), "layers.7", "does not belong")
+        await refused(engine.load_weights(store.write(V2, shaped, "shaped"), V2), name, "(3, 64)", "(256, 64)")
+        await refused(engine.load_weights(store.write(V2, untied, "untied"), V2), "lm_head", "tied")
+        await refused(engine.load_weights(store.write(V2, integer, "integer"), V2), name, "I32")
+        await refused(engine.load_weights(tmp_path / "nowhere", V2), "nowhere")
+        await refused(engine.load_weights(store.path(V1), V2), str(V1), str(V2))  # not what it is said to be
+        await refused(engine.load_weights(store.path(V0), V0), "older")
+        torn = store.write(V2, good, "torn")
+        file = torn / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1000])
+        await refused(engine.load_weights(torn, V2), "model.safetensors", "bytes")
+        after = await engine.submit(EngineRequest("a", prompt, params))
+        assert after == before
+        assert engine.stats().version == str(V1)
+        tied_given_twice = good | {"lm_head.weight": good["model.embed_tokens.weight"].clone()}
+        await engine.load_weights(store.write(V2, tied_given_twice, "twice"), V2)
+        result = await engine.submit(EngineRequest("a", prompt, params))
+        close_to(result.logprobs, store.logprobs(V2, prompt, result.token_ids))
+
+
+async def test_broken_numbers_fail_their_requests_only(store: Store) -> None:
+    broken = {key: torch.full_like(value, torch.nan) for key, value in store.tensors(V1).items()}
+    prompt = make_prompt(random.Random(13), 20)
+    async with running(store) as engine:
+        await engine.load_weights(store.write(V1, broken, "broken"), V1)
+        with pytest.raises(EngineFailed, match="not finite"):
+            await engine.submit(EngineRequest("a", prompt, SamplingParams(max_new_tokens=4)))
+        await engine.load_weights(store.path(V2), V2)
+        result = await engine.submit(EngineRequest("a", prompt, SamplingParams(max_new_tokens=4)))
+        close_to(result.logprobs, store.logprobs(V2, prompt, result.token_ids))
+
+
+# ------------------------------------------------------------------------------------------------- limits and refusals
+
+
+async def test_bad_requests_are_refused(store: Store) -> None:
+    async with running(store) as engine:
+        longest = [1] * 500
+        for ids, params, word in [
+            ([], SamplingParams(), "empty"),
+            ([1, 64], SamplingParams(), "64"),
+            ([-1], SamplingParams(), "-1"),
+            (longest, SamplingParams(max_new_tokens=13), "do not fit"),
+            ([1], SamplingParams(max_new_tokens=0), "max_new_tokens"),
+            ([1], SamplingParams(temperature=-1.0), "temperature"),
+            ([1], SamplingParams(temperature=float("nan")), "temperature"),
+            ([1], SamplingParams(top_p=0.0), "top_p"),
+            ([1], SamplingParams(top_k=0), "top_k"),
+        ]:
+            with pytest.raises(RequestRefused, match=word):
+                engine.submit(EngineRequest("a", ids, params))
+        future = engine.submit(EngineRequest("a", longest, SamplingParams(max_new_tokens=12)))
+        with pytest.raises(RequestRefused, match="in flight"):
+            engine.submit(EngineRequest("a", [1], SamplingParams()))
+        assert (await future).token_ids
+
+
+async def test_nothing_is_generated_before_the_first_version(store: Store) -> None:
+    async with running(store, None) as engine:
+        assert engine.stats().version == ""
+        with pytest.raises(EngineUnavailable, match="no weight version"):
+            engine.submit(EngineRequest("a", [1], SamplingParams()))
+
+
+async def test_the_queue_is_bounded_in_number_and_time(store: Store) -> None:
+    async with running(store, max_queue=3, max_wait_s=0.0) as engine:
+        await engine.pause()
+        futures = [engine.submit(EngineRequest(str(i), [1], SamplingParams())) for i in range(3)]
+        with pytest.raises(EngineUnavailable, match="full"):
+            engine.submit(EngineRequest("3", [1], SamplingParams()))
+        assert engine.expire_waiting() == 3
+        for future in futures:
+            with pytest.raises(EngineUnavailable, match="paused"):
+                await future
+        engine.resume()
+        assert (await engine.submit(EngineRequest("0", [1], SamplingParams(max_new_tokens=1)))).token_ids
+
+
+async def test_close_answers_what_is_in_flight(store: Store) -> None:
+    async with running(store, max_running_requests=1) as engine:
+        futures = [engine.submit(EngineRequest(str(i), [1, 2], LONG)) for i in range(3)]
+    for future in futures:
+        with pytest.raises((EngineUnavailable, EngineFailed)):
+            await future
+    with pytest.raises(EngineUnavailable):
+        engine.submit(EngineRequest("late", [1], LONG))
+
+
+async def test_a_dead_generation_thread_is_noticed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(store) as engine:
+
+        def fail(*args: object, **kwargs: object) -> None:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(engine._manager.processor, "prepare_next_batch", fail)
+        future = engine.submit(EngineRequest("a", [1], SamplingParams(max_new_tokens=5)))
+        with pytest.raises(EngineFailed, match="no room"):
+            await future
+        await asyncio.to_thread(engine._manager._generation_thread.join, 10)
+        assert isinstance(engine.failure, MemoryError)
+        with pytest.raises(EngineUnavailable, match="no room"):
+            engine.submit(EngineRequest("b", [1], SamplingParams()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"dtype": "float8"}, "dtype"),
+        ({"attention": "paged"}, "attention"),
+        ({"max_batch_tokens": 32}, "max_running_requests"),
+        ({"page_size": 2}, "page_size"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(changes: dict[str, object], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        TransformersEngine("nowhere", dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]

@@ -1,0 +1,765 @@
+"""Name resolve: one suite on both backends, then what etcd alone must survive."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config import NameResolveConfig
+from asyncrl.runtime import etcd as etcd_module
+from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError, find_etcd
+from asyncrl.runtime.name_resolve import (
+    MAX_NAME_BYTES,
+    MAX_VALUE_BYTES,
+    LeaseExists,
+    LeaseNotFound,
+    MemoryNameResolver,
+    NameEntryExists,
+    NameEntryNotFound,
+    NameResolver,
+    NameResolverClosed,
+    NameResolveTimeout,
+    WatchEvent,
+    normalize_name,
+    open_name_resolver,
+)
+
+LIMIT_S = 10.0  # of waits for what should come within a second or two
+OpenSession = Callable[..., NameResolver]
+
+
+class Recorder:
+    """A watch's callback that remembers, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[WatchEvent] = []
+        self._condition = threading.Condition()
+
+    def __call__(self, event: WatchEvent) -> None:
+        with self._condition:
+            self.events.append(event)
+            self._condition.notify_all()
+
+    @property
+    def state(self) -> dict[str, str]:
+        """What somebody who follows the events believes."""
+        state: dict[str, str] = {}
+        for event in list(self.events):
+            if event.kind == "put":
+                state[event.key] = event.value
+            else:
+                state.pop(event.key, None)
+        return state
+
+    def wait_for(self, *expected: WatchEvent) -> None:
+        """Until exactly these events have come, in this order."""
+        self._wait(lambda: len(self.events) >= len(expected))
+        assert self.events == list(expected)
+
+    def wait_for_state(self, expected: dict[str, str]) -> None:
+        self._wait(lambda: self.state == expected)
+        assert self.state == expected, self.events
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        with self._condition:
+            self._condition.wait_for(condition, timeout=LIMIT_S)
+
+
+def put(key: str, value: str) -> WatchEvent:
+    return WatchEvent("put", key, value)
+
+
+def gone(key: str) -> WatchEvent:
+    return WatchEvent("delete", key)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    path = tmp_path_factory.mktemp("etcd")
+    with EtcdServer(path / "data", path / "etcd.log", extra_args=["--unsafe-no-fsync"]) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def open_session(request: pytest.FixtureRequest) -> Iterator[OpenSession]:
+    """Opens further sessions with the same store."""
+    endpoint = request.getfixturevalue("server").endpoint if request.param == "etcd" else f"space {uuid.uuid4()}"
+    yield from sessions(NameResolveConfig(backend=request.param, endpoints=[endpoint]))
+
+
+@pytest.fixture
+def open_etcd(server: EtcdServer) -> Iterator[OpenSession]:
+    yield from sessions(NameResolveConfig(backend="etcd", endpoints=[server.endpoint]))
+
+
+def sessions(config: NameResolveConfig) -> Iterator[OpenSession]:
+    opened: list[NameResolver] = []
+
+    def open_one() -> NameResolver:
+        opened.append(open_name_resolver(config))
+        return opened[-1]
+
+    yield open_one
+    for session in opened:
+        session.close()
+
+
+@pytest.fixture
+def names(open_session: OpenSession) -> NameResolver:
+    return open_session()
+
+
+@pytest.fixture
+def root() -> str:
+    return f"test/{uuid.uuid4().hex}"
+
+
+# ----------------------------------------------------------------------------------------------------------------- entries
+
+
+def test_add_get_delete(names: NameResolver, root: str) -> None:
+    with pytest.raises(NameEntryNotFound, match=root):
+        names.get(f"{root}/a")
+    names.add(f"{root}/a", "1")
+    assert names.get(f"{root}/a") == "1"
+    with pytest.raises(NameEntryExists, match=f"{root}/a"):
+        names.add(f"{root}/a", "2")
+    with pytest.raises(NameEntryExists):
+        names.add(f"{root}/a", "1")  # an equal value exists all the same
+    assert names.get(f"{root}/a") == "1"
+    names.add(f"{root}/a", "2", replace=True)
+    names.add(f"{root}/empty", "", replace=True)
+    assert names.get(f"{root}/a") == "2"
+    assert names.get(f"{root}/empty") == ""
+    assert names.delete(f"{root}/a")
+    assert not names.delete(f"{root}/a")
+    with pytest.raises(NameEntryNotFound):
+        names.get(f"{root}/a")
+
+
+def test_sessions_share_entries(open_session: OpenSession, root: str) -> None:
+    first, second = open_session(), open_session()
+    first.add(f"{root}/a", "1")
+    assert second.get(f"{root}/a") == "1"
+
+
+def test_subtrees_end_at_slashes(names: NameResolver, root: str) -> None:
+    kept = {
+        f"{root}/t1": "itself",
+        f"{root}/t1-x": "dash",
+        f"{root}/t10": "ten",
+        f"{root}/t10/a": "below ten",
+        f"{root}/t0": "0",
+    }
+    below = {f"{root}/t1/a": "1", f"{root}/t1/a/b": "2", f"{root}/t1/z": "3"}
+    for key, value in reversed([*kept.items(), *below.items()]):
+        names.add(key, value)
+    assert names.get_subtree(f"{root}/t1") == below
+    assert list(names.get_subtree(f"{root}/t1")) == sorted(below)
+    assert names.find_subtree(f"{root}/t1/") == sorted(below)
+    assert names.find_subtree(f"{root}/t1/a") == [f"{root}/t1/a/b"]
+    assert names.find_subtree(f"{root}/nothing") == []
+    assert names.clear_subtree(f"{root}/t1") == 3
+    assert names.clear_subtree(f"{root}/t1") == 0
+    assert names.get_subtree(root) == dict(sorted(kept.items()))
+
+
+def test_subentries(names: NameResolver, root: str) -> None:
+    keys = [names.add_subentry(f"{root}/barrier", str(index)) for index in range(5)]
+    assert len(set(keys)) == 5
+    assert all(key.startswith(f"{root}/barrier/") and key.count("/") == 3 for key in keys)
+    assert names.get_subtree(f"{root}/barrier") == dict(sorted(zip(keys, "01234", strict=True)))
+
+
+def test_names_are_normalised(names: NameResolver, root: str) -> None:
+    names.add(f"//{root}//a///b/", "1")
+    assert names.get(f"{root}/a/b") == "1"
+    assert names.find_subtree(f"/{root}/a/") == [f"{root}/a/b"]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/", "//", "a/../b", "./a", "a\nb", "a\0b", "a/\x7f", "\ud800", "x" * (MAX_NAME_BYTES + 1)]
+)
+def test_invalid_names(names: NameResolver, name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        normalize_name(name)
+    operations: list[Callable[[], object]] = [
+        lambda: names.add(name, "1"),
+        lambda: names.get(name),
+        lambda: names.get_subtree(name),
+        lambda: names.delete(name),
+        lambda: names.clear_subtree(name),
+        lambda: names.compare_and_swap(name, None, "1"),
+        lambda: names.wait(name, 0.0),
+        lambda: names.watch(name, lambda event: None),
+    ]
+    for operation in operations:
+        with pytest.raises(ValueError, match="name"):
+            operation()
+
+
+def test_invalid_values(names: NameResolver, root: str) -> None:
+    with pytest.raises(TypeError, match="bytes"):
+        names.add(f"{root}/a", b"1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bytes; at most"):
+        names.add(f"{root}/a", "x" * (MAX_VALUE_BYTES + 1))
+    with pytest.raises(ValueError, match="unicode"):
+        names.add(f"{root}/a", "\ud800")
+    with pytest.raises(NameEntryNotFound):
+        names.get(f"{root}/a")
+
+
+def test_unicode_and_long_names(names: NameResolver, root: str) -> None:
+    entries = {
+        f"{root}/ключ é 名前 🚀": "wert ä\n\t値 🧪",
+        f"{root}/{'long/' * 700}end": "l" * MAX_VALUE_BYTES,
+        f"{root}/sp ace": " ",
+    }
+    recorder = Recorder()
+    names.watch(root, recorder, subtree=True)
+    for key, value in entries.items():
+        names.add(key, value)
+        assert names.get(key) == value
+    assert names.get_subtree(root) == dict(sorted(entries.items()))
+    recorder.wait_for(*(put(key, value) for key, value in entries.items()))
+
+
+def test_compare_and_swap(names: NameResolver, root: str) -> None:
+    key = f"{root}/status"
+    assert not names.compare_and_swap(key, "RUNNING", "COMPLETE")
+    assert names.compare_and_swap(key, None, "RUNNING")
+    assert not names.compare_and_swap(key, None, "RUNNING")
+    assert not names.compare_and_swap(key, "COMPLETE", "ABORTED")
+    assert names.compare_and_swap(key, "RUNNING", "COMPLETE")
+    assert names.get(key) == "COMPLETE"
+
+
+def test_one_of_concurrent_adds_wins(open_session: OpenSession, root: str) -> None:
+    resolvers = [open_session() for _ in range(3)]
+    start = threading.Barrier(9)
+
+    def contend(index: int) -> list[str]:
+        resolver = resolvers[index % 3]
+        start.wait(LIMIT_S)
+        won = []
+        for round_index in range(20):
+            try:
+                resolver.add(f"{root}/{round_index}", str(index))
+            except NameEntryExists:
+                continue
+            won.append(f"{root}/{round_index}")
+        return won
+
+    with ThreadPoolExecutor(9) as pool:
+        wins = list(pool.map(contend, range(9)))
+    assert sorted(key for won in wins for key in won) == sorted(f"{root}/{index}" for index in range(20))
+    winners = {key: str(index) for index, won in enumerate(wins) for key in won}
+    assert resolvers[0].get_subtree(root) == dict(sorted(winners.items()))
+
+
+def test_concurrent_swaps_lose_no_increment(open_session: OpenSession, root: str) -> None:
+    resolvers = [open_session() for _ in range(2)]
+    resolvers[0].add(f"{root}/counter", "0")
+
+    def increment(index: int) -> None:
+        for _ in range(20):
+            while True:
+                value = resolvers[index % 2].get(f"{root}/counter")
+                if resolvers[index % 2].compare_and_swap(f"{root}/counter", value, str(int(value) + 1)):
+                    break
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(increment, range(4)))
+    assert resolvers[0].get(f"{root}/counter") == "80"
+
+
+# ------------------------------------------------------------------------------------------------------------ waits, watches
+
+
+def test_wait(open_session: OpenSession, root: str) -> None:
+    names, other = open_session(), open_session()
+    names.add(f"{root}/there", "1")
+    assert names.wait(f"{root}/there", 0.0) == "1"
+    with ThreadPoolExecutor(4) as pool:
+        waits = [pool.submit(resolver.wait, f"{root}/later", LIMIT_S) for resolver in (names, names, other, other)]
+        names.add(f"{root}/later-not", "wrong")
+        names.add(f"{root}/later", "2")
+        assert [wait.result() for wait in waits] == ["2"] * 4
+
+
+def test_wait_has_a_limit_and_a_name(names: NameResolver, root: str) -> None:
+    before = time.monotonic()
+    with pytest.raises(TimeoutError, match=rf"{root}/never' did not appear within 0.3 s") as error:
+        names.wait(f"{root}/never", 0.3)
+    assert 0.25 < time.monotonic() - before < 3.0
+    assert isinstance(error.value, NameResolveTimeout)
+
+
+def test_watch_a_key(open_session: OpenSession, root: str) -> None:
+    names, other = open_session(), open_session()
+    key = f"{root}/a"
+    names.add(key, "1")
+    recorder, absent = Recorder(), Recorder()
+    watch = names.watch(key, recorder)
+    names.watch(f"{root}/b", absent)
+    assert recorder.events == [put(key, "1")]  # the current state, before watch returns
+    assert absent.events == []
+    names.add(f"{key}/below", "x")
+    names.add(f"{key}b", "x")
+    other.add(key, "2", replace=True)
+    other.delete(key)
+    assert other.compare_and_swap(key, None, "3")
+    assert other.compare_and_swap(key, "3", "4")
+    other.add(f"{root}/b", "b")
+    recorder.wait_for(put(key, "1"), put(key, "2"), gone(key), put(key, "3"), put(key, "4"))
+    absent.wait_for(put(f"{root}/b", "b"))
+    watch.cancel()
+    watch.cancel()
+    other.delete(key)
+    other.delete(f"{root}/b")
+    absent.wait_for(put(f"{root}/b", "b"), gone(f"{root}/b"))
+    assert len(recorder.events) == 5
+
+
+def test_watch_a_subtree(open_session: OpenSession, root: str) -> None:
+    names, other = open_session(), open_session()
+    for key in ("t1/b", "t1/a", "t1", "t10/a"):
+        names.add(f"{root}/{key}", key)
+    recorder, until_a = Recorder(), Recorder()
+    names.watch(f"{root}/t1", recorder, subtree=True)
+    names.watch(f"{root}/t1/a", until_a)
+    start = [put(f"{root}/t1/a", "t1/a"), put(f"{root}/t1/b", "t1/b")]
+    assert recorder.events == start
+    other.add(f"{root}/t1", "x", replace=True)
+    other.add(f"{root}/t10/b", "x")
+    other.add(f"{root}/t1/c/d", "3")
+    other.clear_subtree(f"{root}/t1")
+    recorder.wait_for(
+        *start, put(f"{root}/t1/c/d", "3"), gone(f"{root}/t1/a"), gone(f"{root}/t1/b"), gone(f"{root}/t1/c/d")
+    )
+    until_a.wait_for(start[0], gone(f"{root}/t1/a"))
+
+
+def test_watch_misses_nothing_while_it_begins(open_session: OpenSession, root: str) -> None:
+    names, other = open_session(), open_session()
+    begun = threading.Event()
+
+    def write() -> None:
+        for index in range(150):
+            other.add(f"{root}/counter", str(index), replace=True)
+            begun.set()
+
+    recorder = Recorder()
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert begun.wait(LIMIT_S)
+    names.watch(f"{root}/counter", recorder)
+    writer.join(LIMIT_S)
+    recorder.wait_for_state({f"{root}/counter": "149"})
+    values = [int(event.value) for event in recorder.events]
+    assert values == list(range(values[0], 150))
+
+
+def test_callbacks_may_use_the_resolver_cancel_and_fail(
+    names: NameResolver, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder()
+
+    def echo(event: WatchEvent) -> None:
+        if event.value == "bad":
+            raise RuntimeError("no good")
+        if event.kind == "put" and not event.key.endswith("echo"):
+            names.add(f"{event.key}/echo", event.value, replace=True)
+        recorder(event)
+        if event.value == "last":
+            watch.cancel()
+
+    watch = names.watch(root, echo, subtree=True)
+    names.add(f"{root}/a", "1")
+    recorder.wait_for(put(f"{root}/a", "1"), put(f"{root}/a/echo", "1"))
+    names.add(f"{root}/b", "bad")
+    assert names.wait(f"{root}/b", 1.0) == "bad"
+    names.add(f"{root}/c", "last")
+    assert names.wait(f"{root}/c/echo", LIMIT_S) == "last"
+    recorder.wait_for(put(f"{root}/a", "1"), put(f"{root}/a/echo", "1"), put(f"{root}/c", "last"))
+    assert "no good" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------------------------ leases
+
+
+def test_entries_expire_when_nobody_refreshes(open_session: OpenSession, root: str) -> None:
+    names, other = open_session(), open_session()
+    recorder = Recorder()
+    other.watch(root, recorder, subtree=True)
+    kept = names.grant_lease(1)  # before the other, and outlives it
+    lease = names.grant_lease(1, keep_alive=False)
+    names.add(f"{root}/kept", "k", lease=kept.id)
+    names.add(f"{root}/a", "1", lease=lease.id)
+    subentry = names.add_subentry(f"{root}/sub", "2", lease=lease.id)
+    names.add(f"{root}/plain", "3", lease=lease.id)
+    names.add(f"{root}/plain", "4", replace=True)  # no longer under the lease
+    assert names.compare_and_swap(f"{root}/a", "1", "5")  # still under it
+    assert lease.alive
+    assert lease.refresh()
+    recorder.wait_for_state({f"{root}/kept": "k", f"{root}/plain": "4"})
+    assert gone(f"{root}/a") in recorder.events
+    assert gone(subentry) in recorder.events
+    assert not lease.alive
+    assert not lease.refresh()
+    lease.revoke()
+    with pytest.raises(LeaseNotFound, match=f"{root}/b"):
+        names.add(f"{root}/b", "1", lease=lease.id)
+    assert kept.alive
+    assert names.get_subtree(root) == {f"{root}/kept": "k", f"{root}/plain": "4"}
+
+
+def test_a_lease_with_an_id_is_shared(open_session: OpenSession, root: str) -> None:
+    holder, user = open_session(), open_session()
+    lease_id = uuid.uuid4().int >> 66
+    lease = holder.grant_lease(30.5, lease_id=lease_id)
+    assert lease.id == lease_id
+    assert lease.ttl_s >= 30.5
+    with pytest.raises(LeaseExists, match=f"{lease_id:#x}"):
+        user.grant_lease(30, lease_id=lease_id)
+    user.add(f"{root}/a", "1", lease=lease_id)
+    user.add(f"{root}/b", "1", lease=lease_id)
+    user.close()
+    assert holder.get(f"{root}/a") == "1"  # it hangs on the lease, not on the session
+    lease.revoke()
+    assert not lease.alive
+    assert holder.get_subtree(root) == {}
+    assert holder.grant_lease(30, lease_id=lease_id).alive  # free again
+
+
+def test_close_revokes_kept_leases_and_ends_waits(open_session: OpenSession, root: str) -> None:
+    names, other = open_session(), open_session()
+    kept, left = names.grant_lease(30), names.grant_lease(30, keep_alive=False)
+    names.add(f"{root}/kept", "1", lease=kept.id)
+    names.add(f"{root}/left", "1", lease=left.id)
+    names.add(f"{root}/plain", "1")
+    recorder = Recorder()
+    names.watch(root, recorder, subtree=True)
+    num_events = len(recorder.events)
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(names.wait, f"{root}/never", 60.0)
+        while not names._waiters:
+            time.sleep(0.001)
+        names.close()
+        with pytest.raises(NameResolverClosed):
+            wait.result(LIMIT_S)
+    names.close()
+    assert other.find_subtree(root) == [f"{root}/left", f"{root}/plain"]
+    assert len(recorder.events) == num_events
+    with pytest.raises(NameResolverClosed):
+        names.get(root)
+    with pytest.raises(NameResolverClosed):
+        names.grant_lease(1)
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "lease_id"), [(0, None), (-1, None), (float("nan"), None), (float("inf"), None), (1, 0), (1, 2**63)]
+)
+def test_invalid_leases(names: NameResolver, ttl_s: float, lease_id: int | None) -> None:
+    with pytest.raises(ValueError, match=r"ttl_s|lease_id"):
+        names.grant_lease(ttl_s, lease_id=lease_id)
+
+
+# ------------------------------------------------------------------------------------------------------- opening, importing
+
+
+def test_open_refuses_nonsense() -> None:
+    with pytest.raises(ValueError, match="backend is 'zookeeper'"):
+        open_name_resolver(NameResolveConfig(backend="zookeeper"))
+    with pytest.raises(ValueError, match="needs a list"):
+        open_name_resolver(NameResolveConfig(endpoints=[]))
+    with pytest.raises(ValueError, match="http://x:1"):
+        open_name_resolver(NameResolveConfig(endpoints=["http://x:1"]))
+
+
+def test_memory_spaces_are_apart(root: str) -> None:
+    with MemoryNameResolver(f"{root} 1") as first, MemoryNameResolver(f"{root} 2") as second:
+        first.add(root, "1")
+        assert second.find_subtree("test") == []
+
+
+def test_a_lagging_memory_watch_keeps_the_newest_of_each_key(root: str) -> None:
+    with MemoryNameResolver(root) as names, ThreadPoolExecutor(1) as pool:
+        recorder, stuck, go = Recorder(), threading.Event(), threading.Event()
+
+        def lag(event: WatchEvent) -> None:
+            stuck.set()
+            assert go.wait(LIMIT_S)
+            recorder(event)
+
+        names.watch(root, lag, subtree=True)
+        first = pool.submit(names.add, f"{root}/a", "first")
+        assert stuck.wait(LIMIT_S)
+        for index in range(10_000):
+            names.add(f"{root}/{index % 2}", str(index), replace=True)
+        go.set()
+        first.result(LIMIT_S)
+        recorder.wait_for_state({f"{root}/a": "first", f"{root}/0": "9998", f"{root}/1": "9999"})
+        assert len(recorder.events) < 5000
+
+
+def test_modules_load_neither_grpc_nor_torch() -> None:
+    program = (
+        "import sys, asyncrl.runtime.name_resolve, asyncrl.runtime.etcd as etcd, asyncrl.runtime.etcd_server\n"
+        "assert not {'grpc', 'etcd3', 'google.protobuf', 'torch', 'numpy'} & set(sys.modules)\n"
+        "etcd.load_api()\n"
+        "assert 'grpc' in sys.modules and not {'torch', 'numpy'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
+
+
+def test_the_first_endpoint_that_answers_is_used(server: EtcdServer, root: str) -> None:
+    with socket.socket() as refusing, socket.socket() as silent:
+        refusing.bind(("127.0.0.1", 0))
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # connects, and then never says a word
+        endpoints = [f"127.0.0.1:{closed.getsockname()[1]}" for closed in (refusing, silent)]
+        config = NameResolveConfig(endpoints=[*endpoints, server.endpoint], timeout_s=2.0)
+        with open_name_resolver(config) as names:
+            names.add(f"{root}/a", "1", lease=names.grant_lease(5).id)
+            recorder = Recorder()
+            names.watch(root, recorder, subtree=True)
+            assert names.wait(f"{root}/a", 1.0) == "1"
+            assert recorder.events == [put(f"{root}/a", "1")]
+        with pytest.raises(NameResolveTimeout, match=f"{endpoints[0]}.*; {endpoints[1]}"):
+            open_name_resolver(NameResolveConfig(endpoints=endpoints, timeout_s=0.5))
+
+
+# ---------------------------------------------------------------------------------------------------- outages of the server
+
+
+def lose_data(server: EtcdServer) -> None:
+    server.kill()
+    shutil.rmtree(server._data_dir)
+    server.start()
+
+
+def test_everything_survives_a_killed_server(server: EtcdServer, open_etcd: OpenSession, root: str) -> None:
+    holder, user, other = open_etcd(), open_etcd(), open_etcd()
+    lease = holder.grant_lease(5)
+    holder.add(f"{root}/held", "1", lease=lease.id)
+    user.add(f"{root}/used", "2", lease=lease.id)
+    user.add(f"{root}/plain", "3")
+    tree, key = Recorder(), Recorder()
+    user.watch(root, tree, subtree=True)
+    user.watch(f"{root}/later", key)
+    with ThreadPoolExecutor(2) as pool:
+        wait = pool.submit(user.wait, f"{root}/later", LIMIT_S)
+        server.kill()
+        change = pool.submit(server.start)
+        other.add(f"{root}/later", "4")  # waits for the server to come back
+        other.delete(f"{root}/plain")
+        change.result(LIMIT_S)
+        assert wait.result() == "4"
+    state = {f"{root}/held": "1", f"{root}/used": "2", f"{root}/later": "4"}
+    tree.wait_for_state(state)
+    key.wait_for(put(f"{root}/later", "4"))
+    other.add(f"{root}/after", "5")  # the streams live again
+    tree.wait_for_state(state | {f"{root}/after": "5"})
+    assert lease.refresh()
+    lease.revoke()
+    tree.wait_for_state({f"{root}/later": "4", f"{root}/after": "5"})
+    assert gone(f"{root}/used") == tree.events[-1] or gone(f"{root}/held") == tree.events[-1]
+
+
+def test_leases_entries_and_watches_come_back_from_lost_data(
+    server: EtcdServer, open_etcd: OpenSession, root: str
+) -> None:
+    holder, user, other = open_etcd(), open_etcd(), open_etcd()
+    lease = holder.grant_lease(30)  # far longer than the test: what is lost is noticed, not waited for
+    holder.add(f"{root}/held", "1", lease=lease.id)
+    holder.add(f"{root}/deleted", "1", lease=lease.id)
+    holder.add(f"{root}/swapped", "1", lease=lease.id)
+    user.add(f"{root}/used", "2", lease=lease.id)
+    user.add(f"{root}/freed", "2", lease=lease.id)
+    user.add(f"{root}/freed", "2", replace=True)
+    holder.delete(f"{root}/deleted")
+    assert holder.compare_and_swap(f"{root}/swapped", "1", "9")
+    recorder = Recorder()
+    other.watch(root, recorder, subtree=True)
+    restored = {f"{root}/held": "1", f"{root}/swapped": "9", f"{root}/used": "2"}
+    assert recorder.state == restored | {f"{root}/freed": "2"}
+    for life in ("second", "third"):
+        lose_data(server)
+        holder.add(f"{root}/new", life, replace=True, lease=lease.id)  # at once: it need not wait for the keeper
+        recorder.wait_for_state(restored | {f"{root}/new": life})
+        assert other.get_subtree(root) == dict(sorted((restored | {f"{root}/new": life}).items()))
+    assert lease.alive
+    lease.revoke()
+    recorder.wait_for_state({})
+
+
+def test_somebody_elses_lease_that_comes_back(
+    server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_module, "_FOREIGN_CHECK_S", 0.1)
+    holder, user = open_etcd(), open_etcd()
+    lease = holder.grant_lease(30)
+    user.add(f"{root}/a", "1", lease=lease.id)
+    user.add(f"{root}/stolen", "1", lease=lease.id)
+    recorder = Recorder()
+    holder.watch(f"{root}/a", recorder)
+    lease.revoke()
+    recorder.wait_for(put(f"{root}/a", "1"), gone(f"{root}/a"))
+    holder.add(f"{root}/stolen", "2")
+    keeper = user._keeper  # type: ignore[attr-defined]
+    deadline = time.monotonic() + LIMIT_S
+    while keeper._leases[lease.id].lost_since is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert holder.grant_lease(30, lease_id=lease.id).alive
+    assert holder.wait(f"{root}/a", LIMIT_S) == "1"
+    assert holder.get(f"{root}/stolen") == "2"
+
+
+def test_a_session_that_was_frozen_takes_its_lease_again(server: EtcdServer, root: str) -> None:
+    program = (
+        "import sys\n"
+        "from asyncrl.runtime.etcd import EtcdNameResolver\n"
+        "names = EtcdNameResolver([sys.argv[1]])\n"
+        "names.add(sys.argv[2], 'here', lease=names.grant_lease(1).id)\n"
+        "names.watch('test/x', print)\n"
+        "sys.stdin.read()\n"  # and exit without closing: watches and leases must not hold it up
+    )
+    child = subprocess.Popen([sys.executable, "-c", program, server.endpoint, f"{root}/a"], stdin=subprocess.PIPE)
+    try:
+        with open_name_resolver(NameResolveConfig(endpoints=[server.endpoint])) as names:
+            assert names.wait(f"{root}/a", LIMIT_S) == "here"
+            recorder = Recorder()
+            names.watch(f"{root}/a", recorder)
+            child.send_signal(signal.SIGSTOP)
+            recorder.wait_for(put(f"{root}/a", "here"), gone(f"{root}/a"))
+            child.send_signal(signal.SIGCONT)
+            recorder.wait_for(put(f"{root}/a", "here"), gone(f"{root}/a"), put(f"{root}/a", "here"))
+        child.communicate(timeout=LIMIT_S)
+        assert child.returncode == 0
+    finally:
+        child.kill()
+        child.wait(LIMIT_S)
+
+
+def test_adds_are_done_once_through_an_outage(server: EtcdServer, open_etcd: OpenSession, root: str) -> None:
+    names = open_etcd()
+    under_way, stop = threading.Event(), threading.Event()
+
+    def add(thread_index: int) -> int:
+        index = 0
+        while not stop.is_set():
+            names.add(f"{root}/{thread_index}/{index}", "x")  # NameEntryExists would be our own, sent twice
+            index += 1
+            if index == 20:
+                under_way.set()
+        return index
+
+    with ThreadPoolExecutor(3) as pool:
+        added = [pool.submit(add, index) for index in range(3)]
+        try:
+            assert under_way.wait(LIMIT_S)
+            for _ in range(3):
+                server.kill()
+                server.start()
+        finally:
+            stop.set()
+        num_added = sum(future.result(LIMIT_S) for future in added)
+    assert len(names.find_subtree(root)) == num_added
+
+
+def test_a_frozen_server_is_an_error_not_a_hang(server: EtcdServer, open_etcd: OpenSession, root: str) -> None:
+    watching = open_etcd()
+    recorder = Recorder()
+    watching.watch(f"{root}/a", recorder)
+    names = open_name_resolver(NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3))
+    lease = names.grant_lease(5)
+    operations: list[Callable[[], object]] = [
+        lambda: names.add(f"{root}/a", "1"),
+        lambda: names.get(f"{root}/a"),
+        lambda: names.grant_lease(5),
+        lambda: lease.refresh(),
+        lambda: names.watch(f"{root}/a", recorder),
+        lambda: names.wait(f"{root}/a", 0.3),
+        lambda: open_name_resolver(NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3)),
+    ]
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        for operation in operations:
+            before = time.monotonic()
+            with pytest.raises(TimeoutError, match=r"within 0.3 s.*Deadline Exceeded"):
+                operation()
+            assert time.monotonic() - before < 2.0
+        before = time.monotonic()
+        names.close()
+        assert time.monotonic() - before < 5.0
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    watching.add(f"{root}/a", "2", replace=True)
+    recorder.wait_for_state({f"{root}/a": "2"})
+
+
+# ----------------------------------------------------------------------------------------------------------- the server itself
+
+
+def test_server_dies_with_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import sys, threading\n"
+        "from asyncrl.runtime.etcd_server import EtcdServer\n"
+        "server = EtcdServer(sys.argv[1] + '/data', sys.argv[1] + '/log', extra_args=['--unsafe-no-fsync'])\n"
+        "thread = threading.Thread(target=server.start)\n"  # the thread that starts it may end
+        "thread.start(); thread.join()\n"
+        "print(server.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        etcd = psutil.Process(int(parent.stdout.readline()))
+        assert etcd.is_running()
+        parent.kill()
+        parent.wait(LIMIT_S)
+        etcd.wait(LIMIT_S)
+
+
+def test_server_says_why_it_does_not_start(tmp_path: Path) -> None:
+    server = EtcdServer(tmp_path / "data", tmp_path / "log", extra_args=["--no-such-flag"])
+    with pytest.raises(EtcdServerError, match="no-such-flag"):
+        server.start()
+    assert not server.running
+    with pytest.raises(EtcdServerError, match="no/such/etcd"):
+        find_etcd("no/such/etcd")
+
+
+def test_server_stops_and_changes_port_if_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.runtime import etcd_server
+
+    choose = etcd_server._free_ports
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        choices = iter([(taken.getsockname()[1], choose("127.0.0.1")[0])])
+        monkeypatch.setattr(etcd_server, "_free_ports", lambda host: next(choices, None) or choose(host))
+        server = EtcdServer(tmp_path / "data", tmp_path / "log", extra_args=["--unsafe-no-fsync"])
+        server.start()
+        assert server.endpoint != f"127.0.0.1:{taken.getsockname()[1]}"
+    endpoint, pid = server.endpoint, server.pid
+    server.restart()
+    assert (server.endpoint, server.pid != pid) == (endpoint, True)
+    server.stop()
+    assert server.wait_for_exit(0.0)
+    assert not psutil.pid_exists(server.pid)

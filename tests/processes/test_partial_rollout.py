@@ -1,0 +1,305 @@
+"""The generation client against real HTTP servers: chunks, interruptions, lost servers, versions, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rollout_fakes import FakeGenerationServer, continuation, logprob_of
+
+from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.messages import Locator, ScheduleReply, Ticket, WeightVersion
+from asyncrl.rollout import client as client_module
+from asyncrl.rollout.client import PartialRolloutManager, Route
+from asyncrl.rollout.outcome import RolloutRejected, RolloutReleased
+from asyncrl.runtime.worker import StatusBoard
+
+LOGGER = logging.getLogger("test_partial_rollout")
+SAMPLING = SamplingConfig(max_new_tokens=32)
+PROMPT = [3, 1, 4]
+V1, V2 = (WeightVersion(1, version).pack() for version in (1, 2))
+
+MakeClient = Callable[..., Awaitable[PartialRolloutManager]]
+
+
+class Chooser:
+    """The manager's /schedule_request: names the servers that the test lists, one a call."""
+
+    def __init__(self) -> None:
+        self.servers: list[FakeGenerationServer] = []
+        self.lost: list[str] = []
+
+    async def schedule(self, ticket_id: str, lost_server: str) -> ScheduleReply:
+        self.lost.append(lost_server)
+        if not self.servers:
+            return ScheduleReply(reason="no_server")
+        server = self.servers.pop(0)
+        return ScheduleReply(server=server.name, server_url=server.url)
+
+
+def ticket_at(server: FakeGenerationServer, ticket_id: str = "t0", min_version: int = 1) -> Ticket:
+    return Ticket(
+        ticket_id=ticket_id,
+        kind="train",
+        locator=Locator(0, 0),
+        attempt=1,
+        min_version=min_version,
+        deadline=min_version + 2,
+        server=server.name,
+        server_url=server.url,
+        head=0,
+    )
+
+
+@pytest.fixture
+def chooser() -> Chooser:
+    return Chooser()
+
+
+@pytest.fixture
+def board() -> StatusBoard:
+    info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig())
+    return StatusBoard(info, LOGGER)
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[list[FakeGenerationServer]]:
+    made = [FakeGenerationServer(f"generation_server/{index}") for index in range(2)]
+    for server in made:
+        await server.start()
+    yield made
+    for server in made:
+        await server.stop()
+
+
+@pytest.fixture
+async def make_client(chooser: Chooser, board: StatusBoard) -> AsyncIterator[MakeClient]:
+    made: list[PartialRolloutManager] = []
+
+    async def make(**options: Any) -> PartialRolloutManager:
+        defaults = {"new_tokens_per_chunk": 16, "request_timeout_s": 20.0, "max_requests": 128}
+        client = PartialRolloutManager(chooser, board=board, logger=LOGGER, **{**defaults, **options})
+        await client.start()
+        made.append(client)
+        return client
+
+    yield make
+    for client in made:
+        await client.close()
+
+
+async def test_long_responses_take_one_request_a_chunk(
+    servers: list[FakeGenerationServer], make_client: MakeClient
+) -> None:
+    client = await make_client()
+    sampling = replace(SAMPLING, max_new_tokens=128)
+    prompts = [[index, 2, 3] for index in range(8)]
+    groups = await asyncio.gather(
+        *(
+            client.generate(Route(ticket_at(servers[0], f"t{index}")), [prompt] * 10, sampling, [0])
+            for index, prompt in enumerate(prompts)
+        )
+    )
+    assert len(servers[0].requests) == client.counts.requests == 8 * 10 * 128 // 16
+    assert client.counts.tokens == 8 * 10 * 128
+    assert len({request.rid for request in servers[0].requests}) == len(servers[0].requests)
+    for prompt, group in zip(prompts, groups, strict=True):
+        expected = continuation(prompt, 128)
+        assert all(response.output_ids == expected and not response.finished for response in group)
+
+
+async def test_a_response_ends_with_eos(servers: list[FakeGenerationServer], make_client: MakeClient) -> None:
+    servers[0].eos_at = len(PROMPT) + 20
+    client = await make_client()
+    (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert response.finished
+    assert response.output_ids == [*continuation(PROMPT, 19), 0]  # EOS stays
+    assert [request.sampling_params.max_new_tokens for request in servers[0].requests] == [16, 16]
+    assert servers[0].requests[0].sampling_params.stop_token_ids == [0]
+
+
+async def test_the_last_chunk_asks_for_no_more_than_is_left(
+    servers: list[FakeGenerationServer], make_client: MakeClient
+) -> None:
+    client = await make_client(new_tokens_per_chunk=20)
+    await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert [request.sampling_params.max_new_tokens for request in servers[0].requests] == [20, 12]
+
+
+async def test_an_interruption_resumes_on_the_same_server_with_versions_exact(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
+) -> None:
+    server = servers[0]
+    server.script.extend([None, 5])  # a full chunk, then an update after 5 tokens
+    server.version_after_interrupt = 2
+    client = await make_client()
+    (response,) = await client.generate(Route(ticket_at(server)), [PROMPT], SAMPLING, [0])
+    assert response.output_ids == continuation(PROMPT, 32)
+    assert response.logprobs == [logprob_of(token) for token in response.output_ids]
+    assert response.versions == [(V1, 21), (V2, 11)]
+    assert [len(request.input_ids) for request in server.requests] == [3, 19, 24]
+    assert client.counts.interrupted == 1
+    assert chooser.lost == []
+
+
+async def test_interruptions_without_a_token_are_bounded(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_EMPTY_ABORT_DELAYS_S", (0.0, 0.0, 0.0))
+    servers[0].script.extend([0] * 4)
+    chooser.servers = [servers[1]]
+    client = await make_client()
+    (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert response.output_ids == continuation(PROMPT, 32)
+    assert (len(servers[0].requests), chooser.lost) == (4, ["generation_server/0"])
+
+
+async def test_a_dead_server_is_left_once_for_the_whole_group_and_nothing_is_lost(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
+) -> None:
+    first, second = servers
+    first.version, second.version = 1, 2
+    client = await make_client()
+    chooser.servers = [second]
+    inputs = [[index, *PROMPT] for index in range(6)]
+    route = Route(ticket_at(first))
+    first.hold.clear()
+    first.hold_after = 6
+    generating = asyncio.ensure_future(client.generate(route, inputs, SAMPLING, [0]))
+    await first.wait_for_requests(12)  # the second chunk of all is out
+    await first.stop()
+    responses = await generating
+    assert chooser.lost == ["generation_server/0"]
+    assert (route.server, client.counts.moved) == ("generation_server/1", 1)
+    for input_ids, response in zip(inputs, responses, strict=True):
+        assert response.output_ids == continuation(input_ids, 32)
+        assert response.versions == [(V1, 16), (V2, 16)]
+    assert {len(request.input_ids) for request in second.requests} == {4 + 16}
+
+
+async def test_short_hiccups_stay_on_the_server(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_BUSY_DELAYS_S", (0.0, 0.0))
+    servers[0].script.extend(["disconnect", web.Response(status=500), web.Response(status=503)])
+    client = await make_client()
+    (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert response.output_ids == continuation(PROMPT, 32)
+    assert (client.counts.retried, chooser.lost) == (3, [])
+
+
+@pytest.mark.parametrize("trouble", [lambda: web.Response(status=500), lambda: "garbage"])
+async def test_a_server_that_keeps_failing_is_left(
+    servers: list[FakeGenerationServer],
+    make_client: MakeClient,
+    chooser: Chooser,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: Callable[[], Any],
+) -> None:
+    monkeypatch.setattr(client_module, "_RETRY_DELAYS_S", (0.0, 0.0))
+    servers[0].script.extend(trouble() for _ in range(3))
+    chooser.servers = [servers[1]]
+    client = await make_client()
+    (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert response.output_ids == continuation(PROMPT, 32)
+    assert chooser.lost == ["generation_server/0"]
+
+
+async def test_failures_in_a_row_give_the_ticket_back(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_SCHEDULE_DELAYS_S", (0.0,))
+    for server in servers:
+        server.script.extend(["garbage"] * 10)
+    chooser.servers = [*servers, *servers, *servers]
+    client = await make_client()
+    with pytest.raises(RolloutReleased) as caught:
+        await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert caught.value.reason == "server_lost"
+    assert len(chooser.lost) == 4
+
+
+async def test_no_server_to_be_had_gives_the_ticket_back(make_client: MakeClient, chooser: Chooser) -> None:
+    gone = FakeGenerationServer()
+    await gone.start()
+    await gone.stop()
+    client = await make_client(request_timeout_s=0.3)
+    with pytest.raises(RolloutReleased) as caught:
+        await client.generate(Route(ticket_at(gone)), [PROMPT] * 3, SAMPLING, [0])
+    assert caught.value.reason == "no_server"
+    assert len(chooser.lost) >= 2  # it asked again
+
+
+async def test_a_frozen_server_is_left_after_the_timeout(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
+) -> None:
+    servers[0].hold.clear()
+    chooser.servers = [servers[1]]
+    client = await make_client(request_timeout_s=0.2)
+    (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert response.output_ids == continuation(PROMPT, 32)
+    servers[0].hold.set()
+
+
+async def test_a_refused_prompt_is_rejected_at_once(
+    servers: list[FakeGenerationServer], make_client: MakeClient
+) -> None:
+    servers[0].script.append(web.Response(status=400, text="the prompt is too long"))
+    client = await make_client()
+    with pytest.raises(RolloutRejected, match="the prompt is too long") as caught:
+        await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert caught.value.reason == "generation_refused"
+    assert len(servers[0].requests) == 1
+
+
+async def test_tokens_older_than_the_ticket_allows_give_it_back(
+    servers: list[FakeGenerationServer], make_client: MakeClient
+) -> None:
+    client = await make_client()
+    with pytest.raises(RolloutReleased, match="a0001-v00000001, the ticket allows a0001-v00000003") as caught:
+        await client.generate(Route(ticket_at(servers[0], min_version=3)), [PROMPT], SAMPLING, [0])
+    assert caught.value.reason == "stale_server"
+
+
+async def test_cancelling_aborts_on_the_server(servers: list[FakeGenerationServer], make_client: MakeClient) -> None:
+    servers[0].hold.clear()
+    client = await make_client()
+    generating = asyncio.ensure_future(client.generate(Route(ticket_at(servers[0])), [PROMPT] * 3, SAMPLING, [0]))
+    await servers[0].wait_for_requests(3)
+    generating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await generating
+    await servers[0].wait_for_aborts(3)
+    assert sorted(servers[0].aborted) == sorted(request.rid for request in servers[0].requests)
+    servers[0].hold.set()
+
+
+async def test_requests_out_at_once_are_bounded(servers: list[FakeGenerationServer], make_client: MakeClient) -> None:
+    client = await make_client(max_requests=4)
+    await client.generate(Route(ticket_at(servers[0])), [PROMPT] * 20, SAMPLING, [0])
+    assert servers[0].most_in_flight <= 4
+    assert len(servers[0].requests) == 40
+
+
+async def test_the_board_names_the_server_that_is_waited_for(
+    servers: list[FakeGenerationServer], make_client: MakeClient, board: StatusBoard
+) -> None:
+    servers[0].hold.clear()
+    client = await make_client()
+    generating = asyncio.ensure_future(client.generate(Route(ticket_at(servers[0])), [PROMPT] * 3, SAMPLING, [0]))
+    await servers[0].wait_for_requests(3)
+    assert [(wait.what, wait.on) for wait in board.snapshot().waits] == [("the next piece", "generation_server/0")]
+    servers[0].hold.set()
+    await generating
+    assert board.snapshot().waits == []
+
+
+async def test_greedy_is_temperature_zero(servers: list[FakeGenerationServer], make_client: MakeClient) -> None:
+    client = await make_client()
+    await client.generate(Route(ticket_at(servers[0])), [PROMPT], replace(SAMPLING, greedy=True, temperature=0.7), [0])
+    assert servers[0].requests[0].sampling_params.temperature == 0.0

@@ -1,0 +1,398 @@
+"""The rollout worker between a fake manager, a fake generation server and a real head's puller."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from rollout_fakes import FakeGenerationServer, FakeManager, continuation, logprob_of
+
+from asyncrl.config import (
+    NameResolveConfig,
+    PromptSourceConfig,
+    RolloutConfig,
+    RolloutWorkerConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    TaskConfig,
+    WorkerInfo,
+)
+from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.dataflow import TRAJECTORY_KEYS
+from asyncrl.messages import Locator, ScheduleReply, StoreVerdict, Ticket, WeightVersion
+from asyncrl.names import Names
+from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
+from asyncrl.rollout.env import Env
+from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.push_pull import NameResolvingZmqPuller, Pulled
+from asyncrl.testing.tiny import make_char_tokenizer
+
+V1 = WeightVersion(1, 1).pack()
+EOS_AT = 12
+
+
+def reward(prompt: str, completion: str, answer: Any, *, finished: bool, task: str) -> float:
+    """The answer says what to do."""
+    if answer == "raise":
+        raise RuntimeError("this prompt cannot be judged")
+    assert task in {"default", "rude", "silent"}
+    return float(answer) if finished else -1.0
+
+
+class RudeAgent(Agent):
+    async def collect_trajectory(
+        self, prompt: Any, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
+    ) -> list[SequenceSample]:
+        raise LookupError("lost my way")
+
+
+class SilentAgent(Agent):
+    async def collect_trajectory(
+        self, prompt: Any, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
+    ) -> list[SequenceSample]:
+        return []
+
+
+class Stage:
+    """Everything around a worker."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.space = str(tmp_path)
+        self.resolver = MemoryNameResolver(self.space)
+        self.names = Names("e", "t")
+        self.server = FakeGenerationServer(eos_at=EOS_AT)
+        self.manager = FakeManager()
+        self.runtime = RuntimeConfig(start_timeout_s=20.0, stop_timeout_s=5.0)
+        self.puller = NameResolvingZmqPuller(self.resolver, self.names, puller_index=0, runtime=self.runtime)
+        self.pulled: list[Pulled] = []
+        self.verdict = StoreVerdict(verdict="stored")
+        self.rows: list[dict[str, Any]] = [
+            {"prompt": f"{index}12", "answer": 0.5, "task": "default"} for index in range(8)
+        ]
+        self.rollout = RolloutConfig(
+            group_size=3,
+            sampling=SamplingConfig(max_new_tokens=32),
+            new_tokens_per_chunk=4,
+            max_concurrent_per_worker=4,
+            request_timeout_s=20.0,
+            tasks={
+                "default": TaskConfig(reward=f"{__name__}:reward"),
+                "rude": TaskConfig(reward=f"{__name__}:reward", agent=f"{__name__}:RudeAgent"),
+                "silent": TaskConfig(reward=f"{__name__}:reward", agent=f"{__name__}:SilentAgent"),
+            },
+        )
+        self.worker: RolloutWorker
+        self.prompts: PromptSource
+        self._life: asyncio.Task[None] | None = None
+        self._pulling: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the services, and the worker itself."""
+        make_char_tokenizer(self.tmp_path / "tokenizer")
+        (self.tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        source = PromptSourceConfig(
+            path=str(self.tmp_path / "prompts.jsonl"), max_prompt_length=4, task_key="task", shuffle=False
+        )
+        self.prompts = PromptSource(source, load_tokenizer(self.tmp_path / "tokenizer"))
+        await self.server.start()
+        await self.manager.start()
+        self.resolver.add(self.names.gserver_manager(), self.manager.url)
+        await self.puller.start()
+        self.start_pulling()
+        name_resolve = NameResolveConfig(backend="memory", endpoints=[self.space])
+        info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, str(self.tmp_path), 1, name_resolve, self.runtime)
+        self.worker = RolloutWorker(
+            RolloutWorkerConfig(
+                worker=info,
+                tokenizer_path=str(self.tmp_path / "tokenizer"),
+                prompts=source,
+                eval_prompts=source,
+                rollout=self.rollout,
+                num_heads=1,
+                heartbeat_s=0.05,
+            )
+        )
+        self._life = asyncio.create_task(self.worker.main())
+
+    def start_pulling(self) -> None:
+        async def pull() -> None:
+            while True:
+                pulled = await self.puller.pull()
+                self.pulled.append(pulled)
+                pulled.ack(self.verdict)
+
+        self._pulling = asyncio.create_task(pull())
+
+    async def stop_pulling(self) -> None:
+        assert self._pulling is not None
+        self._pulling.cancel()
+        await asyncio.wait({self._pulling})
+
+    def ticket(self, position: int, **fields: Any) -> Ticket:
+        defaults: dict[str, Any] = {
+            "ticket_id": f"ticket-{position}",
+            "kind": "train",
+            "locator": Locator(0, position),
+            "attempt": 1,
+            "min_version": 1,
+            "deadline": 3,
+            "server": self.server.name,
+            "server_url": self.server.url,
+            "head": 0,
+        }
+        return Ticket(**{**defaults, **fields})
+
+    async def grant(self, *tickets: Ticket) -> None:
+        self.manager.waiting.extend(tickets)
+        await self.manager.notify()
+
+    async def results(self, count: int) -> dict[str, tuple[str, str]]:
+        """Outcome and reason by ticket, once there are so many; a worker that fails meanwhile fails the test."""
+        assert self._life is not None
+        waiting = asyncio.ensure_future(self.manager.wait_for_results(count))
+        await asyncio.wait({waiting, self._life}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            self._life.result()
+            raise AssertionError("the worker ended early")
+        waiting.result()
+        return {ticket_id: (result.outcome, result.reason) for ticket_id, result in self.manager.results.items()}
+
+    async def end(self, how: Literal["finished", "stop"] = "finished") -> None:
+        """Let the worker end by itself, or stop it; its errors come out here."""
+        assert self._life is not None
+        if how == "finished":
+            self.manager.finished = True
+            await self.manager.notify()
+        else:
+            self.worker.stopping.set()
+        await asyncio.wait_for(self._life, 20)
+
+    async def close(self) -> None:
+        if self._life is not None and not self._life.done():
+            self.server.hold.set()
+            self.worker.stopping.set()
+            await asyncio.wait({self._life}, timeout=10)
+        await self.stop_pulling()
+        await self.puller.close()
+        await self.manager.stop()
+        await self.server.stop()
+        self.resolver.close()
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    made = Stage(tmp_path)
+    yield made
+    await made.close()
+
+
+async def test_trajectories_arrive_complete(stage: Stage) -> None:
+    await stage.start()
+    await stage.grant(*(stage.ticket(position) for position in range(6)))
+    outcomes = await stage.results(6)
+    await stage.end()
+    assert set(outcomes.values()) == {("stored", "")}
+    assert {pulled.meta.ticket_id for pulled in stage.pulled} == set(outcomes)
+    for pulled in stage.pulled:
+        meta, sample = pulled.meta, pulled.sample
+        prompt_ids = stage.prompts.get(meta.locator).input_ids
+        expected = [*continuation(prompt_ids, EOS_AT - len(prompt_ids) - 1), 0]
+        assert set(sample.keys) == set(meta.keys) == set(TRAJECTORY_KEYS)
+        assert sample.ids == (meta.ticket_id,)
+        assert [ids.tolist() for ids in sample.slices()[0]] == [prompt_ids + expected] * 3
+        for logprobs in sample.slices("packed_logprobs")[0]:
+            np.testing.assert_array_equal(logprobs[len(prompt_ids) :], [logprob_of(token) for token in expected])
+        assert meta.seqlens == [EOS_AT] * 3
+        assert meta.response_lengths == [len(expected)] * 3
+        assert meta.rewards == sample.data["rewards"].tolist() == [0.5] * 3
+        assert meta.version_start == meta.version_end == [V1] * 3
+        assert sample.data["seq_no_eos_mask"].tolist() == [False] * 3
+        assert meta.birth_time == sample.data["birth_time"][0] > 1e9
+        result = stage.manager.results[meta.ticket_id]
+        assert (result.num_tokens, result.lengths) == (3 * len(expected), meta.response_lengths)
+        assert (result.version_start, result.version_end) == (1, 1)
+    assert max(stage.manager.asked) == 4  # never more than there is room for
+
+
+async def test_rollouts_that_will_not_do_are_rejected_with_their_reason(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.rollout = replace(stage.rollout, success_rate_lb=0.05, success_rate_ub=0.95)
+    for row, change in zip(
+        stage.rows,
+        [
+            {"answer": 0.0},
+            {"answer": 1.0},
+            {"answer": "raise"},
+            {"prompt": "12345"},
+            {"task": "rude"},
+            {"task": "silent"},
+            {"task": "never heard of"},
+            {},
+        ],
+        strict=True,
+    ):
+        row.update(change)
+    await stage.start()
+    await stage.grant(*(stage.ticket(position) for position in range(8)))
+    outcomes = await stage.results(8)
+    await stage.end()
+    assert outcomes == {
+        "ticket-0": ("rejected", "too_hard"),
+        "ticket-1": ("rejected", "too_easy"),
+        "ticket-2": ("rejected", "reward_error"),
+        "ticket-3": ("rejected", "prompt_too_long"),
+        "ticket-4": ("rejected", "agent_error"),
+        "ticket-5": ("rejected", "agent_declined"),
+        "ticket-6": ("rejected", "unknown_task"),
+        "ticket-7": ("stored", ""),
+    }
+    assert [pulled.meta.ticket_id for pulled in stage.pulled] == ["ticket-7"]
+    assert stage.manager.results["ticket-0"].lengths == [9, 9, 9]
+    assert "lost my way" in caplog.text
+    assert "in collect_trajectory" in caplog.text  # the agent's own line
+
+
+async def test_evaluations_take_one_response_and_are_not_pushed(stage: Stage) -> None:
+    await stage.start()
+    common: dict[str, Any] = {"kind": "eval", "eval_id": "start"}
+    await stage.grant(
+        stage.ticket(0, ticket_id="greedy", eval_mode="greedy", **common),
+        stage.ticket(1, ticket_id="sampled", eval_mode="sampled", **common),
+    )
+    outcomes = await stage.results(2)
+    await stage.end()
+    assert outcomes == {"greedy": ("evaluated", ""), "sampled": ("evaluated", "")}
+    assert stage.pulled == []
+    for ticket_id, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        result = stage.manager.results[ticket_id]
+        assert (result.rewards, result.lengths, result.version_start, result.version_end) == ([0.5], [9], 1, 1)
+        mine = [request for request in stage.server.requests if request.rid.startswith(ticket_id)]
+        assert len(mine) == 3  # chunks of one response
+        assert {request.sampling_params.temperature for request in mine} == {temperature}
+
+
+async def test_evaluations_run_beside_a_full_worker(stage: Stage) -> None:
+    stage.server.hold.clear()
+    await stage.start()
+    await stage.grant(*(stage.ticket(position) for position in range(3)))
+    await stage.manager.wait_for_heartbeat({f"ticket-{position}" for position in range(3)})
+    await stage.grant(
+        *(stage.ticket(index, ticket_id=f"eval-{index}", kind="eval", eval_mode="greedy") for index in range(3))
+    )
+    await stage.manager.wait_for_heartbeat({*(f"ticket-{i}" for i in range(3)), *(f"eval-{i}" for i in range(3))})
+    await stage.grant(stage.ticket(3))  # there is still room for a fourth train ticket
+    await stage.manager.wait_for_heartbeat({*(f"ticket-{i}" for i in range(4)), *(f"eval-{i}" for i in range(3))})
+    stage.server.hold.set()
+    await stage.results(7)
+    await stage.end()
+
+
+async def test_a_revoked_ticket_is_cancelled_and_released(stage: Stage) -> None:
+    stage.server.hold.clear()
+    await stage.start()
+    await stage.grant(stage.ticket(0), stage.ticket(1))
+    await stage.server.wait_for_requests(6)
+    stage.manager.revoked = ["ticket-0", "somebody-elses"]
+    assert await stage.results(1) == {"ticket-0": ("released", "revoked")}
+    await stage.server.wait_for_aborts(3)
+    assert all(rid.startswith("ticket-0.") for rid in stage.server.aborted)
+    stage.server.hold.set()
+    assert (await stage.results(2))["ticket-1"] == ("stored", "")
+    await stage.end()
+
+
+async def test_a_stopped_worker_releases_what_it_holds(stage: Stage) -> None:
+    stage.server.hold.clear()
+    await stage.start()
+    await stage.grant(stage.ticket(0), stage.ticket(1))
+    await stage.server.wait_for_requests(6)
+    await stage.end("stop")
+    assert await asyncio.wait_for(stage.manager.wait_for_results(2), 1) is None
+    assert {result.reason for result in stage.manager.results.values()} == {"stopped"}
+    assert stage.manager.calls["finish"] <= 2  # in batches
+
+
+async def test_when_the_run_is_finished_running_rollouts_still_end(stage: Stage) -> None:
+    stage.server.hold.clear()
+    await stage.start()
+    await stage.grant(stage.ticket(0))
+    await stage.server.wait_for_requests(3)
+    ending = asyncio.ensure_future(stage.end())
+    await stage.manager.wait_for_heartbeat({"ticket-0"})
+    stage.server.hold.set()
+    await ending
+    assert stage.manager.results["ticket-0"].outcome == "stored"
+
+
+async def test_a_manager_at_another_address_is_found(stage: Stage) -> None:
+    stage.server.hold.clear()
+    await stage.start()
+    await stage.grant(stage.ticket(0))
+    await stage.server.wait_for_requests(3)
+    await stage.manager.stop()
+    stage.server.hold.set()
+    stage.manager = FakeManager([stage.ticket(1)])
+    await stage.manager.start()
+    stage.resolver.add(stage.names.gserver_manager(), stage.manager.url, replace=True)
+    assert await stage.results(2) == {"ticket-0": ("stored", ""), "ticket-1": ("stored", "")}
+    await stage.end()
+
+
+async def test_a_full_head_holds_up_the_worker_and_loses_nothing(stage: Stage) -> None:
+    await stage.start()
+    await stage.stop_pulling()
+    await stage.grant(*(stage.ticket(position) for position in range(8)))
+    await stage.manager.wait_for_heartbeat({f"ticket-{position}" for position in range(4)})
+    assert len(stage.manager.waiting) == 4  # it asks for no more than it can hold
+    stage.start_pulling()
+    assert set((await stage.results(8)).values()) == {("stored", "")}
+    assert len({pulled.meta.ticket_id for pulled in stage.pulled}) == 8
+    await stage.end()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "expected"), [("duplicate", ("stored", "duplicate")), ("refused", ("released", "refused"))]
+)
+async def test_the_masters_verdict_decides(stage: Stage, verdict: Any, expected: tuple[str, str]) -> None:
+    stage.verdict = StoreVerdict(verdict=verdict, reason="because")
+    await stage.start()
+    await stage.grant(stage.ticket(0))
+    assert await stage.results(1) == {"ticket-0": expected}
+    await stage.end()
+
+
+async def test_a_lost_server_is_replaced_through_the_manager(stage: Stage) -> None:
+    await stage.start()
+    other = FakeGenerationServer("generation_server/1", eos_at=EOS_AT)
+    await other.start()
+    stage.manager.replacement = ScheduleReply(server=other.name, server_url=other.url)
+    ticket = stage.ticket(0)
+    await stage.server.stop()
+    await stage.grant(ticket)
+    assert await stage.results(1) == {"ticket-0": ("stored", "")}
+    await stage.end()
+    await other.stop()
+    assert [(request.ticket_id, request.lost_server) for request in stage.manager.schedules] == [
+        ("ticket-0", "generation_server/0")
+    ]
+
+
+async def test_an_error_of_the_worker_itself_ends_it(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    await stage.start()
+    with caplog.at_level(logging.CRITICAL):
+        await stage.grant(stage.ticket(99))  # there is no such prompt: manager and worker disagree on the data
+        assert stage._life is not None
+        with pytest.raises(ValueError, match="there is no prompt at epoch 0, position 99"):
+            await asyncio.wait_for(stage._life, 20)

@@ -1,0 +1,231 @@
+"""Agents and environments, with the policy played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from asyncrl.config import NameResolveConfig, RolloutConfig, RuntimeConfig, SamplingConfig, TaskConfig, WorkerInfo
+from asyncrl.data.prompts import Prompt
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.messages import WeightVersion
+from asyncrl.rollout.agent import ActQueue, Agent, MultiStepAgent, Observation, ObsQueue, SingleStepAgent
+from asyncrl.rollout.env import Env, FeedbackEnv, RewardEnv, StepResult
+from asyncrl.rollout.outcome import RolloutRejected
+from asyncrl.rollout.reward import Completion, Reward
+from asyncrl.rollout.tasks import TRAIN, TaskTable
+from asyncrl.rollout.trajectory import Response
+from asyncrl.runtime.worker import StatusBoard
+
+LOGGER = logging.getLogger("test_agents")
+BOARD = StatusBoard(
+    WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig()), LOGGER
+)
+SAMPLING = SamplingConfig(max_new_tokens=8)
+EOS = 0
+VERSION = WeightVersion(1, 4).pack()
+Policy = Callable[[list[int]], tuple[str, bool]]
+
+
+class CharTokenizer:
+    """A token a character; id 0 is EOS, which is special."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        assert skip_special_tokens
+        return "".join(chr(token) for token in ids if token != EOS)
+
+
+TOKENIZER = CharTokenizer()
+
+
+def text_ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+PROMPT = Prompt("e0-p0", "2+2=", text_ids("2+2="), "4", "default", {}, False)
+
+
+def right(prompt: str, completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def make_reward(name: str = "right") -> Reward:
+    return Reward(f"{__name__}:{name}", timeout_s=5.0, board=BOARD, logger=LOGGER)
+
+
+async def collect(agent: Agent, env: Env, policy: Policy) -> tuple[SequenceSample, list[Observation]]:
+    """Run an agent against a policy that sees the tokens so far and gives (text, finished)."""
+    obs_queue, act_queue = ObsQueue(1), ActQueue(1)
+    seen: list[Observation] = []
+
+    async def play() -> None:
+        while True:
+            observation = await obs_queue.get()
+            seen.append(observation)
+            responses = []
+            for input_ids in observation.inputs:
+                text, finished = policy(input_ids)
+                output_ids = text_ids(text) + [EOS] * finished
+                response = Response(input_ids, finished=finished)
+                response.add_piece(output_ids, [-0.5] * len(output_ids), [(VERSION, len(output_ids))])
+                responses.append(response)
+            await act_queue.put(responses)
+
+    player = asyncio.ensure_future(play())
+    try:
+        (sample,) = await agent.collect_trajectory(PROMPT, env, obs_queue, act_queue)
+    finally:
+        player.cancel()
+    return sample, seen
+
+
+def sequences(sample: SequenceSample) -> list[str]:
+    return [TOKENIZER.decode(ids.tolist(), skip_special_tokens=True) for ids in sample.slices()[0]]
+
+
+def trained(sample: SequenceSample) -> list[str]:
+    """The text under the loss mask, EOS shown as $."""
+    (ids,), (masks,) = sample.slices(), sample.slices("loss_mask")
+    return [
+        "".join("$" if token == EOS else chr(token) for token in row[mask].tolist())
+        for row, mask in zip(ids, masks, strict=True)
+    ]
+
+
+async def test_single_step_judges_a_group_at_once() -> None:
+    answers = iter([("4", True), ("5", True), ("4", False)])
+    agent = SingleStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=3)
+    sample, seen = await collect(agent, RewardEnv(prompt=PROMPT, reward=make_reward()), lambda _: next(answers))
+    assert len(seen) == 1
+    assert seen[0].sampling is SAMPLING
+    assert sequences(sample) == ["2+2=4", "2+2=5", "2+2=4"]
+    assert trained(sample) == ["4$", "5$", "4"]
+    assert sample.data["rewards"].tolist() == [1.0, 0.0, 1.0]
+    assert sample.data["seq_no_eos_mask"].tolist() == [False, False, True]
+
+
+async def test_several_turns_append_what_the_environment_says() -> None:
+    agent = MultiStepAgent(
+        tokenizer=TOKENIZER, sampling=SAMPLING, group_size=2, turn_discount=0.5, feedback_template=" [{}] "
+    )
+    env = FeedbackEnv(prompt=PROMPT, reward=make_reward(), feedback="again", max_turns=3)
+    first = iter([("5", True), ("4", True)])
+
+    def policy(input_ids: list[int]) -> tuple[str, bool]:
+        text = TOKENIZER.decode(input_ids, skip_special_tokens=True)
+        return ("4", True) if "again" in text else next(first)
+
+    sample, seen = await collect(agent, env, policy)
+
+    assert [len(observation.inputs) for observation in seen] == [2, 1]  # who is done plays no more
+    assert sequences(sample) == ["2+2=5 [again] 4", "2+2=4"]
+    assert trained(sample) == ["5$4$", "4$"]
+    assert sample.data["rewards"].tolist() == [0.5, 1.0]
+    assert sample.data["prompt_mask"].sum() == 2 * len(PROMPT.input_ids)
+
+
+async def test_turns_are_bounded_and_the_last_feedback_is_not_appended() -> None:
+    agent = MultiStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=1, max_turns=2)
+    env = FeedbackEnv(prompt=PROMPT, reward=make_reward(), feedback="no", max_turns=9)
+    sample, seen = await collect(agent, env, lambda _: ("5", True))
+    assert len(seen) == 2
+    assert sequences(sample) == ["2+2=5no5"]
+
+
+async def test_a_cut_response_ends_its_episode() -> None:
+    agent = MultiStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=1)
+    env = FeedbackEnv(prompt=PROMPT, reward=make_reward(), feedback="no")
+    sample, seen = await collect(agent, env, lambda _: ("5", False))
+    assert len(seen) == 1
+    assert sample.data["seq_no_eos_mask"].tolist() == [True]
+
+
+async def test_the_environment_ends_an_episode_after_its_turns() -> None:
+    env = FeedbackEnv(prompt=PROMPT, reward=make_reward(), feedback="no", max_turns=2)
+    await env.reset()
+    assert await env.step(Completion("5", True)) == ("no", 0.0, False, False, {})
+    assert await env.step(Completion("5", True)) == (None, 0.0, False, True, {})
+    await env.reset()
+    assert await env.step(Completion("4", True)) == (None, 1.0, True, False, {})
+
+
+async def test_forks_share_no_progress() -> None:
+    env = FeedbackEnv(prompt=PROMPT, reward=make_reward(), feedback="no", max_turns=2)
+    one, other = env.fork(), env.fork()
+    await one.reset()
+    await other.reset()
+    await one.step(Completion("5", True))
+    assert (await other.step(Completion("5", True)))[2:4] == (False, False)
+    assert (await one.step(Completion("5", True)))[2:4] == (False, True)
+
+
+class CountingEnv(RewardEnv):
+    """An environment of a user, with an argument of its own."""
+
+    def __init__(self, *, prompt: Prompt, reward: Reward | None, bonus: float) -> None:
+        super().__init__(prompt=prompt, reward=reward)
+        self.bonus = bonus
+
+    async def step(self, action: Any) -> StepResult:
+        _, values, terminated, truncated, info = await super().step(action)
+        return None, [value + self.bonus for value in values], terminated, truncated, info
+
+
+def rollout_config(**tasks: TaskConfig) -> RolloutConfig:
+    return RolloutConfig(group_size=3, sampling=SAMPLING, tasks=tasks)
+
+
+def make_table(config: RolloutConfig) -> TaskTable:
+    return TaskTable(config, tokenizer=TOKENIZER, board=BOARD, logger=LOGGER)
+
+
+async def test_tasks_are_numbered_by_name_and_evaluate_with_one_response() -> None:
+    spec = f"{__name__}:right"
+    table = make_table(
+        rollout_config(
+            sums=TaskConfig(reward=spec),
+            chess=TaskConfig(reward=spec, env=f"{__name__}:CountingEnv", env_args={"bonus": 0.5}),
+        )
+    )
+    chess, sums = table.of(replace(PROMPT, task="chess")), table.of(replace(PROMPT, task="sums"))
+    assert (chess.task_id, sums.task_id) == (0, 1)
+    assert {mode: (agent.group_size, agent.sampling.greedy) for mode, agent in sums.agents.items()} == {
+        TRAIN: (3, False),
+        "sampled": (1, False),
+        "greedy": (1, True),
+    }
+    sample, _ = await collect(chess.agents["greedy"], chess.make_env(PROMPT), lambda _: ("4", True))
+    assert sample.data["rewards"].tolist() == [1.5]
+
+
+def test_a_prompt_of_an_unknown_task_is_rejected() -> None:
+    table = make_table(rollout_config(sums=TaskConfig(reward=f"{__name__}:right")))
+    with pytest.raises(RolloutRejected, match=r"task 'default'; rollout.tasks has \['sums'\]"):
+        table.of(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ({}, "rollout.tasks is empty"),
+        ({"a": TaskConfig()}, "rollout.tasks.a has neither reward nor env"),
+        (
+            {"a": TaskConfig(reward="json:dumps", agent="json:JSONDecoder")},
+            "must be a subclass of asyncrl.rollout.agent.Agent",
+        ),
+        ({"a": TaskConfig(reward="json:dumps", agent_args={"turns": 3})}, "rollout.tasks.a.agent_args .* does not fit"),
+        ({"a": TaskConfig(reward="json:dumps", agent_args={"group_size": 3})}, r"must not set \['group_size'\]"),
+    ],
+)
+def test_a_task_that_cannot_work_is_refused(tasks: dict[str, TaskConfig], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_table(rollout_config(**tasks))

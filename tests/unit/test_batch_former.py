@@ -1,0 +1,332 @@
+"""When a step may start, with which tickets, and whom it waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.master.batch import BatchFormer, NotReady, Ready
+from asyncrl.messages import Locator, TicketView, TrajectoryMeta, WeightVersion
+
+
+class Books:
+    """What is stored and what the ledger lists; tickets are named by letter: `a` is the first prompt."""
+
+    def __init__(self, *, batch_size: int = 2, eta: int = 1, **options: Any) -> None:
+        self.former = BatchFormer(batch_size=batch_size, max_head_offpolicyness=eta, **options)
+        self.eta = eta
+        self.deadlines: dict[str, int] = {}
+        self.stored: list[str] = []
+        self.listed: list[str] = []
+        self.exhausted = False
+        self.version = 0
+        self.now = 0.0
+
+    def run(self, names: str, deadline: int) -> None:
+        for name in names:
+            self.deadlines[name] = deadline
+            self.listed.append(name)
+
+    def store(self, names: str) -> None:
+        self.stored += [name for name in names if name not in self.stored]
+
+    def forget(self, names: str) -> None:
+        """The manager has heard: consumed, rejected or taken back."""
+        self.listed = [name for name in self.listed if name not in names]
+
+    def view(self, name: str) -> TicketView:
+        return TicketView(
+            ticket_id=name,
+            locator=Locator(0, ord(name) - ord("a")),
+            deadline=self.deadlines[name],
+            state="running",
+            worker=f"rollout_worker/{ord(name) % 2}",
+            age_s=1.0,
+        )
+
+    def meta(self, name: str) -> TrajectoryMeta:
+        version = WeightVersion(1, self.deadlines[name] - self.eta).pack()
+        return TrajectoryMeta(
+            ticket_id=name,
+            locator=Locator(0, ord(name) - ord("a")),
+            attempt=1,
+            head=0,
+            keys=[],
+            seqlens=[2, 2],
+            response_lengths=[1, 1],
+            rewards=[0.0, 1.0],
+            version_start=[version, version],
+            version_end=[version, version],
+            birth_time=0.0,
+        )
+
+    def decide(self) -> Ready | NotReady:
+        return self.former.decide(
+            stored=[self.meta(name) for name in self.stored],
+            live=[self.view(name) for name in self.listed],
+            version=self.version,
+            exhausted=self.exhausted,
+            now=self.now,
+        )
+
+    def ready(self) -> str:
+        decision = self.decide()
+        assert isinstance(decision, Ready), decision
+        return "".join(decision.tickets)
+
+    def waits(self) -> NotReady:
+        decision = self.decide()
+        assert isinstance(decision, NotReady), decision
+        return decision
+
+
+def test_too_few_stored() -> None:
+    books = Books()
+    books.run("abcd", 1)
+    books.store("c")
+    waits = books.waits()
+    assert waits.reason.startswith("step 0 waits for data: 1 of 2 prompts are stored")
+    assert waits.stragglers == ("a",)
+    assert waits.on == "rollout_worker/1"
+    assert waits.revoke == ()
+
+
+def test_nothing_runs_nothing_is_stored() -> None:
+    waits = Books().waits()
+    assert (waits.on, waits.stragglers) == ("gserver manager", ())
+
+
+def test_the_earliest_deadlines_in_canonical_order() -> None:
+    books = Books()
+    books.run("cd", 1)
+    books.run("ab", 2)
+    books.version = 1
+    books.store("badc")
+    assert books.ready() == "cd"
+
+
+def test_ties_go_by_prompt_whatever_came_first() -> None:
+    books = Books()
+    books.run("abcd", 1)
+    books.store("dcba")
+    assert books.ready() == "ab"
+
+
+def test_waits_for_a_straggler_that_would_be_too_old() -> None:
+    """Two of four with deadline 1 are stored at step 0: the others still fit into step 1. At step 1 they must come."""
+    books = Books()
+    books.run("abcd", 1)
+    books.store("cd")
+    assert books.ready() == "cd"
+    books.stored, books.version = [], 1
+    books.forget("cd")
+    books.run("ef", 2)
+    books.store("ef")
+    waits = books.waits()
+    assert waits.stragglers == ("a", "b")
+    assert waits.reason == "step 1 waits for rollouts that must not be older (a, b)"
+    assert waits.on == "rollout_worker/1, rollout_worker/0"
+    books.store("b")
+    assert books.waits().stragglers == ("a",)
+    books.store("a")
+    assert books.ready() == "ab"
+
+
+def test_the_rule_looks_at_every_deadline() -> None:
+    """B = 1, eta = 2: with two unstored tickets of deadline 1 besides the batch, step 0 would leave one step for two."""
+    books = Books(batch_size=1, eta=2)
+    books.run("ab", 1)
+    books.run("c", 2)
+    books.store("c")
+    assert books.waits().stragglers == ("a", "b")
+    books.store("b")
+    assert books.ready() == "b"
+
+
+def test_synchronous_takes_the_whole_batch() -> None:
+    books = Books(eta=0)
+    books.run("ab", 0)
+    books.store("b")
+    assert books.waits().stragglers == ("a",)
+    books.store("a")
+    assert books.ready() == "ab"
+
+
+def test_a_rejected_straggler_frees_the_step() -> None:
+    books = Books()
+    books.run("abc", 1)
+    books.run("de", 2)
+    books.version = 1
+    books.store("cde")
+    assert books.waits().stragglers == ("a", "b")
+    books.forget("a")
+    assert books.waits().stragglers == ("b",)
+    books.forget("b")
+    assert books.ready() == "cd"
+
+
+# ------------------------------------------------------------------------------------------------------- end of the run
+
+
+def test_the_last_batch_is_partial() -> None:
+    books = Books(batch_size=4)
+    books.run("abc", 1)
+    books.store("ca")
+    books.exhausted = True
+    assert books.waits().stragglers == ("b",)
+    books.store("b")
+    decision = books.decide()
+    assert decision == Ready(("a", "b", "c"), partial=True)
+    books.stored = []
+    assert isinstance(books.decide(), NotReady)  # the ledger still lists them: it has not heard that they are consumed
+    books.forget("abc")
+    assert books.decide() == Ready(())
+
+
+def test_not_exhausted_while_a_prompt_may_come_back() -> None:
+    """A ticket was taken back, but the ledger in hand is older: it says exhausted, and will not be for long."""
+    books = Books(batch_size=2, overdue_wait_s=10.0)
+    books.run("ab", 1)
+    books.store("a")
+    books.exhausted = True
+    books.waits()
+    books.now = 10.0
+    assert books.waits().revoke == ("b",)
+    assert books.waits().revoke == ()
+    books.forget("b")
+    assert books.ready() == "a"  # by now the ledger says so itself
+
+
+# --------------------------------------------------------------------------------------------------------------- overdue
+
+
+def straggling(**options: Any) -> Books:
+    books = Books(**options)
+    books.run("ab", 1)
+    books.run("cd", 2)
+    books.version = 1
+    books.store("bcd")
+    return books
+
+
+def test_waits_for_a_straggler_at_most_overdue_wait_s() -> None:
+    books = straggling(overdue_wait_s=30.0)
+    assert books.waits().revoke == ()
+    books.now = 29.9
+    assert books.waits().revoke == ()
+    books.now = 30.0
+    waits = books.waits()
+    assert (waits.revoke, waits.drop, waits.stragglers) == (("a",), (), ("a",))
+    assert books.ready() == "bc"  # although the ledger still lists it
+
+
+def test_drop_takes_a_straggler_back_at_once() -> None:
+    books = straggling(overdue="drop", overdue_wait_s=30.0)
+    assert books.waits().revoke == ("a",)
+    assert books.ready() == "bc"
+
+
+def test_train_does_not_wait_for_deadlines() -> None:
+    books = straggling(overdue="train")
+    assert books.ready() == "bc"
+    books.version, books.stored = 3, ["a", "d"]
+    assert books.ready() == "ad"  # older than eta, as the policy says
+
+
+def test_a_revoked_straggler_that_comes_after_all_is_trained() -> None:
+    books = straggling(overdue_wait_s=0.0)
+    assert books.waits().revoke == ("a",)
+    books.store("a")
+    assert books.ready() == "ab"
+
+
+def test_while_data_arrives_nothing_is_overdue() -> None:
+    """Generation is slow, not stuck: only a standstill makes a rollout overdue where too few are stored."""
+    books = Books(batch_size=4, eta=0, overdue_wait_s=30.0)
+    books.run("abcd", 0)
+    for name in "abc":
+        books.store(name)
+        assert books.waits().revoke == ()
+        books.now += 29.0
+        assert books.waits().revoke == ()
+    books.now += 1.0
+    assert books.waits().revoke == ("d",)
+
+
+def test_a_rest_that_hangs_is_overdue_even_where_it_could_wait() -> None:
+    """The gate is shut by hung rollouts with later deadlines: without a limit nothing would ever move."""
+    books = Books(overdue_wait_s=30.0)
+    books.run("abcd", 1)
+    books.store("d")
+    books.waits()
+    books.now = 31.0
+    assert books.waits().revoke == ("a",)
+
+
+# ---------------------------------------------------------------------------------------------------------------- faults
+
+
+def test_too_old_by_a_fault_is_given_up_and_stored_ones_are_named() -> None:
+    books = Books()
+    books.run("ab", 0)
+    books.run("cd", 2)
+    books.version = 1
+    books.store("acd")
+    waits = books.waits()
+    assert waits.revoke == ("a", "b")
+    assert waits.drop == ("a",)
+    books.stored.remove("a")
+    assert books.ready() == "cd"
+
+
+def test_more_than_fit_before_their_deadline() -> None:
+    """A trajectory of a worker thought lost came after all: three for two places. The running one goes, not the stored."""
+    books = Books()
+    books.run("abc", 1)
+    books.version = 1
+    books.store("ac")
+    assert books.waits().revoke == ("b",)
+    assert books.ready() == "ac"
+    books = Books()
+    books.run("abc", 1)
+    books.version = 1
+    books.store("abc")
+    assert books.waits().drop == ("c",)
+
+
+def test_a_stored_ticket_that_the_ledger_does_not_know() -> None:
+    """Its deadline follows from the version of its oldest token; other tickets of its prompt do not count."""
+    books = Books()
+    books.run("ab", 1)
+    books.store("ab")
+    books.listed = []
+    other = TicketView(
+        ticket_id="a2", locator=Locator(0, 0), deadline=1, state="running", worker="rollout_worker/0", age_s=1.0
+    )
+    decision = books.former.decide(
+        stored=[books.meta("a"), books.meta("b")], live=[other], version=1, exhausted=False, now=0.0
+    )
+    assert decision == Ready(("a", "b"))
+
+
+def test_long_lists_of_stragglers_are_cut_in_the_reason() -> None:
+    books = Books(batch_size=9, eta=0)
+    books.run("abcdefghi", 0)
+    waits = books.waits()
+    assert waits.reason.endswith("(a, b, c, d, e and 4 more)")
+    assert len(waits.stragglers) == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"eta": -1}, "max_head_offpolicyness"),
+        ({"overdue": "later"}, "overdue"),
+        ({"overdue_wait_s": -1.0}, "overdue_wait_s"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        Books(**options)

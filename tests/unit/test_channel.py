@@ -1,0 +1,634 @@
+"""Channels over the in-memory transport: loss, repetition, disorder and damage; credit; restarts; refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.runtime import channel_state
+from asyncrl.runtime.channel import (
+    ChannelClosed,
+    ChannelFull,
+    ChannelLimits,
+    ChannelReceiver,
+    ChannelRefused,
+    ChannelSender,
+    ReceiverRestarted,
+)
+from asyncrl.runtime.channel_state import MAX_SENDS, WINDOW_SPAN, InOrder, PeerLedger, SendWindow, Verdict
+from asyncrl.runtime.transport import Faults, MemoryTransport
+
+LIMITS = ChannelLimits(
+    credit_items=8, credit_bytes=100_000, resend_after_s=0.01, max_message_bytes=50_000, start_timeout_s=5.0
+)
+PATIENT = dataclasses.replace(LIMITS, resend_after_s=100.0)  # for tests in which nothing is sent again
+
+
+def window(items=4, nbytes=100):
+    return SendWindow(credit_items=items, credit_bytes=nbytes, resend_after_s=1.0)
+
+
+class TestSendWindow:
+    def test_credit_in_items_and_bytes(self):
+        state = window(items=3)
+        state.admit("a", 60, 0.0)
+        assert not state.can_admit(41)
+        assert state.can_admit(40)
+        assert state.can_admit(20, 2)
+        assert not state.can_admit(20, 3)
+        state.admit("b", 10, 0.0)
+        state.admit("c", 10, 0.0)
+        assert not state.can_admit(0)
+        assert state.settle(1, 0.0) == "b"
+        assert state.can_admit(30)
+        assert state.settle(1, 0.0) is None
+
+    def test_a_message_beyond_all_credit_goes_alone(self):
+        state = window()
+        assert state.can_admit(1000)
+        state.admit("large", 1000, 0.0)
+        assert not state.can_admit(0)
+
+    def test_low_is_the_oldest_unsettled(self):
+        state = window()
+        assert state.low == 0
+        for item in "abc":
+            state.admit(item, 1, 0.0)
+        state.settle(1, 0.0)
+        assert state.low == 0
+        state.settle(0, 0.0)
+        assert state.low == 2
+        state.settle(2, 0.0)
+        assert state.low == 3
+
+    def test_one_stuck_message_stops_the_window_in_the_end(self):
+        state = window()
+        state.admit("stuck", 1, 0.0)
+        for seq in range(1, WINDOW_SPAN):
+            assert state.can_admit(1)
+            state.admit("quick", 1, 0.0)
+            state.settle(seq, 0.0)
+        assert not state.can_admit(1)
+        state.settle(0, 0.0)
+        assert state.can_admit(1)
+
+    def test_probes_ask_only_for_what_is_old_and_less_and_less_often(self):
+        state = window()
+        state.heard()
+        state.admit("a", 1, 0.0)
+        state.admit("b", 1, 0.5)
+        assert state.probe(0.9) is None
+        assert state.probe(1.0) == [0]
+        times = [now / 10 for now in range(11, 500) if state.probe(now / 10) is not None]
+        assert times == pytest.approx([3.0, 7.0, 15.0, 23.0, 31.0, 39.0, 47.0])
+
+    def test_a_verdict_ends_the_backing_off(self):
+        state = window()
+        state.heard()
+        for item in "ab":
+            state.admit(item, 1, 0.0)
+        for now in (1.0, 3.0, 7.0):
+            assert state.probe(now) == [0, 1]
+        state.settle(0, 7.1)
+        assert state.probe(8.0) is None
+        assert state.probe(8.1) == [1]
+
+    def test_a_silent_receiver_is_probed_though_nothing_is_pending(self):
+        state = window()
+        state.new_receiver(0.0)
+        assert state.probe(0.5) is None
+        assert state.probe(1.0) == []
+        state.heard()
+        assert state.probe(50.0) is None
+
+    def test_what_never_arrives_is_given_up(self):
+        state = window()
+        state.admit("a", 1, 0.0)
+        for _ in range(MAX_SENDS - 1):
+            again, lost = state.missing([0, 5], 0.0)
+            assert ([out.item for out in again], lost) == (["a"], [])
+        assert state.missing([0], 0.0) == ([], ["a"])
+        assert state.num_pending == 0
+        assert state.pending_bytes == 0
+
+    def test_a_new_receiver_gets_everything_in_order(self):
+        state = window()
+        for item in "abc":
+            state.admit(item, 1, 0.0)
+        state.settle(1, 0.0)
+        assert [out.item for out in state.new_receiver(0.0)] == ["a", "c"]
+
+    def test_credit_must_be_positive(self):
+        with pytest.raises(ValueError, match="items is 0"):
+            window(items=0)
+
+
+class TestPeerLedger:
+    def test_every_kind_of_arrival(self):
+        ledger = PeerLedger(5)
+        assert ledger.arrive(5, 5) == "new"
+        assert ledger.arrive(5, 5) == "held"
+        assert ledger.settle(5, Verdict(False, b"v"))
+        assert ledger.arrive(5, 5) == Verdict(False, b"v")
+        assert ledger.arrive(7, 6) == "new"
+        assert ledger.arrive(5, 5) == "past"
+        assert ledger.arrive(6 + WINDOW_SPAN, 6) == "beyond"
+        assert not ledger.settle(5, Verdict(False, b""))
+
+    def test_answers_a_probe(self):
+        ledger = PeerLedger(0)
+        ledger.arrive(0, 0)
+        ledger.arrive(1, 0)
+        ledger.settle(1, Verdict(True, b"no"))
+        assert ledger.asked([0, 1, 2], 0) == ([(1, Verdict(True, b"no"))], [2])
+        assert ledger.num_held == 1
+
+    def test_a_jump_of_low_is_cheap_and_forgets_everything(self):
+        ledger = PeerLedger(0)
+        for seq in range(100):
+            ledger.arrive(seq, 0)
+        assert ledger.arrive(1 << 60, 1 << 60) == "new"
+        assert (len(ledger), ledger.num_held) == (1, 1)
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8), st.booleans()), max_size=200))
+    def test_delivers_once_and_remembers_only_the_window(self, events):
+        ledger, delivered, highest_low = PeerLedger(0), set(), 0
+        for seq, lag, settle in events:
+            low = max(0, seq - lag)
+            highest_low = max(highest_low, low)
+            if ledger.arrive(seq, low) == "new":
+                assert seq not in delivered
+                delivered.add(seq)
+                if settle:
+                    ledger.settle(seq, Verdict(False, b""))
+            assert len(ledger) <= 31 - highest_low
+
+
+class TestInOrder:
+    @settings(max_examples=50, deadline=None)
+    @given(st.permutations(range(12)))
+    def test_any_order_comes_out_sorted(self, arrivals):
+        order, out = InOrder(0), []
+        for seq in arrivals:
+            out += order.arrive(seq, 0, seq)
+        assert out == list(range(12))
+
+    def test_skips_what_the_sender_gave_up(self):
+        order = InOrder(0)
+        assert order.arrive(2, 0, "two") == []
+        assert order.arrive(5, 0, "five") == []
+        assert order.arrive(4, 4, "four") == ["four", "five"]
+        assert order.arrive(3, 0, "late") == []
+        assert len(order) == 0
+
+
+# ------------------------------------------------------------------------------------------------------ the asyncio shell
+
+
+class Tampering(MemoryTransport):
+    """Gives each message to `tamper` on its way."""
+
+    def __init__(self, tamper):
+        super().__init__()
+        self.tamper = tamper
+
+    def connect_push(self, address, *, queue_messages):
+        push = super().connect_push(address, queue_messages=queue_messages)
+        send = push.send_nowait
+        push.send_nowait = lambda frames: send(self.tamper(frames))
+        return push
+
+
+class Net:
+    """Senders and receivers over one in-memory transport."""
+
+    def __init__(self):
+        self.transport = MemoryTransport()
+        self.stack = contextlib.AsyncExitStack()
+
+    async def receiver(self, limits=LIMITS, **options):
+        receiver = ChannelReceiver("receiver", limits=limits, host="h", transport=self.transport, **options)
+        endpoint = await receiver.start()
+        self.stack.push_async_callback(receiver.close)
+        return receiver, endpoint
+
+    async def sender(self, endpoint=None, limits=LIMITS, name="sender", **options):
+        sender = ChannelSender(name, "receiver", "1", limits=limits, host="h", transport=self.transport, **options)
+        await sender.start()
+        self.stack.push_async_callback(sender.close)
+        if endpoint is not None:
+            sender.connect(endpoint)
+        return sender
+
+
+@pytest.fixture
+async def net():
+    net = Net()
+    async with net.stack:
+        yield net
+    assert {
+        task for task in asyncio.all_tasks() if "reader" in task.get_name() or "verdicts" in task.get_name()
+    } == set()
+
+
+async def settle_all(receiver, seen, *, hold=0):
+    """Acknowledge everything, out of order where hold says to keep some back; the verdict repeats the header."""
+    held = []
+    while True:
+        delivery = await receiver.receive()
+        seen.append((delivery.sender, bytes(delivery.header)))
+        held.append(delivery)
+        if len(held) > hold:
+            held.pop().ack(b"ok:" + delivery.header if not hold else b"ok")
+
+
+async def running(coroutine):
+    task = asyncio.create_task(coroutine)
+    await asyncio.sleep(0)
+    return task
+
+
+async def stop(task):
+    task.cancel()
+    await asyncio.wait({task})
+
+
+async def turns(num=20):
+    """Let everything that can happen now happen."""
+    for _ in range(num):
+        await asyncio.sleep(0)
+
+
+async def test_header_frames_and_verdict(net):
+    receiver, endpoint = await net.receiver()
+    sender = await net.sender(endpoint)
+    sending = await running(sender.send(b"head", [b"one", memoryview(b"two"), b""], timeout_s=5, what="it"))
+    delivery = await receiver.receive()
+    assert (delivery.header, [bytes(frame) for frame in delivery.frames]) == (b"head", [b"one", b"two", b""])
+    assert (delivery.sender, delivery.seq) == ("sender", 0)
+    delivery.ack(b"fine")
+    assert await sending == b"fine"
+    assert sender.num_pending == 0
+    with pytest.raises(RuntimeError, match="settled already"):
+        delivery.ack()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_faults_lose_and_repeat_nothing(net, seed):
+    net.transport.random.seed(seed)
+    receiver, endpoint = await net.receiver()
+    senders = [await net.sender(endpoint, name=f"s{i}") for i in range(3)]
+    net.transport.faults = Faults(lose=0.15, double=0.15, delay=0.15, corrupt=0.1)
+    seen = []
+    consumer = await running(settle_all(receiver, seen))
+    work = [(sender, b"%d" % i) for i in range(60) for sender in senders]
+    verdicts = await asyncio.gather(
+        *(sender.send(body, [b"x" * 10], timeout_s=20, what=body.decode()) for sender, body in work)
+    )
+    await stop(consumer)
+    assert verdicts == [b"ok:" + body for _, body in work]
+    assert sorted(seen) == sorted((sender.name, body) for sender, body in work)
+    assert sum(sender.num_resent for sender in senders) > 0
+    assert receiver.num_malformed > 0
+    assert receiver.num_remembered <= 3 * LIMITS.credit_items * 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_ordered_comes_in_order_in_spite_of_faults(net, seed):
+    net.transport.random.seed(seed)
+    receiver, endpoint = await net.receiver(ordered=True)
+    sender = await net.sender(endpoint, on_restart="fail")
+    net.transport.faults = Faults(lose=0.15, double=0.15, delay=0.2, corrupt=0.1)
+    seen = []
+    consumer = await running(settle_all(receiver, seen))
+    bodies = [b"%d" % i for i in range(100)]
+    await asyncio.gather(*(sender.send(body, timeout_s=20, what=body.decode()) for body in bodies))
+    await stop(consumer)
+    assert [body for _, body in seen] == bodies
+
+
+async def test_without_faults_nothing_is_sent_twice(net):
+    receiver, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT)
+    await sender.wait_answered()
+    before = net.transport.num_sent
+    seen = []
+    consumer = await running(settle_all(receiver, seen))
+    await asyncio.gather(*(sender.send(b"%d" % i, timeout_s=5, what="it") for i in range(100)))
+    await stop(consumer)
+    assert net.transport.num_sent - before == 200  # a message and a verdict each
+
+
+async def test_a_held_message_is_probed_but_not_sent_again(net):
+    messages, enough = [], asyncio.Event()
+
+    def count(frames):
+        messages.append(frames)
+        if len(messages) == 8:  # signs of life, the message, two probes and two answers, and one more
+            enough.set()
+        return frames
+
+    net.transport = Tampering(count)
+    receiver, endpoint = await net.receiver()
+    sender = await net.sender(endpoint)
+    sending = await running(sender.send(b"slow", [b"frame"], timeout_s=5, what="it"))
+    delivery = await receiver.receive()
+    await asyncio.wait_for(enough.wait(), 5)
+    assert sum(len(frames) > 1 for frames in messages) == 1
+    assert sender.num_resent == 0
+    assert receiver.num_queued == 0
+    delivery.ack(b"done")
+    assert await sending == b"done"
+
+
+async def test_credit_runs_out_when_nobody_receives(net):
+    receiver, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT)
+    sends = [asyncio.create_task(sender.send(b"%d" % i, [b"x" * 100], timeout_s=5, what="it")) for i in range(30)]
+    await turns()
+    assert receiver.num_queued == PATIENT.credit_items
+    assert sender.num_pending == 30
+    assert sender.pending_bytes <= PATIENT.credit_items * 102
+    with pytest.raises(ChannelFull, match="all the credit"):
+        sender.send_nowait(b"more")
+    seen = []
+    consumer = await running(settle_all(receiver, seen))
+    await asyncio.gather(*sends)
+    await stop(consumer)
+    assert [body for _, body in seen] == [b"%d" % i for i in range(30)]  # who waited first goes first
+
+
+async def test_credit_in_bytes(net):
+    receiver, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT)
+    sends = [asyncio.create_task(sender.send(b"", [b"x" * 40_000], timeout_s=5, what="it")) for _ in range(5)]
+    await turns()
+    assert receiver.num_queued == 2
+    assert sender.pending_bytes == 80_000
+    seen = []
+    consumer = await running(settle_all(receiver, seen))
+    await asyncio.gather(*sends)
+    await stop(consumer)
+    assert len(seen) == 5
+
+
+async def test_the_receiver_stops_reading_when_its_queue_is_full(net):
+    receiver, endpoint = await net.receiver(PATIENT)
+    senders = [await net.sender(endpoint, PATIENT, name=f"s{i}") for i in range(4)]
+    sends = [
+        asyncio.create_task(sender.send(b"%d" % i, timeout_s=5, what="it"))
+        for i in range(PATIENT.credit_items)
+        for sender in senders
+    ]
+    await turns()
+    assert receiver.num_queued == PATIENT.credit_items
+    seen = []
+    consumer = await running(settle_all(receiver, seen))
+    await asyncio.gather(*sends)
+    await stop(consumer)
+    assert len(seen) == 4 * PATIENT.credit_items
+
+
+async def test_a_timed_out_send_says_why_and_leaves_no_backlog(net):
+    receiver, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT)
+    held = [asyncio.create_task(sender.send(b"a", timeout_s=5, what="it")) for _ in range(PATIENT.credit_items)]
+    await turns()
+    with pytest.raises(TimeoutError, match=r"waited 0.01 s for receiver to settle ticket 7; still without credit: 8"):
+        await sender.send(b"b", timeout_s=0.01, what="ticket 7")
+    assert sender.num_pending == PATIENT.credit_items
+    consumer = await running(settle_all(receiver, seen := []))
+    await asyncio.gather(*held)
+    await stop(consumer)
+    assert {body for _, body in seen} == {b"a"}
+
+    nobody = await net.sender()
+    with pytest.raises(TimeoutError, match="nobody is published there"):
+        await nobody.send(b"c", timeout_s=0.01, what="it")
+
+
+async def test_a_timed_out_message_keeps_its_credit_until_it_is_settled(net):
+    receiver, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT)
+    with pytest.raises(TimeoutError):
+        await sender.send(b"late", timeout_s=0.01, what="it")
+    assert sender.num_pending == 1
+    (await receiver.receive()).ack()
+    await turns()
+    assert sender.num_pending == 0
+
+
+async def test_a_cancelled_receive_changes_nothing(net):
+    receiver, endpoint = await net.receiver()
+    sender = await net.sender(endpoint)
+    for _ in range(5):
+        await stop(await running(receiver.receive()))
+    consumer = await running(settle_all(receiver, seen := []))
+    await sender.send(b"x", timeout_s=5, what="it")
+    await stop(consumer)
+    assert seen == [("sender", b"x")]
+
+
+async def test_a_restarted_receiver_gets_what_the_old_one_had_not_settled(net):
+    old, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT)
+    sends = [asyncio.create_task(sender.send(b"%d" % i, timeout_s=5, what="it")) for i in range(12)]
+    deliveries = [await old.receive() for _ in range(8)]
+    for i in (1, 2, 5):
+        deliveries[i].ack(b"old")
+    await turns()
+    new, endpoint = await net.receiver(PATIENT)
+    sender.connect(endpoint)
+    deliveries[0].ack(b"too late")  # from an incarnation that is gone: not believed
+    await turns()
+    assert not sends[0].done()
+    await old.close()
+    seen = []
+    consumer = await running(settle_all(new, seen))
+    verdicts = await asyncio.gather(*sends)
+    await stop(consumer)
+    assert [body for _, body in seen] == [b"%d" % i for i in range(12) if i not in (1, 2, 5)]
+    assert [verdict == b"old" for verdict in verdicts] == [i in (1, 2, 5) for i in range(12)]
+
+
+async def test_messages_for_an_earlier_holder_of_the_address_are_not_delivered(net):
+    receiver, endpoint = await net.receiver()
+    stale = type(endpoint)(endpoint.address, "receiver.before", endpoint.max_message_bytes)
+    sender = await net.sender(stale)
+    sending = await running(sender.send(b"x", timeout_s=5, what="it"))
+    await turns()
+    assert receiver.num_queued == 0
+    sender.connect(endpoint)
+    (await receiver.receive()).ack()
+    await sending
+
+
+async def test_a_restarted_sender_begins_anew(net):
+    receiver, endpoint = await net.receiver()
+    consumer = await running(settle_all(receiver, seen := []))
+    for life in range(3):
+        sender = await net.sender(endpoint)
+        for i in range(3):
+            await sender.send(b"%d.%d" % (life, i), timeout_s=5, what="it")
+        await sender.close()
+    await stop(consumer)
+    assert [body for _, body in seen] == [b"%d.%d" % (life, i) for life in range(3) for i in range(3)]
+
+
+async def test_fail_on_restart(net):
+    old, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT, on_restart="fail")
+    lost = sender.send_nowait(b"lost")
+    await old.receive()
+    new, endpoint = await net.receiver(PATIENT, ordered=True)
+    await sender.wait_answered()
+    sender.connect(endpoint)
+    with pytest.raises(ReceiverRestarted, match="receiver was restarted"):
+        await lost
+    later = sender.send_nowait(b"later")
+    delivery = await new.receive()
+    assert (delivery.header, delivery.seq) == (b"later", 1)
+    delivery.ack()
+    await later
+
+
+async def test_a_receiver_that_never_answered_is_no_restart(net):
+    _, endpoint = await net.receiver()
+    stale = type(endpoint)("mem://h:99", "receiver.before", endpoint.max_message_bytes)
+    sender = await net.sender(stale, on_restart="fail")
+    call = sender.send_nowait(b"call")
+    receiver, endpoint = await net.receiver(ordered=True)
+    sender.connect(endpoint)
+    (await receiver.receive()).ack(b"yes")
+    assert await call == b"yes"
+
+
+async def test_refusals_reach_the_sender(net):
+    receiver, endpoint = await net.receiver()
+    sender = await net.sender(endpoint)
+    sending = await running(sender.send(b"bad", timeout_s=5, what="it"))
+    (await receiver.receive()).refuse("not to my taste")
+    with pytest.raises(ChannelRefused, match="not to my taste"):
+        await sending
+
+
+async def test_oversized_is_refused_before_it_is_sent(net):
+    _, endpoint = await net.receiver()
+    sender = await net.sender(endpoint)
+    with pytest.raises(ChannelRefused, match=r"50003 bytes to receiver: runtime.max_message_bytes is 50000"):
+        await sender.send(b"123", [b"x" * 50_000], timeout_s=5, what="it")
+    _, small = await net.receiver(dataclasses.replace(LIMITS, max_message_bytes=100))
+    sender.connect(small)
+    with pytest.raises(ChannelRefused, match="is 100"):
+        await sender.send(b"", [b"x" * 101], timeout_s=5, what="it")
+    assert sender.num_pending == 0
+
+
+async def test_oversized_is_refused_by_a_receiver_that_was_not_asked(net):
+    receiver, endpoint = await net.receiver(dataclasses.replace(LIMITS, max_message_bytes=100))
+    sender = await net.sender(type(endpoint)(endpoint.address, endpoint.incarnation, 1 << 40))
+    with pytest.raises(ChannelRefused, match="101 bytes"):
+        await sender.send(b"", [b"x" * 101], timeout_s=5, what="it")
+    assert receiver.num_queued == 0
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        lambda frames: [frames[0], frames[1][:-1]] if len(frames) > 1 else frames,
+        lambda frames: [*frames, b"extra"] if len(frames) > 1 else frames,
+    ],
+    ids=["truncated", "one frame too many"],
+)
+async def test_malformed_frames_are_refused_with_a_reason(net, tamper):
+    net.transport = Tampering(tamper)
+    receiver, endpoint = await net.receiver(ordered=True)
+    sender = await net.sender(endpoint, on_restart="fail")
+    with pytest.raises(ChannelRefused, match="malformed: frames of"):
+        await sender.send(b"x", [b"frame"], timeout_s=5, what="it")
+    sending = await running(sender.send(b"good", timeout_s=5, what="it"))  # has only one frame
+    (await receiver.receive()).ack()
+    await sending
+
+
+async def test_what_never_arrives_is_not_sent_for_ever(net):
+    net.transport = Tampering(lambda frames: [b"\0" * 40, *frames[1:]] if len(frames) > 1 else frames)
+    receiver, endpoint = await net.receiver(dataclasses.replace(LIMITS, resend_after_s=0.001))
+    sender = await net.sender(endpoint, dataclasses.replace(LIMITS, resend_after_s=0.001))
+    with pytest.raises(ChannelRefused, match="never got the message"):
+        await sender.send(b"x", [b"frame"], timeout_s=10, what="it")
+    assert receiver.num_malformed == MAX_SENDS
+    assert sender.num_pending == 0
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"",
+        b"\0",
+        b"junk" * 10,
+        zlib.crc32(b"\x93\xa4data").to_bytes(4, "little") + b"\x93\xa4data",
+        zlib.crc32(b"\xc1").to_bytes(4, "little") + b"\xc1",
+    ],
+)
+async def test_junk_on_the_socket_is_counted_and_survived(net, junk):
+    receiver, endpoint = await net.receiver()
+    sender = await net.sender(endpoint)
+    for address in list(net.transport.pulls):
+        net.transport.connect_push(address, queue_messages=10).send_nowait([junk])
+    sending = await running(sender.send(b"x", timeout_s=5, what="it"))
+    (await receiver.receive()).ack()
+    await sending
+    assert receiver.num_malformed == 1
+
+
+async def test_dedupe_memory_is_bounded(net):
+    receiver, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT)
+    consumer = await running(settle_all(receiver, []))
+    for i in range(1000):
+        await sender.send(b"%d" % i, timeout_s=5, what="it")
+    assert receiver.num_remembered <= 1
+    await stop(consumer)
+
+
+async def test_senders_long_silent_are_forgotten(net, monkeypatch):
+    monkeypatch.setattr("asyncrl.runtime.channel.MAX_PEERS", 4)
+    receiver, endpoint = await net.receiver(PATIENT)
+    for i in range(12):
+        sender = await net.sender(endpoint, PATIENT, name=f"s{i}")
+        sending = await running(sender.send(b"x", timeout_s=5, what="it"))
+        (await receiver.receive()).ack()
+        await sending
+    assert receiver.num_remembered <= 4
+
+
+async def test_close_fails_what_is_pending_and_what_comes_after(net):
+    receiver, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT)
+    sends = [asyncio.create_task(sender.send(b"x", timeout_s=5, what="it")) for _ in range(20)]
+    await turns()
+    receiving = [await running(receiver.receive()) for _ in range(12)]
+    await sender.close()
+    await sender.close()
+    results = await asyncio.gather(*sends, return_exceptions=True)
+    assert all(isinstance(result, ChannelClosed) for result in results)
+    with pytest.raises(ChannelClosed):
+        await sender.send(b"x", timeout_s=5, what="it")
+    await receiver.close()
+    results = await asyncio.gather(*receiving, return_exceptions=True)
+    assert sum(isinstance(result, ChannelClosed) for result in results) == 4
+    with pytest.raises(ChannelClosed):
+        await receiver.receive()
+    results[0].ack()  # nobody hears it, and that is no error
+
+
+def test_the_window_fits_into_what_a_probe_asks():
+    assert channel_state.MAX_PROBE <= WINDOW_SPAN

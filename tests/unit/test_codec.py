@@ -1,0 +1,176 @@
+"""The codec: what was sent arrives, in memory of its own; whatever else arrives is refused before anything is allocated."""
+
+from __future__ import annotations
+
+import contextlib
+import tracemalloc
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.data import codec
+from asyncrl.data.codec import CodecError, decode_sample, encode_sample
+from asyncrl.data.sequence import DTYPES, SequenceSample
+
+
+def make_sample(dtype: str = "float32", lengths: tuple[tuple[int, ...], ...] = ((3, 2), (4,))) -> SequenceSample:
+    n = sum(map(sum, lengths))
+    ids = tuple(f"id{i}" for i in range(len(lengths)))
+    seqlens = [list(group) for group in lengths]
+    return SequenceSample(
+        ids, {"x": seqlens, "y": seqlens}, {"x": np.arange(n).astype(dtype), "y": np.arange(n) % 2 == 0}
+    )
+
+
+def header_of(**changes: Any) -> bytes:
+    """The header of make_sample(), with changes: as somebody hostile might write it."""
+    header = {"format": 1, "ids": ["a", "b"], "lengths": [[[3, 2], [4]]], "keys": [["x", "float32", 0]], **changes}
+    return msgspec.msgpack.encode(list(header.values()))
+
+
+FRAME = bytes(36)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_makes_the_round_trip(dtype: str) -> None:
+    sample = make_sample(dtype)
+    header, frames = encode_sample(sample)
+    assert [frame.nbytes for frame in frames] == [sample.data["x"].nbytes, 9]
+    assert decode_sample(header, [bytes(frame) for frame in frames]) == sample
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=4), st.sampled_from(DTYPES))
+def test_every_shape_makes_the_round_trip(lengths: list[list[int]], dtype: str) -> None:
+    sample = make_sample(dtype, tuple(map(tuple, lengths)))
+    assert decode_sample(*encode_sample(sample)) == sample
+
+
+def test_special_values_survive() -> None:
+    values = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45], np.float32)
+    sample = SequenceSample(("ü/🙂",), {"x": [[5]]}, {"x": values})
+    decoded = decode_sample(*encode_sample(sample))
+    assert decoded.ids == ("ü/🙂",)
+    assert decoded.data["x"].tobytes() == values.tobytes()
+
+
+def test_frames_are_sent_without_a_copy() -> None:
+    sample = make_sample()
+    _, frames = encode_sample(sample)
+    assert np.shares_memory(np.frombuffer(frames[0], np.float32), sample.data["x"])
+    strided = SequenceSample(("a",), {"x": [[3]]}, {"x": np.arange(6)[::2]})
+    assert decode_sample(*encode_sample(strided)) == strided
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_received_arrays_are_owned_aligned_and_writable(offset: int) -> None:
+    sample = make_sample("float64")
+    header, frames = encode_sample(sample)
+    message = bytes(offset) + bytes(frames[0])
+    misaligned = memoryview(message)[offset:]
+    decoded = decode_sample(memoryview(header), [misaligned, bytearray(frames[1])])
+    assert decoded == sample
+    for array in decoded.data.values():
+        assert array.flags.owndata
+        assert array.flags.aligned
+        assert array.flags.writeable
+        assert not np.shares_memory(array, np.frombuffer(message, np.uint8))
+    decoded.data["x"][:] = -1
+    assert sample.data["x"][0] == 0
+
+
+def test_lengths_that_keys_share_are_sent_once() -> None:
+    sample = make_sample(lengths=((1,),) * 1000)
+    header, _ = encode_sample(sample)
+    assert len(header) < len(encode_sample(sample.select_keys(["x"]))[0]) + 20
+
+
+# ----------------------------------------------------------------------------------------------------------------- hostile
+
+
+@pytest.mark.parametrize(
+    ("header", "frames", "message"),
+    [
+        (b"", [FRAME], "the header cannot be read"),
+        (b"\xff\x00garbage", [FRAME], "the header cannot be read"),
+        (header_of()[:-1], [FRAME], "the header cannot be read"),
+        (header_of() + b"\x00", [FRAME], "the header cannot be read"),
+        (b"\xdd\xff\xff\xff\xff", [FRAME], "the header cannot be read"),  # an array of four thousand million items
+        (b"\x94\x01\xdd\xff\xff\xff\xff", [FRAME], "the header cannot be read"),
+        (b"\x91" * 100_000, [FRAME], "the header cannot be read"),
+        (header_of(ids=[1, 2]), [FRAME], r"the header cannot be read: Expected `str`, got `int`"),
+        (header_of(lengths=[[[3, 2.5], [4]]]), [FRAME], "Expected `int`, got `float`"),
+        (header_of(lengths=[[[3, 2**63], [4]]]), [FRAME], "take .* bytes, its frame has 36|the header cannot be read"),
+        (header_of(ids=["a", "b"]).replace(b"\xa1a", b"\xa1\x80"), [FRAME], "the header cannot be read: 'utf-8'"),
+        (header_of(format=2), [FRAME], "format 2, expected 1"),
+        (header_of(), [], "0 frames for 1 keys"),
+        (header_of(), [FRAME, FRAME], "2 frames for 1 keys"),
+        (header_of(), [FRAME[:-1]], "key 'x': 9 values of float32 take 36 bytes, its frame has 35"),
+        (header_of(), [FRAME + b"\x00"], "key 'x': 9 values of float32 take 36 bytes, its frame has 37"),
+        (header_of(lengths=[[[2**62, 2**62], [4]]]), [FRAME], "take 36893488147419103248 bytes, its frame has 36"),
+        (header_of(lengths=[[[12, -3], [0]]]), [FRAME], "key 'x': a length is negative"),
+        (header_of(lengths=[[[9]]]), [FRAME], "key 'x': lengths of 1 ids, expected 2"),
+        (header_of(keys=[["x", "float32", 1]]), [FRAME], "key 'x': no lengths number 1; there are 1"),
+        (header_of(keys=[["x", "float32", -1]]), [FRAME], "key 'x': no lengths number -1"),
+        (header_of(keys=[["x", "object", 0]]), [bytes(72)], "key 'x': dtype 'object' is unknown; known are bool, int8"),
+        (header_of(keys=[["x", "O", 0]]), [bytes(72)], "dtype 'O' is unknown"),
+        (header_of(keys=[["x", ">f4", 0]]), [FRAME], "dtype '>f4' is unknown"),
+        (header_of(keys=[["x", "f4,f4", 0]]), [bytes(72)], "dtype 'f4,f4' is unknown"),
+        (header_of(keys=[["x", "float32", 0], ["x", "float32", 0]]), [FRAME, FRAME], "a key occurs twice"),
+        (header_of(ids=["a", "a"]), [FRAME], r"ids \['a'\] occur more than once"),
+        (header_of(ids=["a", ""]), [FRAME], "non-empty string"),
+        (header_of(keys=[["rewards", "int32", 0]]), [FRAME], "key 'rewards': expected dtype float32, found int32"),
+        (header_of(keys=[["rewards", "float32", 0]]), [FRAME], "key 'rewards', id 'a': expected one value"),
+        (header_of(keys=[["x", "bool", 0]]), [b"\x01\x00\x02" * 3], "key 'x': a bool is 2"),
+        (header_of(), [None], "frame 0: expected bytes, found NoneType"),
+        (3, [FRAME], "frame header: expected bytes, found int"),
+    ],
+)
+def test_what_is_no_sample_is_refused(header: Any, frames: list[Any], message: str) -> None:
+    with pytest.raises(CodecError, match=message):
+        decode_sample(header, frames)
+
+
+def test_oversized_messages_are_refused() -> None:
+    header, frames = encode_sample(make_sample())
+    with pytest.raises(CodecError, match="the frames have 45 bytes, at most 44 are accepted"):
+        decode_sample(header, frames, max_bytes=44)
+    with pytest.raises(CodecError, match=r"the header has \d+ bytes, at most 10 are accepted"):
+        decode_sample(header, frames, max_bytes=10)
+    with pytest.raises(CodecError, match="the header has 4000001 bytes, at most 4000000 are accepted"):
+        decode_sample(bytes(4_000_001), frames)
+    assert decode_sample(header, frames, max_bytes=max(45, len(header))).num_ids == 2
+
+
+def test_a_lying_header_allocates_nothing() -> None:
+    header = header_of(lengths=[[[10**9, 0], [0]]])
+    tracemalloc.start()
+    try:
+        with pytest.raises(CodecError, match="take 4000000000 bytes"):
+            decode_sample(header, [FRAME])
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.binary(max_size=80), st.lists(st.binary(max_size=40), max_size=3))
+def test_noise_is_refused(header: bytes, frames: list[bytes]) -> None:
+    with pytest.raises(CodecError):
+        decode_sample(header, frames)
+
+
+@given(st.data())
+def test_a_header_with_a_byte_changed_is_refused_or_a_sample(data: st.DataObject) -> None:
+    header, frames = encode_sample(make_sample())
+    damaged = bytearray(header)
+    damaged[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(CodecError):
+        assert decode_sample(damaged, frames).num_ids == 2
+
+
+def test_an_error_of_the_codec_is_a_value_error() -> None:
+    assert issubclass(CodecError, ValueError)
+    assert codec.FORMAT == 1

@@ -1,0 +1,105 @@
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.config import ConfigError, load_experiment
+from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
+
+MINIMAL = """
+model_path: m
+prompts: {path: p.jsonl}
+rollout: {tasks: {default: {reward: "rewards.py:reward"}}}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def test_overrides_win(config_file):
+    config = load_experiment(config_file, ["train.batch_size=7", "train.ppo.c_clip=3.0", "eval.prompts.path=e.jsonl"])
+    assert (config.train.batch_size, config.train.ppo.c_clip, config.eval.prompts.path) == (7, 3.0, "e.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.batchsize=3", "unknown field 'train.batchsize': did you mean 'batch_size'"),
+        ("rolout.group_size=3", "did you mean 'rollout'"),
+        ("rollout.tasks.default.rewrd=x", "did you mean 'reward'"),
+        ("train.batch_size=many", "train.batch_size: Value 'many'"),
+        ("train.batch_size=0", "train.batch_size=0: must be at least 1"),
+        ("train.batch_size", "is not of the form key=value"),
+        ("manager.routing=robin", "manager.routing='robin': did you mean 'round_robin'"),
+        ("allocation=vllm.d1+d1", "unknown generation engine 'vllm'"),
+        ("allocation=transformers.d1+d2m2", "training runs data parallel only so far: use d2p1m1"),
+        ("rollout.group_size=1", "a group of one has no advantage"),
+        ("generation.num_blocks=1", "cannot hold one full sequence; use at least"),
+        ("manager.lease_s=1", "must be at least twice"),
+        ("rollout.tasks.default.reward=reward", "write package.module:name or path/to/file.py:name"),
+        ("model_path=''", "model_path='': is required"),
+        ("trial=a/b", "must be a non-empty name without '/'"),
+    ],
+)
+def test_errors_name_field_value_and_remedy(config_file, override, message):
+    with pytest.raises(ConfigError) as error:
+        load_experiment(config_file, [override])
+    assert message in str(error.value)
+
+
+def test_all_problems_are_named_at_once(config_file):
+    with pytest.raises(ConfigError) as error:
+        load_experiment(config_file, ["train.batch_size=0", "manager.routing=x"])
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="is not a file"):
+        load_experiment(tmp_path / "none.yaml")
+
+
+def test_not_yaml(tmp_path):
+    file = tmp_path / "bad.yaml"
+    file.write_text("a: [")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_experiment(file)
+
+
+def test_plan_has_every_process_of_the_allocation(config_file):
+    config = load_experiment(config_file, ["allocation=transformers.d3+d2", "rollout.num_workers=4"])
+    specs = plan(config, attempt=5, num_prompts=640)
+    kinds = [spec.kind for spec in specs]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "generation_server": 3,
+        "model_worker": 2,
+        "master": 1,
+        "gserver_manager": 1,
+        "rollout_worker": 4,
+    }
+    assert {spec.config.worker.attempt for spec in specs} == {5}
+    model_worker = next(spec.config for spec in specs if spec.name == "model_worker/1")
+    assert (model_worker.data_parallel_rank, model_worker.store_capacity, model_worker.train.total_steps) == (
+        1,
+        192,
+        10,
+    )
+    assert model_worker.train.ppo.temperature == 1.0
+    manager = next(spec.config for spec in specs if spec.kind == "gserver_manager")
+    assert manager.manager.max_concurrent_rollouts == 192
+
+
+def test_process_configs_survive_the_disk(config_file, tmp_path):
+    config = load_experiment(config_file, ["eval.prompts.path=e.jsonl", "train.extra_mfcs.x.interface=a:b"])
+    for spec in plan(config, attempt=1, num_prompts=64):
+        file = tmp_path / f"{spec.file_stem}.yaml"
+        save_config(spec.config, file)
+        assert load_process_config(file) == spec.config
+
+
+def test_total_steps(config_file):
+    config = load_experiment(config_file)
+    assert total_steps(config, 65) == 2
+    assert total_steps(replace(config, train=replace(config.train, max_steps=1)), 65) == 1

@@ -1,0 +1,586 @@
+"""The gate, the ledger of tickets, leases, repeated calls, evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.manager.ledger import Gate, Ledger, StaleAttemptError
+from asyncrl.manager.prompts import PromptCursor, TicketId
+from asyncrl.manager.routing import ServerTable
+from asyncrl.messages import (
+    AllocateReply,
+    AllocateRequest,
+    EvaluateRequest,
+    FinishRequest,
+    HeartbeatRequest,
+    LedgerView,
+    Locator,
+    MasterReport,
+    RolloutResult,
+    ScheduleRequest,
+    Ticket,
+    WeightVersion,
+)
+
+
+class Desk:
+    """A ledger with healthy servers, a clock, and short ways to call it."""
+
+    def __init__(self, *, num_servers: int = 1, register: bool = True, **options: Any) -> None:
+        self.now = 0.0
+        self.table = ServerTable("least_requests", dead_after_s=15.0)
+        self.ledger = Ledger(self.table, nonce="x", **{"batch_size": 4, "eta": 1, **options})
+        self.attempt = 1
+        self.version = 0
+        self.rejected_seen = 0
+        self._requests = 0
+        for index in range(num_servers):
+            self.table.announce(f"generation_server/{index}", f"http://s{index}", self.now)
+        self.serve(0)
+        if register:
+            self.report(full=True)
+
+    def serve(self, version: int, *names: str, attempt: int = 1) -> None:
+        for name in names or tuple(self.table.servers):
+            loaded = WeightVersion(attempt, version)
+            life = self.table.begin_update(name, loaded)
+            assert self.table.loaded(name, life, loaded, self.now)
+
+    def report(self, **fields: Any) -> LedgerView:
+        defaults = {
+            "attempt": self.attempt,
+            "trained_version": self.version,
+            "consumed": [],
+            "stored": [],
+            "num_prompts": 100,
+            "num_epochs": 2,
+            "rejected_seen": self.rejected_seen,
+        }
+        self.ledger.report(MasterReport(**{**defaults, **fields}), self.now)
+        return self.ledger.view(self.now)
+
+    def ask(self, count: int = 1, worker: str = "rollout_worker/0", request_id: str = "", life: str = "a") -> AllocateReply:
+        self._requests += 1
+        request_id = request_id or f"r{self._requests}"
+        request = AllocateRequest(request_id=request_id, worker=worker, incarnation=life, count=count)
+        return self.ledger.allocate([request], self.now)[0]
+
+    def take(self, count: int = 1, **more: Any) -> list[Ticket]:
+        tickets = self.ask(count, **more).tickets
+        assert len(tickets) == count
+        return tickets
+
+    def finish(self, *tickets: Ticket, outcome: Any = "stored", worker: str = "rollout_worker/0", **more: Any) -> list[str]:
+        results = [RolloutResult(ticket_id=ticket.ticket_id, outcome=outcome, **more) for ticket in tickets]
+        request = FinishRequest(worker=worker, incarnation="a", results=results)
+        return self.ledger.finish(request, self.now).unknown
+
+    def beat(self, *held: Ticket, worker: str = "rollout_worker/0", life: str = "a", after_s: float = 2.0) -> list[str]:
+        self.now += after_s
+        request = HeartbeatRequest(worker=worker, incarnation=life, held=[ticket.ticket_id for ticket in held])
+        return self.ledger.heartbeat(request, self.now).revoked
+
+
+def ids(tickets: list[Ticket]) -> list[str]:
+    return [ticket.ticket_id for ticket in tickets]
+
+
+def locators(tickets: list[Ticket]) -> list[tuple[int, int]]:
+    return [(ticket.locator.epoch, ticket.locator.position) for ticket in tickets]
+
+
+# ------------------------------------------------------------------------------------------------------------- the gate
+
+
+@pytest.mark.parametrize(
+    ("live", "running", "trained", "served", "refusal"),
+    [
+        (0, 0, 0, 0, ""),
+        (7, 3, 5, 5, ""),
+        (8, 3, 5, 5, "staleness"),
+        (3, 3, 6, 5, ""),
+        (4, 3, 6, 5, "staleness"),
+        (0, 0, 7, 5, "staleness"),
+        (7, 6, 5, 5, "capacity"),
+        (7, 3, 5, 6, ""),  # the report of version 6 is still on its way
+        (8, 3, 5, 6, "staleness"),  # ... which must not open the gate
+    ],
+)
+def test_gate(live: int, running: int, trained: int, served: int, refusal: str) -> None:
+    gate = Gate(batch_size=4, eta=1, max_concurrent=6)
+    assert gate.refusal(live=live, running=running, trained=trained, served=served) == refusal
+
+
+@pytest.mark.parametrize("field", [{"batch_size": 0}, {"eta": -1}, {"max_concurrent": 0}])
+def test_gate_refuses_what_would_admit_nothing(field: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(field)).replace("eta", "max_head_offpolicyness")):
+        Gate(**{"batch_size": 1, "eta": 0, "max_concurrent": 1, **field})
+
+
+@pytest.mark.parametrize("eta", [0, 1, 3])
+def test_allocating_and_finishing_without_training_stops(eta: int) -> None:
+    """AReaL v0.3 leaks here: a finished rollout is in nobody's count until the master fetches it."""
+    desk = Desk(eta=eta)
+    admitted = 0
+    while tickets := desk.ask().tickets:
+        admitted += 1
+        desk.finish(*tickets)
+        assert admitted <= 100
+    assert admitted == (1 + eta) * 4
+    assert desk.ask().refusal == "staleness"
+
+
+def test_a_train_step_admits_one_batch_once_it_is_served() -> None:
+    desk = Desk()
+    tickets = desk.ask(100).tickets
+    assert len(tickets) == 8
+    assert {ticket.min_version for ticket in tickets} == {0}
+    assert {ticket.deadline for ticket in tickets} == {1}
+    desk.finish(*tickets)
+    desk.report(stored=ids(tickets))
+    desk.version = 1
+    view = desk.report(consumed=ids(tickets[:4]), stored=ids(tickets[4:]))
+    assert len(view.live) == 4
+    assert desk.ask().refusal == "staleness"  # trained, but not served yet
+    desk.serve(1)
+    fresh = desk.ask(100).tickets
+    assert len(fresh) == 4
+    assert {(ticket.min_version, ticket.deadline) for ticket in fresh} == {(1, 2)}
+
+
+def test_stored_but_not_running_does_not_count_for_capacity() -> None:
+    desk = Desk(max_concurrent=2)
+    tickets = desk.ask(100).tickets
+    assert len(tickets) == 2
+    assert desk.ask().refusal == "capacity"
+    desk.finish(tickets[0])
+    assert len(desk.ask(100).tickets) == 1
+
+
+def test_refusals_name_the_reason() -> None:
+    desk = Desk(register=False)
+    assert desk.ask().refusal == "not_ready"
+    assert not desk.report().known  # not a full report
+    assert desk.ask().refusal == "not_ready"
+    assert desk.report(full=True, num_prompts=1, num_epochs=2).known
+    desk.table.silent("generation_server/0", "no answer", desk.now)
+    assert desk.ask().refusal == "no_server"
+    desk.table.answered("generation_server/0", "a0001-v00000000", desk.now)
+    desk.take(2)
+    reply = desk.ask()
+    assert (reply.refusal, reply.finished) == ("exhausted", False)
+    assert desk.ledger.view(desk.now).exhausted
+
+
+def test_stop_admits_nothing_more_and_stays() -> None:
+    desk = Desk()
+    desk.report(stop=True)
+    desk.report()
+    assert desk.ask().refusal == "exhausted"
+
+
+def test_a_full_report_without_prompts_is_refused() -> None:
+    desk = Desk(register=False)
+    with pytest.raises(ValueError, match="num_prompts is 0"):
+        desk.report(full=True, num_prompts=0)
+
+
+# ------------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_go_out_in_order_and_epochs_stream_into_each_other() -> None:
+    desk = Desk(register=False, batch_size=5)
+    desk.report(full=True, num_prompts=3, num_epochs=2)
+    assert locators(desk.take(6)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+
+
+def test_a_cursor_begins_where_the_master_says() -> None:
+    desk = Desk(register=False)
+    done = [Locator(0, 4), Locator(0, 6), Locator(0, 7)]
+    desk.report(full=True, num_prompts=8, num_epochs=2, done_cursor=Locator(0, 3), done=done)
+    assert locators(desk.take(4)) == [(0, 3), (0, 5), (1, 0), (1, 1)]
+
+
+def test_cursor_past_the_end_of_an_epoch() -> None:
+    cursor = PromptCursor(2, 2, start=Locator(0, 2))
+    assert cursor.take() == (Locator(1, 0), 1)
+    assert cursor.take() == (Locator(1, 1), 1)
+    assert cursor.exhausted
+    assert PromptCursor(2, 2, start=Locator(2, 0)).exhausted
+    assert not cursor.is_waiting(Locator(2, 0))
+
+
+def test_ticket_ids_can_be_read_again() -> None:
+    name = TicketId(3, Locator(1, 17), 2, 40, 1, "abc")
+    assert TicketId.parse(str(name)) == name
+    for other in ("", "x", str(name) + "/", str(name).replace("p17", "p"), "eval-a1-3-abc", "a1" * 500):
+        assert TicketId.parse(other) is None
+
+
+def test_released_prompts_go_first_and_at_most_max_issues_times() -> None:
+    desk = Desk(max_issues=3)
+    first, second = desk.take(2)
+    desk.finish(first, outcome="released", reason="server_lost")
+    again, third = desk.take(2)
+    assert (again.locator, again.issue) == (first.locator, 2)
+    assert (third.locator.position, second.issue) == (2, 1)
+    assert again.ticket_id != first.ticket_id
+    desk.finish(again, outcome="released", reason="server_lost")
+    (last,) = desk.take(1)
+    desk.finish(last, outcome="released", reason="server_lost")
+    (rejected,) = desk.ledger.view(desk.now).rejected
+    assert (rejected.locator, rejected.reason) == (first.locator, "max_issues")
+    assert locators(desk.take(1)) == [(0, 3)]
+    assert desk.ledger.counters["released", "server_lost"] == 3
+
+
+def test_rejections_free_room_and_are_handed_over_until_seen() -> None:
+    desk = Desk(eta=0)
+    tickets = desk.take(4)
+    desk.finish(*tickets[:3], outcome="rejected", reason="too_hard", lengths=[3, 200], num_tokens=203)
+    view = desk.report()
+    assert [rejected.locator for rejected in view.rejected] == [ticket.locator for ticket in tickets[:3]]
+    assert view.rejected[0].lengths == [3, 200]
+    assert len(desk.report(rejected_seen=2).rejected) == 1
+    assert len(desk.report(rejected_seen=2).rejected) == 1  # told again: the same
+    assert len(desk.report(rejected_seen=1).rejected) == 1  # late
+    assert desk.report(rejected_seen=3).rejected == []
+    assert len(desk.take(3)) == 3
+    assert desk.ledger.rejected_lengths == {("too_hard", 2): 3, ("too_hard", 8): 3}
+
+
+def test_reasons_are_few_as_metric_labels() -> None:
+    desk = Desk(batch_size=200)
+    for number, ticket in enumerate(desk.take(100)):
+        desk.finish(ticket, outcome="rejected", reason=f"reason {number}" + "!" * 1000)
+    assert len({reason for what, reason in desk.ledger.counters if what == "rejected"}) == 33
+    assert all(len(reason) <= 64 for _, reason in desk.ledger.counters)
+
+
+# -------------------------------------------------------------------------------------------------------- repeated calls
+
+
+def test_the_same_request_gets_the_same_tickets() -> None:
+    desk = Desk()
+    tickets = desk.take(3, request_id="r")
+    assert desk.ask(3, request_id="r").tickets == tickets
+    assert desk.ledger.num_live == 3
+    assert desk.ask(3, request_id="r", worker="rollout_worker/1").tickets != tickets  # ids are a worker's own
+    desk.finish(tickets[1])
+    assert desk.ask(3, request_id="r").tickets == [tickets[0], tickets[2]]
+    desk.finish(tickets[0], tickets[2])
+    reply = desk.ask(3, request_id="r")
+    assert (reply.tickets, reply.refusal) == ([], "expired")
+
+
+def test_a_request_that_got_nothing_may_be_repeated() -> None:
+    desk = Desk(eta=0)
+    tickets = desk.take(4)
+    assert desk.ask(request_id="again").refusal == "staleness"
+    desk.finish(tickets[0], outcome="rejected")
+    assert len(desk.ask(request_id="again").tickets) == 1
+
+
+def test_finishing_twice_or_what_is_unknown_changes_nothing() -> None:
+    desk = Desk()
+    (ticket,) = desk.take(1)
+    assert desk.finish(ticket) == []
+    revision = desk.ledger.revision
+    assert desk.finish(ticket) == []
+    assert desk.finish(ticket, outcome="released") == []  # the word came before
+    assert desk.ledger.num_stored == 1
+    desk.report(stored=ids([ticket]))
+    desk.version = 1
+    desk.report(consumed=ids([ticket]))
+    desk.report(consumed=ids([ticket]))
+    assert desk.ledger.num_live == 0
+    assert desk.finish(ticket) == ids([ticket])
+    assert desk.ledger.num_live == 0
+    assert desk.ledger.revision > revision
+
+
+def test_an_old_report_that_comes_late_changes_nothing() -> None:
+    desk = Desk()
+    tickets = desk.take(4)
+    desk.report(stored=ids(tickets))
+    desk.version = 1
+    desk.report(consumed=ids(tickets))
+    desk.report(trained_version=0, stored=ids(tickets))
+    desk.report(trained_version=1, stored=ids(tickets))  # even if it claims to be new
+    assert desk.ledger.num_live == 0
+
+
+def test_room_is_dealt_out_in_turn() -> None:
+    desk = Desk()
+    requests = [
+        AllocateRequest(request_id=f"r{index}", worker=f"rollout_worker/{index}", incarnation="a", count=count)
+        for index, count in enumerate([100, 1, 100])
+    ]
+    replies = desk.ledger.allocate(requests, 0.0)
+    assert [len(reply.tickets) for reply in replies] == [4, 1, 3]
+
+
+@pytest.mark.parametrize(("kind", "outcome"), [("train", "evaluated"), ("eval", "stored")])
+def test_outcomes_that_cannot_be_change_nothing(kind: str, outcome: str) -> None:
+    desk = Desk()
+    if kind == "eval":
+        desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=1))
+    tickets = desk.take(2)
+    assert {ticket.kind for ticket in tickets} == {"train"} | {kind}
+    wrong = next(ticket for ticket in tickets if ticket.kind == kind)
+    with pytest.raises(ValueError, match=outcome):
+        desk.finish(*sorted(tickets, key=lambda ticket: ticket is wrong), outcome=outcome)
+    assert desk.ledger.num_running + desk.ledger.num_evals_running == 2
+
+
+# ------------------------------------------------------------------------------------------------ workers that are lost
+
+
+def test_a_silent_worker_loses_its_running_tickets() -> None:
+    desk = Desk(eta=0)
+    running, stored, other = desk.take(3)
+    (theirs,) = desk.take(1, worker="rollout_worker/1")
+    desk.finish(stored)
+    desk.now = 14.0
+    desk.beat(theirs, worker="rollout_worker/1", after_s=0.0)
+    desk.ledger.expire(15.0)
+    assert desk.ledger.num_live == 4
+    desk.ledger.expire(15.1)
+    assert {view.ticket_id for view in desk.ledger.view(15.1).live} == {stored.ticket_id, theirs.ticket_id}
+    desk.now = 15.1
+    again = desk.take(2, worker="rollout_worker/1")
+    assert [ticket.locator for ticket in again] == [running.locator, other.locator]
+    assert desk.beat(running, stored, other) == ids([running, other])  # it was only slow: it hears that they are gone
+
+
+def test_tickets_not_listed_twice_are_released() -> None:
+    """The answer that granted them was lost with its client."""
+    desk = Desk()
+    kept, lost = desk.take(2)
+    assert desk.beat(kept) == []
+    assert desk.beat(kept, after_s=0.0) == []  # the same heartbeat sent again does not count
+    assert desk.ledger.num_live == 2
+    desk.beat(kept)
+    assert [view.ticket_id for view in desk.ledger.view(desk.now).live] == [kept.ticket_id]
+    assert desk.take(1)[0].locator == lost.locator
+
+
+def test_listing_it_again_in_between_keeps_a_ticket() -> None:
+    desk = Desk()
+    (ticket,) = desk.take(1)
+    for held in ([], [ticket], [], [ticket], []):
+        assert desk.beat(*held) == []
+    assert desk.ledger.num_live == 1
+
+
+def test_a_restarted_worker_loses_what_it_held_and_its_ghost_is_told() -> None:
+    desk = Desk()
+    (ticket,) = desk.take(1, life="a")
+    assert desk.beat(life="b") == []
+    assert desk.ledger.num_live == 0
+    assert desk.beat(ticket, life="a") == ids([ticket])
+    assert desk.ask(life="a").refusal == "superseded"
+    assert len(desk.ask(life="b").tickets) == 1
+
+
+def test_a_trajectory_that_came_although_its_worker_was_lost_wins() -> None:
+    """First while the prompt waits, then while its next ticket runs: never two tickets of a prompt."""
+    desk = Desk()
+    (lost,) = desk.take(1)
+    desk.finish(lost, outcome="released")
+    view = desk.report(stored=ids([lost]))
+    assert [(live.ticket_id, live.state, live.deadline) for live in view.live] == [(lost.ticket_id, "stored", 1)]
+    assert desk.take(1)[0].locator.position == 1
+
+    (lost,) = desk.take(1)
+    desk.finish(lost, outcome="released")
+    (again,) = desk.take(1)
+    assert again.locator == lost.locator
+    view = desk.report(stored=ids([lost]))
+    assert lost.ticket_id in {live.ticket_id for live in view.live}
+    assert desk.beat(again) == ids([again])
+    assert desk.finish(again, outcome="released") == ids([again])
+    assert desk.take(1)[0].locator.position == 3
+
+
+def test_consumed_by_a_ticket_we_had_given_up() -> None:
+    desk = Desk()
+    (lost,) = desk.take(1)
+    desk.finish(lost, outcome="released")
+    desk.version = 1
+    desk.report(consumed=ids([lost]))
+    assert desk.take(1)[0].locator.position == 1
+
+
+def test_overdue_tickets_are_revoked_unless_they_have_come() -> None:
+    desk = Desk()
+    late, came = desk.take(2)
+    desk.report(stored=ids([came]), revoke=ids([late, came]))
+    assert [view.ticket_id for view in desk.ledger.view(0.0).live] == [came.ticket_id]
+    assert desk.beat(late, came) == ids([late])
+    assert desk.take(1)[0].locator == late.locator
+
+
+def test_a_stored_ticket_that_the_master_drops_is_handed_out_again() -> None:
+    desk = Desk()
+    (ticket,) = desk.take(1)
+    desk.report(stored=ids([ticket]))
+    desk.report(revoke=ids([ticket]))
+    desk.report(stored=ids([ticket]))  # an old report
+    assert desk.ledger.num_live == 0
+    assert desk.take(1)[0].locator == ticket.locator
+
+
+# --------------------------------------------------------------------------------------------- servers, heads, eval
+
+
+def test_tickets_balance_heads_and_servers() -> None:
+    desk = Desk(num_servers=2, num_heads=3)
+    tickets = desk.take(8)
+    assert sorted(ticket.head for ticket in tickets) == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert sorted(ticket.server for ticket in tickets) == ["generation_server/0"] * 4 + ["generation_server/1"] * 4
+    desk.finish(*[ticket for ticket in tickets if ticket.head == 1], outcome="rejected")
+    assert {ticket.head for ticket in desk.take(3)} == {1}
+
+
+def test_grouping_sends_a_worker_to_its_heads() -> None:
+    desk = Desk(num_heads=2, heads_of_worker={"rollout_worker/0": [1], "rollout_worker/1": [0]})
+    assert {ticket.head for ticket in desk.take(2)} == {1}
+    assert {ticket.head for ticket in desk.take(2, worker="rollout_worker/1")} == {0}
+
+
+def test_new_tickets_go_to_servers_of_the_served_version() -> None:
+    desk = Desk(num_servers=2)
+    desk.version = 1
+    desk.report()
+    desk.serve(1, "generation_server/1")
+    assert {ticket.server for ticket in desk.take(4)} == {"generation_server/1"}
+
+
+def test_another_server_for_a_ticket_whose_server_is_lost() -> None:
+    desk = Desk(num_servers=2)
+    (ticket,) = desk.take(1)
+    other = {"generation_server/0": "generation_server/1", "generation_server/1": "generation_server/0"}[ticket.server]
+    request = ScheduleRequest(ticket_id=ticket.ticket_id, worker="rollout_worker/0", lost_server=ticket.server)
+    assert desk.ledger.schedule(request, 0.0).server == other
+    assert desk.ledger.schedule(request, 0.0).server == other  # the same call again
+    assert [desk.table.servers[name].running for name in (ticket.server, other)] == [0, 1]
+    assert desk.table.servers[ticket.server].state.value == "suspect"
+    desk.table.silent(other, "gone too", 0.0)
+    assert desk.ledger.schedule(request, 0.0).reason == "no_server"
+    unknown = ScheduleRequest(ticket_id=ticket.ticket_id, worker="rollout_worker/7")
+    assert desk.ledger.schedule(unknown, 0.0).reason == "unknown_ticket"
+    desk.finish(ticket)
+    assert [desk.table.servers[name].running for name in (ticket.server, other)] == [0, 0]
+
+
+def test_evaluation_passes_beside_the_gate_within_its_share() -> None:
+    desk = Desk(eta=1, eval_share=0.25)  # 2 of 8
+    for _ in range(2):
+        reply = desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["sampled", "greedy"], num_prompts=3))
+        assert (reply.done, reply.num_finished, reply.num_total) == (False, 0, 6)
+    tickets = desk.ask(100).tickets
+    assert sum(ticket.kind == "train" for ticket in tickets) == 8
+    evals = [ticket for ticket in tickets if ticket.kind == "eval"]
+    assert len(evals) == 2
+    assert all(live.locator != Locator(-1, -1) for live in desk.ledger.view(0.0).live)
+    assert desk.ledger.num_live == 8
+    seen = []
+    while evals:
+        seen += [(ticket.eval_mode, ticket.locator.position) for ticket in evals]
+        for ticket in evals:
+            reward = float(ticket.eval_mode == "greedy")
+            more = {"rewards": [reward], "lengths": [ticket.locator.position + 1], "version_start": 0, "version_end": 1}
+            desk.finish(ticket, outcome="evaluated", **more)
+            desk.finish(ticket, outcome="evaluated", **more)
+        evals = desk.ask(100).tickets
+    assert sorted(seen) == [(mode, position) for mode in ("greedy", "sampled") for position in range(3)]
+    reply = desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["sampled", "greedy"], num_prompts=3))
+    assert (reply.done, reply.num_finished) == (True, 6)
+    sampled, greedy = reply.results
+    assert (sampled.mode, sampled.mean_reward, greedy.mode, greedy.mean_reward) == ("sampled", 0.0, "greedy", 1.0)
+    assert (greedy.mean_length, greedy.version_min, greedy.version_max, greedy.num_failed) == (2.0, 0, 1, 0)
+    assert desk.ask().refusal == "staleness"
+
+
+def test_evaluation_needs_no_master_but_a_server_and_lost_tickets_come_again() -> None:
+    desk = Desk(register=False, max_issues=2)
+    desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=2))
+    first, second = desk.take(2, worker="rollout_worker/1")
+    desk.ledger.expire(16.0)
+    again = desk.take(2)
+    assert [(ticket.locator, ticket.issue) for ticket in again] == [(first.locator, 2), (second.locator, 2)]
+    assert desk.finish(first, outcome="evaluated", rewards=[1.0]) == ids([first])
+    desk.finish(again[0], outcome="released")
+    desk.finish(again[1], outcome="evaluated", rewards=[1.0], lengths=[5], version_start=0, version_end=0)
+    reply = desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=2))
+    assert reply.done
+    assert (reply.results[0].num_failed, reply.results[0].mean_reward) == (1, 1.0)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        EvaluateRequest(eval_id="", modes=["greedy"], num_prompts=2),
+        EvaluateRequest(eval_id="e", modes=[], num_prompts=2),
+        EvaluateRequest(eval_id="e", modes=["greedy", "greedy"], num_prompts=2),
+        EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=0),
+    ],
+)
+def test_broken_evaluations_are_refused(request_: EvaluateRequest) -> None:
+    with pytest.raises(ValueError, match="evaluation"):
+        Desk().ledger.evaluate(request_)
+
+
+# ------------------------------------------------------------------------------------- new attempts and new managers
+
+
+def test_a_new_attempt_voids_what_was_live() -> None:
+    desk = Desk()
+    tickets = desk.take(8)
+    desk.attempt = 2
+    assert not desk.report().known
+    assert desk.ask().refusal == "not_ready"
+    view = desk.report(full=True, done_cursor=Locator(0, 2), trained_version=3)
+    assert (view.live, view.served_version) == ([], -1)
+    assert desk.ask().refusal == "no_server"
+    assert {server.state for server in view.servers} == {"stale"}
+    desk.serve(3, attempt=2)
+    fresh = desk.take(1)[0]
+    assert (fresh.attempt, fresh.locator, fresh.min_version, fresh.deadline) == (2, Locator(0, 2), 3, 4)
+    assert desk.finish(tickets[0]) == ids(tickets[:1])
+    assert desk.beat(*tickets, fresh) == ids(tickets)
+    desk.attempt = 1
+    with pytest.raises(StaleAttemptError, match="attempt 1 is over"):
+        desk.report()
+
+
+def test_a_new_manager_admits_nothing_for_a_lease_and_adopts_what_is_held() -> None:
+    old = Desk()
+    running, stored, consumed, lost = old.take(4)
+    desk = Desk(register=False, grace_s=15.0)
+    assert desk.beat(running) == []  # before the master has reported: judged later
+    desk.version = 1
+    view = desk.report(full=True, stored=ids([stored]), done_cursor=Locator(0, 0), done=[consumed.locator])
+    assert [live.ticket_id for live in view.live] == [stored.ticket_id]
+    desk.serve(1)
+    assert desk.ask().refusal == "not_ready"
+    assert desk.beat(running, stored) == []
+    states = {live.ticket_id: (live.state, live.deadline) for live in desk.ledger.view(desk.now).live}
+    assert states == {stored.ticket_id: ("stored", 1), running.ticket_id: ("running", 1)}
+    desk.beat(running, after_s=14.0)
+    assert locators(desk.take(2)) == [(0, 3), (0, 4)]  # the lost one's prompt first, then new ones
+    assert desk.beat(running, lost) == ids([lost])
+    assert desk.finish(running) == []
+    assert desk.finish(lost) == ids([lost])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_issues": 0}, {"eval_share": 1.5}, {"lease_s": 3.0, "heartbeat_s": 2.0}, {"eta": -1}],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"manager\.|max_head"):
+        Desk(register=False, **options)

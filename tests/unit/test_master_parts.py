@@ -1,0 +1,135 @@
+"""Pure parts of the master: prompt progress, schedules, the buffer."""
+
+import asyncio
+
+import pytest
+
+from asyncrl.dataflow import MFCDef
+from asyncrl.master.buffer import AsyncIOSequenceBuffer
+from asyncrl.master.progress import PromptProgress
+from asyncrl.master.report import StepTimes, head_offpolicyness, step_metrics, tail_offpolicyness
+from asyncrl.master.schedule import Schedule
+from asyncrl.messages import Locator, TrajectoryMeta, WeightVersion
+
+
+def make_meta(ticket, position=0, *, epoch=0, attempt=1, versions=((0, 0),), rewards=(1.0,)):
+    return TrajectoryMeta(
+        ticket_id=ticket,
+        locator=Locator(epoch, position),
+        attempt=attempt,
+        head=0,
+        keys=["packed_input_ids", "rewards"],
+        seqlens=[5] * len(rewards),
+        response_lengths=[3] * len(rewards),
+        rewards=list(rewards),
+        version_start=[WeightVersion(attempt, first).pack() for first, _ in versions],
+        version_end=[WeightVersion(attempt, last).pack() for _, last in versions],
+        birth_time=0.0,
+    )
+
+
+class TestPromptProgress:
+    def test_cursor_moves_over_what_is_done(self):
+        progress = PromptProgress(num_prompts=3, num_epochs=2)
+        progress.mark_trained([Locator(0, 1), Locator(0, 2)])
+        assert (progress.cursor, progress.beyond_cursor) == (Locator(0, 0), [Locator(0, 1), Locator(0, 2)])
+        progress.mark_rejected(Locator(0, 0), "too_hard")
+        assert (progress.cursor, progress.beyond_cursor) == (Locator(1, 0), [])
+        assert (progress.num_done, progress.num_trained, dict(progress.rejected)) == (3, 2, {"too_hard": 1})
+
+    def test_twice_is_an_error(self):
+        progress = PromptProgress(num_prompts=3, num_epochs=1)
+        progress.mark_trained([Locator(0, 1)])
+        with pytest.raises(ValueError, match="done already"):
+            progress.mark_rejected(Locator(0, 1), "late")
+
+    def test_outside_is_an_error(self):
+        progress = PromptProgress(num_prompts=3, num_epochs=1)
+        assert not progress.contains(Locator(1, 0))
+        with pytest.raises(ValueError, match="outside"):
+            progress.is_done(Locator(0, 3))
+
+
+class TestSchedule:
+    def test_each_counter_makes_it_due(self):
+        schedule = Schedule(every_steps=3, every_epochs=1, every_s=10.0, now=0.0)
+        assert not schedule.check(step=2, epochs=0.9, now=9.0)
+        assert schedule.check(step=3, epochs=0.9, now=9.0)
+        assert schedule.check(step=4, epochs=1.1, now=9.0)
+        assert not schedule.check(step=5, epochs=1.2, now=18.0)
+        assert schedule.check(step=5, epochs=1.2, now=19.0)
+
+    def test_switched_off(self):
+        assert not Schedule().check(step=100, epochs=9.0, now=1e9)
+
+
+class TestBuffer:
+    def make(self, capacity=4):
+        return AsyncIOSequenceBuffer(PromptProgress(4, 1), capacity=capacity, attempt=1)
+
+    def test_first_of_a_prompt_wins(self):
+        buffer = self.make()
+        assert buffer.put(make_meta("t1", 0)).verdict == "stored"
+        assert buffer.put(make_meta("t1", 0)).verdict == "stored"  # told again: nothing changes
+        assert buffer.put(make_meta("t2", 0)).verdict == "duplicate"
+        assert len(buffer) == 1
+
+    def test_what_is_refused(self):
+        buffer = self.make(capacity=1)
+        assert buffer.put(make_meta("old", 0, attempt=0)).reason == "attempt 0 is over, this is 1"
+        assert buffer.put(make_meta("nowhere", 9)).verdict == "refused"
+        buffer.put(make_meta("t1", 0))
+        assert "holds 1 trajectories" in buffer.put(make_meta("t2", 1)).reason
+
+    async def test_a_trained_prompt_is_a_duplicate(self):
+        progress = PromptProgress(4, 1)
+        buffer = AsyncIOSequenceBuffer(progress, capacity=4, attempt=1)
+        buffer.put(make_meta("t1", 0))
+        await buffer.begin_batch(["t1"])
+        buffer.end_batch()
+        progress.mark_trained([Locator(0, 0)])
+        assert buffer.put(make_meta("t2", 0)).verdict == "duplicate"
+
+    async def test_an_mfc_waits_for_its_keys(self):
+        buffer = self.make()
+        buffer.put(make_meta("t1", 0))
+        buffer.put(make_meta("t2", 1))
+        first = MFCDef("inf", "actor", "inference", "x:y", ("packed_input_ids",), ("proximal_logprobs",))
+        second = MFCDef("train", "actor", "train_step", "x:y", ("rewards", "proximal_logprobs"))
+        waiting = asyncio.create_task(buffer.get_batch_for_rpc(second))
+        await buffer.begin_batch(["t2", "t1"])
+        assert await buffer.get_batch_for_rpc(first) == ("t2", "t1")
+        await buffer.amend_batch(["t1"], ["proximal_logprobs"])
+        assert buffer.missing_keys(second) == {"proximal_logprobs": 1}
+        assert not waiting.done()
+        await buffer.amend_batch(["t2"], ["proximal_logprobs"])
+        assert await waiting == ("t2", "t1")
+        buffer.end_batch()
+        assert len(buffer) == 0
+
+    async def test_stored_are_those_in_no_batch(self):
+        buffer = self.make()
+        buffer.put(make_meta("t1", 0))
+        buffer.put(make_meta("t2", 1))
+        await buffer.begin_batch(["t1"])
+        assert [meta.ticket_id for meta in buffer.stored] == ["t2"]
+        assert buffer.stored_tickets == ["t1", "t2"]
+
+
+def test_step_metrics():
+    metas = [
+        make_meta("a", 0, versions=((3, 4), (4, 4)), rewards=(1.0, 0.0)),
+        make_meta("b", 1, versions=((5, 5), (5, 5)), rewards=(1.0, 1.0)),
+    ]
+    assert [head_offpolicyness(meta, 5) for meta in metas] == [2, 0]
+    assert [tail_offpolicyness(meta, 5) for meta in metas] == [1, 0]
+    metrics = step_metrics(metas, 5, StepTimes(1.0, 2.0, 1.0))
+    assert metrics["reward/mean"] == 0.75
+    assert (metrics["offpolicy/head_mean"], metrics["offpolicy/head_max"], metrics["offpolicy/tail_mean"]) == (
+        1.0,
+        2.0,
+        0.5,
+    )
+    assert metrics["batch/num_sequences_of_two_versions"] == 1
+    assert metrics["throughput/tokens_per_s"] == 3.0
+    assert (metrics["offpolicy/head_count/0"], metrics["offpolicy/head_count/2"]) == (1.0, 1.0)

@@ -1,0 +1,272 @@
+"""Prompt sources: every line of every kind of file once an epoch, in an order that a seed determines; broken ones stop the start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from asyncrl.config import PromptSourceConfig
+from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.messages import Locator
+from asyncrl.testing.tiny import make_char_tokenizer
+
+ROWS = [{"prompt": f"q{i}", "answer": str(i), "kind": "even" if i % 2 == 0 else "odd", "extra": [i]} for i in range(20)]
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}:{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<assistant:{% endif %}"
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> str:
+    return write_jsonl(tmp_path / "prompts.jsonl", ROWS)
+
+
+def order(source: PromptSource, epoch: int) -> list[str]:
+    return [source.get(Locator(epoch, position)).text for position in range(len(source))]
+
+
+TEXTS = [row["prompt"] for row in ROWS]
+
+# ------------------------------------------------------------------------------------------------------------------- order
+
+
+def test_every_position_once_an_epoch_and_another_order_each_time(jsonl: str) -> None:
+    source = PromptSource(PromptSourceConfig(path=jsonl), seed=3)
+    epochs = [order(source, epoch) for epoch in range(4)]
+    assert len(source) == 20
+    for epoch in epochs:
+        assert sorted(epoch) == sorted(TEXTS)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_the_order_depends_on_the_seed_alone(jsonl: str) -> None:
+    config = PromptSourceConfig(path=jsonl)
+    first, second, other = PromptSource(config, seed=3), PromptSource(config, seed=3), PromptSource(config, seed=4)
+    expected = [order(first, epoch) for epoch in range(5)]
+    for epoch in (4, 0, 3, 1, 2, 0):  # whatever was asked before
+        assert order(second, epoch) == expected[epoch]
+        assert order(other, epoch) != expected[epoch]
+
+
+def test_without_shuffling_the_order_is_the_files(jsonl: str) -> None:
+    source = PromptSource(PromptSourceConfig(path=jsonl, shuffle=False))
+    assert order(source, 0) == order(source, 7) == TEXTS
+
+
+@pytest.mark.parametrize("locator", [Locator(0, 20), Locator(0, -1), Locator(-1, 0)])
+def test_no_prompt_outside_the_epoch(jsonl: str, locator: Locator) -> None:
+    with pytest.raises(ValueError, match="an epoch has 20 prompts"):
+        PromptSource(PromptSourceConfig(path=jsonl)).get(locator)
+
+
+def test_a_seed_is_not_negative(jsonl: str) -> None:
+    with pytest.raises(ValueError, match="seed is -1"):
+        PromptSource(PromptSourceConfig(path=jsonl), seed=-1)
+
+
+# ----------------------------------------------------------------------------------------------------------------- reading
+
+
+def test_a_prompt_carries_its_whole_line(jsonl: str) -> None:
+    source = PromptSource(PromptSourceConfig(path=jsonl, task_key="kind", shuffle=False))
+    prompt = source.get(Locator(2, 7))
+    assert (prompt.prompt_id, prompt.text, prompt.answer, prompt.task) == ("e2-p7", "q7", "7", "odd")
+    assert prompt.row == ROWS[7]
+    assert prompt.input_ids == []  # no tokenizer
+    assert not prompt.too_long
+
+
+def test_answers_pass_through_untouched(tmp_path: Path) -> None:
+    rows = [{"q": "a", "truth": {"x": [1, None, "ü"]}}, {"q": "b", "truth": None}]
+    path = write_jsonl(tmp_path / "p.jsonl", rows)
+    source = PromptSource(PromptSourceConfig(path=path, prompt_key="q", answer_key="truth", shuffle=False))
+    assert [source.get(Locator(0, i)).answer for i in range(2)] == [{"x": [1, None, "ü"]}, None]
+    assert PromptSource(PromptSourceConfig(path=path, prompt_key="q", answer_key="")).get(Locator(0, 0)).answer == ""
+
+
+def test_one_task_unless_a_key_names_it(jsonl: str) -> None:
+    assert PromptSource(PromptSourceConfig(path=jsonl)).get(Locator(0, 0)).task == "default"
+
+
+def test_parquet_gives_what_jsonl_gives(tmp_path: Path, jsonl: str) -> None:
+    path = tmp_path / "prompts.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    from_parquet, from_jsonl = (PromptSource(PromptSourceConfig(path=str(p), task_key="kind")) for p in (path, jsonl))
+    assert len(from_parquet) == 20
+    for position in range(20):
+        assert from_parquet.get(Locator(1, position)) == from_jsonl.get(Locator(1, position))
+
+
+def test_hub_names_go_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, split: str) -> list[dict[str, Any]]:
+        asked.append((name, split))
+        return ROWS
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    source = PromptSource(PromptSourceConfig(path="someone/sums", split="test", shuffle=False))
+    assert asked == [("someone/sums", "test")]
+    assert order(source, 0) == TEXTS
+    with pytest.raises(ValueError, match=r"someone/sums\[train\], row 0: no key 'question'"):
+        PromptSource(PromptSourceConfig(path="someone/sums", prompt_key="question"))
+
+
+def test_hub_names_need_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"pip install 'asyncrl\[hub\]'"):
+        PromptSource(PromptSourceConfig(path="someone/sums"))
+
+
+def test_parquet_needs_pyarrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "p.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"pip install 'asyncrl\[parquet\]'"):
+        PromptSource(PromptSourceConfig(path=str(tmp_path / "p.parquet")))
+
+
+def test_blank_lines_are_no_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('\n{"prompt": "a", "answer": 1}\n  \n{"prompt": "b", "answer": 2}', encoding="utf-8")
+    assert len(PromptSource(PromptSourceConfig(path=str(path)))) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------- refusals
+
+
+GOOD = b'{"prompt": "a", "answer": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (GOOD + b'{"prompt": "b", \n', r"p\.jsonl:2: not a line of JSON"),
+        (GOOD + b"\xff\xfe\n", r"p\.jsonl:2: not a line of JSON"),
+        (GOOD + b'{"prompt": "\xff", "answer": 1}\n', r"p\.jsonl:2: not a line of JSON"),
+        (GOOD + GOOD + b"[1]\n", r"p\.jsonl:3: expected an object with the key 'prompt', found list"),
+        (
+            GOOD + b'{"answer": 1}\n',
+            r"p\.jsonl:2: no key 'prompt', only \['answer'\]; set prompts.prompt_key to the right one",
+        ),
+        (
+            b'{"prompt": "a"}\n',
+            r"p\.jsonl:1: no key 'answer', only \['prompt'\]; set prompts.answer_key .*\"\" if there is none",
+        ),
+        (b'{"prompt": 3, "answer": 1}\n', r"p\.jsonl:1: 'prompt' must be a non-empty string .* found 3"),
+        (b'{"prompt": "", "answer": 1}\n', r"p\.jsonl:1: 'prompt' must be a non-empty string"),
+        (
+            b'{"prompt": [{"role": "user", "content": "a"}], "answer": 1}\n',
+            r"p\.jsonl:1: .* set prompts.chat_template=true",
+        ),
+        (b"", r"p\.jsonl holds no prompts"),
+        (b"\n \n", r"p\.jsonl holds no prompts"),
+    ],
+)
+def test_broken_files_are_refused_with_their_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        PromptSource(PromptSourceConfig(path=str(path)))
+
+
+def test_a_task_is_a_string(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "answer": 1, "kind": 2}])
+    with pytest.raises(ValueError, match=r"p\.jsonl:1: the task under 'kind' must be a string, found 2"):
+        PromptSource(PromptSourceConfig(path=path, task_key="kind"))
+
+
+def test_paths_that_are_no_prompts(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no prompt file .*nowhere\.jsonl"):
+        PromptSource(PromptSourceConfig(path=str(tmp_path / "nowhere.jsonl")))
+    with pytest.raises(ValueError, match=r"a prompt file ends in \.jsonl or \.parquet"):
+        PromptSource(PromptSourceConfig(path=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"prompts\.path is empty"):
+        PromptSource(PromptSourceConfig())
+    (tmp_path / "p.parquet").write_bytes(b"no parquet")
+    with pytest.raises(ValueError, match=r"p\.parquet: not a Parquet file"):
+        PromptSource(PromptSourceConfig(path=str(tmp_path / "p.parquet")))
+
+
+# --------------------------------------------------------------------------------------------------------------- tokenizing
+
+
+def test_prompts_are_tokenized_and_long_ones_marked(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "abc", "answer": 1}, {"prompt": "abcd", "answer": 1}])
+    source = PromptSource(
+        PromptSourceConfig(path=path, max_prompt_length=3, shuffle=False), make_char_tokenizer(None, "abcd")
+    )
+    short, long = source.get(Locator(0, 0)), source.get(Locator(0, 1))
+    assert (short.input_ids, short.too_long) == ([1, 2, 3], False)
+    assert (long.input_ids, long.too_long) == ([1, 2, 3, 4], True)
+
+
+@pytest.mark.parametrize("prompt", ["ab", [{"role": "user", "content": "ab"}]])
+def test_chat_templates_are_rendered(tmp_path: Path, prompt: Any) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": 1}])
+    tokenizer = make_char_tokenizer(None, "abcdefghijklmnopqrstuvwxyz<>:")
+    config = PromptSourceConfig(path=path, chat_template=True)
+    with pytest.raises(ValueError, match=r"chat_template is true, but the tokenizer has none"):
+        PromptSource(config, tokenizer)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    rendered = PromptSource(config, tokenizer).get(Locator(0, 0))
+    assert rendered.text == "<user:ab><assistant:"
+    assert rendered.input_ids == tokenizer.encode(rendered.text, add_special_tokens=False)
+    counting = PromptSource(config)
+    assert len(counting) == 1
+    with pytest.raises(ValueError, match="without a tokenizer"):
+        counting.get(Locator(0, 0))
+
+
+@pytest.mark.parametrize("prompt", [[], [1], [{"role": "user"}], {"role": "user", "content": "a"}])
+def test_what_is_no_chat_is_refused(tmp_path: Path, prompt: Any) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": 1}])
+    with pytest.raises(ValueError, match=r"p\.jsonl:1: 'prompt' must be a non-empty string or a list of messages"):
+        PromptSource(PromptSourceConfig(path=path, chat_template=True))
+
+
+def test_prompts_without_tokens_are_refused(tmp_path: Path) -> None:
+    class Deaf:
+        chat_template = None
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return []
+
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x", "answer": 1}])
+    source: Any = PromptSource(PromptSourceConfig(path=path), Deaf())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the prompt 'x' has no tokens"):
+        source.get(Locator(0, 0))
+
+
+def test_a_tokenizer_is_loaded_and_used_without_torch(tmp_path: Path) -> None:
+    tokenizer = make_char_tokenizer(None, "abcdefghijklmnopqrstuvwxyz<>:")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "ab", "answer": 1}])
+    program = f"""
+import sys
+from asyncrl.config import PromptSourceConfig
+from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.messages import Locator
+source = PromptSource(PromptSourceConfig(path={path!r}, chat_template=True), load_tokenizer({str(tmp_path / "model")!r}))
+assert source.get(Locator(0, 0)).text == "<user:ab><assistant:"
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,182 @@
+"""Health states of generation servers and the choice among them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from asyncrl.manager.routing import ServerState, ServerTable
+from asyncrl.messages import WeightVersion
+
+NAMES = [f"generation_server/{index}" for index in range(3)]
+
+
+def v(version: int, attempt: int = 1) -> WeightVersion:
+    return WeightVersion(attempt, version)
+
+
+def load(table: ServerTable, name: str, version: WeightVersion, now: float = 0.0) -> bool:
+    return table.loaded(name, table.begin_update(name, version), version, now)
+
+
+@pytest.fixture
+def table() -> ServerTable:
+    table = ServerTable("least_requests", dead_after_s=10.0)
+    for name in NAMES:
+        table.announce(name, f"http://{name}", 0.0)
+        load(table, name, v(0))
+    return table
+
+
+def picked(table: ServerTable, count: int, min_version: int = 0) -> list[int]:
+    indexes = []
+    for _ in range(count):
+        server = table.pick(min_version)
+        assert server is not None
+        table.granted(server.name, 10.0)
+        indexes.append(NAMES.index(server.name))
+    return indexes
+
+
+def test_round_robin(table: ServerTable) -> None:
+    table.policy = "round_robin"
+    table.granted(NAMES[0])
+    assert picked(table, 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_least_requests(table: ServerTable) -> None:
+    for _ in range(3):
+        table.granted(NAMES[0])
+    table.granted(NAMES[2])
+    assert sorted(picked(table, 5)) == [1, 1, 1, 2, 2]
+    table.ended(NAMES[0])
+    assert picked(table, 1) == [0]
+
+
+def test_least_token_usage(table: ServerTable) -> None:
+    """What was polled, plus what was promised since."""
+    table.policy = "least_token_usage"
+    for name, used in zip(NAMES, (100, 75, 90), strict=True):
+        table.answered(name, str(v(0)), 1.0, used)
+    assert picked(table, 4) == [1, 1, 2, 1]
+    table.answered(NAMES[1], str(v(0)), 2.0, 0)
+    assert picked(table, 2) == [1, 1]
+
+
+def test_unknown_policies_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"manager\.routing is 'best'; use one of round_robin"):
+        ServerTable("best")
+
+
+def test_only_servers_with_the_version_or_a_newer_one(table: ServerTable) -> None:
+    load(table, NAMES[1], v(2))
+    assert picked(table, 2, min_version=1) == [1, 1]
+    assert table.pick(3) is None
+    assert table.pick(1, exclude=NAMES[1]) is None
+    assert table.served == 2
+
+
+def test_served_version_never_goes_back(table: ServerTable) -> None:
+    load(table, NAMES[1], v(2))
+    table.withdraw(NAMES[1])
+    assert table.served == 2
+    assert not table.has(2)
+
+
+def test_suspect_comes_back_with_the_right_echo_only(table: ServerTable) -> None:
+    server = table.servers[NAMES[0]]
+    table.silent(NAMES[0], "no answer", 1.0)
+    assert server.state is ServerState.SUSPECT
+    assert NAMES[0] not in {NAMES[index] for index in picked(table, 6)}
+    table.answered(NAMES[0], str(v(0)), 2.0)
+    assert server.state is ServerState.HEALTHY
+    table.silent(NAMES[0], "no answer", 3.0)
+    table.answered(NAMES[0], "", 4.0)  # restarted at its old address
+    assert server.state is ServerState.STALE
+    assert server.view().version == ""
+
+
+def test_a_healthy_server_that_echoes_something_else_is_stale(table: ServerTable) -> None:
+    table.answered(NAMES[0], str(v(7)), 1.0)
+    assert table.servers[NAMES[0]].state is ServerState.STALE
+    assert "a0001-v00000007 instead of a0001-v00000000" in table.servers[NAMES[0]].reason
+
+
+def test_dead_after_a_long_silence_and_back_through_a_load(table: ServerTable) -> None:
+    server = table.servers[NAMES[0]]
+    for now in (5.0, 10.0, 10.1):
+        table.silent(NAMES[0], "no answer", now)
+    assert server.state is ServerState.DEAD
+    table.answered(NAMES[0], str(v(0)), 11.0)
+    assert server.state is ServerState.STALE
+    table.answered(NAMES[0], str(v(0)), 12.0)
+    assert server.state is ServerState.STALE  # saying the right thing is not enough
+    assert load(table, NAMES[0], v(0), 13.0)
+    assert server.state is ServerState.HEALTHY
+
+
+def test_a_new_process_of_a_server_must_load_whatever_the_old_one_did(table: ServerTable) -> None:
+    server = table.servers[NAMES[0]]
+    life = table.begin_update(NAMES[0], v(1))
+    table.announce(NAMES[0], "http://elsewhere", 1.0)
+    assert (server.state, server.url) == (ServerState.STALE, "http://elsewhere")
+    assert not table.loaded(NAMES[0], life, v(1), 2.0)
+    assert not table.load_failed(NAMES[0], life, "late")
+    assert server.state is ServerState.STALE
+    assert table.served == 0
+
+
+def test_the_same_announcement_again_changes_nothing(table: ServerTable) -> None:
+    table.announce(NAMES[0], f"http://{NAMES[0]}", 1.0)
+    assert table.servers[NAMES[0]].state is ServerState.HEALTHY
+    table.withdraw(NAMES[0])
+    table.withdraw("generation_server/9")
+    assert table.servers[NAMES[0]].state is ServerState.DEAD
+    table.announce(NAMES[0], f"http://{NAMES[0]}", 2.0)
+    assert table.servers[NAMES[0]].state is ServerState.STALE
+
+
+def test_a_new_attempt_makes_all_stale_and_voids_loads(table: ServerTable) -> None:
+    life = table.begin_update(NAMES[0], v(1))
+    table.silent(NAMES[2], "no answer", 0.0)
+    table.begin_attempt(2)
+    assert table.served == -1
+    assert not table.loaded(NAMES[0], life, v(1), 1.0)
+    assert {server.state for server in table.servers.values()} == {ServerState.STALE}
+    load(table, NAMES[1], v(1, attempt=2))
+    assert table.served == 1
+    table.begin_attempt(1)
+    assert table.attempt == 2
+
+
+def test_there_is_no_way_from_dead_to_healthy_but_through_stale_and_a_load() -> None:
+    """Over all sequences of four events after a death."""
+    events = {
+        "announce": lambda table, life: table.announce("s", "http://s", 1.0),
+        "announce elsewhere": lambda table, life: table.announce("s", "http://t", 1.0),
+        "withdraw": lambda table, life: table.withdraw("s"),
+        "answered": lambda table, life: table.answered("s", str(v(0)), 1.0),
+        "silent": lambda table, life: table.silent("s", "no answer", 1.0),
+        "late load": lambda table, life: table.loaded("s", life, v(0), 1.0),
+        "new attempt": lambda table, life: table.begin_attempt(table.attempt + 1),
+    }
+    for sequence in itertools.product(events, repeat=4):
+        table = ServerTable()
+        table.announce("s", "http://s", 0.0)
+        load(table, "s", v(0))
+        life = table.begin_update("s", v(0))
+        table.withdraw("s")
+        for event in sequence:
+            events[event](table, life)
+            assert table.servers["s"].state in (ServerState.DEAD, ServerState.STALE), sequence
+            assert table.pick(0) is None
+
+
+def test_views_name_the_version_being_loaded(table: ServerTable) -> None:
+    """So that the trainer does not remove it from disk."""
+    table.begin_update(NAMES[0], v(4))
+    assert [(view.state, view.version) for view in table.views()][:2] == [
+        ("updating", "a0001-v00000004"),
+        ("healthy", "a0001-v00000000"),
+    ]

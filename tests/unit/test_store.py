@@ -1,0 +1,90 @@
+"""Data store of a head: capacity, duplicates, keys that MFCs add."""
+
+import numpy as np
+import pytest
+
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.model.store import DUPLICATE, FULL, DataStore
+
+
+def group(group_id: str, *lengths: int) -> SequenceSample:
+    return SequenceSample.from_groups(
+        [group_id],
+        [{"packed_input_ids": [list(range(1, n + 1)) for n in lengths], "rewards": [float(n) for n in lengths]}],
+    )
+
+
+def test_more_groups_than_the_capacity_are_refused_by_reason():
+    store = DataStore(2)
+    assert [store.put(group(name, 3)) for name in "abc"] == ["", "", FULL]
+    assert store.ids() == ["a", "b"]
+    assert store.discard(["a", "never seen"]) == 1
+    assert store.put(group("c", 3)) == ""
+
+
+def test_an_id_that_is_here_is_a_duplicate_even_when_full():
+    store = DataStore(1)
+    store.put(group("a", 3))
+    assert store.put(group("a", 4)) == DUPLICATE
+    assert store.select(["a"], ["packed_input_ids"]).total_tokens() == 3
+
+
+def test_a_sample_of_several_groups_enters_whole_or_not_at_all():
+    store = DataStore(2)
+    store.put(group("a", 1))
+    assert store.put(SequenceSample.gather([group("b", 1), group("c", 1)])) == FULL
+    assert store.ids() == ["a"]
+
+
+def test_select_gives_what_is_here_in_the_order_of_the_call():
+    store = DataStore(4)
+    for name, length in (("b", 2), ("a", 1), ("c", 3)):
+        store.put(group(name, length))
+    sample = store.select(["c", "elsewhere", "a"], ["packed_input_ids"])
+    assert sample.ids == ("c", "a")
+    assert sample.keys == ("packed_input_ids",)
+    assert sample.data["packed_input_ids"].tolist() == [1, 2, 3, 1]
+    assert store.local_ids(["c", "elsewhere", "a"]) == ["c", "a"]
+    assert store.select(["elsewhere"], ["packed_input_ids"]) is None
+
+
+def test_amend_adds_keys_to_each_group():
+    store = DataStore(4)
+    store.put(group("a", 2, 1))
+    store.put(group("b", 3))
+    batch = store.select(["b", "a"], ["packed_input_ids"])
+    store.amend(batch.derive({"values": np.arange(6, dtype=np.float32)}))
+    assert store.select(["a"], ["values"]).data["values"].tolist() == [3, 4, 5]
+    assert store.select(["b"], ["values", "rewards"]).data["rewards"].tolist() == [3]
+
+
+def test_a_key_nobody_has_made_is_named():
+    store = DataStore(1)
+    store.put(group("a", 2))
+    with pytest.raises(ValueError, match=r"'a' has no \['values'\]"):
+        store.select(["a"], ["values"])
+
+
+def test_amending_an_id_that_is_gone_changes_nothing():
+    store = DataStore(4)
+    store.put(group("a", 1))
+    both = SequenceSample.gather([group("a", 1), group("gone", 1)])
+    with pytest.raises(ValueError, match="gone"):
+        store.amend(both.derive({"values": np.zeros(2, np.float32)}))
+    with pytest.raises(ValueError, match="no"):
+        store.select(["a"], ["values"])
+
+
+def test_bytes_are_counted():
+    store = DataStore(4)
+    store.put(group("a", 4))
+    assert store.num_bytes == 4 * 8 + 4
+    store.amend(group("a", 4).derive({"values": np.zeros(4, np.float32)}))
+    assert store.num_bytes == 4 * 8 + 4 + 16
+    store.discard(["a"])
+    assert store.num_bytes == len(store) == 0
+
+
+def test_a_store_without_room_is_refused():
+    with pytest.raises(ValueError, match="capacity"):
+        DataStore(0)

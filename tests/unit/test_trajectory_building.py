@@ -1,0 +1,134 @@
+"""From pieces to a trajectory: every token keeps its logprob, its version and its masks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asyncrl.dataflow import TRAJECTORY_KEYS
+from asyncrl.messages import WeightVersion
+from asyncrl.rollout.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
+
+V1, V2, V3 = (WeightVersion(1, version).pack() for version in (1, 2, 3))
+
+
+def response(input_ids: list[int], output_ids: list[int], version: int = V1, *, finished: bool = True) -> Response:
+    made = Response(input_ids, finished=finished)
+    made.add_piece(output_ids, [-0.1 * token for token in output_ids], [(version, len(output_ids))])
+    return made
+
+
+def episode(
+    prompt: list[int], output_ids: list[int], version: int = V1, *, finished: bool = True, reward: float = 0.0
+) -> Episode:
+    made = Episode(prompt)
+    made.add_response(response(prompt, output_ids, version, finished=finished))
+    made.reward = reward
+    return made
+
+
+def test_pieces_of_several_versions_join_into_runs() -> None:
+    made = Response([7])
+    made.add_piece([1, 2], [-0.1, -0.2], [(V1, 2)])
+    made.add_piece([], [], [])
+    made.add_piece([3, 4, 5], [-0.3, -0.4, -0.5], [(V1, 1), (V2, 2)])
+    assert made.output_ids == [1, 2, 3, 4, 5]
+    assert made.logprobs == [-0.1, -0.2, -0.3, -0.4, -0.5]
+    assert made.versions == [(V1, 3), (V2, 2)]
+    assert made.oldest_version == V1
+
+
+def test_every_key_of_a_group_is_aligned() -> None:
+    first = Episode([5, 6])
+    pieces = Response([5, 6], finished=True)
+    pieces.add_piece([1, 2], [-0.5, -0.25], [(V1, 2)])
+    pieces.add_piece([9], [-1.5], [(V3, 1)])
+    first.add_response(pieces)
+    first.reward = 1.0
+    second = episode([5, 6], [4], V2, finished=False)
+
+    sample = build_sample("p", [first, second])
+
+    assert set(sample.keys) == set(TRAJECTORY_KEYS)
+    assert sample.seqlens["packed_input_ids"] == [[5, 3]]
+    data = {key: array.tolist() for key, array in sample.data.items()}
+    assert data["packed_input_ids"] == [5, 6, 1, 2, 9, 5, 6, 4]
+    assert data["packed_prompts"] == [5, 6]
+    np.testing.assert_allclose(data["packed_logprobs"], [0, 0, -0.5, -0.25, -1.5, 0, 0, -0.4], rtol=1e-6)
+    assert data["prompt_mask"] == [True, True, False, False, False, True, True, False]
+    assert data["loss_mask"] == [False, False, True, True, True, False, False, True]
+    assert data["versions"] == [-1, -1, V1, V1, V3, -1, -1, V2]
+    assert data["version_start"] == [V1, V2]
+    assert data["version_end"] == [V3, V2]
+    assert data["seq_no_eos_mask"] == [False, True]
+    assert data["rewards"] == [1.0, 0.0]
+
+
+def test_what_the_environment_said_is_not_trained() -> None:
+    member = Episode([5])
+    member.add_response(response([5], [1, 2], V1))
+    member.add_observation([30, 31])
+    member.add_response(response([5, 1, 2, 30, 31], [3], V2))
+
+    data = {key: array.tolist() for key, array in build_sample("p", [member]).data.items()}
+
+    assert data["packed_input_ids"] == [5, 1, 2, 30, 31, 3]
+    assert data["loss_mask"] == [False, True, True, False, False, True]
+    assert data["prompt_mask"] == [True, False, False, False, False, False]
+    assert data["versions"] == [-1, V1, V1, -1, -1, V2]
+    np.testing.assert_allclose(data["packed_logprobs"], [0, -0.1, -0.2, 0, 0, -0.3], rtol=1e-6)
+    assert (data["version_start"], data["version_end"]) == ([V1], [V2])
+
+
+def test_the_last_response_decides_whether_a_sequence_is_truncated() -> None:
+    member = Episode([5])
+    member.add_response(response([5], [1]))
+    assert not member.truncated
+    member.add_observation([30])
+    member.add_response(response([5, 1, 30], [2], finished=False))
+    assert member.truncated
+
+
+def test_a_response_must_continue_the_episode() -> None:
+    with pytest.raises(ValueError, match="cannot continue an episode of 1 tokens"):
+        Episode([5]).add_response(response([5, 6], [1]))
+
+
+def test_the_ticket_completes_the_sample() -> None:
+    sample = build_sample("e0-p3", [episode([5], [1], reward=0.5)])
+    done = complete_sample(sample, ticket_id="t9", task_id=2, birth_time=12.5)
+    assert done.ids == ("t9",)
+    assert done.data["task_ids"].tolist() == [2]
+    assert done.data["birth_time"].tolist() == [12.5]
+    assert done.data["packed_input_ids"] is sample.data["packed_input_ids"]  # nothing is copied
+
+
+def test_an_incomplete_sample_is_refused() -> None:
+    sample = build_sample("p", [episode([5], [1])])
+    without = sample.select_keys([key for key in sample.keys if key not in {"versions", "task_ids", "birth_time"}])
+    with pytest.raises(ValueError, match=r"lacks the keys \['versions'\]"):
+        complete_sample(without, ticket_id="t", task_id=0, birth_time=0.0)
+
+
+def test_a_sequence_without_sampled_tokens_is_refused() -> None:
+    sample = build_sample("p", [episode([5], [1]), Episode([5])])
+    with pytest.raises(ValueError, match="without a sampled token"):
+        complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0)
+
+
+def test_a_reward_that_is_not_finite_is_refused() -> None:
+    sample = build_sample("p", [episode([5], [1], reward=float("nan"))])
+    with pytest.raises(ValueError, match="not finite"):
+        complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0)
+
+
+def test_the_summary_counts_sampled_tokens() -> None:
+    turns = Episode([5])
+    turns.add_response(response([5], [1, 2], V1))
+    turns.add_observation([30])
+    turns.add_response(response([5, 1, 2, 30], [3], V2))
+    sample = build_sample("p", [turns, episode([5], [1], V3, reward=1.0)])
+    summary = SampleSummary.of(sample)
+    assert summary == SampleSummary(
+        seqlens=[5, 2], response_lengths=[3, 1], rewards=[0.0, 1.0], version_start=[V1, V3], version_end=[V2, V3]
+    )

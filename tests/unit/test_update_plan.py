@@ -1,0 +1,167 @@
+"""Waves, retries, versions that never go back."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.manager.routing import ServerState, ServerTable
+from asyncrl.manager.update_plan import Update, UpdatePlan
+from asyncrl.messages import WeightVersion
+
+
+def v(version: int, attempt: int = 1) -> WeightVersion:
+    return WeightVersion(attempt, version)
+
+
+class Setup:
+    def __init__(self, count: int, *, serving: int | None = 0, **options: float) -> None:
+        self.table = ServerTable()
+        self.names = [f"generation_server/{index}" for index in range(count)]
+        for name in self.names:
+            self.table.announce(name, f"http://{name}", 0.0)
+        self.plan = UpdatePlan(self.table, **options)
+        if serving is not None:
+            self.plan.publish(v(serving))
+            for update in self.plan.due(0.0):
+                assert self.plan.succeeded(update, 0.0)
+
+    def states(self) -> str:
+        """A letter each: s(tale), h(ealthy), u(pdating), d(ead)."""
+        return "".join(self.table.servers[name].state.value[0] for name in self.names)
+
+    def versions(self) -> list[int | None]:
+        servers = [self.table.servers[name] for name in self.names]
+        return [None if server.version is None else server.version.version for server in servers]
+
+
+def test_nothing_published_means_hold() -> None:
+    setup = Setup(2, serving=None)
+    assert setup.plan.due(100.0) == []
+    assert setup.states() == "ss"
+
+
+def test_stale_servers_load_all_at_once() -> None:
+    setup = Setup(4, serving=None, update_fraction=0.25)
+    assert setup.plan.publish(v(0))
+    updates = setup.plan.due(0.0)
+    assert [update.server for update in updates] == setup.names
+    assert updates[0] == Update(setup.names[0], "http://generation_server/0", 0, v(0), 60.0)
+    assert setup.plan.due(0.0) == []
+
+
+def test_waves_keep_the_rest_serving() -> None:
+    setup = Setup(4, update_fraction=0.5)
+    setup.plan.publish(v(1))
+    first, second = setup.plan.due(1.0)
+    assert setup.states() == "uuhh"
+    assert setup.plan.due(1.0) == []
+    assert setup.plan.succeeded(second, 2.0)
+    (third,) = setup.plan.due(2.0)
+    assert setup.states() == "uhuh"
+    setup.plan.succeeded(first, 3.0)
+    setup.plan.succeeded(third, 3.0)
+    (fourth,) = setup.plan.due(3.0)
+    setup.plan.succeeded(fourth, 4.0)
+    assert setup.versions() == [1, 1, 1, 1]
+    assert setup.plan.due(5.0) == []
+
+
+def test_a_slow_server_leaves_its_wave() -> None:
+    setup = Setup(2, update_fraction=0.5, update_timeout_s=60.0, slow_after_s=5.0)
+    setup.plan.publish(v(1))
+    (slow,) = setup.plan.due(0.0)
+    assert setup.plan.next_change(0.0) == 5.0
+    assert setup.plan.due(4.9) == []
+    (other,) = setup.plan.due(5.0)
+    assert other.server != slow.server
+    setup.plan.succeeded(other, 6.0)
+    assert setup.plan.due(6.0) == []
+    assert setup.plan.succeeded(slow, 30.0)
+    assert setup.versions() == [1, 1]
+
+
+def test_a_failing_server_is_stale_and_tried_again_with_growing_pauses() -> None:
+    setup = Setup(2)
+    setup.plan.publish(v(1))
+    bad, good = setup.plan.due(0.0)
+    setup.plan.succeeded(good, 0.0)
+    now, pauses = 0.0, []
+    for _ in range(8):
+        pauses.append(setup.plan.failed(bad, "refused", now))
+        assert setup.states() == "sh"
+        assert setup.table.servers[bad.server].reason == "refused"
+        now += pauses[-1]
+        assert setup.plan.due(now - 0.01) == []
+        (bad,) = setup.plan.due(now)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert setup.plan.succeeded(bad, now)
+    assert setup.plan.num_failures(bad.server) == 0
+    setup.plan.publish(v(2))
+    setup.plan.failed(setup.plan.due(now)[0], "refused", now)
+    setup.plan.publish(v(3))  # other files: no pause
+    assert len(setup.plan.due(now)) == 1
+
+
+def test_versions_never_go_back() -> None:
+    setup = Setup(1, serving=5)
+    for older in (v(5), v(4), v(0), v(9, attempt=0)):
+        assert not setup.plan.publish(older)
+    assert setup.plan.due(1.0) == []
+    assert setup.plan.publish(v(2, attempt=2))  # a new attempt begins at its checkpoint
+    assert not setup.plan.publish(v(9))
+    (update,) = setup.plan.due(1.0)
+    assert update.version == v(2, attempt=2)
+    assert setup.plan.succeeded(update, 1.0)
+
+
+def test_an_attempt_that_the_table_knows_to_be_over_is_refused() -> None:
+    setup = Setup(1, serving=None)
+    setup.table.begin_attempt(3)
+    assert not setup.plan.publish(v(7, attempt=2))
+
+
+def test_the_newest_version_wins_over_one_that_is_being_loaded() -> None:
+    setup = Setup(1)
+    setup.plan.publish(v(1))
+    (update,) = setup.plan.due(0.0)
+    setup.plan.publish(v(2))
+    setup.plan.publish(v(3))
+    assert setup.plan.due(0.0) == []
+    setup.plan.succeeded(update, 1.0)
+    assert setup.versions() == [1]
+    (update,) = setup.plan.due(1.0)
+    assert update.version == v(3)
+
+
+def test_a_server_that_dies_while_it_loads_is_left_and_its_successor_loads_at_once() -> None:
+    setup = Setup(2, update_fraction=0.5, slow_after_s=5.0)
+    setup.plan.publish(v(1))
+    (old,) = setup.plan.due(0.0)
+    setup.table.withdraw(old.server)
+    assert [update.server for update in setup.plan.due(1.0)] == [setup.names[1]]
+    setup.table.announce(old.server, "http://new", 2.0)
+    (new,) = setup.plan.due(2.0)
+    assert (new.server, new.url) == (old.server, "http://new")
+    assert not setup.plan.succeeded(old, 3.0)
+    assert setup.states() == "uu"
+    setup.plan.failed(old, "its connection broke", 3.0)
+    assert setup.states() == "uu"
+    assert setup.plan.succeeded(new, 4.0)
+
+
+def test_dead_and_suspect_servers_are_left_alone() -> None:
+    setup = Setup(3)
+    setup.table.withdraw(setup.names[0])
+    setup.table.silent(setup.names[1], "no answer", 1.0)
+    setup.plan.publish(v(1))
+    assert [update.server for update in setup.plan.due(1.0)] == [setup.names[2]]
+
+
+@pytest.mark.parametrize("options", [{"update_fraction": 0.0}, {"update_fraction": 1.1}, {"update_timeout_s": 0.0}])
+def test_options_that_cannot_work_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        UpdatePlan(ServerTable(), **options)
+
+
+def test_states_are_as_many_as_their_letters() -> None:
+    assert len({state.value for state in ServerState}) == 5

@@ -1,0 +1,115 @@
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.messages import WeightVersion
+from asyncrl.weights import (
+    WeightsError,
+    list_versions,
+    prune_versions,
+    read_manifest,
+    tensor_files,
+    verify_version,
+    version_dir,
+    write_version,
+)
+
+V1 = WeightVersion(1, 1)
+TENSORS = [("a.weight", torch.arange(6.0).reshape(2, 3)), ("b.bias", torch.ones(4, dtype=torch.bfloat16))]
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("[]")
+    (folder / "model.safetensors").write_text("not copied: weights are written anew")
+    return folder
+
+
+def write(tmp_path, source, version=V1, **options):
+    path = version_dir(tmp_path, "actor", version)
+    write_version(path, TENSORS, source_dir=source, version=version, **options)
+    return path
+
+
+def test_round_trip(tmp_path, source):
+    path = write(tmp_path, source)
+    assert path.name == "a0001-v00000001"
+    assert verify_version(path, V1).weight_version == V1
+    assert sorted(read_manifest(path).files) == ["config.json", "model.safetensors", "tokenizer.json"]
+    loaded = load_file(tensor_files(path)[0])
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing temporary is left
+
+
+def test_shards_have_an_index(tmp_path, source):
+    path = write(tmp_path, source, shard_bytes=8)
+    assert [file.name for file in tensor_files(path)] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert '"b.bias":"model-00002-of-00002.safetensors"' in (path / "model.safetensors.index.json").read_text()
+
+
+def test_a_version_is_written_once(tmp_path, source):
+    write(tmp_path, source)
+    with pytest.raises(FileExistsError, match="written once"):
+        write(tmp_path, source)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, source):
+    def torn():
+        yield TENSORS[0]
+        raise OSError(28, "No space left on device")
+
+    path = version_dir(tmp_path, "actor", V1)
+    with pytest.raises(OSError, match="No space left"):
+        write_version(path, torn(), source_dir=source, version=V1)
+    assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "manifest.json").unlink(), "has no manifest.json"),
+        (lambda path: (path / "manifest.json").write_text("{"), "cannot be read"),
+        (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is in the manifest but not on disk"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"short"), "has 5 bytes"),
+        (lambda path: _flip(path / "model.safetensors"), "another checksum"),
+    ],
+)
+def test_damage_is_found(tmp_path, source, damage, message):
+    path = write(tmp_path, source)
+    damage(path)
+    with pytest.raises(WeightsError, match=message):
+        verify_version(path)
+
+
+def test_another_version_is_not_taken(tmp_path, source):
+    path = write(tmp_path, source)
+    with pytest.raises(WeightsError, match="holds a0001-v00000001, expected a0002-v00000001"):
+        verify_version(path, WeightVersion(2, 1))
+
+
+def test_pruning_keeps_the_newest_and_those_in_use(tmp_path, source):
+    versions = [WeightVersion(1, number) for number in range(6)]
+    for version in versions:
+        path = write(tmp_path, source, version)
+    (path.parent / "a0001-v00000099.writing").mkdir()  # somebody else's, unfinished
+    removed = prune_versions(path.parent, keep=2, in_use=[versions[1]])
+    assert removed == [versions[0], versions[2], versions[3]]
+    assert list_versions(path.parent) == [versions[1], versions[4], versions[5]]
+
+
+def test_versions_order_by_attempt_first():
+    assert WeightVersion(1, 9) < WeightVersion(2, 0)
+    assert WeightVersion(1, 9).pack() < WeightVersion(2, 0).pack()
+    assert WeightVersion.unpack(WeightVersion(2, 7).pack()) == WeightVersion.parse("a0002-v00000007")
+
+
+def _flip(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))

@@ -1,0 +1,145 @@
+"""The worker base: lifecycle, named waits, errors that travel. In one process, over memory name resolve."""
+
+import asyncio
+import os
+
+import msgspec
+import pytest
+
+from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.messages import WorkerStatus
+from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.worker import STATUS_FD_ENV, WaitTimeoutError, Worker
+
+MEMORY = NameResolveConfig(backend="memory")
+
+
+def make_info(**runtime):
+    return WorkerInfo(
+        kind="rollout_worker",
+        index=1,
+        count=2,
+        experiment="e",
+        trial="t",
+        attempt=1,
+        run_dir="/nowhere",
+        seed=1,
+        name_resolve=MEMORY,
+        runtime=RuntimeConfig(**runtime),
+    )
+
+
+class Recorder(Worker):
+    """Writes down the stations of its life; what it does in run is given."""
+
+    def __init__(self, work, **runtime):
+        super().__init__(make_info(**runtime))
+        self.stations = []
+        self._work = work
+
+    async def setup(self):
+        self.stations.append(("setup", self.board.state))
+
+    async def run(self):
+        self.stations.append(("run", self.board.state))
+        await self._work(self)
+
+    async def close(self):
+        self.stations.append(("close", self.board.state))
+
+
+async def test_a_life_from_setup_to_done():
+    async def nothing(worker):
+        pass
+
+    worker = Recorder(nothing)
+    await worker.main()
+    assert worker.stations == [("setup", "starting"), ("run", "running"), ("close", "stopping")]
+    assert worker.board.state == "done"
+
+
+async def test_stopping_cancels_run_and_closes():
+    async def forever(worker):
+        worker.stopping.set()
+        await asyncio.Event().wait()
+
+    worker = Recorder(forever)
+    await worker.main()
+    assert worker.stations[-1] == ("close", "stopping")
+
+
+async def test_an_error_in_run_travels_with_its_traceback():
+    async def fail(worker):
+        raise ZeroDivisionError("the first cause")
+
+    worker = Recorder(fail)
+    with pytest.raises(ZeroDivisionError):
+        await worker.main()
+    assert worker.board.state == "error"
+    assert "the first cause" in worker.board.error
+    assert "Traceback" in worker.board.error
+
+
+async def test_a_background_task_that_fails_ends_the_worker():
+    async def background():
+        raise OSError("from the background")
+
+    async def forever(worker):
+        worker.spawn(background(), "background")
+        await asyncio.Event().wait()
+
+    with pytest.raises(OSError, match="from the background"):
+        await Recorder(forever).main()
+
+
+async def test_a_bounded_wait_names_what_and_whom_while_it_lasts_and_when_it_ends():
+    seen = []
+
+    async def wait(worker):
+        async def look():
+            seen.extend(worker.board.snapshot().waits)
+            await asyncio.Event().wait()
+
+        await worker.board.bounded(look(), what="a batch", on="head 0", limit_s=0.01)
+
+    with pytest.raises(WaitTimeoutError, match=r"waited 0.01 s for a batch from head 0"):
+        await Recorder(wait).main()
+    assert [(w.what, w.on, w.limit_s) for w in seen] == [("a batch", "head 0", 0.01)]
+
+
+async def test_waiting_for_a_key_nobody_publishes_has_a_limit():
+    async def wait(worker):
+        await worker.wait_for_key(worker.names.gserver_manager(), "the manager's address")
+
+    with pytest.raises(WaitTimeoutError, match="the manager's address from asyncrl/e/t/gserver_manager"):
+        await Recorder(wait, start_timeout_s=0.05).main()
+
+
+async def test_published_keys_go_with_the_worker():
+    async def publish(worker):
+        await worker.publish(worker.names.generation_server(0), "http://here")
+        assert await worker.wait_for_key(worker.names.generation_server(0), "server") == "http://here"
+        async for event in worker.watch(worker.names.generation_servers(), subtree=True):
+            assert (event.kind, event.value) == ("put", "http://here")
+            break
+
+    worker = Recorder(publish)
+    await worker.main()
+    with open_name_resolver(MEMORY) as resolver:
+        assert resolver.find_subtree(worker.names.generation_servers()) == []
+
+
+async def test_the_last_status_in_the_pipe_is_the_error(monkeypatch):
+    reader, writer = os.pipe()
+    monkeypatch.setenv(STATUS_FD_ENV, str(writer))
+
+    async def fail(worker):
+        raise ValueError("for the launcher")
+
+    with pytest.raises(ValueError, match="for the launcher"):
+        await Recorder(fail).main()
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        last = msgspec.json.decode(pipe.read().splitlines()[-1], type=WorkerStatus)
+    assert (last.worker, last.state) == ("rollout_worker/1", "error")
+    assert "for the launcher" in last.error
