@@ -91,7 +91,9 @@ class GenerationConfig:
     prefix_sharing: bool = (
         True  # requests with the same prompt share full pages of the KV cache; flushed at every update
     )
-    attention: str = "padded"  # padded (ours, any device) | sdpa | eager | flash_attention_2 | flash_attention_3
+    # padded (ours, any device) | sdpa | eager | flash_attention_2 | flash_attention_3. sdpa and eager are slower and hold a mask
+    # of max_batch_tokens x (num_blocks * page_size): use a small max_batch_tokens with them.
+    attention: str = "padded"
     load_timeout_s: float = 120.0  # limit of one weight update
 
 

@@ -55,6 +55,7 @@ from asyncrl.messages import FinishReason, SamplingParams, WeightVersion
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STOP_TIMEOUT_S = 8.0
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 
@@ -257,6 +258,8 @@ def _load_in_place(model: torch.nn.Module, directory: Path, version: WeightVersi
         for names in aliases.values():
             name = next(name for name in names if name in where)
             live[name].copy_(opened[where[name]].get_tensor(name))
+    if next(iter(live.values())).is_cuda:
+        torch.cuda.synchronize()  # the passes run on a stream of their own
 
 
 def _check_tensors(live: dict[str, Tensor], aliases: list[list[str]], files: list[Path]) -> dict[str, Path]:
@@ -383,7 +386,7 @@ class TransformersEngine(GenerationEngine):
             return
         self._closing = True
         if hasattr(self, "_manager"):
-            await self._in_control(lambda: self._manager.stop(hard_stop=True, timeout=30.0))
+            await self._in_control(lambda: self._manager.stop(hard_stop=True, timeout=_STOP_TIMEOUT_S))
         self._control.shutdown(wait=False)
         for pending in [*self._running.values(), *self._waiting.values()]:
             self._fail(pending, EngineUnavailable("the server is closing"))
@@ -557,10 +560,11 @@ class TransformersEngine(GenerationEngine):
                 scheduler.set_request_cancellation(key)
             for state in scheduler.clear_cancelled_requests():
                 self._manager.processor.offloading_manager.free_request_cpu_cache(state)
-            # Some may still be on their way in (the manager drains its queue before it pauses): these go at the next pass.
+            # Some may still be on their way in: drained before the manager paused, or in its queue. Those go when they arrive.
             for key in keys:
                 if key not in collected:
                     scheduler.set_request_cancellation(key)
+                    self._manager.cancel_request(key)
         return collected
 
     # ------------------------------------------------------------------------------------------------ weights and cache

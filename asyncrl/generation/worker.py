@@ -84,10 +84,12 @@ class GenerationServer(Worker):
     def _make_engine(self, journal: TokenJournal, eos_token_id: int | None) -> GenerationEngine:
         """In a thread: importing torch and transformers takes seconds."""
         import torch
+        from transformers.utils import logging as transformers_logging
 
         from asyncrl.generation.transformers import TransformersEngine
 
         config = self._config
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         if config.torch_threads > 0:
             torch.set_num_threads(config.torch_threads)
         return TransformersEngine(

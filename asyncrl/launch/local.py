@@ -22,7 +22,7 @@ import msgspec
 
 from asyncrl.config import ExperimentConfig
 from asyncrl.launch.program import ProcessSpec, plan, run_directory, save_config, with_endpoints
-from asyncrl.launch.rundir import RunLock, RunRecord, begin_attempt, write_record
+from asyncrl.launch.rundir import RUN_DIR_ENV, RunLock, RunRecord, begin_attempt, write_record
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
@@ -151,6 +151,7 @@ class LocalLauncher:
             STATUS_FD_ENV: str(writer),
             LEASE_ENV: str(lease.id),
             PARENT_ENV: str(os.getpid()),
+            RUN_DIR_ENV: str(self.run_dir),
         }
         try:
             with log.open("ab") as output:

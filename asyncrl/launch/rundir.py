@@ -18,6 +18,7 @@ import msgspec
 
 LOCK_FILE = "launcher.lock"
 RUN_FILE = "run.json"
+RUN_DIR_ENV = "ASYNCRL_RUN_DIR"  # every process of a run has it, and hands it on to what it starts itself
 
 
 class RunBusyError(RuntimeError):

@@ -85,10 +85,15 @@ class BatchFormer:
         now: float,
     ) -> Ready | NotReady:
         """stored: what the master holds, without what is in a step. live, exhausted: the manager's newest ledger."""
-        tickets = self._merge({meta.ticket_id: meta for meta in stored}, live)
+        metas = {meta.ticket_id: meta for meta in stored}
+        tickets = self._merge(metas, live)
+        # A ledger older than what is stored may list what is rejected by now beside the tickets that took its place.
+        current = metas.keys() <= {view.ticket_id for view in live}
         held = [ticket for ticket in tickets if not ticket.worker]
         running = [ticket for ticket in tickets if ticket.worker]
         if excess := self._excess(tickets, version):
+            if not current:
+                return NotReady(f"step {version} waits for a newer ledger", "gserver manager")
             return self._give_up(excess, version)
         if len(held) < self._batch_size:
             listed = {view.ticket_id for view in live}
@@ -97,10 +102,11 @@ class BatchFormer:
                 return self._ready(held, partial=bool(held))
             return self._too_few(held, running, version, now)
         batch = held[: self._batch_size]
-        stragglers = self._stragglers(tickets, batch, version)
-        if stragglers and self._overdue != "train":
-            limit_s = self._limit_s if self._overdue == "wait" else 0.0
-            return self._wait_for(stragglers, f"step {version} waits for rollouts that must not be older", now, limit_s)
+        stragglers, too_many = self._stragglers(tickets, batch, version)
+        if too_many > 0 and self._overdue != "train":
+            limit_s = 0.0 if self._overdue == "drop" and current else self._limit_s
+            reason = f"step {version} waits for rollouts that must not be older"
+            return self._wait_for(stragglers, reason, now, limit_s, too_many)
         return self._ready(batch, partial=False)
 
     # ------------------------------------------------------------------------------------------------ what there is
@@ -128,15 +134,16 @@ class BatchFormer:
 
     # ---------------------------------------------------------------------------------------------------- the rule
 
-    def _stragglers(self, tickets: Sequence[_Live], batch: Sequence[_Live], version: int) -> list[_Live]:
-        """Running tickets without which the step may not start: those up to the first deadline that has too many."""
+    def _stragglers(self, tickets: Sequence[_Live], batch: Sequence[_Live], version: int) -> tuple[list[_Live], int]:
+        """Running tickets up to the first deadline before which too many are due, and how many are too many."""
         chosen = {ticket.ticket_id for ticket in batch}
         rest = [ticket for ticket in tickets if ticket.ticket_id not in chosen]
         for deadline in range(version, version + self._eta + 1):
             due = [ticket for ticket in rest if ticket.deadline <= deadline]
-            if len(due) > (deadline - version) * self._batch_size:
-                return [ticket for ticket in due if ticket.worker]
-        return []
+            too_many = len(due) - (deadline - version) * self._batch_size
+            if too_many > 0:
+                return [ticket for ticket in due if ticket.worker], too_many
+        return [], 0
 
     def _excess(self, tickets: Sequence[_Live], version: int) -> list[_Live]:
         """Tickets that cannot all be trained in time even if every rollout finished now. Only faults make such: a worker
@@ -149,7 +156,7 @@ class BatchFormer:
             due = [ticket for ticket in kept if ticket.deadline <= deadline]
             over = len(due) - (deadline - version + 1) * self._batch_size
             if over > 0:
-                out = sorted(due, key=lambda ticket: (not ticket.worker, -ticket.deadline))[:over]
+                out = sorted(reversed(due), key=lambda ticket: not ticket.worker)[:over]
                 excess += out
                 kept = [ticket for ticket in kept if ticket not in out]
         return excess
@@ -173,17 +180,19 @@ class BatchFormer:
         if not running:
             self._held_since.clear()
             return NotReady(f"{reason}, none is running", "gserver manager")
-        return self._wait_for(running[:missing], reason, now, self._limit_s)
+        return self._wait_for(running[:missing], reason, now, self._limit_s, missing)
 
-    def _wait_for(self, stragglers: Sequence[_Live], reason: str, now: float, limit_s: float) -> NotReady:
-        """Wait for these rollouts; take back those that have been waited for too long."""
+    def _wait_for(
+        self, stragglers: Sequence[_Live], reason: str, now: float, limit_s: float, too_many: int
+    ) -> NotReady:
+        """Wait for these rollouts; take back those that have been waited for too long, as many as stand in the way."""
         self._held_since = {ticket.ticket_id: self._held_since.get(ticket.ticket_id, now) for ticket in stragglers}
         late = [ticket for ticket in stragglers if now - self._held_since[ticket.ticket_id] >= limit_s]
         names = tuple(ticket.ticket_id for ticket in stragglers)
         named = ", ".join(names[:_MAX_NAMED]) + (
             f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         )
-        revoke = self._revoke(late)
+        revoke = self._revoke(late[:too_many])
         return NotReady(f"{reason} ({named})", _workers(stragglers), names, revoke)
 
     def _give_up(self, excess: Sequence[_Live], version: int) -> NotReady:

@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+import transformers
 from torch._C._distributed_c10d import TCPStore
 
 from asyncrl.config import ModelWorkerConfig
@@ -306,6 +307,7 @@ class ModelWorker(Worker):
 
     def _load(self, role: str, device: torch.device, group: dist.ProcessGroup | None) -> TrainEngine:
         torch.manual_seed(self.info.seed)
+        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # they fill the log
         trainable = role in self.graph.trained_roles
         return TrainEngine(
             self.config.model_path, self.config.train, device=device, process_group=group, trainable=trainable

@@ -109,6 +109,8 @@ class RolloutWorker(Worker):
                 self._begin(ticket)
             if reply.finished:
                 break
+            if reply.refusal == "superseded":
+                raise RuntimeError(f"another process runs as {self.name} now; this one ends")
             if not reply.tickets and time.monotonic() - asked < _REFUSED_PAUSE_S:
                 await asyncio.sleep(_REFUSED_PAUSE_S)
         await self._drain()

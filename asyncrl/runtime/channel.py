@@ -23,9 +23,9 @@ import logging
 import uuid
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -153,14 +153,30 @@ class ChannelLimits:
 class _Message:
     """A message in the sender's hands: in the backlog until credit admits it, then in the window until it is settled."""
 
-    __slots__ = ("frames", "future", "header", "nbytes", "sizes")
+    __slots__ = ("frames", "future", "header", "nbytes", "read", "sizes")
 
-    def __init__(self, header: bytes, frames: Sequence[Buffer], future: asyncio.Future[bytes]) -> None:
+    def __init__(
+        self, header: bytes, frames: Sequence[Buffer], read: Callable[[bytes], Any], future: asyncio.Future[Any]
+    ) -> None:
         self.header = header
         self.frames = frames
         self.sizes = [memoryview(frame).nbytes for frame in frames]
         self.nbytes = len(header) + sum(self.sizes)
+        self.read = read
         self.future = future
+
+    def settle(self, refused: bool, verdict: bytes) -> None:
+        if refused:
+            self.fail(ChannelRefused(verdict.decode(errors="replace")))
+        elif not self.future.done():
+            try:
+                self.future.set_result(self.read(verdict))
+            except Exception as error:
+                self.future.set_exception(error)
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 class ChannelSender:
@@ -204,7 +220,8 @@ class ChannelSender:
         self._watch: Watch | None = None
         self._reader: asyncio.Task[None] | None = None
         self._pull: PullSocket
-        self._closed: Exception | None = None
+        self._failure: Exception | None = None  # why nothing more can be sent
+        self._closed = False
         self.num_resent = 0
 
     async def start(self, resolver: NameResolver | None = None, key: str = "") -> None:
@@ -256,18 +273,23 @@ class ChannelSender:
             self._admit(message)
         expiry = self._loop.call_later(timeout_s, self._expire, message, what, timeout_s)
         try:
-            return await message.future
+            verdict: bytes = await message.future
+            return verdict
         finally:
             expiry.cancel()
-            self._backlog.pop(message, None)
+            if message in self._backlog:
+                del self._backlog[message]
+                self._admit_waiting()
 
     def can_send(self, nbytes: int, count: int = 1) -> bool:
         """Whether send_nowait would take this now."""
         return not self._backlog and self._window.can_admit(nbytes, count)
 
-    def send_nowait(self, header: bytes, frames: Sequence[Buffer] = ()) -> asyncio.Future[bytes]:
-        """Send; the future gets the verdict. Raises ChannelFull where there is no credit."""
-        message = self._message(header, frames)
+    def send_nowait(
+        self, header: bytes, frames: Sequence[Buffer] = (), *, read: Callable[[bytes], Any] = bytes
+    ) -> asyncio.Future[Any]:
+        """Send; the future gets what `read` makes of the verdict, or raises. Raises ChannelFull where there is no credit."""
+        message = self._message(header, frames, read)
         if not self.can_send(message.nbytes):
             raise ChannelFull(
                 f"{self.peer} has not settled {self.num_pending} messages; that is all the credit of {self.name}"
@@ -277,7 +299,7 @@ class ChannelSender:
 
     def connect(self, endpoint: Endpoint) -> None:
         """Send to this receiver from now on. `start` calls this by itself when it follows a name."""
-        if endpoint == self._endpoint or self._closed is not None:
+        if endpoint == self._endpoint or self._closed:
             return
         push = self._transport.connect_push(
             endpoint.address, queue_messages=2 * self._limits.credit_items + _QUEUE_SLACK
@@ -298,17 +320,18 @@ class ChannelSender:
     def fail_all(self, error: Exception) -> None:
         """Whatever is unsettled fails with this error, and is not sent again."""
         for message in [*self._window.clear(), *self._backlog]:
-            if not message.future.done():
-                message.future.set_exception(error)
-                message.future.exception()  # nobody need be waiting
+            message.fail(error)
+            if not message.future.cancelled():
+                message.future.exception()  # retrieved: nobody need be waiting
         self._backlog.clear()
 
     async def close(self) -> None:
         """Everything unsettled fails with ChannelClosed. Idempotent."""
-        if self._closed is not None:
+        if self._closed:
             return
-        self._closed = ChannelClosed(f"{self.name} has closed its channel to {self.peer}")
-        self.fail_all(self._closed)
+        self._closed = True
+        self._failure = ChannelClosed(f"{self.name} has closed its channel to {self.peer}")
+        self.fail_all(self._failure)
         if self._timer is not None:
             self._timer.cancel()
         if self._reader is not None:
@@ -322,10 +345,10 @@ class ChannelSender:
 
     # ------------------------------------------------------------------------------------------------------------- inside
 
-    def _message(self, header: bytes, frames: Sequence[Buffer]) -> _Message:
-        if self._closed is not None:
-            raise self._closed
-        message = _Message(header, frames, self._loop.create_future())
+    def _message(self, header: bytes, frames: Sequence[Buffer], read: Callable[[bytes], Any] = bytes) -> _Message:
+        if self._failure is not None:
+            raise self._failure
+        message = _Message(header, frames, read, self._loop.create_future())
         self._check_size(message, self._limits.max_message_bytes)
         return message
 
@@ -351,8 +374,7 @@ class ChannelSender:
                 self._check_size(message, self._endpoint.max_message_bytes)
             except ChannelRefused as error:
                 self._window.settle(out.seq, self._loop.time())
-                if not message.future.done():
-                    message.future.set_exception(error)
+                message.fail(error)
             return
         envelope = _Data(
             self._endpoint.incarnation,
@@ -389,17 +411,13 @@ class ChannelSender:
             self._start_timer()
 
     def _expire(self, message: _Message, what: str, timeout_s: float) -> None:
-        if message.future.done():
-            return
         if message in self._backlog:
             state = f"still without credit: {self._window.num_pending} messages are unsettled"
         elif self._endpoint is None:
             state = "nobody is published there"
         else:
             state = "it has answered before" if self._window.answered else "it has never answered"
-        message.future.set_exception(
-            TimeoutError(f"{self.name}: waited {timeout_s:g} s for {self.peer} to settle {what}; {state}")
-        )
+        message.fail(TimeoutError(f"{self.name}: waited {timeout_s:g} s for {self.peer} to settle {what}; {state}"))
 
     async def _read(self) -> None:
         """Reader of the way back.
@@ -412,8 +430,8 @@ class ChannelSender:
                 self._on_report(await self._pull.recv())
         except Exception as error:
             logger.exception("%s: reading verdicts of %s failed", self.name, self.peer)
-            self._closed = ChannelClosed(f"{self.name} cannot read the verdicts of {self.peer}: {error!r}")
-            self.fail_all(self._closed)
+            self._failure = ChannelError(f"{self.name} cannot read the verdicts of {self.peer}: {error!r}")
+            self.fail_all(self._failure)
 
     def _on_report(self, frames: Sequence[Buffer]) -> None:
         try:
@@ -429,14 +447,13 @@ class ChannelSender:
             self._answered.set()
         for seq, refused, body in report.verdicts:
             message = self._window.settle(seq, now)
-            if message is None or message.future.done():
-                continue
-            if refused:
-                message.future.set_exception(ChannelRefused(body.decode(errors="replace")))
-            else:
-                message.future.set_result(body)
+            if message is not None:
+                message.settle(refused, body)
         if report.missing:
             self._on_missing(report.missing, now)
+        self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
         while self._backlog and self._window.can_admit(next(iter(self._backlog)).nbytes):
             self._admit(self._backlog.popitem(last=False)[0])
 
@@ -446,10 +463,7 @@ class ChannelSender:
             self.num_resent += 1
             self._transmit(out)
         for message in lost:
-            if not message.future.done():
-                message.future.set_exception(
-                    ChannelRefused(f"{self.peer} never got the message, however often it was sent")
-                )
+            message.fail(ChannelRefused(f"{self.peer} never got the message, however often it was sent"))
 
     def _name_changed(self, event: WatchEvent) -> None:
         """Called on a thread of the resolver."""
@@ -639,6 +653,8 @@ class ChannelReceiver:
             return
         self._peers.move_to_end(message.source)
         if isinstance(message, _Probe):
+            if self._ordered:
+                self._enqueue(peer.order.advance(message.low))
             settled, missing = peer.ledger.asked(message.seqs, message.low)
             self._report(peer, settled, missing)
             return
@@ -666,11 +682,16 @@ class ChannelReceiver:
             self._settle(peer, message.seq, Verdict(True, f"{self.name}: {reason}".encode()))
         else:
             delivery = Delivery(self, peer, message.seq, message.header, frames, nbytes)
-        ready = peer.order.arrive(message.seq, message.low, delivery) if self._ordered else (delivery,)
-        for next_delivery in ready:
-            if next_delivery is not None:
-                self._queue_bytes += next_delivery.nbytes
-                self._queue.put_nowait(next_delivery)
+        if self._ordered:
+            self._enqueue(peer.order.arrive(message.seq, message.low, delivery))
+        else:
+            self._enqueue((delivery,))
+
+    def _enqueue(self, deliveries: Sequence[Delivery | None]) -> None:
+        for delivery in deliveries:
+            if delivery is not None:  # else it was refused, and only keeps its place in the order
+                self._queue_bytes += delivery.nbytes
+                self._queue.put_nowait(delivery)
 
     def _settle(self, peer: _Peer, seq: int, verdict: Verdict) -> None:
         if peer.ledger.settle(seq, verdict):

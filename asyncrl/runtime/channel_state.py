@@ -244,11 +244,15 @@ class InOrder(Generic[T]):
 
     def arrive(self, seq: int, low: int, item: T) -> list[T]:
         """A message has come (each once): the messages to hand on now."""
+        if seq >= max(self._next, low):
+            self._waiting[seq] = item
+        return self.advance(low)
+
+    def advance(self, low: int) -> list[T]:
+        """The sender will send nothing before `low` again: the messages to hand on now."""
         if low > self._next:
             self._next = low
-            self._waiting = {waiting: held for waiting, held in self._waiting.items() if waiting >= low}
-        if seq >= self._next:
-            self._waiting[seq] = item
+            self._waiting = {seq: item for seq, item in self._waiting.items() if seq >= low}
         ready = []
         while self._next in self._waiting:
             ready.append(self._waiting.pop(self._next))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
@@ -40,9 +41,7 @@ class MetricsWriter:
         self._lines = JsonLinesWriter(run_dir / METRICS_FILE)
         self._events = None
         if tensorboard:
-            from tensorboardX import SummaryWriter  # writes events without torch
-
-            self._events = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=10)
+            self._events = _summary_writer(run_dir / "tensorboard")
 
     def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         """metrics: flat, `group/name`. Numbers also go to TensorBoard, at the train step."""
@@ -56,6 +55,19 @@ class MetricsWriter:
         self._lines.close()
         if self._events is not None:
             self._events.close()
+
+
+def _summary_writer(folder: Path) -> Any:
+    """tensorboardX imports torch where there is one, and needs it for no scalar: it is not shown torch."""
+    hide = "torch" not in sys.modules
+    if hide:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # importing it raises ImportError
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if hide:
+            del sys.modules["torch"]
+    return SummaryWriter(str(folder), flush_secs=10)
 
 
 def read_json_lines(path: Path) -> list[dict[str, object]]:

@@ -190,10 +190,7 @@ class NameResolvingRequestClient:
                 raise ChannelFull(f"{sender.peer} has {sender.num_pending} calls to answer and takes no more")
 
     def _call(self, sender: ChannelSender, header: bytes) -> asyncio.Future[CallResult]:
-        reply = sender.send_nowait(header)
-        result: asyncio.Future[CallResult] = reply.get_loop().create_future()
-        reply.add_done_callback(lambda reply: _complete(result, reply, sender.peer))
-        return result
+        return sender.send_nowait(header, read=lambda reply: _read_reply(reply, sender.peer))
 
     def _missing(self) -> str:
         missing = []
@@ -204,21 +201,14 @@ class NameResolvingRequestClient:
         return ", ".join(missing)
 
 
-def _complete(result: asyncio.Future[CallResult], reply: asyncio.Future[bytes], worker: str) -> None:
-    if result.done():
-        return  # cancelled by whoever waited
-    error: BaseException | None = reply.exception()
-    if error is None:
-        try:
-            answer = _decode_reply(reply.result())
-        except msgspec.DecodeError as decode_error:
-            error = RemoteCallError(worker, f"its reply cannot be read: {decode_error}")
-        else:
-            if isinstance(answer, _Success):
-                result.set_result(answer.result)
-                return
-            error = RemoteCallError(answer.worker, answer.message, answer.traceback)
-    result.set_exception(error)
+def _read_reply(reply: bytes, worker: str) -> CallResult:
+    try:
+        answer: _Success | _Failure = _decode_reply(reply)
+    except msgspec.DecodeError as error:
+        raise RemoteCallError(worker, f"its reply cannot be read: {error}") from error
+    if isinstance(answer, _Failure):
+        raise RemoteCallError(answer.worker, answer.message, answer.traceback)
+    return answer.result
 
 
 class Call:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-EOS_TOKEN = "<eos>"
-ALPHABET = string.digits + string.ascii_letters + " "  # with EOS: 64 tokens
+EOS_TOKEN = "<|endoftext|>"  # Qwen2Tokenizer would add this one, had we another name for EOS
+ALPHABET = string.digits + string.ascii_letters + "="  # with EOS: 64 tokens
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 
 
@@ -22,7 +22,8 @@ def make_char_tokenizer(path: str | Path | None, alphabet: str = ALPHABET) -> Pr
     """A tokenizer with one token a character, EOS = id 0 and no others; saved to path, if there is one.
 
     EOS also pads, and no special token is left that a policy could sample unseen in the middle of its text. Encoding a
-    character outside the alphabet raises.
+    character outside the alphabet raises. AutoTokenizer takes any `qwen2` directory for Qwen2Tokenizer, whatever the directory
+    says, and that knows printable ASCII only, without the space; asyncrl's own load_tokenizer reads every alphabet.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -81,12 +82,15 @@ def make_tiny_model(
         initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    assert model.generation_config is not None
+    model.generation_config.pad_token_id = (
+        tokenizer.pad_token_id
+    )  # not in config: there it would stop EOS's embedding from learning
     if path is not None:
         tokenizer.save_pretrained(path)
         model.save_pretrained(path)

@@ -173,6 +173,7 @@ class FakeManager(HttpService):
         super().__init__()
         self.waiting: deque[Ticket] = deque(tickets)
         self.finished = False
+        self.refusal = ""  # answer every request for tickets with this
         self.replacement = ScheduleReply(reason="no_server")
         self.results: dict[str, RolloutResult] = {}
         self.revoked: list[str] = []
@@ -204,6 +205,8 @@ class FakeManager(HttpService):
     async def _allocate(self, http: web.Request) -> web.Response:
         request = msgspec.json.decode(await http.read(), type=AllocateRequest)
         self.asked.append(request.count)
+        if self.refusal:
+            return _reply(AllocateReply(tickets=[], refusal=self.refusal))
         if request.request_id not in self._answers:
             async with self.changed:
                 try:

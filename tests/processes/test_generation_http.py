@@ -153,7 +153,7 @@ async def test_a_life(model_path: Path, tmp_path: Path) -> None:
         num_tokens = info["state"]["num_tokens"]
         assert await client.metric("asyncrl_generation_tokens_total") == num_tokens
     lines = read_json_lines(journal_path(tmp_path, 1))
-    assert sum(line["tokens"] for line in lines) == num_tokens
+    assert sum(int(str(line["tokens"])) for line in lines) == num_tokens
     assert [line["version"] for line in lines if line["version"] == str(V1)]
     assert len({(line["time"], line["version"]) for line in lines}) == len(lines)
 

@@ -396,3 +396,11 @@ async def test_an_error_of_the_worker_itself_ends_it(stage: Stage, caplog: pytes
         assert stage._life is not None
         with pytest.raises(ValueError, match="there is no prompt at epoch 0, position 99"):
             await asyncio.wait_for(stage._life, 20)
+
+
+async def test_a_worker_whose_place_is_taken_ends(stage: Stage) -> None:
+    stage.manager.refusal = "superseded"
+    await stage.start()
+    assert stage._life is not None
+    with pytest.raises(RuntimeError, match="another process runs as rollout_worker/0"):
+        await asyncio.wait_for(stage._life, 20)

@@ -155,10 +155,10 @@ def test_synchronous_takes_the_whole_batch() -> None:
 
 def test_a_rejected_straggler_frees_the_step() -> None:
     books = Books()
-    books.run("abc", 1)
-    books.run("de", 2)
+    books.run("ab", 1)
+    books.run("cd", 2)
     books.version = 1
-    books.store("cde")
+    books.store("cd")
     assert books.waits().stragglers == ("a", "b")
     books.forget("a")
     assert books.waits().stragglers == ("b",)
@@ -293,6 +293,30 @@ def test_more_than_fit_before_their_deadline() -> None:
     books.version = 1
     books.store("abc")
     assert books.waits().drop == ("c",)
+
+
+def test_a_ledger_older_than_what_is_stored_condemns_nobody() -> None:
+    """It still lists `b`, which is rejected by now; `c` took its place and is stored already."""
+    books = Books(batch_size=1)
+    books.run("ab", 1)
+    books.store("a")
+    books.deadlines["c"] = 1
+    books.store("c")
+    waits = books.waits()
+    assert (waits.reason, waits.revoke) == ("step 0 waits for a newer ledger", ())
+    books.forget("b")
+    books.listed.append("c")
+    assert books.ready() == "a"
+
+
+def test_only_as_many_as_stand_in_the_way_are_taken_back() -> None:
+    books = Books(batch_size=2, eta=2, overdue="drop")
+    books.run("abc", 1)
+    books.run("de", 2)
+    books.store("de")
+    waits = books.waits()
+    assert (waits.stragglers, waits.revoke) == (("a", "b", "c"), ("a",))
+    assert books.ready() == "de"
 
 
 def test_a_stored_ticket_that_the_ledger_does_not_know() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import zlib
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from asyncrl.runtime import channel_state
 from asyncrl.runtime.channel import (
     ChannelClosed,
+    ChannelError,
     ChannelFull,
     ChannelLimits,
     ChannelReceiver,
@@ -187,6 +189,71 @@ class TestInOrder:
         assert order.arrive(4, 4, "four") == ["four", "five"]
         assert order.arrive(3, 0, "late") == []
         assert len(order) == 0
+
+    def test_a_probe_too_says_what_was_given_up(self):
+        order = InOrder(0)
+        assert order.arrive(1, 0, "one") == []
+        assert order.advance(1) == ["one"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_any_schedule_settles_everything_and_delivers_once(seed):
+    """Both sides' state over a network that does as it likes, with receivers that restart, on a clock of its own."""
+    random = Random(seed)
+    sender: SendWindow[int] = SendWindow(credit_items=5, credit_bytes=1000, resend_after_s=1.0)
+    receiver, life, now = PeerLedger(0), 0, 0.0
+    net: list[tuple[str, int, object]] = []  # kind, receiver's life, content
+    delivered: set[tuple[int, int]] = set()
+    held: list[int] = []
+    settled: list[int] = []
+    wanted = 25
+    for step in range(4000):
+        faulty = step < 400
+        now += random.random()
+        if len(settled) < wanted and sender.can_admit(10) and sender._next_seq < wanted:
+            out = sender.admit(sender._next_seq, 10, now)
+            net.append(("data", life, (out.seq, sender.low)))
+        if (seqs := sender.probe(now)) is not None:
+            net.append(("probe", life, (seqs, sender.low)))
+        if held and random.random() < 0.5:
+            seq = held.pop(random.randrange(len(held)))
+            if receiver.settle(seq, Verdict(False, b"")):
+                net.append(("report", life, ([seq], [])))
+        if faulty and random.random() < 0.01:
+            life, receiver, held = life + 1, PeerLedger(sender.low), []
+            net += [("data", life, (out.seq, sender.low)) for out in sender.new_receiver(now)]
+        if net and random.random() < 0.8:
+            index = random.randrange(len(net)) if faulty else 0
+            kind, target, content = net[index]
+            if not (faulty and random.random() < 0.2):  # else it comes again
+                del net[index]
+            if (faulty and random.random() < 0.2) or target != life:  # lost, or for an earlier life
+                continue
+            if kind == "report":
+                settled += [seq for seq in content[0] if sender.settle(seq, now) is not None]
+                sender.heard()
+                again, lost = sender.missing(content[1], now)
+                assert not lost
+                net += [("data", life, (out.seq, sender.low)) for out in again]
+            elif kind == "probe":
+                verdicts, missing = receiver.asked(*content)
+                net.append(("report", life, ([seq for seq, _ in verdicts], missing)))
+            else:
+                seq, low = content
+                arrival = receiver.arrive(seq, low)
+                if arrival == "new":
+                    assert (life, seq) not in delivered
+                    delivered.add((life, seq))
+                    held.append(seq)
+                elif isinstance(arrival, Verdict):
+                    net.append(("report", life, ([seq], [])))
+        assert sender.num_pending <= 5
+        assert len(receiver) <= wanted
+        if len(settled) == wanted:
+            break
+    assert sorted(settled) == list(range(wanted))
+    assert {seq for _, seq in delivered} == set(range(wanted))
 
 
 # ------------------------------------------------------------------------------------------------------ the asyncio shell
@@ -628,6 +695,25 @@ async def test_close_fails_what_is_pending_and_what_comes_after(net):
     with pytest.raises(ChannelClosed):
         await receiver.receive()
     results[0].ack()  # nobody hears it, and that is no error
+
+
+async def test_a_reader_that_breaks_fails_the_sends_and_receives(net):
+    receiver, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT)
+
+    async def broken():
+        raise OSError("the socket is broken")
+
+    sending = await running(sender.send(b"x", timeout_s=5, what="it"))
+    receiver._pull.recv = sender._pull.recv = broken
+    receiving = await receiver.receive()
+    receiving.ack()  # wakes the sender's reader, which then reads again
+    assert await sending == b""
+    await turns()
+    with pytest.raises(ChannelError, match="cannot read the verdicts of receiver: OSError"):
+        await sender.send(b"x", timeout_s=5, what="it")
+    with pytest.raises(OSError, match="the socket is broken"):
+        await receiver.receive()
 
 
 def test_the_window_fits_into_what_a_probe_asks():

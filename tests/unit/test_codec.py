@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data import codec
@@ -43,6 +43,7 @@ def test_every_dtype_makes_the_round_trip(dtype: str) -> None:
     assert decode_sample(header, [bytes(frame) for frame in frames]) == sample
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=4), st.sampled_from(DTYPES))
 def test_every_shape_makes_the_round_trip(lengths: list[list[int]], dtype: str) -> None:
     sample = make_sample(dtype, tuple(map(tuple, lengths)))
@@ -156,12 +157,14 @@ def test_a_lying_header_allocates_nothing() -> None:
         tracemalloc.stop()
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.binary(max_size=80), st.lists(st.binary(max_size=40), max_size=3))
 def test_noise_is_refused(header: bytes, frames: list[bytes]) -> None:
     with pytest.raises(CodecError):
         decode_sample(header, frames)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_a_header_with_a_byte_changed_is_refused_or_a_sample(data: st.DataObject) -> None:
     header, frames = encode_sample(make_sample())

@@ -61,7 +61,9 @@ class Desk:
         self.ledger.report(MasterReport(**{**defaults, **fields}), self.now)
         return self.ledger.view(self.now)
 
-    def ask(self, count: int = 1, worker: str = "rollout_worker/0", request_id: str = "", life: str = "a") -> AllocateReply:
+    def ask(
+        self, count: int = 1, worker: str = "rollout_worker/0", request_id: str = "", life: str = "a"
+    ) -> AllocateReply:
         self._requests += 1
         request_id = request_id or f"r{self._requests}"
         request = AllocateRequest(request_id=request_id, worker=worker, incarnation=life, count=count)
@@ -72,7 +74,9 @@ class Desk:
         assert len(tickets) == count
         return tickets
 
-    def finish(self, *tickets: Ticket, outcome: Any = "stored", worker: str = "rollout_worker/0", **more: Any) -> list[str]:
+    def finish(
+        self, *tickets: Ticket, outcome: Any = "stored", worker: str = "rollout_worker/0", **more: Any
+    ) -> list[str]:
         results = [RolloutResult(ticket_id=ticket.ticket_id, outcome=outcome, **more) for ticket in tickets]
         request = FinishRequest(worker=worker, incarnation="a", results=results)
         return self.ledger.finish(request, self.now).unknown

@@ -1,4 +1,4 @@
-"""Prompt sources: every line of every kind of file once an epoch, in an order that a seed determines; broken ones stop the start."""
+"""Prompt sources: every line once an epoch, in an order that a seed determines; broken files stop the start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from asyncrl.messages import Locator
 from asyncrl.testing.tiny import make_char_tokenizer
 
 ROWS = [{"prompt": f"q{i}", "answer": str(i), "kind": "even" if i % 2 == 0 else "odd", "extra": [i]} for i in range(20)]
-CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}:{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<assistant:{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}:{{ m.content }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant:{% endif %}"
+)
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> str:

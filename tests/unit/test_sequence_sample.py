@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
@@ -129,6 +129,7 @@ def test_numpy_integers_as_lengths_become_plain_ones() -> None:
 # ----------------------------------------------------------------------------------------------------------- there and back
 
 
+@settings(deadline=None, max_examples=50)
 @given(samples)
 def test_gather_undoes_unpack(sample: SequenceSample) -> None:
     parts = sample.unpack()
@@ -136,6 +137,7 @@ def test_gather_undoes_unpack(sample: SequenceSample) -> None:
     assert SequenceSample.gather(parts) == sample
 
 
+@settings(deadline=None, max_examples=50)
 @given(samples, st.integers(1, 12))
 def test_gather_undoes_split(sample: SequenceSample, n: int) -> None:
     parts = sample.split(n)
@@ -145,6 +147,7 @@ def test_gather_undoes_split(sample: SequenceSample, n: int) -> None:
     assert SequenceSample.gather(parts) == sample
 
 
+@settings(deadline=None, max_examples=50)
 @given(samples, st.integers(1, 20))
 def test_split_tokens_keeps_to_the_budget(sample: SequenceSample, max_tokens: int) -> None:
     parts = sample.split_tokens(max_tokens)
@@ -154,6 +157,7 @@ def test_split_tokens_keeps_to_the_budget(sample: SequenceSample, max_tokens: in
         assert part.total_tokens() + sum(following.seqlens["packed_input_ids"][0]) > max_tokens
 
 
+@settings(deadline=None, max_examples=50)
 @given(samples, st.integers(1, 5))
 def test_split_balanced_balances(sample: SequenceSample, n: int) -> None:
     parts = sample.split_balanced(n)
@@ -184,6 +188,7 @@ def test_empty_samples_split_and_gather() -> None:
     assert SequenceSample.from_groups([], []).num_ids == 0
 
 
+@settings(deadline=None, max_examples=50)
 @given(samples, st.data())
 def test_select_ids_takes_any_ids_in_any_order(sample: SequenceSample, data: st.DataObject) -> None:
     chosen = data.draw(st.permutations(sample.ids).flatmap(lambda ids: st.integers(0, len(ids)).map(lambda n: ids[:n])))
@@ -194,6 +199,7 @@ def test_select_ids_takes_any_ids_in_any_order(sample: SequenceSample, data: st.
         assert part == by_id[part.ids[0]]
 
 
+@settings(deadline=None, max_examples=50)
 @given(samples, st.data())
 def test_update_brings_the_other_sample_into_our_order(sample: SequenceSample, data: st.DataObject) -> None:
     ours, theirs = ["packed_input_ids", "task_ids"], ["rewards", "my_pairs", "packed_logprobs"]

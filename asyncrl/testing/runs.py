@@ -1,0 +1,187 @@
+"""Whole runs as tests see them: launched in a process of their own, watched through the files and processes they make.
+
+with launch("config.yaml", f"fileroot={tmp_path}") as run:
+    run.wait_for_step(2, limit_s=120)
+    run.signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.output()
+assert_nothing_left(run.run_dir)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import psutil
+
+from asyncrl.config import load_experiment
+from asyncrl.launch.program import run_directory
+from asyncrl.launch.rundir import RUN_DIR_ENV, is_running
+from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
+
+T = TypeVar("T")
+
+_LAUNCHED_ENV = "ASYNCRL_LAUNCHED_RUN_DIR"  # the launcher of a test has it too, unlike RUN_DIR_ENV
+_POLL_S = 0.05
+
+
+class RunHandle:
+    """A launcher in a process group of its own, as in a terminal. Leaving the `with` block kills what is left of the run."""
+
+    def __init__(self, command: list[str], run_dir: Path, env: Mapping[str, str] | None = None) -> None:
+        self.run_dir = run_dir
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the handle
+        self.popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, _LAUNCHED_ENV: str(run_dir), **(env or {})},
+            start_new_session=True,
+        )
+
+    def output(self) -> str:
+        """What the launcher has printed so far, stdout and stderr."""
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
+
+    def wait(self, timeout: float) -> int:
+        """Exit code of the launcher (-N: killed by signal N). Past the timeout an AssertionError with its output."""
+        try:
+            return self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run has not ended within {timeout:g} s; it printed:\n{self.output()}") from None
+
+    def signal(self, number: int, *, group: bool = False) -> None:
+        """Send a signal to the launcher, or as a terminal does to its whole process group."""
+        if group:
+            os.killpg(self.popen.pid, number)
+        else:
+            self.popen.send_signal(number)
+
+    def wait_until(self, condition: Callable[[], T], what: str, limit_s: float) -> T:
+        """The first true value of the condition. An AssertionError with the output if the run ends or the limit comes first."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            ended = self.popen.poll() is not None  # asked first: what became true just before the end counts
+            if value := condition():
+                return value
+            if ended or time.monotonic() > deadline:
+                why = f"the run ended with code {self.popen.returncode}" if ended else f"{limit_s:g} s went by"
+                raise AssertionError(f"{why} before {what}; it printed:\n{self.output()}")
+            time.sleep(_POLL_S)
+
+    def wait_for_step(self, step: int, limit_s: float) -> dict[str, Any]:
+        """Metrics of a train step, as soon as it is done."""
+
+        def find() -> dict[str, Any]:
+            return next((record for record in train_steps(self.run_dir) if record["step"] >= step), {})
+
+        return self.wait_until(find, f"train step {step}", limit_s)
+
+    def wait_for_output(self, text: str, limit_s: float) -> str:
+        """All output, as soon as the text is in it."""
+        return self.wait_until(lambda: self.output() if text in self.output() else "", f"{text!r} was printed", limit_s)
+
+    def worker(self, name: str) -> psutil.Process:
+        """The process of a worker such as `rollout_worker/0`; an AssertionError if there is none."""
+        config = f"{name.replace('/', '_')}.yaml"
+        for process in processes_of(self.run_dir):
+            if any(Path(argument).name == config for argument in _cmdline(process)):
+                return process
+        raise AssertionError(f"{name} does not run; there are {describe(processes_of(self.run_dir))}")
+
+    def close(self) -> None:
+        """Kill what is left of the run, the launcher first."""
+        for process in [self.popen, *processes_of(self.run_dir)]:
+            if process.pid != os.getpid():
+                try:
+                    os.kill(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+        self.popen.wait()
+        self._output.close()
+
+    def __enter__(self) -> RunHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.popen.poll() is None or processes_of(self.run_dir):
+            self.close()
+
+
+def launch(config_path: str | Path, *overrides: str, env: Mapping[str, str] | None = None) -> RunHandle:
+    """`asyncrl-launch run CONFIG key=value ...` in a process of its own; env is added to this process's."""
+    command = [sys.executable, "-m", "asyncrl.launch.cli", "run", str(config_path), *overrides]
+    return RunHandle(command, run_directory(load_experiment(config_path, overrides)), env)
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All records of metrics.jsonl: train steps and evaluations."""
+    return read_json_lines(run_dir / METRICS_FILE)
+
+
+def train_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of train steps only."""
+    return [record for record in metrics(run_dir) if "reward/mean" in record]
+
+
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of evaluations only."""
+    return [record for record in metrics(run_dir) if any(key.startswith("eval/") for key in record)]
+
+
+def journal(run_dir: Path, worker: str = "master") -> list[dict[str, Any]]:
+    """A worker's journal: `master`, or `generation_server_0` and so on."""
+    return read_json_lines(run_dir / "journal" / f"{worker}.jsonl")
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Every live process of a run, grandchildren too: those that name its folder in their command line or environment."""
+    return [
+        process
+        for process in psutil.process_iter()
+        if process.pid != os.getpid() and (_names(run_dir, _cmdline(process)) or _environment_names(run_dir, process))
+    ]
+
+
+def assert_nothing_left(run_dir: Path, within_s: float = 10.0) -> None:
+    """No process of the run lives (so that no port is held either), and its folder is free. Waits for it up to within_s."""
+    deadline = time.monotonic() + within_s
+    while (left := processes_of(run_dir)) or is_running(run_dir):
+        assert time.monotonic() < deadline, f"{within_s:g} s later there still are {describe(left) or 'locks'}"
+        time.sleep(_POLL_S)
+
+
+def describe(processes: list[psutil.Process]) -> str:
+    return "; ".join(f"{process.pid} {' '.join(_cmdline(process))[:200]}" for process in processes)
+
+
+def _names(run_dir: Path, cmdline: list[str]) -> bool:
+    folder = str(run_dir)
+    return any(argument.endswith(folder) or f"{folder}/" in argument for argument in cmdline)
+
+
+def _environment_names(run_dir: Path, process: psutil.Process) -> bool:
+    try:
+        environment = process.environ()
+    except (psutil.Error, OSError):  # gone, or somebody else's
+        return False
+    return str(run_dir) in (environment.get(RUN_DIR_ENV), environment.get(_LAUNCHED_ENV))
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except (psutil.Error, OSError):
+        return []

@@ -1,0 +1,113 @@
+"""eta = 0 is the synchronous algorithm: the whole system against a plain loop in one process.
+
+Greedy decoding and one response a prompt leave nothing to chance, so that the weights must agree after some steps. Advantages are
+normalised over the batch: a group of equal responses would have no gradient.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.config import PromptSourceConfig
+from asyncrl.data.prompts import PromptSource
+from asyncrl.testing.runs import journal, launch, metrics
+from asyncrl.weights import tensor_files
+
+STEPS, BATCH, MAX_NEW_TOKENS, LR, WARMUP, CLIP, SEED = 5, 16, 10, 2e-4, 5, 0.2, 7
+
+
+@pytest.fixture(scope="module")
+def finished_run(sorter, tmp_path_factory):
+    run = launch(
+        "configs/quickstart_cpu.yaml",
+        f"fileroot={tmp_path_factory.mktemp('synchronous')}",
+        f"model_path={sorter / 'model'}",
+        f"prompts.path={sorter / 'data' / 'train.jsonl'}",
+        f"seed={SEED}",
+        "manager.max_head_offpolicyness=0",
+        "rollout.group_size=1",
+        "rollout.sampling.greedy=true",
+        f"rollout.sampling.max_new_tokens={MAX_NEW_TOKENS}",
+        f"train.batch_size={BATCH}",
+        f"train.max_steps={STEPS}",
+        f"train.optimizer.lr={LR}",
+        f"train.optimizer.warmup_steps={WARMUP}",
+        "train.ppo.use_decoupled_loss=false",
+        "train.ppo.recompute_logprob=true",
+        "train.ppo.advantage_norm=batch",
+        "train.ppo.minibatches=1",
+        "eval.prompts=null",
+        f"weights.keep={STEPS + 1}",
+    )
+    assert run.wait(300) == 0, run.output()
+    return run.run_dir
+
+
+def test_trains_only_on_its_own_version(finished_run):
+    assert [record["offpolicy/head_max"] for record in metrics(finished_run)] == [0.0] * STEPS
+    for step in (event for event in journal(finished_run) if event["event"] == "trained"):
+        versions = {tuple(span) for group in step["groups"] for span in group["versions"]}
+        assert versions == {(step["step"] - 1, step["step"] - 1)}
+        assert [tuple(group["prompt"]) for group in step["groups"]] == [
+            (0, position) for position in range((step["step"] - 1) * BATCH, step["step"] * BATCH)
+        ]
+
+
+def test_its_weights_equal_those_of_a_plain_loop(finished_run, sorter):
+    plain = plain_loop(sorter)
+    (file,) = tensor_files(finished_run / "weights" / "actor" / f"a0001-v{STEPS:08d}")
+    for name, tensor in load_file(file).items():
+        torch.testing.assert_close(tensor, plain[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    start = load_file(next(iter((sorter / "model").glob("*.safetensors"))))
+    moved = max(float((start[name] - tensor).abs().max()) for name, tensor in plain.items() if name in start)
+    assert moved > 1e-4  # it did learn something to be equal in
+
+
+def plain_loop(sorter: Path) -> dict[str, torch.Tensor]:
+    """Policy gradient with PPO's ratio (which is 1: one minibatch), written as one would in a notebook."""
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(sorter / "model")
+    model = AutoModelForCausalLM.from_pretrained(sorter / "model", dtype=torch.float32).eval()
+    rows = [json.loads(line) for line in (sorter / "data" / "train.jsonl").read_text().splitlines()]
+    order = PromptSource(PromptSourceConfig(path=str(sorter / "data" / "train.jsonl")), None, SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    for step in range(STEPS):
+        batch = [rows[order.locate(0, step * BATCH + i)] for i in range(BATCH)]
+        sequences, rewards = [], []
+        for row in batch:
+            prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+            response = greedy(model, prompt, tokenizer.eos_token_id)
+            finished = response[-1] == tokenizer.eos_token_id
+            text = tokenizer.decode(response, skip_special_tokens=True)
+            rewards.append(float(finished and text == row["answer"]))
+            sequences.append((prompt, response))
+        advantages = torch.cat([torch.full((len(r),), x, dtype=torch.float64) for (_, r), x in zip(sequences, rewards, strict=True)])
+        advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-5)
+        logprobs = torch.cat([response_logprobs(model, prompt, response) for prompt, response in sequences])
+        ratio = torch.exp(logprobs - logprobs.detach())
+        advantages = advantages.float()
+        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = LR * (step + 1) / WARMUP
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+@torch.no_grad()
+def greedy(model, prompt: list[int], eos: int) -> list[int]:
+    response: list[int] = []
+    while len(response) < MAX_NEW_TOKENS and eos not in response:
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, -1]
+        response.append(int(logits.argmax()))
+    return response
+
+
+def response_logprobs(model, prompt: list[int], response: list[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)

@@ -1,0 +1,586 @@
+"""The manager over real HTTP: waits that are answered by events, clients that vanish, servers that are slow, wrong or dead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from asyncrl.config import (
+    GserverManagerConfig,
+    ManagerConfig,
+    NameResolveConfig,
+    RuntimeConfig,
+    WorkerInfo,
+)
+from asyncrl.manager.worker import GserverManager
+from asyncrl.messages import (
+    AllocateReply,
+    EvaluateReply,
+    FinishReply,
+    HeartbeatReply,
+    LedgerView,
+    UpdateWeightsRequest,
+    VersionReply,
+    WeightVersion,
+)
+from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.weights import FileEntry, Manifest, _xxh3, version_dir
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+B, ETA = 2, 1
+HEARTBEAT_S = 0.1
+LEASE_S = 2.0
+
+
+class FakeServer:
+    """The part of a generation server that the manager talks to."""
+
+    def __init__(self) -> None:
+        self.version = ""
+        self.paused = False
+        self.loads: list[str] = []
+        self.gate = asyncio.Event()  # a load ends when it is set
+        self.gate.set()
+        self.loading = asyncio.Event()
+        self.echo: Callable[[str], str] = lambda version: version
+        self.broken = False
+
+    async def start(self) -> str:
+        app = web.Application()
+        app.router.add_post("/pause_generation", self._pause)
+        app.router.add_post("/continue_generation", self._continue)
+        app.router.add_post("/update_weights_from_disk", self._update)
+        app.router.add_get("/get_model_info", self._info)
+        app.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        assert (await request.json()) == {"mode": "abort"}
+        self.paused = True
+        return web.json_response({"success": True})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self.paused = False
+        return web.json_response({"success": True})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=UpdateWeightsRequest)
+        assert self.paused
+        assert Path(wanted.model_path).name == wanted.weight_version
+        self.loading.set()
+        await self.gate.wait()
+        if self.broken:
+            return web.json_response({"success": False, "message": "broken", "num_paused_requests": 0}, status=400)
+        self.loads.append(wanted.weight_version)
+        self.version = self.echo(wanted.weight_version)
+        return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "m", "weight_version": self.version})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+
+class Setup:
+    """A manager (a real worker, name resolve in memory), fake servers, a client session."""
+
+    def __init__(self, run_dir: Path, **options: Any) -> None:
+        space = run_dir.name
+        self.info = WorkerInfo(
+            kind="gserver_manager",
+            index=0,
+            count=1,
+            experiment="e",
+            trial=space,
+            attempt=1,
+            run_dir=str(run_dir),
+            seed=1,
+            name_resolve=NameResolveConfig(backend="memory"),
+            runtime=RuntimeConfig(start_timeout_s=10.0, stop_timeout_s=5.0),
+        )
+        self.run_dir = run_dir
+        manager = ManagerConfig(
+            **{
+                "max_head_offpolicyness": ETA,
+                "heartbeat_s": HEARTBEAT_S,
+                "lease_s": LEASE_S,
+                "update_timeout_s": 20.0,
+                **options,
+            }
+        )
+        self.config = GserverManagerConfig(
+            worker=self.info,
+            manager=manager,
+            role="actor",
+            num_servers=2,
+            num_heads=2,
+            batch_size=B,
+            weights_dir=str(run_dir / "weights"),
+            num_rollout_workers=2,
+        )
+        self.resolver = open_name_resolver(self.info.name_resolve)
+        self.servers: list[FakeServer] = []
+        self.requests = 0
+
+    async def start(self) -> None:
+        self.session = aiohttp.ClientSession()
+        await self.start_manager()
+
+    async def start_manager(self) -> None:
+        self.manager = GserverManager(self.config)
+        self.names = self.manager.names
+        self.task = asyncio.create_task(self.manager.main())
+        self.url = await self.poll(lambda: self.resolver.get_subtree(self.names.gserver_manager()) or self.own_url())
+
+    def own_url(self) -> str:
+        with contextlib.suppress(LookupError):
+            return self.resolver.get(self.names.gserver_manager())
+        return ""
+
+    async def stop_manager(self) -> None:
+        self.manager.stopping.set()
+        await asyncio.wait_for(self.task, 10.0)
+        self.resolver.clear_subtree(self.names.gserver_manager())
+
+    async def stop(self) -> None:
+        await self.stop_manager()
+        await self.session.close()
+        for server in self.servers:
+            await server.stop()
+        self.resolver.clear_subtree(self.names.root)
+        self.resolver.close()
+
+    async def poll(self, condition: Callable[[], Any], limit_s: float = 10.0) -> Any:
+        """What no event tells from outside the manager: looked at every 5 ms."""
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until:
+            if value := condition():
+                return value
+            await asyncio.sleep(0.005)
+        raise AssertionError("it did not happen")
+
+    async def add_server(self) -> FakeServer:
+        server = FakeServer()
+        url = await server.start()
+        self.resolver.add(self.names.generation_server(len(self.servers)), url, replace=True)
+        self.servers.append(server)
+        return server
+
+    def write_weights(self, version: WeightVersion) -> Path:
+        path = version_dir(self.run_dir, "actor", version)
+        path.mkdir(parents=True)
+        file = path / "model.safetensors"
+        file.write_bytes(f"weights {version}".encode())
+        files = {file.name: FileEntry(bytes=file.stat().st_size, xxh3=_xxh3(file))}
+        manifest = Manifest(attempt=version.attempt, version=version.version, kind="full", files=files)
+        (path / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+        return path
+
+    def publish(self, version: int, *, attempt: int = 1, write: bool = True) -> None:
+        weights = WeightVersion(attempt, version)
+        if write:
+            self.write_weights(weights)
+        self.resolver.add(self.names.model_version("actor"), str(weights), replace=True)
+
+    async def post(self, path: str, body: Any, reply: type[R]) -> R:
+        async with self.session.post(self.url + path, data=msgspec.json.encode(body)) as response:
+            content = await response.read()
+            assert response.status == 200, content
+            return msgspec.json.decode(content, type=reply)
+
+    async def report(self, **fields: Any) -> LedgerView:
+        body = {"attempt": 1, "trained_version": 0, "consumed": [], "stored": [], "num_prompts": 100, "num_epochs": 1}
+        return await self.post("/report", {**body, **fields}, LedgerView)
+
+    async def allocate(
+        self, count: int = 1, *, wait_s: float = 0.0, request_id: str = "", worker: int = 0
+    ) -> AllocateReply:
+        self.requests += 1
+        body = {
+            "request_id": request_id or f"r{self.requests}",
+            "worker": f"rollout_worker/{worker}",
+            "incarnation": "a",
+            "count": count,
+            "wait_s": wait_s,
+        }
+        return await self.post("/allocate_rollout", body, AllocateReply)
+
+    async def finish(self, *tickets: str, outcome: str = "stored", worker: int = 0, **more: Any) -> FinishReply:
+        results = [{"ticket_id": ticket, "outcome": outcome, **more} for ticket in tickets]
+        body = {"worker": f"rollout_worker/{worker}", "incarnation": "a", "results": results}
+        return await self.post("/finish_rollout", body, FinishReply)
+
+    async def heartbeat(self, *held: str, worker: int = 0) -> HeartbeatReply:
+        body = {"worker": f"rollout_worker/{worker}", "incarnation": "a", "held": list(held)}
+        return await self.post("/heartbeat", body, HeartbeatReply)
+
+    async def states(self) -> list[tuple[str, str]]:
+        async with self.session.get(self.url + "/get_model_version") as response:
+            reply = msgspec.json.decode(await response.read(), type=VersionReply)
+        return [(server.state, server.version) for server in reply.servers]
+
+    async def until_served(self, version: int) -> LedgerView:
+        view = await self.report(full=True)
+        async with asyncio.timeout(10.0):
+            while view.served_version < version:
+                view = await self.report(after_revision=view.revision, wait_s=10.0)
+        return view
+
+    async def all_serve(self, version: int) -> None:
+        wanted = ("healthy", str(WeightVersion(1, version)))
+        async with asyncio.timeout(10.0):
+            view = await self.report(full=True)
+            while [(server.state, server.version) for server in view.servers] != [wanted] * len(self.servers):
+                view = await self.report(after_revision=view.revision, wait_s=10.0)
+
+
+@contextlib.asynccontextmanager
+async def running(run_dir: Path, **options: Any) -> AsyncIterator[Setup]:
+    setup = Setup(run_dir, **options)
+    await setup.start()
+    try:
+        yield setup
+    finally:
+        await setup.stop()
+
+
+@pytest.fixture
+async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
+    """One healthy server at v0, the master registered."""
+    async with running(tmp_path) as setup:
+        await setup.add_server()
+        setup.publish(0)
+        await setup.until_served(0)
+        yield setup
+
+
+def ids(reply: AllocateReply) -> list[str]:
+    return [ticket.ticket_id for ticket in reply.tickets]
+
+
+# ------------------------------------------------------------------------------------------------------------ admission
+
+
+async def test_an_answer_waits_for_admission(setup: Setup) -> None:
+    """The bound is reached; a train step consumes, but only when its weights are served is there room."""
+    tickets = ids(await setup.allocate(100))
+    assert len(tickets) == (1 + ETA) * B
+    await setup.finish(*tickets)
+    assert (await setup.allocate()).refusal == "staleness"
+    waiting = asyncio.create_task(setup.allocate(100, wait_s=30.0))
+    other = asyncio.create_task(setup.allocate(100, wait_s=30.0, worker=1))
+    await setup.poll(lambda: setup.manager.service.num_waiting == 2)
+    await setup.report(trained_version=1, consumed=tickets[:B], stored=tickets[B:])
+    assert setup.manager.service.num_waiting == 2
+    setup.publish(1)
+    replies = await asyncio.wait_for(asyncio.gather(waiting, other), 10.0)
+    assert [len(reply.tickets) for reply in replies] == [1, 1]  # dealt out in turn
+    assert {ticket.min_version for reply in replies for ticket in reply.tickets} == {1}
+
+
+async def test_refusals_name_the_reason_after_the_wait(setup: Setup) -> None:
+    await setup.allocate(100)
+    began = time.monotonic()
+    reply = await setup.allocate(wait_s=0.2)
+    assert time.monotonic() - began >= 0.19
+    assert (reply.tickets, reply.refusal, reply.finished) == ([], "staleness", False)
+
+
+async def test_the_same_request_gets_the_same_tickets(setup: Setup) -> None:
+    first = await setup.allocate(2, request_id="r")
+    assert (await setup.allocate(2, request_id="r")) == first
+    await setup.allocate(2)
+    waits = [asyncio.create_task(setup.allocate(1, wait_s=30.0, request_id="w")) for _ in range(2)]
+    await setup.poll(lambda: setup.manager.service.num_waiting == 2)
+    await setup.finish(ids(first)[0], outcome="rejected")
+    one, two = await asyncio.wait_for(asyncio.gather(*waits), 10.0)
+    assert one == two
+    assert len(one.tickets) == 1
+
+
+async def test_clients_that_vanish_while_waiting_get_nothing(setup: Setup) -> None:
+    """Seen elsewhere: ten clients went away while they waited, and ten tickets were granted to nobody."""
+    held = ids(await setup.allocate(100))
+    waits = [asyncio.create_task(setup.allocate(1, wait_s=30.0, worker=1)) for _ in range(10)]
+    await setup.poll(lambda: setup.manager.service.num_waiting == 10)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    await setup.poll(lambda: setup.manager.service.num_waiting == 0)
+    await setup.finish(*held, outcome="rejected")
+    assert setup.manager.ledger.num_live == 0
+    assert len(ids(await setup.allocate(100))) == (1 + ETA) * B
+
+
+async def test_tickets_of_answers_that_nobody_read_come_back(setup: Setup) -> None:
+    """The grant was made, then the client was gone: no heartbeat lists its tickets, so they are handed out again."""
+    lost = ids(await setup.allocate(3))  # never read, so to speak
+    (kept,) = ids(await setup.allocate(1))
+    async with asyncio.timeout(10.0):
+        while setup.manager.ledger.num_live > 1:
+            assert (await setup.heartbeat(kept)).revoked == []
+            await asyncio.sleep(HEARTBEAT_S)
+    again = await setup.allocate(100)
+    assert [ticket.issue for ticket in again.tickets] == [2, 2, 2]
+    assert (await setup.heartbeat(kept, *lost)).revoked == lost
+    assert (await setup.finish(*lost)).unknown == lost
+
+
+async def test_a_silent_worker_loses_its_tickets_and_who_waits_gets_them(setup: Setup) -> None:
+    await setup.allocate(100, worker=1)
+    reply = await asyncio.wait_for(setup.allocate(100, wait_s=30.0), 10.0)
+    assert [ticket.issue for ticket in reply.tickets] == [2] * len(reply.tickets)
+    assert reply.tickets
+
+
+async def test_reports_wait_for_a_newer_ledger(setup: Setup) -> None:
+    view = await setup.report()
+    assert (await setup.report(after_revision=view.revision, wait_s=0.05)).revision == view.revision
+    waiting = asyncio.create_task(setup.report(after_revision=view.revision, wait_s=30.0))
+    await asyncio.sleep(0)
+    (ticket,) = ids(await setup.allocate(1))
+    newer = await asyncio.wait_for(waiting, 10.0)
+    assert newer.revision > view.revision
+    assert [live.ticket_id for live in newer.live] == [ticket]
+    assert (await setup.report(after_revision=view.revision, wait_s=30.0)).revision == newer.revision
+
+
+async def test_evaluations_wait_for_their_end(setup: Setup) -> None:
+    await setup.allocate(100)  # training takes all it may; evaluation passes beside it
+    body = {"eval_id": "e", "modes": ["greedy"], "num_prompts": 3, "wait_s": 30.0}
+    waiting = asyncio.create_task(setup.post("/evaluate", body, EvaluateReply))
+    for position in range(3):
+        (ticket,) = (await setup.allocate(5, wait_s=10.0)).tickets
+        assert (ticket.kind, ticket.eval_mode, ticket.locator.position) == ("eval", "greedy", position)
+        await setup.finish(
+            ticket.ticket_id, outcome="evaluated", rewards=[position], lengths=[4], version_start=0, version_end=0
+        )
+    reply = await asyncio.wait_for(waiting, 10.0)
+    assert reply.done
+    assert reply.results[0].mean_reward == 1.0
+    assert await setup.post("/evaluate", body, EvaluateReply) == reply
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/allocate_rollout", b"{", "AllocateRequest: Input data was truncated"),
+        ("/allocate_rollout", b"{}", "missing required field `request_id`"),
+        ("/allocate_rollout", {"request_id": "r", "worker": "w", "incarnation": "a", "count": 0}, "count is 0"),
+        ("/allocate_rollout", {"request_id": "r", "worker": "w", "incarnation": "a", "count": "1"}, "$.count"),
+        ("/allocate_rollout", {"request_id": "", "worker": "w", "incarnation": "a", "count": 1}, "request_id"),
+        (
+            "/allocate_rollout",
+            {"request_id": "r", "worker": "w", "incarnation": "a", "count": 1, "wait_s": -1.0},
+            "wait_s is -1.0",
+        ),
+        (
+            "/finish_rollout",
+            {"worker": "w", "incarnation": "a", "results": [{"ticket_id": "t", "outcome": "lost"}]},
+            "$.results[0].outcome",
+        ),
+        ("/heartbeat", {"worker": "", "incarnation": "a", "held": []}, "worker has 0 characters"),
+        ("/report", {"attempt": 1, "trained_version": 0, "consumed": [], "stored": [3]}, "$.stored[0]"),
+        ("/evaluate", {"eval_id": "e", "modes": ["best"], "num_prompts": 1}, "$.modes[0]"),
+        ("/evaluate", {"eval_id": "e", "modes": [], "num_prompts": 1}, "at least one mode"),
+        ("/schedule_request", {"worker": "w"}, "ticket_id"),
+    ],
+)
+async def test_malformed_requests_are_refused_with_a_reason(setup: Setup, path: str, body: Any, reason: str) -> None:
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    async with setup.session.post(setup.url + path, data=data) as response:
+        text = await response.text()
+    assert response.status == 400
+    assert reason in text
+
+
+async def test_a_master_of_an_attempt_that_is_over_is_refused(setup: Setup) -> None:
+    await setup.report(attempt=2, full=True)
+    async with setup.session.post(
+        setup.url + "/report",
+        data=msgspec.json.encode({"attempt": 1, "trained_version": 5, "consumed": [], "stored": []}),
+    ) as response:
+        assert response.status == 409
+        assert "attempt 1 is over" in await response.text()
+
+
+async def test_health_and_metrics(setup: Setup) -> None:
+    tickets = ids(await setup.allocate(100))
+    await setup.allocate()
+    await setup.finish(tickets[0], outcome="rejected", reason="too_hard", lengths=[5])
+    async with setup.session.get(setup.url + "/health") as response:
+        assert response.status == 200
+    async with setup.session.get(setup.url + "/metrics") as response:
+        text = await response.text()
+    for line in (
+        "asyncrl_manager_live 3.0",
+        'asyncrl_manager_tickets_total{event="rejected",reason="too_hard"} 1.0',
+        'asyncrl_manager_refused_total{reason="staleness"} 1.0',
+        'asyncrl_manager_rejected_responses_total{below="8",reason="too_hard"} 1.0',
+        'asyncrl_manager_server_state{server="generation_server/0",state="healthy"} 1.0',
+        'asyncrl_manager_updates_total{event="succeeded",server="generation_server/0"} 1.0',
+        "asyncrl_manager_served_version 0.0",
+    ):
+        assert line in text
+
+
+async def test_the_end_of_the_run_is_told_to_who_waits(setup: Setup) -> None:
+    await setup.allocate(100)
+    waiting = asyncio.create_task(setup.allocate(wait_s=30.0))
+    await setup.poll(lambda: setup.manager.service.num_waiting == 1)
+    await setup.report(stop=True)  # the last evaluation may still come
+    assert not (await setup.allocate(worker=1)).finished
+    setup.resolver.add(setup.names.experiment_status(), "COMPLETE", replace=True)
+    assert (await asyncio.wait_for(waiting, 10.0)).finished
+
+
+# -------------------------------------------------------------------------------------------------------------- updates
+
+
+async def test_each_server_is_updated_once_per_version(tmp_path: Path) -> None:
+    async with running(tmp_path) as setup:
+        servers = [await setup.add_server(), await setup.add_server()]
+        for version in range(4):
+            setup.publish(version)
+            await setup.all_serve(version)
+        loads = [str(WeightVersion(1, version)) for version in range(4)]
+        assert [server.loads for server in servers] == [loads, loads]
+        assert not any(server.paused for server in servers)
+
+
+async def test_a_slow_server_blocks_neither_the_other_nor_the_http_side(tmp_path: Path) -> None:
+    async with running(tmp_path) as setup:
+        slow, quick = await setup.add_server(), await setup.add_server()
+        setup.publish(0)
+        await setup.all_serve(0)
+        slow.gate.clear()
+        setup.publish(1)
+        await asyncio.wait_for(slow.loading.wait(), 10.0)
+        await setup.until_served(1)
+        assert await setup.states() == [("updating", str(WeightVersion(1, 1))), ("healthy", str(WeightVersion(1, 1)))]
+        setup.publish(2)  # the quick one goes on while the slow one still loads what is old by now
+        await setup.until_served(2)
+        began = time.monotonic()
+        tickets = (await setup.allocate(4)).tickets
+        assert time.monotonic() - began < 1.0
+        assert {ticket.server for ticket in tickets} == {"generation_server/1"}
+        assert {ticket.min_version for ticket in tickets} == {2}
+        assert len(quick.loads) == 3
+        slow.gate.set()
+        await setup.all_serve(2)
+        assert slow.loads == quick.loads
+
+
+async def test_a_server_that_echoes_the_wrong_version_never_gets_traffic(tmp_path: Path) -> None:
+    async with running(tmp_path) as setup:
+        liar, honest = await setup.add_server(), await setup.add_server()
+        liar.echo = lambda version: "a0001-v00000099"
+        setup.publish(0)
+        await setup.until_served(0)
+        await setup.poll(lambda: setup.manager.fleet.counters["failed", "generation_server/0"] >= 2)
+        assert {ticket.server for ticket in (await setup.allocate(4)).tickets} == {"generation_server/1"}
+        assert liar.paused
+        assert honest.loads == [str(WeightVersion(1, 0))]
+        assert (await setup.states())[0] != ("healthy", "")
+        liar.echo = lambda version: version
+        await setup.all_serve(0)
+
+
+async def test_a_server_that_refuses_is_tried_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as setup:
+        server = await setup.add_server()
+        server.broken = True
+        setup.publish(0)
+        await setup.poll(lambda: setup.manager.fleet.counters["failed", "generation_server/0"] >= 1)
+        assert (await setup.report(full=True)).served_version == -1
+        assert (await setup.allocate()).refusal == "no_server"
+        server.broken = False
+        await setup.all_serve(0)
+
+
+async def test_broken_weights_never_reach_a_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(tmp_path) as setup:
+        server = await setup.add_server()
+        setup.publish(0)
+        await setup.all_serve(0)
+        with caplog.at_level(logging.ERROR):
+            path = setup.write_weights(WeightVersion(1, 1))
+            (path / "model.safetensors").write_bytes(b"torn")
+            setup.publish(1, write=False)
+            await setup.poll(lambda: setup.manager.fleet.counters["refused_manifest", ""] >= 1)
+        assert "model.safetensors has 4 bytes" in caplog.text
+        setup.publish(0, write=False)  # back to v0: ignored
+        setup.resolver.add(setup.names.model_version("actor"), "nonsense", replace=True)
+        setup.publish(2)
+        await setup.all_serve(2)
+        assert server.loads == [str(WeightVersion(1, 0)), str(WeightVersion(1, 2))]
+
+
+async def test_a_dead_server_leaves_and_comes_back_through_a_load(tmp_path: Path) -> None:
+    async with running(tmp_path) as setup:
+        await setup.add_server()
+        other = await setup.add_server()
+        setup.publish(0)
+        await setup.all_serve(0)
+        (ticket,) = [t for t in (await setup.allocate(2)).tickets if t.server == "generation_server/1"]
+        await other.stop()
+        body = {"ticket_id": ticket.ticket_id, "worker": "rollout_worker/0", "lost_server": "generation_server/1"}
+        async with setup.session.post(setup.url + "/schedule_request", data=msgspec.json.encode(body)) as response:
+            assert (await response.json())["server"] == "generation_server/0"
+        setup.resolver.delete(setup.names.generation_server(1))
+        await setup.poll(lambda: setup.manager.table.servers["generation_server/1"].state.value == "dead")
+        reborn = FakeServer()
+        setup.servers[1] = reborn
+        setup.resolver.add(setup.names.generation_server(1), await reborn.start(), replace=True)
+        await setup.all_serve(0)
+        assert reborn.loads == [str(WeightVersion(1, 0))]
+
+
+async def test_a_restarted_server_at_its_old_address_is_noticed(setup: Setup) -> None:
+    (server,) = setup.servers
+    server.version = ""  # the new process has loaded nothing
+    await setup.poll(lambda: len(server.loads) == 2)
+    await setup.all_serve(0)
+
+
+async def test_a_new_manager_waits_a_lease_and_takes_over_what_is_held(setup: Setup) -> None:
+    held, stored = ids(await setup.allocate(2))
+    await setup.finish(stored)
+    await setup.report(stored=[stored])
+    await setup.stop_manager()
+    await setup.start_manager()
+    assert not (await setup.report(stored=[stored])).known
+    view = await setup.report(stored=[stored], full=True)
+    assert (await setup.allocate(worker=1)).refusal == "not_ready"
+    assert (await setup.heartbeat(held)).revoked == []
+    view = await setup.report(stored=[stored])
+    assert {(live.ticket_id, live.state) for live in view.live} == {(held, "running"), (stored, "stored")}
+
+    async def beat() -> None:
+        while True:
+            await setup.heartbeat(held)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    beating = asyncio.create_task(beat())
+    fresh = await asyncio.wait_for(setup.allocate(100, wait_s=30.0, worker=1), 10.0)
+    beating.cancel()
+    await asyncio.gather(beating, return_exceptions=True)
+    assert [ticket.locator.position for ticket in fresh.tickets] == [2, 3]

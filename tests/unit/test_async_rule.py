@@ -1,0 +1,604 @@
+"""The asynchronous rule as a whole: admission, ledger and batch formation against arbitrary schedules.
+
+A model of the run: rollout workers that finish in any order, lose answers, repeat calls, die and come back; trajectories that
+arrive late; reports that are repeated; servers that serve late. Invariants of DESIGN.md 4 on everything it reaches:
+
+1. no group is trained older than eta at its head, none is dropped for age without faults, live tickets stay within (1 + eta) * B;
+2. each prompt of each epoch is trained exactly once or rejected with a reason;
+and nothing ever stands still: when nothing runs, a step can start or something can be admitted, until all prompts are done.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl.manager.ledger import Ledger
+from asyncrl.manager.routing import ServerState, ServerTable
+from asyncrl.master.batch import BatchFormer, NotReady, Ready
+from asyncrl.messages import (
+    AllocateRequest,
+    FinishRequest,
+    HeartbeatRequest,
+    LedgerView,
+    Locator,
+    MasterReport,
+    RolloutResult,
+    Ticket,
+    TrajectoryMeta,
+    WeightVersion,
+)
+
+LEASE_S = 15.0
+HEARTBEAT_S = 2.0
+OVERDUE_S = 100.0
+
+
+@dataclass
+class Rollout:
+    """A ticket at a rollout worker."""
+
+    ticket: Ticket
+    first_version: int = -1  # of its first token; -1: none sampled yet
+    pushed: bool = False  # the master has answered for its trajectory: only the manager must still hear
+
+
+@dataclass
+class Worker:
+    name: str
+    life: int = 0
+    held: dict[str, Rollout] = field(default_factory=dict)
+    last_request: AllocateRequest | None = None
+    frozen: bool = False
+    repeats: list[FinishRequest] = field(default_factory=list)
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.name}-{self.life}"
+
+
+class Run:
+    """The run: the real ledger, server table and batch former; the rest in a few lines."""
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        eta: int,
+        num_prompts: int,
+        num_epochs: int,
+        num_workers: int = 2,
+        max_concurrent: int = 0,
+        max_issues: int = 3,
+        overdue: str = "wait",
+        overdue_wait_s: float = 1e9,
+    ) -> None:
+        self.batch_size, self.eta = batch_size, eta
+        self.num_prompts, self.num_epochs = num_prompts, num_epochs
+        self.now = 0.0
+        self.table = ServerTable("least_requests", dead_after_s=1e9)
+        self.ledger = Ledger(
+            self.table,
+            batch_size=batch_size,
+            eta=eta,
+            max_concurrent=max_concurrent,
+            num_heads=2,
+            max_issues=max_issues,
+            lease_s=LEASE_S,
+            heartbeat_s=HEARTBEAT_S,
+            nonce="m",
+        )
+        self.former = BatchFormer(
+            batch_size=batch_size, max_head_offpolicyness=eta, overdue=overdue, overdue_wait_s=overdue_wait_s
+        )
+        self.max_issues = max_issues
+        self.workers = [Worker(f"rollout_worker/{index}") for index in range(num_workers)]
+        self.table.announce("generation_server/0", "http://s", 0.0)
+        self.num_requests = 0
+        # the master
+        self.trained_version = 0
+        self.published = 0
+        self.stored: dict[str, TrajectoryMeta] = {}
+        self.step: list[str] = []  # tickets in the current train step
+        self.consumed: list[str] = []  # not yet reported
+        self.rejected_seen = 0
+        self.trained: Counter[Locator] = Counter()
+        self.rejected: dict[Locator, str] = {}
+        self.view: LedgerView | None = None
+        self.pending_revoke: tuple[str, ...] = ()
+        self.last_report: MasterReport | None = None
+        # what happened
+        self.num_faults = 0
+        self.num_dropped_for_age = 0
+        self.num_revoked = 0
+        self.num_late_after_rejection = 0
+        self.num_steps = 0
+        self.max_age = 0
+        self.partial_batches = 0
+        self.serve()
+        self.report(full=True)
+
+    # -------------------------------------------------------------------------------------------------- servers
+
+    @property
+    def served(self) -> int:
+        version = self.table.servers["generation_server/0"].version
+        assert version is not None
+        return version.version
+
+    def serve(self) -> None:
+        """The server loads the newest published version; running rollouts go on under it."""
+        version = WeightVersion(1, self.published)
+        life = self.table.begin_update("generation_server/0", version)
+        assert self.table.loaded("generation_server/0", life, version, self.now)
+
+    # ------------------------------------------------------------------------------------------- rollout workers
+
+    def allocate(self, worker: Worker, count: int, *, lose_answer: bool = False, repeat: bool = False) -> int:
+        if not repeat or worker.last_request is None:
+            self.num_requests += 1
+            worker.last_request = AllocateRequest(
+                request_id=f"r{self.num_requests}", worker=worker.name, incarnation=worker.incarnation, count=count
+            )
+        (reply,) = self.ledger.allocate([worker.last_request], self.now)
+        if lose_answer:
+            self.num_faults += 1
+            return 0
+        new = [ticket for ticket in reply.tickets if ticket.ticket_id not in worker.held]
+        for ticket in new:
+            assert ticket.min_version <= self.served
+            assert ticket.deadline == ticket.min_version + self.eta
+            worker.held[ticket.ticket_id] = Rollout(ticket)
+        return len(new)
+
+    def sample(self, rollout: Rollout) -> None:
+        """Its first token, if it has none yet."""
+        if rollout.first_version < 0:
+            rollout.first_version = self.served
+            assert rollout.first_version >= rollout.ticket.min_version
+
+    def finish(
+        self, worker: Worker, rollout: Rollout, outcome: Literal["stored", "rejected", "released"], *, told: bool = True
+    ) -> None:
+        """A rollout ends; its trajectory goes to the master, then (if `told`) the manager hears of it."""
+        if not rollout.pushed:
+            self.sample(rollout)
+            if outcome == "stored" and not self.store(rollout):
+                outcome = "released"  # the master has another trajectory of this prompt
+            if outcome == "stored":
+                rollout.pushed = True
+        elif rollout.pushed:
+            outcome = "stored"
+        if outcome == "released":
+            self.num_faults += 1
+        if not told:
+            return
+        result = RolloutResult(ticket_id=rollout.ticket.ticket_id, outcome=outcome, reason=f"{outcome} for the test")
+        request = FinishRequest(worker=worker.name, incarnation=worker.incarnation, results=[result])
+        self.ledger.finish(request, self.now)
+        worker.repeats = [*worker.repeats[-3:], request]
+        del worker.held[rollout.ticket.ticket_id]
+
+    def heartbeat(self, worker: Worker) -> None:
+        request = HeartbeatRequest(worker=worker.name, incarnation=worker.incarnation, held=list(worker.held))
+        for ticket_id in self.ledger.heartbeat(request, self.now).revoked:
+            worker.held.pop(ticket_id, None)
+
+    def kill(self, worker: Worker) -> None:
+        self.num_faults += len(worker.held)
+        worker.held.clear()
+        worker.life += 1
+        worker.last_request = None
+
+    # ------------------------------------------------------------------------------------------------- the master
+
+    def is_done(self, locator: Locator) -> bool:
+        return locator in self.trained or locator in self.rejected
+
+    def store(self, rollout: Rollout) -> bool:
+        """The first trajectory of a prompt wins."""
+        ticket = rollout.ticket
+        known = {meta.locator for meta in self.stored.values()}
+        if ticket.ticket_id in self.stored:
+            return True
+        if self.is_done(ticket.locator) or ticket.locator in known:
+            return False
+        version = WeightVersion(1, rollout.first_version).pack()
+        self.stored[ticket.ticket_id] = TrajectoryMeta(
+            ticket_id=ticket.ticket_id,
+            locator=ticket.locator,
+            attempt=1,
+            head=ticket.head,
+            keys=[],
+            seqlens=[2],
+            response_lengths=[1],
+            rewards=[1.0],
+            version_start=[version],
+            version_end=[version],
+            birth_time=0.0,
+        )
+        return True
+
+    def report(self, *, full: bool = False, lose_answer: bool = False, old: bool = False) -> None:
+        if old and self.last_report is not None:  # a copy that was under way for long
+            self.ledger.report(self.last_report, self.now)
+            return
+        report = MasterReport(
+            attempt=1,
+            trained_version=self.trained_version,
+            consumed=list(self.consumed),
+            stored=list(self.stored),
+            revoke=list(self.pending_revoke),
+            rejected_seen=self.rejected_seen,
+            full=full,
+            num_prompts=self.num_prompts,
+            num_epochs=self.num_epochs,
+        )
+        self.last_report = report
+        self.ledger.report(report, self.now)
+        view = self.ledger.view(self.now)
+        if lose_answer:
+            return
+        self.consumed.clear()
+        self.pending_revoke = ()
+        stored = {meta.locator for meta in self.stored.values()}
+        for rejected in view.rejected:
+            self.rejected_seen += 1
+            if not self.is_done(rejected.locator) and rejected.locator not in stored:
+                self.rejected[rejected.locator] = rejected.reason
+            else:
+                self.num_late_after_rejection += 1
+        self.view = view
+
+    def try_step(self) -> bool:
+        """Begin a train step, if the rule lets it."""
+        assert self.view is not None
+        assert not self.step
+        decision = self.former.decide(
+            stored=list(self.stored.values()),
+            live=self.view.live,
+            version=self.trained_version,
+            exhausted=self.view.exhausted,
+            now=self.now,
+        )
+        if isinstance(decision, NotReady):
+            self.pending_revoke += decision.revoke
+            self.num_revoked += len(decision.revoke)
+            self.num_dropped_for_age += len(decision.drop)
+            for ticket_id in decision.drop:
+                del self.stored[ticket_id]
+            return False
+        self.check_batch(decision)
+        self.step = list(decision.tickets)
+        return bool(self.step)
+
+    def check_batch(self, ready: Ready) -> None:
+        metas = [self.stored[ticket_id] for ticket_id in ready.tickets]
+        assert metas == sorted(metas, key=lambda meta: meta.locator)
+        assert len(metas) == self.batch_size or ready.partial or not metas
+        for meta in metas:
+            age = self.trained_version - WeightVersion.unpack(min(meta.version_start)).version
+            assert age >= 0, "trained before it was made"
+            self.max_age = max(self.max_age, age)
+            if self.former._overdue != "train":
+                assert age <= self.eta, f"{meta.ticket_id} is {age} versions old at step {self.trained_version}"
+        if ready.partial:
+            self.partial_batches += 1
+
+    def end_step(self) -> None:
+        for ticket_id in self.step:
+            meta = self.stored.pop(ticket_id)
+            self.trained[meta.locator] += 1
+            assert self.trained[meta.locator] == 1, f"{meta.locator} is trained twice"
+        self.consumed += self.step
+        self.step = []
+        self.trained_version += 1
+        self.num_steps += 1
+
+    # -------------------------------------------------------------------------------------------------- to the end
+
+    @property
+    def finished(self) -> bool:
+        return len(self.trained) + len(self.rejected) == self.num_prompts * self.num_epochs
+
+    def drain(self) -> None:
+        """From wherever it is: with no more faults the run comes to its end, moving at every turn."""
+        limit = 20 + 8 * self.max_issues * self.num_prompts * self.num_epochs
+        for _ in range(limit):
+            if self.finished and not self.step:
+                break
+            if self.step:
+                self.end_step()
+            self.published = self.trained_version
+            if self.served < self.published:
+                self.serve()
+            for worker in self.workers:
+                worker.frozen = False
+                self.allocate(worker, 1000)
+                for rollout in list(worker.held.values()):
+                    self.finish(worker, rollout, "stored")
+            for _ in range(2):  # tickets whose answers were lost are not listed
+                self.now += HEARTBEAT_S
+                for worker in self.workers:
+                    self.heartbeat(worker)
+            self.report()
+            self.try_step()
+            if not self.step:
+                self.report()
+        else:
+            raise AssertionError(f"no end: {self.ledger.refusal(self.now)!r}, {self.ledger.view(self.now)}")
+        self.report()
+        assert self.ledger.num_live == 0
+        assert self.ledger.num_running == 0
+        assert self.ledger.exhausted
+        assert self.table.servers["generation_server/0"].running == 0
+        everything = {Locator(e, p) for e in range(self.num_epochs) for p in range(self.num_prompts)}
+        assert set(self.trained) | set(self.rejected) == everything
+        assert not set(self.trained) & set(self.rejected)
+        assert set(self.trained.values()) <= {1}
+        assert all(self.rejected.values())
+
+
+class AsyncRule(RuleBasedStateMachine):
+    """Everything that may happen, in any order."""
+
+    run: Run
+    faults = True
+
+    @initialize(
+        batch_size=st.integers(1, 4),
+        eta=st.integers(0, 3),
+        num_prompts=st.integers(1, 9),
+        num_epochs=st.integers(1, 3),
+        max_concurrent=st.integers(0, 6),
+    )
+    def begin(self, **options: int) -> None:
+        self.run = Run(**options, overdue_wait_s=OVERDUE_S if self.faults else 1e9)
+
+    def some_worker(self, data: st.DataObject) -> Worker:
+        return self.run.workers[data.draw(st.integers(0, len(self.run.workers) - 1))]
+
+    def some_rollout(self, data: st.DataObject) -> tuple[Worker, Rollout] | None:
+        pairs = [(worker, rollout) for worker in self.run.workers for rollout in worker.held.values()]
+        return data.draw(st.sampled_from(pairs)) if pairs else None
+
+    # ------------------------------------------------------------------------------------------------ what happens
+
+    @rule(data=st.data(), count=st.integers(1, 20))
+    def allocate(self, data: st.DataObject, count: int) -> None:
+        self.run.allocate(self.some_worker(data), count)
+
+    @rule(data=st.data())
+    def allocate_again(self, data: st.DataObject) -> None:
+        self.run.allocate(self.some_worker(data), 1, repeat=True)
+
+    @rule(data=st.data())
+    def sample(self, data: st.DataObject) -> None:
+        if pair := self.some_rollout(data):
+            self.run.sample(pair[1])
+
+    @rule(data=st.data(), outcome=st.sampled_from(["stored"] * 4 + ["rejected"]))
+    def finish(self, data: st.DataObject, outcome: Any) -> None:
+        if pair := self.some_rollout(data):
+            self.run.finish(*pair, outcome)
+
+    @rule(data=st.data())
+    def finish_but_the_manager_hears_later(self, data: st.DataObject) -> None:
+        if pair := self.some_rollout(data):
+            self.run.finish(*pair, "stored", told=False)
+
+    @rule(data=st.data())
+    def finish_is_told_again(self, data: st.DataObject) -> None:
+        worker = self.some_worker(data)
+        if worker.repeats:
+            self.run.ledger.finish(data.draw(st.sampled_from(worker.repeats)), self.run.now)
+
+    @rule()
+    def time_passes(self) -> None:
+        self.run.now += HEARTBEAT_S
+        for worker in self.run.workers:
+            if not worker.frozen:
+                self.run.heartbeat(worker)
+        self.run.ledger.expire(self.run.now)
+
+    @rule(lose_answer=st.booleans())
+    def report(self, lose_answer: bool) -> None:
+        self.run.report(lose_answer=lose_answer)
+
+    @rule()
+    def an_old_report_arrives(self) -> None:
+        self.run.report(old=True)
+
+    @precondition(lambda self: not self.run.step)
+    @rule()
+    def try_step(self) -> None:
+        self.run.try_step()
+
+    @precondition(lambda self: self.run.step)
+    @rule()
+    def end_step(self) -> None:
+        self.run.end_step()
+
+    @precondition(lambda self: self.run.published < self.run.trained_version)
+    @rule()
+    def publish(self) -> None:
+        self.run.published = self.run.trained_version
+
+    @precondition(lambda self: self.run.served < self.run.published)
+    @rule()
+    def serve(self) -> None:
+        self.run.serve()
+
+    # -------------------------------------------------------------------------------------------------- what fails
+
+    @precondition(lambda self: self.faults)
+    @rule(data=st.data())
+    def answer_is_lost(self, data: st.DataObject) -> None:
+        self.run.allocate(self.some_worker(data), 2, lose_answer=True)
+
+    @precondition(lambda self: self.faults)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if pair := self.some_rollout(data):
+            self.run.finish(*pair, "released")
+
+    @precondition(lambda self: self.faults)
+    @rule(data=st.data())
+    def worker_dies(self, data: st.DataObject) -> None:
+        self.run.kill(self.some_worker(data))
+
+    @precondition(lambda self: self.faults)
+    @rule(data=st.data())
+    def worker_freezes_or_thaws(self, data: st.DataObject) -> None:
+        """Frozen past its lease it loses its tickets, while its trajectories may still come."""
+        worker = self.some_worker(data)
+        worker.frozen = not worker.frozen
+        self.run.num_faults += 1
+        if worker.frozen:
+            self.run.now += LEASE_S + 0.1
+            for other in self.run.workers:
+                if not other.frozen:
+                    self.run.heartbeat(other)
+            self.run.ledger.expire(self.run.now)
+
+    @precondition(lambda self: self.faults)
+    @rule()
+    def a_rollout_hangs_for_long(self) -> None:
+        for _ in range(int(OVERDUE_S / HEARTBEAT_S)):
+            self.run.now += HEARTBEAT_S
+            for worker in self.run.workers:
+                if not worker.frozen:
+                    self.run.heartbeat(worker)
+        self.run.num_faults += 1
+
+    # ------------------------------------------------------------------------------------------- what always holds
+
+    @invariant()
+    def live_is_bounded(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        run, ledger = self.run, self.run.ledger
+        # A trajectory of a prompt that was given up for good may come after all, before the master has heard of that.
+        room = (1 + run.eta) * run.batch_size + ledger.counters["accepted_late", ""]
+        assert ledger.num_live <= room
+        assert ledger.num_running <= ledger.gate.max_concurrent
+        assert ledger.num_running == sum(live.state == "running" for live in ledger._live.values())
+        assert len(ledger._by_prompt) == ledger.num_live
+        assert run.table.servers["generation_server/0"].running == sum(
+            live.state == "running" and live.server != "" for live in ledger._live.values()
+        )
+        assert run.table.servers["generation_server/0"].state is ServerState.HEALTHY
+
+    @invariant()
+    def without_faults_nothing_is_lost(self) -> None:
+        if hasattr(self, "run") and self.run.num_faults == 0:
+            assert self.run.num_dropped_for_age == 0
+            assert self.run.num_revoked == 0
+            assert self.run.ledger.num_live <= (1 + self.run.eta) * self.run.batch_size
+            assert "max_issues" not in self.run.rejected.values()
+
+    @invariant()
+    def nothing_stands_still(self) -> None:
+        """When nothing runs and all is told and served: a step can start, something is admitted, or all is done."""
+        if not hasattr(self, "run"):
+            return
+        run = self.run
+        told = run.view is not None and run.view.revision == run.ledger.revision and not run.consumed
+        idle = not run.step and run.ledger.num_running == 0 and run.served == run.trained_version
+        if not (told and idle) or run.finished or run.pending_revoke or any(worker.held for worker in run.workers):
+            return
+        if set(run.stored) != {live.ticket.ticket_id for live in run.ledger._live.values()}:
+            return  # the manager has not heard of all that is stored
+        assert run.ledger.refusal(run.now) == "" or len(run.stored) >= run.batch_size or run.ledger.exhausted
+
+    def teardown(self) -> None:
+        if hasattr(self, "run"):
+            self.run.drain()
+
+
+class AsyncRuleWithoutFaults(AsyncRule):
+    faults = False
+
+
+# Hypothesis replays a failure from its seed; the schedules are the same on every machine.
+_SETTINGS = settings(
+    max_examples=60,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestAsyncRule = AsyncRule.TestCase
+TestAsyncRule.settings = _SETTINGS
+TestAsyncRuleWithoutFaults = AsyncRuleWithoutFaults.TestCase
+TestAsyncRuleWithoutFaults.settings = _SETTINGS
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2, 5])
+def test_allocating_and_finishing_without_training_stops(eta: int) -> None:
+    """The leak of AReaL v0.3: what is finished but not yet fetched by the master is counted by nobody."""
+    run = Run(batch_size=3, eta=eta, num_prompts=100, num_epochs=1)
+    (worker, _) = run.workers
+    admitted = 0
+    while run.allocate(worker, 1):
+        admitted += 1
+        for rollout in list(worker.held.values()):
+            run.finish(worker, rollout, "stored")
+        run.report()
+        assert admitted <= 100
+    assert admitted == (1 + eta) * 3
+    assert run.ledger.refusal(run.now) == "staleness"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_tails(seed: int) -> None:
+    """Event-driven runs with durations over two and a half decades and late serving, without faults: never over eta, nothing
+    dropped, no deadlock, and every prompt trained once or rejected."""
+    rng = random.Random(seed)
+    run = Run(
+        batch_size=rng.randint(1, 12),
+        eta=rng.choice([0, 1, 2, 4, 8]),
+        num_prompts=rng.randint(5, 60),
+        num_epochs=rng.randint(1, 3),
+        max_concurrent=rng.choice([0, 3, 20]),
+    )
+    train_s, serve_s = rng.uniform(0.0, 30.0), rng.uniform(0.0, 60.0)
+    ends: dict[str, float] = {}
+    step_ends = serve_at = float("inf")
+    for _ in range(20_000):
+        if run.finished:
+            break
+        for worker in run.workers:
+            run.allocate(worker, rng.randint(1, 8))
+            for ticket_id, rollout in worker.held.items():
+                run.sample(rollout)
+                ends.setdefault(ticket_id, run.now + 10 ** rng.uniform(0.0, 2.5))
+        run.report()
+        if not run.step and run.try_step():
+            step_ends = run.now + train_s
+        upcoming = min([step_ends, serve_at, *(ends[ticket] for worker in run.workers for ticket in worker.held)])
+        assert upcoming < float("inf"), "nothing will ever happen"
+        run.now = upcoming
+        if step_ends <= run.now:
+            run.end_step()
+            step_ends, serve_at = float("inf"), min(serve_at, run.now + serve_s)
+        if serve_at <= run.now:
+            run.published = run.trained_version
+            run.serve()
+            serve_at = float("inf")
+        for worker in run.workers:
+            for ticket_id, rollout in list(worker.held.items()):
+                if ends[ticket_id] <= run.now:
+                    run.finish(worker, rollout, "rejected" if rng.random() < 0.1 else "stored")
+    assert run.finished
+    assert run.max_age <= run.eta
+    assert (run.num_revoked, run.num_dropped_for_age, run.num_faults) == (0, 0, 0)
+    run.drain()
