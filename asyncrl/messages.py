@@ -12,6 +12,9 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+# What decoding bytes from elsewhere may raise: text that is not UTF-8 is no MsgspecError.
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError)
+
 _VERSION = re.compile(r"a(\d{4,})-v(\d{8,})")
 _VERSION_BITS = 40
 

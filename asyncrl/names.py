@@ -31,6 +31,10 @@ class Names:
     def __init__(self, experiment: str, trial: str) -> None:
         self.root = root(experiment, trial)
 
+    def owner(self) -> str:
+        """Who runs under this name, where runs share an etcd: host and folder of the launcher. Beside the subtree, not in it."""
+        return self.root
+
     def model_version(self, role: str) -> str:
         """Newest published weight version of a role: the string form of a WeightVersion."""
         return f"{self.root}/model_version/{role}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import xxhash
 
-from asyncrl.messages import WeightVersion
+from asyncrl.messages import DECODE_ERRORS, WeightVersion
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +116,7 @@ def read_manifest(path: Path) -> Manifest:
         return msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise WeightsError(f"{path} has no {MANIFEST}: not a weight version, or it was pruned") from None
-    except (msgspec.MsgspecError, OSError) as error:
+    except (*DECODE_ERRORS, OSError) as error:
         raise WeightsError(f"{path / MANIFEST} cannot be read: {error}") from error
 
 

@@ -39,6 +39,7 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.messages import (
+    DECODE_ERRORS,
     GenerateMeta,
     GenerateReply,
     ModelInfo,
@@ -318,7 +319,7 @@ async def _errors_to_replies(request: web.Request, handler: Any) -> web.StreamRe
     try:
         reply: web.StreamResponse = await handler(request)
         return reply
-    except (RequestRefused, WeightsRefused, msgspec.MsgspecError) as error:
+    except (RequestRefused, WeightsRefused, *DECODE_ERRORS) as error:
         message = str(error)
     except EngineUnavailable as error:
         status, message, headers = 503, str(error), {"Retry-After": f"{error.retry_after_s:.0f}"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import signal
@@ -15,55 +16,101 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import ConfigError, ExperimentConfig, NameResolveConfig, load_experiment
-from asyncrl.launch.local import LaunchError, LocalLauncher
+from asyncrl.config import ConfigError, NameResolveConfig, load_experiment
+from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan, run_directory, total_steps
-from asyncrl.launch.progress import MetricsTail, make_console, print_summary
-from asyncrl.launch.rundir import RunBusyError, RunRecord, is_running, read_record
+from asyncrl.launch.progress import RunView, make_console, print_summary
+from asyncrl.launch.rundir import LaunchError, RunRecord, holder, is_running, read_record
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
 from asyncrl.runtime.name_resolve import NameResolveError, open_name_resolver
 
 _STOP_LIMIT_S = 30.0
+_INTERRUPTED = 130
+
+_DESCRIPTION = """Asynchronous reinforcement learning of language models, without Ray.
+
+A run is a config (YAML) and overrides; `run` starts its processes on this machine, prints a line per train
+step, and ends them all when it ends. Everything it makes is in <fileroot>/<experiment>/<trial>/."""
 
 _EPILOG = """examples:
-  asyncrl-launch check configs/quickstart_cpu.yaml
-  asyncrl-launch run configs/quickstart_cpu.yaml trial=second train.optimizer.lr=1e-4
-  asyncrl-launch status runs/sloppy-sorter/second
-  asyncrl-launch stop runs/sloppy-sorter/second
-"""
+  asyncrl-launch check  configs/quickstart_cpu.yaml                 what would run, and whether it can
+  asyncrl-launch run    configs/quickstart_cpu.yaml trial=second train.optimizer.lr=1e-4
+  asyncrl-launch status runs/sloppy-sorter/second                   from another terminal: who waits for whom
+  asyncrl-launch stop   runs/sloppy-sorter/second                   as Ctrl-C would
+
+`asyncrl-launch COMMAND --help` says more of each."""
+
+_CONFIG_EPILOG = """overrides are dotted fields of the config, for instance:
+  trial=second                        another folder: <fileroot>/<experiment>/second
+  allocation=transformers.d2+d2       generation servers + data-parallel model workers
+  train.batch_size=32 train.max_steps=100 train.optimizer.lr=1e-4
+  manager.max_head_offpolicyness=0    how many versions generation may lag behind; 0: synchronous
+  rollout.group_size=8 rollout.sampling.max_new_tokens=256
+  name_resolve.endpoints=[host:2379]  your etcd instead of a private one
+All fields, their meaning and defaults: asyncrl/config.py. A wrong name is answered with the nearest right one."""
+
+_RUN_EPILOG = """
+
+exit code: 0 the run is complete; 1 it failed, the first cause is printed; 2 the config cannot work;
+130, 143 it was stopped (Ctrl-C, SIGTERM). A second Ctrl-C kills at once. However it ends, no process of it
+is left. In another terminal: asyncrl-launch status|stop RUN."""
 
 
 def main() -> int:
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
     console = make_console()
     try:
         return int(arguments.command(arguments, console))
     except ConfigError as error:
-        console.print(f"[bold red]config:[/] {error}", highlight=False, markup=True)
+        console.print("[bold red]config:[/]", end=" ")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 2
-    except (RunBusyError, LaunchError) as error:
+    except LaunchError as error:
         console.print("[bold red]failed:[/]", end=" ")
-        console.print(str(error), markup=False, highlight=False)
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 1
+    except KeyboardInterrupt:  # before there was a run to stop
+        return _INTERRUPTED
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Run to the end, with a line per train step."""
+    """Start a run, show a line per train step, end all its processes."""
     config = load_experiment(arguments.config, arguments.overrides)
     num_prompts = preflight(config)
     run_dir = run_directory(config)
     steps = total_steps(config, num_prompts)
-    console.print(f"{run_dir}: up to {steps} train steps; logs in {run_dir}/logs/latest", highlight=False)
-    tail = MetricsTail(run_dir, steps, console)
-    code = LocalLauncher(config, num_prompts, tail.turn).run()
-    tail.turn()
+    console.print(
+        f"{run_dir}: up to {steps} train steps; logs in {run_dir}/logs/latest", highlight=False, soft_wrap=True
+    )
+    view = RunView(run_dir, steps, console)
+    logging.basicConfig(level=logging.WARNING, handlers=[_NoticeHandler(view)])
+    try:
+        code = LocalLauncher(config, num_prompts, view).run()
+    finally:
+        view.close()
     if code == 0:
         print_summary(run_dir, console)
     else:
-        console.print(f"stopped; nothing of the run is left running. Logs: {run_dir}/logs/latest", highlight=False)
+        console.print(
+            f"stopped; nothing of the run is left running. Logs: {run_dir}/logs/latest",
+            highlight=False,
+            soft_wrap=True,
+        )
     return code
+
+
+class _NoticeHandler(logging.Handler):
+    """Warnings of the launcher's own parts, such as its session with etcd."""
+
+    def __init__(self, view: RunView) -> None:
+        super().__init__()
+        self._view = view
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._view.notice(self.format(record))
 
 
 def check(arguments: argparse.Namespace, console: Console) -> int:
@@ -102,15 +149,18 @@ def prepare(arguments: argparse.Namespace, console: Console) -> int:
     command = shlex.split(config.prepare)
     if command[0] in {"python", "python3"}:
         command[0] = sys.executable
-    return subprocess.run(command, check=False).returncode
+    try:
+        return subprocess.run(command, check=False).returncode
+    except OSError as error:
+        raise ConfigError(f"prepare={config.prepare!r}: {error}") from error
 
 
 def status(arguments: argparse.Namespace, console: Console) -> int:
-    """Every worker: state, heartbeat, what it waits for and for how long, queue depths, version."""
+    """Show every worker: state, heartbeat, version, what it waits for, on whom and for how long, queue depths."""
     run_dir = _run_dir(arguments)
     record = read_record(run_dir)
     if record is None or not is_running(run_dir):
-        console.print(f"{run_dir}: no run is going on here", highlight=False)
+        console.print(_not_running(run_dir, record), highlight=False, soft_wrap=True)
         return 3
     statuses = _read_statuses(record)
     table = Table(
@@ -119,31 +169,52 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
     for column in ("worker", "state", "heartbeat", "version", "waits for", "queues"):
         table.add_column(column)
     for entry in statuses:
-        waits = "; ".join(f"{w.what} from {w.on} ({w.since_s:.0f} of {w.limit_s:.0f} s)" for w in entry.waits)
-        queues = " ".join(f"{name}={depth}" for name, depth in sorted(entry.queues.items()))
-        table.add_row(entry.worker, entry.state, f"{time.time() - entry.time:.1f} s ago", entry.version, waits, queues)
-    console.print(table)
+        table.add_row(*_status_row(entry))
+    console.print(table, markup=False)
     return 0
+
+
+def _status_row(status: WorkerStatus) -> tuple[str, ...]:
+    waits: dict[str, int] = {}
+    for wait in sorted(status.waits, key=lambda wait: -wait.since_s):
+        text = f"{wait.what} from {wait.on} ({wait.since_s:.0f} of {wait.limit_s:.0f} s)"
+        waits[text] = waits.get(text, 0) + 1
+    queues = " ".join(f"{name}={depth}" for name, depth in sorted(status.queues.items()))
+    return (
+        status.worker,
+        status.state,
+        f"{max(0.0, time.time() - status.time):.1f} s ago",
+        status.version,
+        "\n".join(text if count == 1 else f"{text} x{count}" for text, count in waits.items()),
+        queues,
+    )
 
 
 def stop(arguments: argparse.Namespace, console: Console) -> int:
     """Stop a run and wait until nothing of it is left."""
     run_dir = _run_dir(arguments)
-    record = read_record(run_dir)
-    if record is None or not is_running(run_dir):
-        console.print(f"{run_dir}: no run is going on here", highlight=False)
+    pid = holder(run_dir)
+    if pid is None:
+        console.print(_not_running(run_dir, read_record(run_dir)), highlight=False, soft_wrap=True)
         return 0
-    os.kill(record.pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + _STOP_LIMIT_S
     while is_running(run_dir):
         if time.monotonic() > deadline:
-            console.print(
-                f"the launcher, process {record.pid}, did not stop within {_STOP_LIMIT_S:g} s", highlight=False
+            raise LaunchError(
+                f"the launcher, process {pid}, did not stop within {_STOP_LIMIT_S:g} s; `kill -9 {pid}` ends it, and "
+                "with it all processes of the run"
             )
-            return 1
         time.sleep(0.1)
-    console.print(f"{run_dir}: stopped", highlight=False)
+    console.print(f"{run_dir}: stopped", highlight=False, soft_wrap=True)
     return 0
+
+
+def _not_running(run_dir: Path, record: RunRecord | None) -> str:
+    if record is None:
+        return f"{run_dir}: no run is going on here, and none has been"
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started))
+    return f"{run_dir}: no run is going on here; the last one was attempt {record.attempt}, begun {began}"
 
 
 def _run_dir(arguments: argparse.Namespace) -> Path:
@@ -151,8 +222,9 @@ def _run_dir(arguments: argparse.Namespace) -> Path:
     target = Path(arguments.run)
     if target.is_dir():
         return target.absolute()
-    config: ExperimentConfig = load_experiment(target, arguments.overrides)
-    return run_directory(config)
+    if not target.is_file():
+        raise ConfigError(f"{arguments.run!r} is neither the folder of a run nor a config")
+    return run_directory(load_experiment(target, arguments.overrides))
 
 
 def _read_statuses(record: RunRecord) -> list[WorkerStatus]:
@@ -160,24 +232,31 @@ def _read_statuses(record: RunRecord) -> list[WorkerStatus]:
         with open_name_resolver(NameResolveConfig(endpoints=record.endpoints)) as resolver:
             values = resolver.get_subtree(Names(record.experiment, record.trial).statuses())
     except NameResolveError as error:
-        raise LaunchError(f"name resolve at {', '.join(record.endpoints)} does not answer: {error}") from error
+        raise LaunchError(
+            f"the run goes on (process {record.pid}), but its name resolve at {', '.join(record.endpoints)} does not answer: "
+            f"{error}"
+        ) from error
     return [msgspec.json.decode(value, type=WorkerStatus) for _, value in sorted(values.items())]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncrl-launch",
-        description="Asynchronous reinforcement learning of language models, without Ray.",
+        description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for name, function in (("run", run), ("check", check), ("prepare", prepare)):
-        command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
-        command.add_argument("config", metavar="CONFIG", help="YAML file; configs/ has examples")
-        command.add_argument(
-            "overrides", metavar="key=value", nargs="*", help="dotted overrides, e.g. train.batch_size=32"
+        command = commands.add_parser(
+            name,
+            help=function.__doc__,
+            description=function.__doc__,
+            epilog=_CONFIG_EPILOG + (_RUN_EPILOG if name == "run" else ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        command.add_argument("config", metavar="CONFIG", help="YAML file; configs/ has examples")
+        command.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the file's fields")
         command.set_defaults(command=function)
     for name, function in (("status", status), ("stop", stop)):
         command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)

@@ -1,11 +1,13 @@
-"""What can be checked of a run on this machine before anything starts: files, sizes, tokenizer."""
+"""What can be checked of a run on this machine before anything starts: files, sizes, tokenizer, etcd."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from asyncrl.config import ConfigError, ExperimentConfig, PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
 
 
 def preflight(config: ExperimentConfig) -> int:
@@ -14,15 +16,9 @@ def preflight(config: ExperimentConfig) -> int:
     if not (model / "config.json").is_file():
         hint = f"make it with `{config.prepare}`" if config.prepare else "give a folder in Hugging Face format"
         raise ConfigError(f"model_path={config.model_path!r}: there is no config.json; {hint}")
-    tokenizer_path = config.tokenizer_path or config.model_path
-    try:
-        tokenizer = load_tokenizer(tokenizer_path)
-    except Exception as error:
-        raise ConfigError(f"tokenizer_path={tokenizer_path!r}: no tokenizer can be loaded from it: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"tokenizer_path={tokenizer_path!r}: has no EOS token, so no response could ever end; set eos_token"
-        )
+    _check_tokenizer(config.tokenizer_path or config.model_path)
+    _check_tasks(config)
+    _check_name_resolve(config)
     num_prompts = _count("prompts", config.prompts, config.seed)
     if num_prompts < config.train.batch_size:
         raise ConfigError(
@@ -37,6 +33,57 @@ def preflight(config: ExperimentConfig) -> int:
             f"eval.num_prompts={config.eval.num_prompts}: {config.eval.prompts.path} has fewer prompts; use a smaller number"
         )
     return num_prompts
+
+
+def _check_tokenizer(path: str) -> None:
+    """It can be read and has an EOS token. Without transformers, whose import takes a second, where that is enough."""
+    folder = Path(path).expanduser()
+    if _has_eos_token(folder) and _is_readable(folder / "tokenizer.json"):
+        return
+    try:
+        tokenizer = load_tokenizer(path)
+    except Exception as error:
+        raise ConfigError(f"tokenizer_path={path!r}: no tokenizer can be loaded from it: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"tokenizer_path={path!r}: has no EOS token, so no response could ever end; set eos_token")
+
+
+def _has_eos_token(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _is_readable(file: Path) -> bool:
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception:  # it raises nothing narrower
+        return False
+    return True
+
+
+def _check_tasks(config: ExperimentConfig) -> None:
+    for name, task in config.rollout.tasks.items():
+        for kind, spec in (("reward", task.reward), ("agent", task.agent), ("env", task.env)):
+            file = spec.rpartition(":")[0]
+            if file.endswith(".py") and not Path(file).expanduser().is_file():
+                raise ConfigError(f"rollout.tasks.{name}.{kind}={spec!r}: there is no file {Path(file).absolute()}")
+
+
+def _check_name_resolve(config: ExperimentConfig) -> None:
+    name_resolve = config.name_resolve
+    if name_resolve.backend != "etcd":
+        raise ConfigError(
+            f"name_resolve.backend={name_resolve.backend!r}: is for tests in one process; a run needs etcd"
+        )
+    if not name_resolve.endpoints:
+        try:
+            find_etcd(name_resolve.binary)
+        except EtcdServerError as error:
+            raise ConfigError(f"name_resolve.binary={name_resolve.binary!r}: {error}") from error
 
 
 def _count(field: str, prompts: PromptSourceConfig, seed: int) -> int:

@@ -145,6 +145,7 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int) -> list[Pr
             role=ACTOR,
             num_servers=allocation.num_servers,
             num_heads=num_heads,
+            num_rollout_workers=config.rollout.num_workers,
             batch_size=train.batch_size,
             weights_dir=str(run_directory(config) / "weights" / ACTOR),
         ),

@@ -1,42 +1,163 @@
-"""What a person sees while a run goes on, and at its end. Reads what the master writes; knows nothing else."""
+"""What a person sees while a run goes on, and at its end. Reads statuses and what the master writes; knows nothing else."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 
+from asyncrl.messages import Wait, WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE
+from asyncrl.runtime.worker import LONG_WAIT_S
+
+_MAX_NAMED = 8  # processes of one kind of news named in a line
+
+
+class RunView:
+    """Everything that `asyncrl-launch run` prints between its start and its summary.
+
+    A line per train step and evaluation; until the first of them, who is not running yet and why: on a terminal as one line
+    that changes, otherwise as a line per change. At any time: who waits for whom for longer than 20 s.
+    """
+
+    def __init__(self, run_dir: Path, total_steps: int, console: Console) -> None:
+        self._console = console
+        self._tail = MetricsTail(run_dir, total_steps)
+        self._long_waits = LongWaits()
+        self._started = time.monotonic()
+        self._starting = True
+        self._not_running: tuple[str, ...] = ()
+        self._live: Status | None = None
+
+    def turn(self, statuses: Sequence[WorkerStatus]) -> None:
+        lines = self._tail.new_lines()
+        if lines:
+            self._end_start()
+        for line in lines:
+            self._print(line)
+        if self._starting and statuses:
+            self._show_start(statuses)
+        for text in self._long_waits.new(statuses):
+            self._print(f"[yellow]{escape(text)}[/]")
+
+    def notice(self, text: str) -> None:
+        """Something that a person should know at once."""
+        self._print(f"[yellow]warning: {escape(text)}[/]")
+
+    def close(self) -> None:
+        """Print what is left."""
+        self.turn(())
+        self._end_start()
+
+    def _show_start(self, statuses: Sequence[WorkerStatus]) -> None:
+        text = start_text(statuses)
+        if self._console.is_terminal:
+            if self._live is None:
+                self._live = self._console.status(escape(text), refresh_per_second=4)
+                self._live.start()
+            self._live.update(escape(text))
+            return
+        not_running = tuple(status.worker for status in statuses if status.state == "starting")
+        if not_running != self._not_running:
+            self._not_running = not_running
+            self._print(f"{time.monotonic() - self._started:5.1f} s  {escape(text)}")
+
+    def _end_start(self) -> None:
+        self._starting = False
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, markup: str) -> None:
+        try:
+            self._console.print(markup, highlight=False)
+        except OSError:  # the terminal is gone, or the disk under the file full: the run goes on without
+            self._console.on_broken_pipe()
+
+
+def start_text(statuses: Sequence[WorkerStatus]) -> str:
+    """Who runs, who does not yet and what that one is at; once all run, what the master waits for."""
+    late = [status for status in statuses if status.state == "starting"]
+    if late:
+        named = ", ".join(f"{status.worker} ({_occupation(status)})" for status in late[:_MAX_NAMED])
+        more = f" and {len(late) - _MAX_NAMED} more" if len(late) > _MAX_NAMED else ""
+        return f"{len(statuses) - len(late)} of {len(statuses)} processes run; starting: {named}{more}"
+    waits = [_wait_text(wait) for status in statuses if status.worker == "master/0" for wait in status.waits]
+    return f"all {len(statuses)} processes run{'; master/0 waits for ' + waits[0] if waits else ''}"
+
+
+def _occupation(status: WorkerStatus) -> str:
+    return status.waits[0].what if status.waits else "connecting"
+
+
+def _wait_text(wait: Wait) -> str:
+    return f"{wait.what} from {wait.on}"
+
+
+class LongWaits:
+    """Chooses the waits that are worth a line: past 20 s, and again whenever one has become twice as long as was said.
+
+    Waits that differ in their worker's index or in numbers only (a version, a count) are one.
+    """
+
+    def __init__(self, after_s: float = LONG_WAIT_S) -> None:
+        self._after_s = after_s
+        self._said: dict[tuple[str, str], float] = {}
+
+    def new(self, statuses: Sequence[WorkerStatus]) -> list[str]:
+        """What to say now."""
+        waits: dict[tuple[str, str], list[tuple[float, WorkerStatus, Wait]]] = {}
+        for status in statuses:
+            for wait in status.waits:
+                if wait.since_s > self._after_s:
+                    key = (status.worker.partition("/")[0], re.sub(r"\d+", "#", _wait_text(wait)))
+                    waits.setdefault(key, []).append((wait.since_s, status, wait))
+        lines = []
+        for key, entries in waits.items():
+            since_s, status, wait = max(entries, key=lambda entry: entry[0])
+            if since_s < 2 * self._said.get(key, 0.0):
+                continue
+            self._said[key] = since_s
+            others = len({entry[1].worker for entry in entries}) - 1
+            who = f"{status.worker} and {others} more like it" if others else status.worker
+            lines.append(f"{who} waited {since_s:.0f} s so far for {_wait_text(wait)} (limit {wait.limit_s:g} s)")
+        return lines
 
 
 class MetricsTail:
-    """Prints one line per record that is added to metrics.jsonl after its making."""
+    """The lines of metrics.jsonl that were added after its making, as text."""
 
-    def __init__(self, run_dir: Path, total_steps: int, console: Console) -> None:
+    def __init__(self, run_dir: Path, total_steps: int) -> None:
         self._path = run_dir / METRICS_FILE
         self._position = self._path.stat().st_size if self._path.exists() else 0
         self._total_steps = total_steps
-        self._console = console
         self._file: TextIO | None = None
 
-    def turn(self) -> None:
-        """Print what has come since the last turn."""
+    def new_lines(self) -> list[str]:
+        """What has come since the last call, with markup."""
         if self._file is None:
             if not self._path.exists():
-                return
+                return []
             self._file = self._path.open(encoding="utf-8")
             self._file.seek(self._position)
+        lines = []
         while line := self._file.readline():
             if not line.endswith("\n"):  # half a line: again when the rest is there
                 self._file.seek(self._position)
-                return
+                break
             self._position += len(line.encode())
-            self._console.print(format_record(msgspec.json.decode(line), self._total_steps), highlight=False)
+            lines.append(format_record(msgspec.json.decode(line), self._total_steps))
+        return lines
 
 
 def format_record(record: Mapping[str, float], total_steps: int) -> str:
@@ -117,6 +238,16 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
     return rows
 
 
+class RunConsole(Console):
+    """One that falls silent, and lets the run go on, when nobody reads its output any more."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
+
+
 def make_console() -> Console:
     """Wide enough for a step line where the output is no terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=200)
+    return RunConsole() if sys.stdout.isatty() else RunConsole(width=200)

@@ -65,6 +65,10 @@ class AsyncIOSequenceBuffer:
         self._by_prompt[meta.locator] = meta.ticket_id
         return StoreVerdict(verdict="stored")
 
+    def holds(self, locator: Locator) -> bool:
+        """Whether a trajectory of this prompt is stored, in the current batch included."""
+        return locator in self._by_prompt
+
     def drop(self, ticket_id: str) -> None:
         """Forget a trajectory that will not be trained."""
         entry = self._entries.pop(ticket_id)

@@ -42,9 +42,7 @@ def step_metrics(metas: Sequence[TrajectoryMeta], version: int, times: StepTimes
     lengths = [length for meta in metas for length in meta.response_lengths]
     heads = [head_offpolicyness(meta, version) for meta in metas]
     tails = [tail_offpolicyness(meta, version) for meta in metas]
-    mixed = sum(
-        start != end for meta in metas for start, end in zip(meta.version_start, meta.version_end, strict=True)
-    )
+    mixed = sum(start != end for meta in metas for start, end in zip(meta.version_start, meta.version_end, strict=True))
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/min": min(rewards),
@@ -115,7 +113,9 @@ class RunSummary:
         self.evaluations.append({"step": step, **metrics})
         return metrics
 
-    def as_dict(self, *, wall_s: float, version: int, rejected: Mapping[str, int], generation_idle: float | None) -> dict[str, object]:
+    def as_dict(
+        self, *, wall_s: float, version: int, rejected: Mapping[str, int], generation_idle: float | None
+    ) -> dict[str, object]:
         """What summary.json holds. generation_idle: share of training time in which no server generated a token."""
         training_s = max(self.wait_data_s + self.train_s + self.wait_weights_s, 1e-9)
         return {

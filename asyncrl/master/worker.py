@@ -101,7 +101,7 @@ class MasterWorker(Worker):
         self._baseline: asyncio.Task[None] | None = None
         self._view: LedgerView | None = None
         self._full_report_due = True
-        self._started = time.time()
+        self._started = self._training_began = time.time()
 
     # ------------------------------------------------------------------------------------------------------------- life
 
@@ -145,6 +145,7 @@ class MasterWorker(Worker):
     async def run(self) -> None:
         await self.mesh.call("models to be loaded", Ping())
         await self._publish_weights(WeightVersion(self.info.attempt, 0))
+        self._training_began = time.time()
         if self.config.eval.at_start:
             self._baseline = self._evaluate_beside_training()
         finished = False
@@ -180,8 +181,9 @@ class MasterWorker(Worker):
         times = StepTimes(formed - start, trained - formed, time.monotonic() - trained)
         metrics = {**step_metrics(metas, version, times), **result.stats}
         self._write_books(metas, metrics, result, (train_start, train_end))
-        self._run_schedules()
-        return self._is_last(metrics)
+        last = self._is_last(metrics)
+        self._run_schedules(last)
+        return last
 
     async def form_batch(self) -> Sequence[str]:
         """Tickets of the next batch, in canonical order; empty when there will be no more.
@@ -217,10 +219,14 @@ class MasterWorker(Worker):
             if mean >= train.target_reward:
                 self.logger.info("target reward %.3f reached: %.3f", train.target_reward, mean)
                 return True
-        return bool(train.max_steps and self.version >= train.max_steps) or self.progress.num_done >= self.progress.num_total
+        return (
+            bool(train.max_steps and self.version >= train.max_steps)
+            or self.progress.num_done >= self.progress.num_total
+        )
 
     async def finish(self) -> None:
         """After the last step: last weights, last evaluation, the model for the user, the summary."""
+        training_ended = time.time()
         await self._wait_for_publisher()
         await self.report(stop=True)
         if self.config.eval.at_end:
@@ -233,7 +239,7 @@ class MasterWorker(Worker):
             wall_s=end - self._started,
             version=self.version,
             rejected=self.progress.rejected,
-            generation_idle=generation_idle_share(self.run_dir, self._started, end),
+            generation_idle=generation_idle_share(self.run_dir, self._training_began, training_ended),
         )
         (self.run_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
         await self.publish(self.names.experiment_status(), "COMPLETE")
@@ -328,8 +334,8 @@ class MasterWorker(Worker):
     def _record_rejections(self, view: LedgerView) -> None:
         for rejected in view.rejected:
             self._num_rejections_seen += 1
-            if self.progress.is_done(rejected.locator):
-                continue
+            if self.progress.is_done(rejected.locator) or self.buffer.holds(rejected.locator):
+                continue  # its trajectory came after the manager had given the prompt up
             self.progress.mark_rejected(rejected.locator, rejected.reason)
             self._recent_outcomes.append(False)
         window = self._recent_outcomes
@@ -367,9 +373,10 @@ class MasterWorker(Worker):
                 return
         self.logger.warning("evaluation at step %d gave up after %g s (eval.timeout_s)", step, config.timeout_s)
 
-    def _run_schedules(self) -> None:
+    def _run_schedules(self, last: bool) -> None:
         now, epochs = time.monotonic(), self.progress.epochs_done()
-        if self.eval_schedule.check(step=self.version, epochs=epochs, now=now):
+        at_end = last and self.config.eval.at_end  # `finish` evaluates the last weights, once they are served
+        if self.eval_schedule.check(step=self.version, epochs=epochs, now=now) and not at_end:
             self._evaluate_beside_training()
         if self.save_schedule.check(step=self.version, epochs=epochs, now=now):
             self.spawn(self._save(f"step_{self.version:08d}"), "save")

@@ -26,6 +26,7 @@ from yarl import URL
 
 from asyncrl.config import SamplingConfig
 from asyncrl.messages import (
+    DECODE_ERRORS,
     GenerateReply,
     GenerateRequest,
     SamplingParams,
@@ -239,7 +240,7 @@ class PartialRolloutManager:
                 if status == 200:
                     try:
                         return _DECODER.decode(content)
-                    except msgspec.DecodeError as error:
+                    except DECODE_ERRORS as error:
                         raise _ServerLostError(f"an answer that is no GenerateReply: {error}") from error
                 if status:
                     failure = f"{status} {content[:500].decode(errors='replace')}"

@@ -31,6 +31,7 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.config import RuntimeConfig
+from asyncrl.messages import DECODE_ERRORS
 from asyncrl.runtime.channel_state import InOrder, Outgoing, PeerLedger, SendWindow, Verdict
 from asyncrl.runtime.name_resolve import NameResolver, Watch, WatchEvent
 from asyncrl.runtime.transport import PullSocket, PushSocket, Transport, ZmqTransport
@@ -436,7 +437,7 @@ class ChannelSender:
     def _on_report(self, frames: Sequence[Buffer]) -> None:
         try:
             report = _decode_report.decode(_checked(frames[0]))
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             logger.warning("%s: unreadable report: %s", self.name, error)
             return
         if report.target != self._incarnation or self._endpoint is None or report.source != self._endpoint.incarnation:

@@ -21,7 +21,7 @@ from msgspec import Struct
 from asyncrl.config import RuntimeConfig
 from asyncrl.data.codec import CodecError, decode_sample, encode_sample
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.messages import StoreVerdict, TrajectoryMeta
+from asyncrl.messages import DECODE_ERRORS, StoreVerdict, TrajectoryMeta
 from asyncrl.names import Names
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender, Delivery
 from asyncrl.runtime.name_resolve import NameResolver
@@ -214,7 +214,7 @@ class NameResolvingZmqPuller:
                 header = _decode_trajectory(delivery.header)
                 sample = decode_sample(header.sample, delivery.frames, max_bytes=self._max_bytes)
                 _check_ids(header.meta, sample)
-            except (msgspec.DecodeError, CodecError) as error:
+            except (*DECODE_ERRORS, CodecError) as error:
                 logger.warning("%s: refused message %d of %s: %s", self._stream, delivery.seq, delivery.sender, error)
                 delivery.refuse(f"{self._stream} cannot read the trajectory: {error}")
                 continue
@@ -301,7 +301,7 @@ class MetaPuller:
             delivery = await self._receiver.receive()
             try:
                 meta = _decode_meta(delivery.header)
-            except msgspec.DecodeError as error:
+            except DECODE_ERRORS as error:
                 delivery.refuse(f"{MASTER_META} cannot read the metadata: {error}")
                 continue
             return meta, _acknowledger(delivery)

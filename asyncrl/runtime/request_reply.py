@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.config import RuntimeConfig
-from asyncrl.messages import CallBody, CallResult
+from asyncrl.messages import DECODE_ERRORS, CallBody, CallResult
 from asyncrl.names import Names
 from asyncrl.runtime.channel import ChannelFull, ChannelLimits, ChannelReceiver, ChannelSender, Delivery
 from asyncrl.runtime.name_resolve import NameResolver
@@ -204,7 +204,7 @@ class NameResolvingRequestClient:
 def _read_reply(reply: bytes, worker: str) -> CallResult:
     try:
         answer: _Success | _Failure = _decode_reply(reply)
-    except msgspec.DecodeError as error:
+    except DECODE_ERRORS as error:
         raise RemoteCallError(worker, f"its reply cannot be read: {error}") from error
     if isinstance(answer, _Failure):
         raise RemoteCallError(answer.worker, answer.message, answer.traceback)
@@ -272,7 +272,7 @@ class NameResolvingReplyServer:
             delivery = await self._receiver.receive()
             try:
                 header = _decode_call(delivery.header)
-            except msgspec.DecodeError as error:
+            except DECODE_ERRORS as error:
                 logger.error("%s: call %d cannot be read: %s", _worker_name(self._index), delivery.seq, error)
                 delivery.refuse(f"{_worker_name(self._index)} cannot read the call: {error}")
                 continue

@@ -132,12 +132,22 @@ class _ZmqPull(PullSocket):
         if self._num_at_once > _MAX_AT_ONCE:  # a flood: let the rest of the process have its turn
             self._num_at_once = 0
             await asyncio.sleep(0)
-        try:  # what has arrived already needs no future
-            message = self._plain.recv_multipart(_DONTWAIT, self._copy)
+        if self._copy:
+            try:  # what has arrived already needs no future
+                return self._plain.recv_multipart(_DONTWAIT)
+            except zmq.Again:
+                self._num_at_once = 0
+                return await self._socket.recv_multipart()
+        try:
+            frame = self._plain.recv(_DONTWAIT, False)
         except zmq.Again:
             self._num_at_once = 0
-            message = await self._socket.recv_multipart(copy=self._copy)
-        return [frame if isinstance(frame, bytes) else frame.buffer for frame in message]
+            frame = await self._socket.recv(copy=False)
+        frames = [frame.buffer]
+        while frame.more:  # a message arrives whole: the rest is there
+            frame = self._plain.recv(_DONTWAIT, False)
+            frames.append(frame.buffer)
+        return frames
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -36,6 +36,7 @@ LEASE_ENV = "ASYNCRL_LEASE"
 STATUS_INTERVAL_S = 0.5
 LONG_WAIT_S = 20.0  # a wait longer than this is written to the log once, with what and on whom
 _MAX_WATCH_EVENTS = 10_000
+_MAX_ERROR_CHARS = 20_000  # a status line must fit into the pipe to the launcher
 _PR_SET_PDEATHSIG = 1
 
 
@@ -201,7 +202,7 @@ class Worker:
             self.board.state = "done"
         except BaseException as error:
             self.board.state = "error"
-            self.board.error = "".join(traceback.format_exception(error))
+            self.board.error = "".join(traceback.format_exception(error))[-_MAX_ERROR_CHARS:]
             raise
         finally:
             await reporter.stop()
@@ -263,6 +264,7 @@ class _StatusReporter:
             worker.lease = granted.id
         if self._fd is not None:
             os.set_blocking(self._fd, False)
+            os.set_inheritable(self._fd, False)  # the pipe ends with this process, whatever that starts
         self._task = asyncio.create_task(self._loop(), name=f"{worker.name}:status")
 
     async def stop(self) -> None:

@@ -4,13 +4,14 @@ with launch("config.yaml", f"fileroot={tmp_path}") as run:
     run.wait_for_step(2, limit_s=120)
     run.signal(signal.SIGINT)
     assert run.wait(60) == 130, run.output()
-assert_nothing_left(run.run_dir)
+    assert_nothing_left(run.run_dir)
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,8 @@ class RunHandle:
 
     def __init__(self, command: list[str], run_dir: Path, env: Mapping[str, str] | None = None) -> None:
         self.run_dir = run_dir
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the handle
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._printed = ""  # the whole output, once that is closed
         self.popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -50,6 +52,8 @@ class RunHandle:
 
     def output(self) -> str:
         """What the launcher has printed so far, stdout and stderr."""
+        if self._output.closed:
+            return self._printed
         size = os.fstat(self._output.fileno()).st_size
         return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
 
@@ -101,14 +105,14 @@ class RunHandle:
 
     def close(self) -> None:
         """Kill what is left of the run, the launcher first."""
-        for process in [self.popen, *processes_of(self.run_dir)]:
-            if process.pid != os.getpid():
-                try:
-                    os.kill(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+        self.popen.kill()  # nothing, if it has ended
+        for process in processes_of(self.run_dir):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.popen.wait()
-        self._output.close()
+        if not self._output.closed:
+            self._printed = self.output()
+            self._output.close()
 
     def __enter__(self) -> RunHandle:
         return self
@@ -116,14 +120,52 @@ class RunHandle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.popen.poll() is None or processes_of(self.run_dir):
-            self.close()
+        self.close()
 
 
 def launch(config_path: str | Path, *overrides: str, env: Mapping[str, str] | None = None) -> RunHandle:
     """`asyncrl-launch run CONFIG key=value ...` in a process of its own; env is added to this process's."""
     command = [sys.executable, "-m", "asyncrl.launch.cli", "run", str(config_path), *overrides]
     return RunHandle(command, run_directory(load_experiment(config_path, overrides)), env)
+
+
+_TINY_CONFIG = """\
+# The smallest run there is: one of each process, a random model, a step in well under a second.
+experiment: tiny
+fileroot: {folder}/runs
+allocation: transformers.d1+d1
+model_path: {folder}/model
+prompts: {{path: "{folder}/prompts.jsonl", max_prompt_length: 16}}
+rollout:
+  num_workers: 1
+  group_size: 2
+  sampling: {{max_new_tokens: 4}}
+  tasks: {{default: {{reward: "{folder}/reward.py:reward"}}}}
+generation: {{num_blocks: 64}}
+manager: {{max_head_offpolicyness: 1}}
+train: {{batch_size: 2, max_steps: 2, ppo: {{minibatches: 1}}}}
+weights: {{fsync: false}}
+tensorboard: false
+"""
+
+_TINY_REWARD = """\
+def reward(prompt, completion, answer):
+    return float(len(set(completion)))
+"""
+
+
+def make_tiny_run(folder: Path, num_prompts: int = 2000) -> Path:
+    """A config of the smallest run, with a random model, prompts and a reward function beside it. Takes some seconds."""
+    from asyncrl.testing.tiny import make_tiny_model
+
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tiny_model(folder / "model", hidden_size=32, intermediate_size=64, num_layers=1)
+    prompts = (json.dumps({"prompt": f"{number:04d} ", "answer": ""}) for number in range(num_prompts))
+    (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    (folder / "reward.py").write_text(_TINY_REWARD, encoding="utf-8")
+    config = folder / "tiny.yaml"
+    config.write_text(_TINY_CONFIG.format(folder=folder), encoding="utf-8")
+    return config
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,26 +1,37 @@
-"""What the end-to-end tests share: the examples' models, made once."""
+"""What the end-to-end tests share: the examples' models and the synchronous run, each made once."""
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from whole_runs import ROOT, launch_synchronous
 
-ROOT = Path(__file__).resolve().parents[2]
+from asyncrl.testing.runs import RunHandle
 
 
 def make_example(name: str, folder: Path) -> Path:
-    subprocess.run([sys.executable, str(ROOT / "examples" / name / "make.py"), "--out", str(folder)], check=True, timeout=300)
+    command = [sys.executable, str(ROOT / "examples" / name / "make.py"), "--out", str(folder)]
+    subprocess.run(command, check=True, timeout=600)
     return folder
 
 
 @pytest.fixture(scope="session")
-def sorter(tmp_path_factory) -> Path:
+def sorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with model/ and data/ of the sloppy sorter, warm start and all."""
     return make_example("sloppy_sorter", tmp_path_factory.mktemp("sorter"))
 
 
 @pytest.fixture(scope="session")
-def long_tail(tmp_path_factory) -> Path:
+def long_tail(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with model/ and data/ of the long-tail task."""
     return make_example("long_tail", tmp_path_factory.mktemp("long_tail"))
+
+
+@pytest.fixture(scope="session")
+def synchronous(sorter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHandle]:
+    """A finished run with eta = 0 on two heads and two servers, where nothing is left to chance."""
+    with launch_synchronous(sorter, tmp_path_factory.mktemp("synchronous")) as run:
+        assert run.wait(600) == 0, run.output()
+        yield run

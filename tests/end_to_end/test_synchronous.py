@@ -1,7 +1,6 @@
 """eta = 0 is the synchronous algorithm: the whole system against a plain loop in one process.
 
-Greedy decoding and one response a prompt leave nothing to chance, so that the weights must agree after some steps. Advantages are
-normalised over the batch: a group of equal responses would have no gradient.
+Greedy decoding and one response a prompt leave nothing to chance, so that the weights must agree after some steps.
 """
 
 import json
@@ -11,60 +10,38 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from whole_runs import BATCH, CLIP, LR, MAX_NEW_TOKENS, SEED, STEPS, WARMUP, trained_events, weights_dir
 
 from asyncrl.config import PromptSourceConfig
 from asyncrl.data.prompts import PromptSource
-from asyncrl.testing.runs import journal, launch, metrics
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
 from asyncrl.weights import tensor_files
 
-STEPS, BATCH, MAX_NEW_TOKENS, LR, WARMUP, CLIP, SEED = 5, 16, 10, 2e-4, 5, 0.2, 7
+pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module")
-def finished_run(sorter, tmp_path_factory):
-    run = launch(
-        "configs/quickstart_cpu.yaml",
-        f"fileroot={tmp_path_factory.mktemp('synchronous')}",
-        f"model_path={sorter / 'model'}",
-        f"prompts.path={sorter / 'data' / 'train.jsonl'}",
-        f"seed={SEED}",
-        "manager.max_head_offpolicyness=0",
-        "rollout.group_size=1",
-        "rollout.sampling.greedy=true",
-        f"rollout.sampling.max_new_tokens={MAX_NEW_TOKENS}",
-        f"train.batch_size={BATCH}",
-        f"train.max_steps={STEPS}",
-        f"train.optimizer.lr={LR}",
-        f"train.optimizer.warmup_steps={WARMUP}",
-        "train.ppo.use_decoupled_loss=false",
-        "train.ppo.recompute_logprob=true",
-        "train.ppo.advantage_norm=batch",
-        "train.ppo.minibatches=1",
-        "eval.prompts=null",
-        f"weights.keep={STEPS + 1}",
-    )
-    assert run.wait(300) == 0, run.output()
-    return run.run_dir
+def test_trains_only_on_its_own_version(synchronous: RunHandle) -> None:
+    run_dir = synchronous.run_dir
+    assert [record["offpolicy/head_max"] for record in train_steps(run_dir)] == [0.0] * STEPS
+    for event in trained_events(run_dir):
+        versions = {tuple(span) for group in event["groups"] for span in group["versions"]}
+        assert versions == {(event["step"] - 1, event["step"] - 1)}
+        positions = range((event["step"] - 1) * BATCH, event["step"] * BATCH)
+        assert [tuple(group["prompt"]) for group in event["groups"]] == [(0, position) for position in positions]
+    assert_nothing_left(run_dir)
 
 
-def test_trains_only_on_its_own_version(finished_run):
-    assert [record["offpolicy/head_max"] for record in metrics(finished_run)] == [0.0] * STEPS
-    for step in (event for event in journal(finished_run) if event["event"] == "trained"):
-        versions = {tuple(span) for group in step["groups"] for span in group["versions"]}
-        assert versions == {(step["step"] - 1, step["step"] - 1)}
-        assert [tuple(group["prompt"]) for group in step["groups"]] == [
-            (0, position) for position in range((step["step"] - 1) * BATCH, step["step"] * BATCH)
-        ]
-
-
-def test_its_weights_equal_those_of_a_plain_loop(finished_run, sorter):
+def test_its_weights_equal_those_of_a_plain_loop(synchronous: RunHandle, sorter: Path) -> None:
     plain = plain_loop(sorter)
-    (file,) = tensor_files(finished_run / "weights" / "actor" / f"a0001-v{STEPS:08d}")
-    for name, tensor in load_file(file).items():
-        torch.testing.assert_close(tensor, plain[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
-    start = load_file(next(iter((sorter / "model").glob("*.safetensors"))))
-    moved = max(float((start[name] - tensor).abs().max()) for name, tensor in plain.items() if name in start)
-    assert moved > 1e-4  # it did learn something to be equal in
+    (file,) = tensor_files(weights_dir(synchronous.run_dir, STEPS))
+    trained = load_file(file)
+    for name, tensor in trained.items():
+        torch.testing.assert_close(
+            tensor, plain[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    start = load_file(next((sorter / "model").glob("*.safetensors")))
+    moved = {name: float((start[name] - tensor).abs().max()) for name, tensor in trained.items()}
+    assert max(moved.values()) > 1e-4  # it did learn something to be equal in
 
 
 def plain_loop(sorter: Path) -> dict[str, torch.Tensor]:
@@ -85,11 +62,12 @@ def plain_loop(sorter: Path) -> dict[str, torch.Tensor]:
             text = tokenizer.decode(response, skip_special_tokens=True)
             rewards.append(float(finished and text == row["answer"]))
             sequences.append((prompt, response))
-        advantages = torch.cat([torch.full((len(r),), x, dtype=torch.float64) for (_, r), x in zip(sequences, rewards, strict=True)])
-        advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-5)
+        advantages = torch.cat(
+            [torch.full((len(r),), x, dtype=torch.float64) for (_, r), x in zip(sequences, rewards, strict=True)]
+        )
+        advantages = ((advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-5)).float()
         logprobs = torch.cat([response_logprobs(model, prompt, response) for prompt, response in sequences])
         ratio = torch.exp(logprobs - logprobs.detach())
-        advantages = advantages.float()
         loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -100,7 +78,7 @@ def plain_loop(sorter: Path) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def greedy(model, prompt: list[int], eos: int) -> list[int]:
+def greedy(model: torch.nn.Module, prompt: list[int], eos: int) -> list[int]:
     response: list[int] = []
     while len(response) < MAX_NEW_TOKENS and eos not in response:
         logits = model(input_ids=torch.tensor([prompt + response])).logits[0, -1]
@@ -108,6 +86,6 @@ def greedy(model, prompt: list[int], eos: int) -> list[int]:
     return response
 
 
-def response_logprobs(model, prompt: list[int], response: list[int]) -> torch.Tensor:
+def response_logprobs(model: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
     logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)

@@ -39,6 +39,7 @@ from asyncrl.messages import (
 LEASE_S = 15.0
 HEARTBEAT_S = 2.0
 OVERDUE_S = 100.0
+NUM_SEEDS = 40
 
 
 @dataclass
@@ -384,10 +385,11 @@ class AsyncRule(RuleBasedStateMachine):
         if pair := self.some_rollout(data):
             self.run.sample(pair[1])
 
-    @rule(data=st.data(), outcome=st.sampled_from(["stored"] * 4 + ["rejected"]))
-    def finish(self, data: st.DataObject, outcome: Any) -> None:
-        if pair := self.some_rollout(data):
-            self.run.finish(*pair, outcome)
+    @rule(data=st.data(), outcome=st.sampled_from(["stored"] * 4 + ["rejected"]), count=st.integers(1, 6))
+    def finish(self, data: st.DataObject, outcome: Any, count: int) -> None:
+        for _ in range(count):
+            if pair := self.some_rollout(data):
+                self.run.finish(*pair, outcome)
 
     @rule(data=st.data())
     def finish_but_the_manager_hears_later(self, data: st.DataObject) -> None:
@@ -420,6 +422,19 @@ class AsyncRule(RuleBasedStateMachine):
     @rule()
     def try_step(self) -> None:
         self.run.try_step()
+
+    @precondition(lambda self: not self.run.step)
+    @rule(told=st.booleans(), served=st.booleans())
+    def try_whole_step(self, told: bool, served: bool) -> None:
+        self.run.report()
+        if not self.run.try_step():
+            return
+        self.run.end_step()
+        if told:
+            self.run.report()
+        if served:
+            self.run.published = self.run.trained_version
+            self.run.serve()
 
     @precondition(lambda self: self.run.step)
     @rule()
@@ -574,14 +589,14 @@ def test_long_tails(seed: int) -> None:
     ends: dict[str, float] = {}
     step_ends = serve_at = float("inf")
     for _ in range(20_000):
-        if run.finished:
-            break
         for worker in run.workers:
             run.allocate(worker, rng.randint(1, 8))
             for ticket_id, rollout in worker.held.items():
                 run.sample(rollout)
                 ends.setdefault(ticket_id, run.now + 10 ** rng.uniform(0.0, 2.5))
         run.report()
+        if run.finished:
+            break
         if not run.step and run.try_step():
             step_ends = run.now + train_s
         upcoming = min([step_ends, serve_at, *(ends[ticket] for worker in run.workers for ticket in worker.held)])
@@ -602,3 +617,95 @@ def test_long_tails(seed: int) -> None:
     assert run.max_age <= run.eta
     assert (run.num_revoked, run.num_dropped_for_age, run.num_faults) == (0, 0, 0)
     run.drain()
+
+
+def some_rollouts(run: Run, rng: random.Random) -> list[tuple[Worker, Rollout]]:
+    pairs = [(worker, rollout) for worker in run.workers for rollout in worker.held.values()]
+    return rng.sample(pairs, min(len(pairs), rng.randint(1, 4)))
+
+
+def something_happens(run: Run, rng: random.Random) -> None:
+    worker = rng.choice(run.workers)
+    match rng.choices(
+        [
+            "allocate",
+            "finish",
+            "report",
+            "step",
+            "serve",
+            "time",
+            "untold",
+            "old",
+            "repeat",
+            "lose",
+            "kill",
+            "freeze",
+            "hang",
+        ],
+        [6, 8, 5, 5, 4, 4, 2, 1, 1, 0.5, 0.3, 0.3, 0.1],
+    )[0]:
+        case "allocate":
+            run.allocate(worker, rng.randint(1, 6), repeat=rng.random() < 0.1)
+        case "finish" | "untold" as how:
+            for pair in some_rollouts(run, rng):
+                outcome = rng.choices(["stored", "rejected", "released"], [12, 1, 0.3])[0]
+                run.finish(*pair, outcome, told=how == "finish" or outcome != "stored")
+        case "report":
+            run.report(lose_answer=rng.random() < 0.1)
+        case "step":
+            if run.step:
+                run.end_step()
+            else:
+                run.try_step()
+        case "serve":
+            run.published = rng.randint(run.published, run.trained_version)
+            if run.served < run.published:
+                run.serve()
+        case "time" | "hang" as how:
+            for _ in range(1 if how == "time" else int(OVERDUE_S / HEARTBEAT_S)):
+                run.now += HEARTBEAT_S
+                for other in run.workers:
+                    if not other.frozen:
+                        run.heartbeat(other)
+            run.ledger.expire(run.now)
+        case "old":
+            run.report(old=True)
+        case "repeat":
+            for request in worker.repeats:
+                run.ledger.finish(request, run.now)
+        case "lose":
+            run.allocate(worker, 2, lose_answer=True)
+        case "kill":
+            run.kill(worker)
+        case "freeze":
+            worker.frozen = not worker.frozen
+            run.num_faults += 1
+
+
+@pytest.mark.parametrize("overdue", ["wait", "drop", "train"])
+def test_long_runs_with_faults(overdue: str) -> None:
+    """Longer schedules than the state machine's, that train for many steps in between."""
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        rng = random.Random(seed)
+        run = Run(
+            batch_size=rng.randint(1, 4),
+            eta=rng.randint(0, 3),
+            num_prompts=rng.randint(10, 40),
+            num_epochs=2,
+            max_concurrent=rng.choice([0, 0, 5]),
+            overdue=overdue,
+            overdue_wait_s=OVERDUE_S,
+        )
+        for _ in range(300):
+            something_happens(run, rng)
+            room = (1 + run.eta) * run.batch_size + run.ledger.counters["accepted_late", ""]
+            assert run.ledger.num_live <= room
+        seen["steps"] += run.num_steps
+        seen["revoked"] += run.num_revoked
+        seen["dropped"] += run.num_dropped_for_age
+        seen["late"] += run.ledger.counters["accepted_late", ""]
+        seen["offpolicy"] += run.max_age > 0
+        run.drain()
+    assert seen["steps"] > 200
+    assert min(seen["late"], seen["offpolicy"]) > 10

@@ -73,6 +73,8 @@ class TestBuffer:
         assert buffer.put(make_meta("t1", 0)).verdict == "stored"  # told again: nothing changes
         assert buffer.put(make_meta("t2", 0)).verdict == "duplicate"
         assert len(buffer) == 1
+        assert buffer.holds(Locator(0, 0))
+        assert not buffer.holds(Locator(0, 1))
 
     def test_what_is_refused(self):
         buffer = self.make(capacity=1)

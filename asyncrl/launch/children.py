@@ -1,0 +1,183 @@
+"""A process of a run as the launcher that started it sees it: its pipe, its end, and whose failure came first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.launch.program import ProcessSpec, save_config
+from asyncrl.launch.rundir import RUN_DIR_ENV, configs_dir, logs_dir
+from asyncrl.launch.worker_main import PARENT_ENV
+from asyncrl.messages import Wait, WorkerStatus
+from asyncrl.runtime.name_resolve import Lease
+from asyncrl.runtime.worker import LEASE_ENV, STATUS_FD_ENV
+
+_READ_BYTES = 1 << 16
+_MAX_STATUS_LINE_BYTES = 1_000_000
+_LOG_LINES = 25
+
+# What the kernel did to a process is noticed a moment later than its peers notice that it is gone, and they say so at once
+_NOTICED_LATE_S = 0.5
+_KILLED_BY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+
+@dataclass(eq=False)
+class Child:
+    """A started process, in a process group of its own."""
+
+    spec: ProcessSpec
+    process: subprocess.Popen[bytes]
+    log: Path
+    pipe: int
+    lease: Lease
+    status: WorkerStatus | None = None
+    returncode: int | None = None  # of a process that has ended
+    ended: float = 0.0  # unix seconds
+    started: float = field(default_factory=time.time)
+    progress_time: float = field(default_factory=time.monotonic)  # when its progress counter last moved
+    said_frozen: bool = False
+    _progress: int = -1
+    _partial: bytes = b""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def read_status(self) -> bool:
+        """Take in what the pipe holds. False once the pipe has ended."""
+        try:
+            data = os.read(self.pipe, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        self._partial = self._partial[-_MAX_STATUS_LINE_BYTES:]
+        for line in lines:
+            with contextlib.suppress(msgspec.MsgspecError):  # one that was cut short: the next one will do
+                self.status = msgspec.json.decode(line, type=WorkerStatus)
+        if self.status is not None and self.status.progress != self._progress:
+            self._progress, self.progress_time, self.said_frozen = self.status.progress, time.monotonic(), False
+        return bool(data)
+
+    def poll(self) -> bool:
+        """Whether it has ended. At its end its whole process group is killed: grandchildren end with their parent."""
+        if self.returncode is not None:
+            return True
+        if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        self.kill()  # before its number is given back: afterwards it may be another's
+        self.returncode, self.ended = self.process.wait(), time.time()
+        for _ in range(_MAX_STATUS_LINE_BYTES // _READ_BYTES):  # last words; a grandchild may hold the pipe open
+            if not self.read_status():
+                break
+        return True
+
+    def ask_to_stop(self) -> None:
+        if self.returncode is None:
+            self.process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL for it and all in its process group."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    @property
+    def failure_time(self) -> float | None:
+        """When it failed, in unix seconds, to compare with others. None if it has not."""
+        if self.status is not None and self.status.error:
+            return self.status.time
+        if self.returncode:
+            return self.ended - (_NOTICED_LATE_S if -self.returncode in _KILLED_BY else 0.0)
+        return None
+
+    def visible_status(self, import_limit_s: float) -> WorkerStatus:
+        """Its newest status; before the first one what is known without it."""
+        if self.status is not None:
+            return self.status
+        importing = Wait(what="its imports", on=self.name, since_s=time.time() - self.started, limit_s=import_limit_s)
+        return WorkerStatus(
+            worker=self.name,
+            pid=self.process.pid,
+            attempt=self.spec.config.worker.attempt,
+            state="starting",
+            time=self.started,
+            progress=0,
+            waits=[importing],
+        )
+
+
+def start_child(spec: ProcessSpec, run_dir: Path, lease: Lease) -> Child:
+    """Write the process's config and start it, its output going to a log of its own."""
+    attempt = spec.config.worker.attempt
+    config_path = configs_dir(run_dir, attempt) / f"{spec.file_stem}.yaml"
+    save_config(spec.config, config_path)
+    log = logs_dir(run_dir, attempt) / f"{spec.file_stem}.log"
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    env = {
+        **os.environ,
+        **spec.env,
+        STATUS_FD_ENV: str(writer),
+        LEASE_ENV: str(lease.id),
+        PARENT_ENV: str(os.getpid()),
+        RUN_DIR_ENV: str(run_dir),
+    }
+    try:
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.launch.worker_main", str(config_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                pass_fds=[writer],
+                start_new_session=True,  # a Ctrl-C goes to the launcher alone, which stops the others in order
+            )
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    return Child(spec, process, log, reader, lease)
+
+
+def first_cause(children: Sequence[Child]) -> str:
+    """Of the failed ones the first: what happened to it, its traceback, where to look, and who failed after it."""
+    failed = sorted((time_, child.name, child) for child in children if (time_ := child.failure_time) is not None)
+    first = failed[0][2]
+    also = f"\nFailed after it: {', '.join(name for _, name, _ in failed[1:])}" if len(failed) > 1 else ""
+    return f"{first.name} {_what_happened(first)}\n\nIts log: {first.log}{also}"
+
+
+def _what_happened(child: Child) -> str:
+    if child.status is not None and child.status.error:
+        return f"failed\n\n{child.status.error.rstrip()}"
+    code = child.returncode
+    assert code is not None
+    if code >= 0:
+        return f"ended with exit code {code}; its log ends with\n\n{tail_of(child.log)}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = str(-code)
+    hint = " (by somebody, or for want of memory: see `dmesg`)" if -code == signal.SIGKILL else ""
+    return f"was killed by signal {name}{hint}; its log ends with\n\n{tail_of(child.log)}"
+
+
+def tail_of(log: Path, lines: int = _LOG_LINES) -> str:
+    """The end of a log, for a process that could not say what happened."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:]) or "(nothing)"
+    except OSError as error:
+        return f"(the log cannot be read: {error})"

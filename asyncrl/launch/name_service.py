@@ -1,0 +1,225 @@
+"""The run's name resolve, from the launcher's side: a private etcd unless the user names endpoints, leases, statuses.
+
+The launcher's loop never waits for it: what may wait (publishing statuses, revoking leases) runs on one thread, and a
+private etcd that died is started again on its data by another. Sessions of workers come back by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import ExperimentConfig
+from asyncrl.launch.rundir import LaunchError
+from asyncrl.messages import WorkerStatus
+from asyncrl.names import Names
+from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError
+from asyncrl.runtime.name_resolve import (
+    Lease,
+    LeaseNotFound,
+    NameEntryExists,
+    NameEntryNotFound,
+    NameResolveError,
+    NameResolver,
+    open_name_resolver,
+)
+
+_MAX_RESTARTS = 3  # of etcd, in one run
+_RESTART_LIMIT_S = 15.0
+_STOP_LIMIT_S = 2.0
+
+
+class NameService:
+    """Opened once, used by the launcher's thread only; closed at the end of the run. A private etcd dies with the launcher."""
+
+    def __init__(self, config: ExperimentConfig, run_dir: Path, log: Path, notice: Callable[[str], None]) -> None:
+        """log: of a private etcd; notice: is told what a person should know."""
+        self.endpoints: list[str] = list(config.name_resolve.endpoints)
+        self._config = config
+        self._run_dir = run_dir
+        self._log = log
+        self._notice = notice
+        self._names = Names(config.experiment, config.trial)
+        self._etcd: EtcdServer | None = None
+        self._restart: threading.Thread | None = None
+        self._restart_error: EtcdServerError | None = None
+        self._num_restarts = 0
+        self._resolver: NameResolver | None = None
+        self._publisher: _Publisher | None = None
+
+    def open(self) -> None:
+        """Start etcd or reach the user's, make sure that the run's keys are ours, and clear them. Raises LaunchError."""
+        if not self.endpoints:
+            self._start_private_etcd()
+        try:
+            self._resolver = open_name_resolver(replace(self._config.name_resolve, endpoints=self.endpoints))
+            if self._etcd is None:
+                self._claim_name()
+            self._resolver.clear_subtree(self._names.root)
+        except (NameResolveError, ValueError) as error:
+            raise LaunchError(f"name_resolve.endpoints={self.endpoints}: {error}") from error
+        self._publisher = _Publisher(self._resolver, self._names)
+
+    def grant_lease(self) -> Lease:
+        """A lease that lives as long as this service, or until it is revoked."""
+        assert self._resolver is not None
+        try:
+            return self._resolver.grant_lease(self._config.runtime.lease_ttl_s)
+        except NameResolveError as error:
+            raise LaunchError(f"name resolve at {', '.join(self.endpoints)}: {error}") from error
+
+    def publish(self, statuses: Mapping[int, WorkerStatus]) -> None:
+        """Have the newest statuses published, each under a lease; those of an outage are skipped."""
+        if self._publisher is not None:
+            self._publisher.publish(statuses)
+
+    def revoke(self, lease: Lease) -> None:
+        """Have the keys of a process that has ended deleted."""
+        if self._publisher is not None:
+            self._publisher.revoke(lease)
+
+    def turn(self) -> None:
+        """Start a private etcd that has died again. Raises LaunchError where that does not help."""
+        if self._etcd is None:
+            return
+        if self._restart is not None:
+            if self._restart.is_alive():
+                return
+            self._restart = None
+            if self._restart_error is not None:
+                raise LaunchError(f"etcd ended and could not be started again: {self._restart_error}")
+                self._notice("etcd runs again")
+        if not self._etcd.running:
+            if self._num_restarts == _MAX_RESTARTS:
+                raise LaunchError(f"etcd ended {_MAX_RESTARTS + 1} times; see {self._log}")
+            self._num_restarts += 1
+            self._notice(f"etcd has ended; it is started again on its data (its log: {self._log})")
+            self._restart = threading.Thread(
+                target=self._start_again, args=(self._etcd,), name="etcd restart", daemon=True
+            )
+            self._restart.start()
+
+    def close(self) -> None:
+        """The keys of the run go; a private etcd goes too."""
+        if self._resolver is not None:
+            if self._etcd is None:
+                self._delete_keys(self._resolver)
+            self._resolver.close()  # which ends what the publisher is waiting for
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._restart is not None:
+            self._restart.join(_RESTART_LIMIT_S)
+        if self._etcd is not None:
+            self._etcd.stop(_STOP_LIMIT_S)
+
+    def _start_private_etcd(self) -> None:
+        """Its data is of this attempt only: the attempt's number is never in it."""
+        data_dir = self._run_dir / "etcd"
+        shutil.rmtree(data_dir, ignore_errors=True)
+        try:
+            self._etcd = EtcdServer(data_dir, self._log, self._config.name_resolve.binary)
+            self._etcd.start()
+        except EtcdServerError as error:
+            raise LaunchError(str(error)) from error
+        self.endpoints = [self._etcd.endpoint]
+
+    def _start_again(self, etcd: EtcdServer) -> None:
+        try:
+            etcd.start(_RESTART_LIMIT_S)
+        except EtcdServerError as error:
+            self._restart_error = error
+
+    def _claim_name(self) -> None:
+        """In an etcd that runs share, the keys of one experiment and trial are of one launcher."""
+        assert self._resolver is not None
+        runtime = self._config.runtime
+        lease = self._resolver.grant_lease(runtime.lease_ttl_s)
+        owner = f"{socket.gethostname()}:{self._run_dir}"
+        try:
+            self._resolver.add(self._names.owner(), owner, lease=lease.id)
+        except NameEntryExists:
+            try:
+                other = self._resolver.get(self._names.owner())
+            except NameEntryNotFound:
+                other = owner
+            if other != owner:
+                raise LaunchError(
+                    f"experiment={self._config.experiment} trial={self._config.trial}: a run of this name, in {other}, uses "
+                    f"the etcd at {', '.join(self.endpoints)} too; choose another trial=... (the name of a run that was "
+                    f"killed is free again after {runtime.lease_ttl_s:g} s)"
+                ) from None
+            # our predecessor's, who is dead: the folder's lock is ours
+            self._resolver.add(self._names.owner(), owner, replace=True, lease=lease.id)
+
+    def _delete_keys(self, resolver: NameResolver) -> None:
+        try:
+            resolver.clear_subtree(self._names.root)
+            resolver.delete(self._names.owner())
+        except NameResolveError as error:
+            self._notice(f"the run's keys could not be deleted, and go with their leases: {error}")
+
+
+class _Publisher:
+    """Writes the newest statuses and revokes leases, on a thread of its own.
+
+    consumes: what `publish` and `revoke` leave here, the newest statuses only. produces: entries.
+    waits for: something to do; the backend, which answers or fails within name_resolve.timeout_s.
+    unblocked by: the launcher; the resolver's closing.
+    """
+
+    def __init__(self, resolver: NameResolver, names: Names) -> None:
+        self._resolver = resolver
+        self._names = names
+        self._condition = threading.Condition()
+        self._statuses: dict[int, WorkerStatus] = {}
+        self._revoked: deque[Lease] = deque()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="status publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, statuses: Mapping[int, WorkerStatus]) -> None:
+        with self._condition:
+            self._statuses = dict(statuses)
+            self._condition.notify()
+
+    def revoke(self, lease: Lease) -> None:
+        with self._condition:
+            self._revoked.append(lease)
+            self._condition.notify()
+
+    def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        self._thread.join(_STOP_LIMIT_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._closed or self._statuses or self._revoked)
+                if self._closed:
+                    return
+                statuses, self._statuses = self._statuses, {}
+                revoked = list(self._revoked)
+                self._revoked.clear()
+            gone = {lease.id for lease in revoked}
+            # in an outage: statuses are a courtesy, and leases end by themselves, only later
+            with contextlib.suppress(NameResolveError):
+                for lease in revoked:
+                    lease.revoke()
+                for lease_id, status in statuses.items():
+                    if lease_id not in gone:
+                        self._put(lease_id, status)
+
+    def _put(self, lease_id: int, status: WorkerStatus) -> None:
+        value = msgspec.json.encode(status).decode()
+        with contextlib.suppress(LeaseNotFound):  # its process has ended meanwhile
+            self._resolver.add(self._names.status(status.worker), value, replace=True, lease=lease_id)

@@ -1,0 +1,70 @@
+"""Generation and training at the same time, on a task whose responses have a long tail of lengths; read from the journals."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from whole_runs import (
+    ROOT,
+    assert_each_prompt_trained_once,
+    assert_nobody_left_behind,
+    busy_buckets,
+    busy_share,
+    trained_events,
+)
+
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, train_steps
+
+STEPS, BATCH, ETA = 12, 16, 2
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def run(long_tail: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHandle]:
+    with launch(
+        ROOT / "configs" / "long_tail_cpu.yaml",
+        f"fileroot={tmp_path_factory.mktemp('asynchrony')}",
+        f"model_path={long_tail / 'model'}",
+        f"prompts.path={long_tail / 'data' / 'train.jsonl'}",
+        f"rollout.tasks.default.reward={ROOT / 'examples' / 'long_tail' / 'reward.py'}:reward",
+        f"train.max_steps={STEPS}",
+    ) as run:
+        assert run.wait(600) == 0, run.output()
+        assert_nothing_left(run.run_dir)
+        yield run
+
+
+def test_tokens_are_generated_during_train_steps(run: RunHandle) -> None:
+    spans = [(event["start"], event["end"]) for event in trained_events(run.run_dir)]
+    assert len(spans) == STEPS
+    assert busy_share(busy_buckets(run.run_dir), spans) >= 0.80
+
+
+def test_trains_on_older_versions_within_the_bound(run: RunHandle) -> None:
+    steps = train_steps(run.run_dir)
+    prompts = sum(record["batch/num_prompts"] for record in steps)
+    assert sum(record["offpolicy/head_mean"] * record["batch/num_prompts"] for record in steps) / prompts > 0
+    oldest = [
+        (event["step"] - 1) - min(first for group in event["groups"] for first, _ in group["versions"])
+        for event in trained_events(run.run_dir)
+    ]
+    assert oldest == [record["offpolicy/head_max"] for record in steps]
+    assert max(oldest) <= ETA
+
+
+def test_responses_go_on_across_updates(run: RunHandle) -> None:
+    """A response that an update interrupts keeps what it has, and its tokens keep their versions."""
+    spans = [
+        tuple(span) for event in trained_events(run.run_dir) for group in event["groups"] for span in group["versions"]
+    ]
+    assert all(first <= last for first, last in spans)
+    assert any(first < last for first, last in spans)
+
+
+def test_nothing_is_dropped_and_long_responses_are_trained_like_short_ones(run: RunHandle) -> None:
+    assert_each_prompt_trained_once(run.run_dir, STEPS, BATCH)
+    assert_nobody_left_behind(run.run_dir, ETA)
+    assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == {}
+    assert max(record["length/response_max"] for record in train_steps(run.run_dir)) > 3 * 24  # 24: their mean

@@ -1,0 +1,116 @@
+"""The dataflow is what the config says: an MFC with a key of its own, a reference model, the naive loss."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from whole_runs import launch_sorter, trained_events, weights_dir
+
+from asyncrl.testing.runs import train_steps
+from asyncrl.weights import tensor_files
+
+STEPS, BATCH, GROUP = 2, 16, 4
+SMALL = (
+    f"train.batch_size={BATCH}",
+    f"train.max_steps={STEPS}",
+    f"rollout.group_size={GROUP}",
+    "train.ppo.minibatches=2",
+    "eval.prompts=null",
+    "rollout.num_workers=1",
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+# What a user would write: one function makes a key, another reads it. Each notes what it saw.
+FUNCTIONS = '''
+import json, os
+import numpy as np
+
+def note(**what):
+    with open(os.environ["NOTES"], "a") as notes:
+        notes.write(json.dumps(what) + "\\n")
+
+def weigh(engine, sample, train):
+    """The key `my_weights`: for each token its id times ten."""
+    note(mfc="weigh", rank=engine.dp_rank, ids=list(sample.ids), keys=sorted(sample.keys), checksum=checksum(engine))
+    return sample.derive({"my_weights": sample.data["packed_input_ids"].astype(np.float32) * 10})
+
+def check(engine, sample, train):
+    right = np.array_equal(sample.data["my_weights"], sample.data["packed_input_ids"] * 10)
+    note(mfc="check", rank=engine.dp_rank, ids=list(sample.ids), keys=sorted(sample.keys), right=right)
+    return sample.derive({"my_checks": sample.data["my_weights"] + 1})
+
+def checksum(engine):
+    return sum(float(tensor.double().abs().sum()) for _, tensor in engine.named_tensors())
+'''
+
+
+def test_mfcs_added_by_config_and_a_reference_model(sorter: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_functions.py").write_text(FUNCTIONS)
+    notes = tmp_path / "notes.jsonl"
+    with launch_sorter(
+        sorter,
+        tmp_path,
+        *SMALL,
+        "train.ppo.kl_coef=0.1",
+        "train.extra_mfcs.check.interface=my_functions:check",
+        "train.extra_mfcs.check.input_keys=[packed_input_ids,my_weights]",
+        "train.extra_mfcs.check.output_keys=[my_checks]",
+        "train.extra_mfcs.weigh.interface=my_functions:weigh",
+        "train.extra_mfcs.weigh.input_keys=[packed_input_ids]",
+        "train.extra_mfcs.weigh.output_keys=[my_weights]",
+        "train.extra_train_keys=[my_checks]",
+        env={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), "NOTES": str(notes)},
+    ) as run:
+        assert run.wait(300) == 0, run.output()
+    seen = [json.loads(line) for line in notes.read_text().splitlines()]
+    for event in trained_events(run.run_dir):
+        expected = {group["ticket"]: group["head"] for group in event["groups"]}
+        for mfc in ("weigh", "check"):
+            mine = [note for note in seen if note["mfc"] == mfc and expected.keys() & set(note["ids"])]
+            assert {ticket: note["rank"] for note in mine for ticket in note["ids"]} == expected
+        for note in seen:
+            if note["mfc"] == "weigh" and expected.keys() & set(note["ids"]):
+                # It ran after the train step before and before that of its own batch.
+                assert note["checksum"] == pytest.approx(checksum(run.run_dir, event["step"] - 1), rel=1e-12)
+    assert checksum(run.run_dir, 0) != pytest.approx(checksum(run.run_dir, 1), rel=1e-12)
+    for note in seen:
+        assert note["keys"] == (
+            ["packed_input_ids", "my_weights"] if note["mfc"] == "check" else ["packed_input_ids"]
+        ) or (note["keys"] == sorted(["packed_input_ids", "my_weights"]))
+        assert note.get("right", True)
+    first, second = train_steps(run.run_dir)
+    for step in (first, second):
+        assert {
+            "time/weigh_s",
+            "time/check_s",
+            "time/ref_inf_s",
+            "time/actor_inf_s",
+            "time/actor_train_s",
+        } <= step.keys()
+        assert step["kl/coef"] == pytest.approx(0.1)
+    assert abs(first["kl/sequence_mean"]) < 1e-5  # the policy still is its reference
+    assert abs(second["kl/sequence_mean"]) > 1e-5
+
+
+def test_naive_loss(sorter: Path, tmp_path: Path) -> None:
+    """Without the decoupled loss nothing is recomputed: the ratio is taken to the logprobs that the servers gave."""
+    with launch_sorter(
+        sorter, tmp_path, *SMALL, "train.ppo.use_decoupled_loss=false", "allocation=transformers.d1+d1"
+    ) as run:
+        assert run.wait(300) == 0, run.output()
+    steps = train_steps(run.run_dir)
+    assert len(steps) == STEPS
+    for step in steps:
+        assert "time/actor_inf_s" not in step
+        assert step["actor/skipped_steps"] == 0
+    # The first batch was sampled by the weights that are trained: the first ratios are 1, as the engine's logprobs are right.
+    assert steps[0]["actor/importance_weight"] == pytest.approx(1.0, abs=0.05)
+
+
+def checksum(run_dir: Path, version: int) -> float:
+    (file,) = tensor_files(weights_dir(run_dir, version))
+    return sum(float(tensor.to(torch.float64).abs().sum()) for tensor in load_file(file).values())

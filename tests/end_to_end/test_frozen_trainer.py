@@ -1,0 +1,103 @@
+"""A trainer that stands still: admission stops, memory stays flat, and afterwards the run goes on as if nothing had been."""
+
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, launch_sorter
+
+from asyncrl.config import NameResolveConfig
+from asyncrl.launch.rundir import read_record
+from asyncrl.names import Names
+from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
+
+STEPS, BATCH, ETA = 16, 16, 2
+CAPACITY = (1 + ETA) * BATCH
+MASTER_FROZEN_S, TRAINER_FROZEN_S = 8.0, 30.0
+MAX_GROWTH_BYTES = 16_000_000  # a queue that grew with time would take in as much in no time
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_a_run_survives_a_frozen_master_and_frozen_trainers(sorter: Path, tmp_path: Path) -> None:
+    with launch_sorter(
+        sorter,
+        tmp_path,
+        f"train.batch_size={BATCH}",
+        f"train.max_steps={STEPS}",
+        "rollout.group_size=4",
+        "eval.prompts=null",
+    ) as run:
+        run.wait_for_step(3, limit_s=300)
+        manager = manager_url(run)
+        with frozen([run.worker("master/0")]):
+            stands_still(run, manager, MASTER_FROZEN_S)
+        step = train_steps(run.run_dir)[-1]["step"]
+        run.wait_for_step(step + 3, limit_s=120)
+        with frozen([run.worker("model_worker/0"), run.worker("model_worker/1")]):
+            stands_still(run, manager, TRAINER_FROZEN_S)
+        assert train_steps(run.run_dir)[-1]["step"] < STEPS  # it was in mid-run
+        assert run.wait(300) == 0, run.output()
+    assert_each_prompt_trained_once(run.run_dir, STEPS, BATCH)
+    assert_nobody_left_behind(run.run_dir, ETA)
+    assert max(record["offpolicy/head_max"] for record in train_steps(run.run_dir)) <= ETA
+    assert_nothing_left(run.run_dir)
+
+
+@contextmanager
+def frozen(processes: list[psutil.Process]) -> Iterator[None]:
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+
+
+def stands_still(run: RunHandle, manager: str, seconds: float) -> None:
+    """While the trainer is frozen: admission stops at the bound, then nothing moves and nothing grows."""
+    began = time.monotonic()
+    run.wait_until(lambda: live_tickets(manager) == CAPACITY, f"{CAPACITY} tickets are live", limit_s=60)
+    early, granted = memory(run), granted_tickets(manager)
+    while (left := began + seconds - time.monotonic()) > 0:
+        time.sleep(min(left, 0.5))  # time is what this is about
+        assert live_tickets(manager) == CAPACITY
+    assert granted_tickets(manager) == granted
+    for name, rss in memory(run).items():
+        assert rss < early[name] + MAX_GROWTH_BYTES, f"{name} grew from {early[name]} to {rss} bytes"
+
+
+def memory(run: RunHandle) -> dict[str, int]:
+    names = ("gserver_manager/0", "rollout_worker/0", "rollout_worker/1")
+    return {name: run.worker(name).memory_info().rss for name in names}
+
+
+def manager_url(run: RunHandle) -> str:
+    record = read_record(run.run_dir)
+    assert record is not None
+    with open_name_resolver(NameResolveConfig(endpoints=record.endpoints)) as resolver:
+        return resolver.get(Names(record.experiment, record.trial).gserver_manager())
+
+
+def live_tickets(manager: str) -> int:
+    return int(metric(manager, "asyncrl_manager_live"))
+
+
+def granted_tickets(manager: str) -> int:
+    return int(metric(manager, 'asyncrl_manager_tickets_total{event="granted",reason="train"}'))
+
+
+def metric(manager: str, name: str) -> float:
+    with urllib.request.urlopen(f"{manager}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    assert found, f"{name} is not in\n{text}"
+    return float(found[1])

@@ -1,0 +1,124 @@
+"""Runs of the examples, as several tests launch them, and what they read from them."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.testing.runs import RunHandle, journal, launch
+
+ROOT = Path(__file__).resolve().parents[2]
+Event = Mapping[str, Any]
+Prompt = tuple[int, int]  # epoch, position
+
+# The synchronous run, which test_synchronous.py repeats in a plain loop.
+STEPS, BATCH, MAX_NEW_TOKENS, LR, WARMUP, CLIP, SEED = 5, 16, 10, 2e-4, 5, 0.2, 7
+
+
+def launch_sorter(sorter: Path, fileroot: Path, *overrides: str, env: Mapping[str, str] | None = None) -> RunHandle:
+    """The quickstart, on a model and data made for the tests."""
+    return launch(
+        ROOT / "configs" / "quickstart_cpu.yaml",
+        f"fileroot={fileroot}",
+        f"model_path={sorter / 'model'}",
+        f"prompts.path={sorter / 'data' / 'train.jsonl'}",
+        f"eval.prompts.path={sorter / 'data' / 'eval.jsonl'}",
+        f"rollout.tasks.default.reward={ROOT / 'examples' / 'sloppy_sorter' / 'reward.py'}:reward",
+        *overrides,
+        env=env,
+    )
+
+
+def launch_synchronous(sorter: Path, fileroot: Path, *overrides: str) -> RunHandle:
+    """eta = 0, greedy, one response a prompt: nothing is left to chance. Advantages are normalised over the batch, because
+    a group of equal responses has no gradient."""
+    return launch_sorter(
+        sorter,
+        fileroot,
+        f"seed={SEED}",
+        "manager.max_head_offpolicyness=0",
+        "rollout.group_size=1",
+        "rollout.sampling.greedy=true",
+        f"rollout.sampling.max_new_tokens={MAX_NEW_TOKENS}",
+        f"train.batch_size={BATCH}",
+        f"train.max_steps={STEPS}",
+        f"train.optimizer.lr={LR}",
+        f"train.optimizer.warmup_steps={WARMUP}",
+        f"train.ppo.eps_clip={CLIP}",
+        "train.ppo.use_decoupled_loss=false",
+        "train.ppo.recompute_logprob=true",
+        "train.ppo.advantage_norm=batch",
+        "train.ppo.minibatches=1",
+        "eval.prompts=null",
+        f"weights.keep={STEPS + 1}",
+        *overrides,
+    )
+
+
+def weights_dir(run_dir: Path, version: int) -> Path:
+    return run_dir / "weights" / "actor" / f"a0001-v{version:08d}"
+
+
+def trained_events(run_dir: Path) -> list[Event]:
+    """One a train step, in order."""
+    events = [event for event in journal(run_dir) if event["event"] == "trained"]
+    assert [event["step"] for event in events] == list(range(1, len(events) + 1))
+    return events
+
+
+def trained_prompts(run_dir: Path) -> list[Prompt]:
+    """Prompts of all train steps, in order."""
+    return [tuple(group["prompt"]) for event in trained_events(run_dir) for group in event["groups"]]
+
+
+def assert_each_prompt_trained_once(run_dir: Path, num_steps: int, batch_size: int) -> None:
+    """Full batches, no prompt twice, and no ticket that was handed out for the second time: none was lost or taken back."""
+    events = trained_events(run_dir)
+    assert [len(event["groups"]) for event in events] == [batch_size] * num_steps
+    prompts = trained_prompts(run_dir)
+    assert len(set(prompts)) == len(prompts)
+    again = [group["ticket"] for event in events for group in event["groups"] if "-i1-" not in group["ticket"]]
+    assert not again
+
+
+def assert_nobody_left_behind(run_dir: Path, eta: int) -> None:
+    """Prompts that were handed out and never trained can only be those that were still live at the end, within their time.
+
+    Prompts are handed out in order, so what came before the first ticket that may wait beyond the last step was trained, to
+    the last one: long responses as well as short ones.
+    """
+    groups = [group for event in trained_events(run_dir) for group in event["groups"]]
+    num_steps = len(trained_events(run_dir))
+    batch_size = len(groups) // num_steps
+    may_wait = [group["prompt"][1] for group in groups if min_version(group["ticket"]) + eta >= num_steps]
+    positions = {group["prompt"][1] for group in groups}
+    first_that_may_wait = min(may_wait, default=max(positions) + 1)
+    assert positions.issuperset(range(first_that_may_wait))
+    assert max(positions) < len(groups) + eta * batch_size
+    assert first_that_may_wait >= (num_steps - eta) * batch_size  # so many had been trained when it was granted
+
+
+def min_version(ticket_id: str) -> int:
+    """The version that was served when the ticket was granted: ticket ids say it."""
+    found = re.search(r"-v(\d+)-", ticket_id)
+    assert found, ticket_id
+    return int(found[1])
+
+
+def busy_buckets(run_dir: Path) -> set[int]:
+    """Tenths of a second (since the epoch) in which some generation server sampled a token."""
+    records = [
+        record
+        for path in sorted((run_dir / "journal").glob("generation_server_*.jsonl"))
+        for record in journal(run_dir, path.stem)
+    ]
+    return {round(record["time"] * 10) for record in records if record["tokens"] > 0}
+
+
+def busy_share(buckets: set[int], spans: list[tuple[float, float]]) -> float:
+    """Share of the spans' time that lies in these tenths of a second."""
+    total = sum(end - start for start, end in spans)
+    busy = sum(
+        max(0.0, min(end, (bucket + 1) / 10) - max(start, bucket / 10)) for start, end in spans for bucket in buckets
+    )
+    return busy / total

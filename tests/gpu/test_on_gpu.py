@@ -1,0 +1,73 @@
+"""The same numbers on a GPU as on a CPU: one update of the training engine, one response of the embedded generation engine."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import GenerationConfig, OptimizerConfig, TrainConfig
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.generation.engine import EngineRequest
+from asyncrl.generation.transformers import TransformersEngine
+from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.model.engine import TrainEngine
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.weights import version_dir, write_version
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model(path)
+    return path
+
+
+def test_an_update_is_the_same(model_path):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, 30, 12)
+    groups = [
+        {
+            "packed_input_ids": [rng.integers(0, 64, n)],
+            "loss_mask": [np.arange(n) >= 2],
+            "advantages": [rng.normal(size=n).astype(np.float32)],
+        }
+        for n in lengths
+    ]
+    sample = SequenceSample.from_groups([f"g{i}" for i in range(len(groups))], groups)
+
+    def loss_fn(logprobs_T, entropy_T, data, cu_seqlens):
+        mask_T = data["loss_mask"]
+        return -(data["advantages"] * logprobs_T)[mask_T].mean(), {"tokens": mask_T.sum()}
+
+    train = TrainConfig(optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0))
+    weights = {}
+    for device in ("cpu", "cuda"):
+        engine = TrainEngine(model_path, train, device=torch.device(device))
+        engine.train_step(sample, loss_fn, temperature=1.0, lr_step=0)
+        weights[device] = dict(engine.named_tensors())
+    for name, tensor in weights["cpu"].items():
+        torch.testing.assert_close(weights["cuda"][name], tensor, rtol=0, atol=1e-4)
+
+
+async def test_logprobs_are_those_of_a_forward_pass(model_path, tmp_path):
+    version = WeightVersion(1, 0)
+    path = version_dir(tmp_path, "actor", version)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    tensors = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    write_version(path, tensors, source_dir=model_path, version=version)
+    engine = TransformersEngine(model_path, GenerationConfig(), device="cuda", eos_token_ids=[0])
+    await engine.start()
+    try:
+        await engine.load_weights(path, version)
+        prompt = [5, 6, 7, 8]
+        request = EngineRequest("r", prompt, SamplingParams(max_new_tokens=24, ignore_eos=True))
+        generated = await engine.submit(request)
+    finally:
+        await engine.close()
+    tokens = list(generated.token_ids)
+    with torch.no_grad():
+        rows = torch.log_softmax(model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1], dim=-1)
+    expected = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+    np.testing.assert_allclose(generated.logprobs, expected, atol=1e-3)

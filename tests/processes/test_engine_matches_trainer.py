@@ -1,0 +1,219 @@
+"""What the generation engine says it sampled with is what the trainer computes: over the real wires, and across a train step
+whose weights reach the server in the middle of its responses.
+
+    TrainEngine -> weights on disk -> GenerationServer -- HTTP --> PartialRolloutManager -- ZeroMQ --> TrainEngine.logprobs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.config import (
+    GenerationConfig,
+    GenerationServerConfig,
+    NameResolveConfig,
+    OptimizerConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    TrainConfig,
+    WorkerInfo,
+)
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.generation.worker import GenerationServer
+from asyncrl.messages import (
+    Locator,
+    ScheduleReply,
+    StoreVerdict,
+    Ticket,
+    TrajectoryMeta,
+    UpdateWeightsRequest,
+    WeightVersion,
+)
+from asyncrl.model.engine import TrainEngine
+from asyncrl.names import Names
+from asyncrl.rollout.client import PartialRolloutManager, Route
+from asyncrl.rollout.trajectory import Episode, SampleSummary, build_sample
+from asyncrl.runtime.name_resolve import NameResolver, open_name_resolver
+from asyncrl.runtime.push_pull import NameResolvingZmqPuller, NameResolvingZmqPusher
+from asyncrl.runtime.worker import StatusBoard
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.weights import version_dir, write_version
+
+LOGGER = logging.getLogger("test_engine_matches_trainer")
+NAMES = Names("e", "t")
+RUNTIME = RuntimeConfig()
+V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
+TRAIN = TrainConfig(max_tokens_per_mb=512, logprob_chunk_tokens=64, optimizer=OptimizerConfig(lr=5e-3, warmup_steps=0))
+SAMPLING = SamplingConfig(max_new_tokens=200, temperature=1.3)
+PROMPT, GROUP = [5, 6, 7, 8], 16
+
+
+def info(kind: str, run_dir: Path) -> WorkerInfo:
+    name_resolve = NameResolveConfig(backend="memory", endpoints=[str(run_dir)])
+    return WorkerInfo(kind, 0, 1, "e", "t", 1, str(run_dir), 1, name_resolve, RUNTIME)
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    torch.set_num_threads(1)
+    make_tiny_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def resolver(tmp_path: Path) -> NameResolver:
+    return open_name_resolver(info("test", tmp_path).name_resolve)
+
+
+@pytest.fixture
+async def server_url(model_path: Path, tmp_path: Path, resolver: NameResolver) -> AsyncIterator[str]:
+    server = GenerationServer(
+        GenerationServerConfig(
+            worker=info("generation_server", tmp_path),
+            engine="transformers",
+            model_path=str(model_path),
+            tokenizer_path=str(model_path),
+            generation=GenerationConfig(max_running_requests=GROUP, max_batch_tokens=256, num_blocks=512, page_size=16),
+            torch_threads=1,
+        )
+    )
+    life = asyncio.create_task(server.main())
+    yield await asyncio.to_thread(resolver.wait, NAMES.generation_server(0), 60.0)
+    server.stopping.set()
+    await asyncio.wait_for(life, 30)
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[PartialRolloutManager]:
+    class NoOtherServer:
+        async def schedule(self, ticket_id: str, lost_server: str) -> ScheduleReply:
+            raise AssertionError(f"{lost_server} was not to be lost")
+
+    client = PartialRolloutManager(
+        NoOtherServer(),
+        board=StatusBoard(info("rollout_worker", tmp_path), LOGGER),
+        logger=LOGGER,
+        new_tokens_per_chunk=64,
+        request_timeout_s=60.0,
+        max_requests=2 * GROUP,
+    )
+    await client.start()
+    yield client
+    await client.close()
+
+
+async def test_logprobs_of_server_and_trainer_are_equal_across_a_train_step(
+    model_path: Path, tmp_path: Path, resolver: NameResolver, server_url: str, client: PartialRolloutManager
+) -> None:
+    trainer = TrainEngine(model_path, TRAIN)
+    await serve(trainer, V0, server_url, tmp_path, model_path)
+    generating = asyncio.ensure_future(client.generate(Route(ticket(server_url)), [PROMPT] * GROUP, SAMPLING, []))
+    while client.counts.tokens < GROUP and not generating.done():  # noqa: ASYNC110 - chunks have come in
+        await asyncio.sleep(0)
+    await post(server_url, "/pause_generation", b'{"mode": "abort"}')
+    trained = train_once(trainer)
+    await serve(trainer, V1, server_url, tmp_path, model_path)
+    await post(server_url, "/continue_generation", b"{}")
+    episodes = [Episode(PROMPT) for _ in range(GROUP)]
+    for episode, response in zip(episodes, await generating, strict=True):
+        episode.add_response(response)
+    sample = await through_the_stream(build_sample("t0", episodes), resolver)
+
+    by_version = {
+        V0: TrainEngine(model_path, TRAIN, trainable=False).logprobs(sample, temperature=SAMPLING.temperature),
+        V1: trainer.logprobs(sample, temperature=SAMPLING.temperature),
+    }
+    assert trained["skipped_steps"] == 0
+    sampled, versions = sample.data["loss_mask"], sample.data["versions"]
+    assert (sample.data["version_start"] < sample.data["version_end"]).any()
+    assert set(versions[sampled].tolist()) == {V0.pack(), V1.pack()}
+    for version, expected in by_version.items():
+        mine = versions == version.pack()
+        np.testing.assert_allclose(sample.data["packed_logprobs"][mine], expected[mine], rtol=0, atol=1e-4)
+        other = by_version[V1 if version == V0 else V0]
+        assert np.abs(other[mine] - expected[mine]).max() > 0.05  # the versions differ by much more than that
+
+
+async def serve(trainer: TrainEngine, version: WeightVersion, url: str, run_dir: Path, source_dir: Path) -> None:
+    """What a model worker and the manager do between them: write the version, have the server load it."""
+    path = version_dir(run_dir, "actor", version)
+    write_version(path, trainer.named_tensors(), source_dir=source_dir, version=version, fsync=False)
+    request = UpdateWeightsRequest(model_path=str(path), weight_version=str(version))
+    await post(url, "/update_weights_from_disk", msgspec.json.encode(request))
+
+
+async def post(url: str, path: str, body: bytes) -> None:
+    async with aiohttp.ClientSession() as session, session.post(url + path, data=body) as answer:
+        assert answer.status == 200, await answer.text()
+
+
+def ticket(server_url: str) -> Ticket:
+    return Ticket(
+        ticket_id="t0",
+        kind="train",
+        locator=Locator(0, 0),
+        attempt=1,
+        min_version=0,
+        deadline=2,
+        server="generation_server/0",
+        server_url=server_url,
+        head=0,
+    )
+
+
+def train_once(trainer: TrainEngine) -> dict[str, float]:
+    """A real train step, on anything: it makes some random sequences likelier."""
+    rng = np.random.default_rng(1)
+    ids = [rng.integers(1, 64, 40) for _ in range(8)]
+    sample = SequenceSample.from_groups(["a"], [{"packed_input_ids": ids}])
+
+    def loss_fn(
+        logprobs_T: Tensor, entropy_T: Tensor, data: Mapping[str, Tensor], cu_seqlens: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return -logprobs_T.sum() / 320, {}
+
+    return trainer.train_step(sample, loss_fn, temperature=1.0, lr_step=0)
+
+
+async def through_the_stream(sample: SequenceSample, resolver: NameResolver) -> SequenceSample:
+    """From a rollout worker to a head, encoded, as ZeroMQ frames."""
+    summary = SampleSummary.of(sample)
+    meta = TrajectoryMeta(
+        ticket_id=sample.ids[0],
+        locator=Locator(0, 0),
+        attempt=1,
+        head=0,
+        keys=list(sample.keys),
+        seqlens=summary.seqlens,
+        response_lengths=summary.response_lengths,
+        rewards=summary.rewards,
+        version_start=summary.version_start,
+        version_end=summary.version_end,
+        birth_time=0.0,
+        task_id=0,
+    )
+    puller = NameResolvingZmqPuller(resolver, NAMES, puller_index=0, runtime=RUNTIME)
+    pusher = NameResolvingZmqPusher(
+        resolver, NAMES, pusher_index=0, num_pushers=1, num_pullers=1, runtime=RUNTIME, incarnation="one"
+    )
+    await puller.start()
+    await pusher.start()
+    try:
+        pushing = asyncio.ensure_future(pusher.push(meta, sample, head=0, timeout_s=30.0))
+        pulled = await asyncio.wait_for(puller.pull(), 30)
+        pulled.ack(StoreVerdict(verdict="stored"))
+        assert (await pushing).verdict == "stored"
+    finally:
+        await pusher.close()
+        await puller.close()
+    return pulled.sample
