@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
 # Set everything up and run an experiment: bash launcher/run_async_ppo.sh [CONFIG] [key=value ...]
-# Without arguments: the CPU quickstart, which makes its own small model and learns in minutes.
+# Without CONFIG: the CPU quickstart, which makes its own small model and learns in minutes. Paths are relative to the
+# folder this is called from if CONFIG is there, else to the repository. `asyncrl-launch run --help` tells of key=value.
 set -euo pipefail
-ASYNCRL_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-cd "$ASYNCRL_ROOT"
-. launcher/setup.sh
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 case "${1:-}" in
 -h | --help)
-    sed -n '2,3s/^# //p' "$0"
+    sed -n '2,4s/^# //p' "$ASYNCRL_ROOT/launcher/run_async_ppo.sh"
     exit 0
     ;;
 esac
+asyncrl_setup ""
+config=configs/quickstart_cpu.yaml
 if [ $# -gt 0 ] && [[ "$1" != *=* ]]; then
     config="$1"
     shift
 else
-    config=configs/quickstart_cpu.yaml
+    cd "$ASYNCRL_ROOT"
 fi
-
-asyncrl_setup ""
-asyncrl-launch prepare "$config" "$@"
-exec asyncrl-launch run "$config" "$@"
+[ -e "$config" ] || cd "$ASYNCRL_ROOT"
+python -m asyncrl.launch.cli prepare "$config" "$@"
+exec python -m asyncrl.launch.cli run "$config" "$@"

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from asyncrl.config import ConfigError, NameResolveConfig, load_experiment
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.preflight import preflight
+from asyncrl.launch.preflight import preflight, visible_devices
 from asyncrl.launch.program import plan, run_directory, total_steps
 from asyncrl.launch.progress import RunView, make_console, print_summary
 from asyncrl.launch.rundir import LaunchError, RunRecord, holder, is_running, read_record
@@ -58,9 +59,9 @@ exit code: 0 the run is complete; 1 it failed, the first cause is printed; 2 the
 is left. In another terminal: asyncrl-launch status|stop RUN."""
 
 
-def main() -> int:
-    parser = _parser()
-    arguments = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    """argv: instead of the command line's."""
+    arguments = _parser().parse_args(argv)
     console = make_console()
     try:
         return int(arguments.command(arguments, console))
@@ -86,11 +87,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         f"{run_dir}: up to {steps} train steps; logs in {run_dir}/logs/latest", highlight=False, soft_wrap=True
     )
     view = RunView(run_dir, steps, console)
-    logging.basicConfig(level=logging.WARNING, handlers=[_NoticeHandler(view)])
+    handler = _NoticeHandler(view)
+    logging.getLogger("asyncrl").addHandler(handler)
     try:
         code = LocalLauncher(config, num_prompts, view).run()
     finally:
         view.close()
+        logging.getLogger("asyncrl").removeHandler(handler)
     if code == 0:
         print_summary(run_dir, console)
     else:
@@ -106,7 +109,7 @@ class _NoticeHandler(logging.Handler):
     """Warnings of the launcher's own parts, such as its session with etcd."""
 
     def __init__(self, view: RunView) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self._view = view
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -117,7 +120,7 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
     """Validate a config and the files it names, print the processes, start nothing."""
     config = load_experiment(arguments.config, arguments.overrides)
     num_prompts = preflight(config)
-    specs = plan(config, attempt=1, num_prompts=num_prompts)
+    specs = plan(config, attempt=1, num_prompts=num_prompts, devices=visible_devices())
     table = Table(title=f"{run_directory(config)}", title_justify="left")
     for column in ("process", "uses", "environment"):
         table.add_column(column)

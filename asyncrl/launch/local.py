@@ -19,6 +19,7 @@ from typing import Protocol
 from asyncrl.config import ExperimentConfig
 from asyncrl.launch.children import Child, first_cause, start_child
 from asyncrl.launch.name_service import NameService
+from asyncrl.launch.preflight import visible_devices
 from asyncrl.launch.program import plan, run_directory, save_config, with_endpoints
 from asyncrl.launch.reaper import Reaper
 from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, RunLock, RunRecord, begin_attempt, logs_dir, write_record
@@ -28,6 +29,8 @@ _TURN_S = 0.1
 _PUBLISH_STATUS_S = 1.0
 _LAST_WORDS_S = 1.0  # after the first failure: how long the others may report errors of their own
 _ASK_SHARE = 0.6  # of runtime.stop_timeout_s: how long processes may take to stop when asked; then they are killed
+_SAY_AFTER_S = 2.0  # whom a stop waits for
+_STOP_TURN_S = 0.02
 _REAPER_LIMIT_S = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -93,7 +96,7 @@ class LocalLauncher:
             started=time.time(),
         )
         write_record(self.run_dir, record)
-        for spec in plan(config, attempt=attempt, num_prompts=self._num_prompts):
+        for spec in plan(config, attempt=attempt, num_prompts=self._num_prompts, devices=visible_devices()):
             if self._stop_signal is not None:
                 return
             child = start_child(spec, self.run_dir, service.grant_lease())
@@ -167,17 +170,34 @@ class LocalLauncher:
                 self._reaper.close(_REAPER_LIMIT_S)
 
     def _stop_children(self) -> None:
-        for child in self._children:
-            child.ask_to_stop()
-        deadline = time.monotonic() + self.config.runtime.stop_timeout_s * _ASK_SHARE
-        while not all([child.poll() for child in self._children]):
-            if self._impatient or time.monotonic() > deadline:
-                for child in self._children:
-                    child.kill()
-            time.sleep(0.02)
+        """Rollout workers first: they have things to report to the others, who then have nothing more to do."""
+        limit_s = self.config.runtime.stop_timeout_s * _ASK_SHARE
+        rollout_workers = [child for child in self._children if child.spec.kind == "rollout_worker"]
+        self._ask_and_wait(rollout_workers, limit_s / 3)
+        self._ask_and_wait(self._children, limit_s * 2 / 3)
+        while alive := [child for child in self._children if not child.poll()]:
+            for child in alive:
+                child.kill()
+            time.sleep(_STOP_TURN_S)
         for child in self._children:
             os.close(child.pipe)
         self._selector.close()
+
+    def _ask_and_wait(self, children: Sequence[Child], limit_s: float) -> None:
+        """Waits for: their exit. Unblocked by: that, the limit, or a second signal."""
+        for child in children:
+            child.ask_to_stop()
+        start = time.monotonic()
+        said = False
+        while alive := [child for child in children if not child.poll()]:
+            waited_s = time.monotonic() - start
+            if self._impatient or waited_s > limit_s:
+                return
+            if waited_s > _SAY_AFTER_S and not said:
+                said = True
+                names = ", ".join(child.name for child in alive)
+                self._view.notice(f"waiting up to {limit_s:g} s for {names} to stop; a second Ctrl-C kills at once")
+            time.sleep(_STOP_TURN_S)
 
 
 def _is_done(master: Child) -> bool:

@@ -96,7 +96,7 @@ class NameService:
             self._restart = None
             if self._restart_error is not None:
                 raise LaunchError(f"etcd ended and could not be started again: {self._restart_error}")
-                self._notice("etcd runs again")
+            self._notice("etcd runs again")
         if not self._etcd.running:
             if self._num_restarts == _MAX_RESTARTS:
                 raise LaunchError(f"etcd ended {_MAX_RESTARTS + 1} times; see {self._log}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
 from asyncrl.config import ConfigError, ExperimentConfig, PromptSourceConfig
@@ -91,3 +93,12 @@ def _count(field: str, prompts: PromptSourceConfig, seed: int) -> int:
         return len(PromptSource(prompts, None, seed))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}.path={prompts.path!r}: {error}") from error
+
+
+def visible_devices() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. Asks the file system: no torch, no driver."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [device for device in chosen.split(",") if device.strip()]
+    nodes = [match[1] for path in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", path.name))]
+    return [str(index) for index in range(len(nodes))]

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,8 +69,12 @@ def total_steps(config: ExperimentConfig, num_prompts: int) -> int:
     return min(by_epochs, config.train.max_steps) if config.train.max_steps else by_epochs
 
 
-def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int) -> list[ProcessSpec]:
-    """All processes of a run, in the order in which they are started. num_prompts: size of the prompt source."""
+def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: Sequence[str] = ()) -> list[ProcessSpec]:
+    """All processes of a run, in the order in which they are started. num_prompts: size of the prompt source.
+
+    devices: the GPUs of the machine as CUDA_VISIBLE_DEVICES names them. Generation servers get the first ones, model workers
+    those after; where there are fewer than processes that compute, they are shared in turn.
+    """
     allocation = Allocation.parse(config.allocation)
     manager = config.manager
     num_heads = allocation.training.data
@@ -162,7 +167,11 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int) -> list[Pr
             for index in range(config.rollout.num_workers)
         ),
     ]
-    return [_spec(process, config.train.torch_threads) for process in processes]
+    specs = [_spec(process, config.train.torch_threads) for process in processes]
+    if not devices:
+        return specs
+    slots = itertools.cycle(devices)
+    return [replace(s, env={**s.env, "CUDA_VISIBLE_DEVICES": next(slots) if s.computes else ""}) for s in specs]
 
 
 def with_endpoints(config: ExperimentConfig, endpoints: list[str]) -> ExperimentConfig:

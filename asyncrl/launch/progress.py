@@ -58,6 +58,7 @@ class RunView:
         """Print what is left."""
         self.turn(())
         self._end_start()
+        self._tail.close()
 
     def _show_start(self, statuses: Sequence[WorkerStatus]) -> None:
         text = start_text(statuses)
@@ -80,7 +81,7 @@ class RunView:
 
     def _print(self, markup: str) -> None:
         try:
-            self._console.print(markup, highlight=False)
+            self._console.print(markup, highlight=False, soft_wrap=True)
         except OSError:  # the terminal is gone, or the disk under the file full: the run goes on without
             self._console.on_broken_pipe()
 
@@ -93,11 +94,11 @@ def start_text(statuses: Sequence[WorkerStatus]) -> str:
         more = f" and {len(late) - _MAX_NAMED} more" if len(late) > _MAX_NAMED else ""
         return f"{len(statuses) - len(late)} of {len(statuses)} processes run; starting: {named}{more}"
     waits = [_wait_text(wait) for status in statuses if status.worker == "master/0" for wait in status.waits]
-    return f"all {len(statuses)} processes run{'; master/0 waits for ' + waits[0] if waits else ''}"
+    return f"all {len(statuses)} processes run{'; master/0 waits: ' + waits[0] if waits else ''}"
 
 
 def _occupation(status: WorkerStatus) -> str:
-    return status.waits[0].what if status.waits else "connecting"
+    return status.waits[0].what if status.waits else "setting up"
 
 
 def _wait_text(wait: Wait) -> str:
@@ -130,7 +131,8 @@ class LongWaits:
             self._said[key] = since_s
             others = len({entry[1].worker for entry in entries}) - 1
             who = f"{status.worker} and {others} more like it" if others else status.worker
-            lines.append(f"{who} waited {since_s:.0f} s so far for {_wait_text(wait)} (limit {wait.limit_s:g} s)")
+            for_what = wait.what if wait.on == status.worker else _wait_text(wait)
+            lines.append(f"{who} waited {since_s:.0f} s so far for {for_what} (limit {wait.limit_s:g} s)")
         return lines
 
 
@@ -158,6 +160,10 @@ class MetricsTail:
             self._position += len(line.encode())
             lines.append(format_record(msgspec.json.decode(line), self._total_steps))
         return lines
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def format_record(record: Mapping[str, float], total_steps: int) -> str:

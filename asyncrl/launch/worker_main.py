@@ -6,9 +6,12 @@ The launcher starts processes so, and so can you: one process of a run again, un
 from __future__ import annotations
 
 import argparse
+import atexit
+import logging
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker
@@ -59,5 +62,15 @@ def main() -> int:
     return run_worker(make_worker(config))
 
 
+def end_process(code: int) -> NoReturn:
+    """End now. The worker is closed; a thread in a collective or in a user's code holds up nothing, and taking down an
+    interpreter that has torch in it, which takes a second, serves nobody."""
+    atexit._run_exitfuncs()  # those of users' code
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -26,7 +26,7 @@ import msgspec
 from asyncrl.config import WorkerInfo
 from asyncrl.messages import Wait, WorkerStatus
 from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import NameResolver, WatchEvent, open_name_resolver
+from asyncrl.runtime.name_resolve import NameResolver, NameResolveTimeout, WatchEvent, open_name_resolver
 
 T = TypeVar("T")
 State = Literal["starting", "ready", "running", "stopping", "done", "error"]
@@ -37,6 +37,7 @@ STATUS_INTERVAL_S = 0.5
 LONG_WAIT_S = 20.0  # a wait longer than this is written to the log once, with what and on whom
 _MAX_WATCH_EVENTS = 10_000
 _MAX_ERROR_CHARS = 20_000  # a status line must fit into the pipe to the launcher
+_CLOCK_SLACK_S = 0.001  # the loop's timers may be early by its clock's resolution
 _PR_SET_PDEATHSIG = 1
 
 
@@ -84,10 +85,13 @@ class StatusBoard:
 
     async def bounded(self, awaitable: Awaitable[T], *, what: str, on: str, limit_s: float) -> T:
         """Await something for at most limit_s, visibly. Raises WaitTimeoutError naming what and on whom."""
+        start = time.monotonic()
         with self.waiting(what, on=on, limit_s=limit_s):
             try:
                 return await asyncio.wait_for(awaitable, limit_s)
             except asyncio.TimeoutError:
+                if time.monotonic() - start < limit_s - _CLOCK_SLACK_S:  # what was awaited has a limit of its own
+                    raise
                 raise WaitTimeoutError(what, on, limit_s) from None
 
     def snapshot(self) -> WorkerStatus:
@@ -140,13 +144,20 @@ class Worker:
         """Release what setup took. Called after run, however it ended."""
 
     async def publish(self, key: str, value: str) -> None:
-        """Put a key of this worker, replacing an older one; it goes when the worker's lease goes."""
+        """Put a key of this worker, replacing an older one; it goes when the worker's lease goes. Rides over outages."""
         await self.board.bounded(
-            asyncio.to_thread(self.resolver.add, key, value, replace=True, lease=self.lease),
+            self._publish_over_outages(key, value),
             what=f"publishing {key}",
             on="name resolve",
             limit_s=self.info.runtime.start_timeout_s,
         )
+
+    async def _publish_over_outages(self, key: str, value: str) -> None:
+        while True:  # bounded by the caller; each turn takes as long as the resolver tries
+            try:
+                return await asyncio.to_thread(self.resolver.add, key, value, replace=True, lease=self.lease)
+            except NameResolveTimeout as error:
+                self.logger.warning("%s; trying again", error)
 
     async def wait_for_key(self, key: str, what: str) -> str:
         """Value of a key, as soon as somebody publishes it."""

@@ -160,7 +160,7 @@ def make_tiny_run(folder: Path, num_prompts: int = 2000) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     make_tiny_model(folder / "model", hidden_size=32, intermediate_size=64, num_layers=1)
-    prompts = (json.dumps({"prompt": f"{number:04d} ", "answer": ""}) for number in range(num_prompts))
+    prompts = (json.dumps({"prompt": f"{number:04d}", "answer": ""}) for number in range(num_prompts))
     (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n", encoding="utf-8")
     (folder / "reward.py").write_text(_TINY_REWARD, encoding="utf-8")
     config = folder / "tiny.yaml"

@@ -78,9 +78,7 @@ def test_mfcs_added_by_config_and_a_reference_model(sorter: Path, tmp_path: Path
                 assert note["checksum"] == pytest.approx(checksum(run.run_dir, event["step"] - 1), rel=1e-12)
     assert checksum(run.run_dir, 0) != pytest.approx(checksum(run.run_dir, 1), rel=1e-12)
     for note in seen:
-        assert note["keys"] == (
-            ["packed_input_ids", "my_weights"] if note["mfc"] == "check" else ["packed_input_ids"]
-        ) or (note["keys"] == sorted(["packed_input_ids", "my_weights"]))
+        assert note["keys"] == {"weigh": ["packed_input_ids"], "check": ["my_weights", "packed_input_ids"]}[note["mfc"]]
         assert note.get("right", True)
     first, second = train_steps(run.run_dir)
     for step in (first, second):

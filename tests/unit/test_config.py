@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config import ConfigError, load_experiment
+from asyncrl.launch.preflight import visible_devices
 from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
 
 MINIMAL = """
@@ -103,3 +104,19 @@ def test_total_steps(config_file):
     config = load_experiment(config_file)
     assert total_steps(config, 65) == 2
     assert total_steps(replace(config, train=replace(config.train, max_steps=1)), 65) == 1
+
+
+def test_gpus_go_to_servers_first_and_then_to_model_workers(config_file):
+    config = load_experiment(config_file, ["allocation=transformers.d1+d2"])
+    specs = plan(config, attempt=1, num_prompts=64, devices=["0", "1"])
+    given = {spec.name: spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs}
+    assert (given["generation_server/0"], given["model_worker/0"], given["model_worker/1"]) == ("0", "1", "0")
+    assert given["rollout_worker/0"] == given["master/0"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in plan(config, attempt=1, num_prompts=64)[0].env
+
+
+def test_visible_devices_are_those_of_the_environment(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-abc")
+    assert visible_devices() == ["2", "GPU-abc"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_devices() == []

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.messages import WorkerStatus
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.name_resolve import NameResolveTimeout, open_name_resolver
 from asyncrl.runtime.worker import STATUS_FD_ENV, WaitTimeoutError, Worker
 
 MEMORY = NameResolveConfig(backend="memory")
@@ -105,6 +105,36 @@ async def test_a_bounded_wait_names_what_and_whom_while_it_lasts_and_when_it_end
     with pytest.raises(WaitTimeoutError, match=r"waited 0.01 s for a batch from head 0"):
         await Recorder(wait).main()
     assert [(w.what, w.on, w.limit_s) for w in seen] == [("a batch", "head 0", 0.01)]
+
+
+async def test_a_limit_that_is_not_the_waits_own_is_told_as_it_is():
+    async def wait(worker):
+        async def give_up():
+            raise NameResolveTimeout("etcd did not answer within 5 s")
+
+        await worker.board.bounded(give_up(), what="a key", on="etcd", limit_s=100.0)
+
+    with pytest.raises(NameResolveTimeout, match="etcd did not answer within 5 s"):
+        await Recorder(wait).main()
+
+
+async def test_publishing_rides_over_an_outage():
+    failures = [NameResolveTimeout("etcd did not answer"), NameResolveTimeout("etcd did not answer")]
+
+    async def publish(worker):
+        add = worker.resolver.add
+
+        def flaky(*args, **kwargs):
+            if failures:
+                raise failures.pop()
+            add(*args, **kwargs)
+
+        worker.resolver.add = flaky
+        await worker.publish(worker.names.gserver_manager(), "http://here")
+        assert worker.resolver.get(worker.names.gserver_manager()) == "http://here"
+
+    await Recorder(publish).main()
+    assert failures == []
 
 
 async def test_waiting_for_a_key_nobody_publishes_has_a_limit():

@@ -1,0 +1,338 @@
+"""The launcher with real processes: whatever happens to a run, its first cause is told and nothing of it is left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import msgspec
+import psutil
+import pytest
+
+from asyncrl.config import NameResolveConfig, load_experiment
+from asyncrl.launch import cli
+from asyncrl.launch.children import tail_of
+from asyncrl.launch.program import load_process_config, plan, save_config
+from asyncrl.launch.rundir import RunLock, RunRecord, read_record, write_record
+from asyncrl.messages import WorkerStatus
+from asyncrl.names import Names
+from asyncrl.runtime.etcd_server import EtcdServer
+from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
+
+WORKERS = ["generation_server/0", "gserver_manager/0", "master/0", "model_worker/0", "rollout_worker/0"]
+LIMIT_S = 100.0  # of a wait, on a busy machine
+ENDLESS = "train.num_epochs=1000", "train.max_steps=0"
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def start(config, tmp_path):
+    """Launches the tiny run in a folder of the test's own; what is left of it at the end of the test is killed."""
+    runs = []
+
+    def start_run(*overrides, env=None):
+        run = launch(config, f"fileroot={tmp_path}", *overrides, env=env)
+        runs.append(run)
+        return run
+
+    yield start_run
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture
+def etcd(tmp_path):
+    with EtcdServer(tmp_path / "user_etcd", tmp_path / "user_etcd.log") as server:
+        yield server
+
+
+def all_started(run):
+    """Every process is there; most are still importing."""
+    run.wait_until(lambda: len(workers_of(run)) == len(WORKERS), "all workers were started", LIMIT_S)
+
+
+def workers_of(run):
+    return [process for process in processes_of(run.run_dir) if "asyncrl.launch.worker_main" in cmdline(process)]
+
+
+def cmdline(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def etcd_pid(run):
+    def find():
+        return [process.pid for process in processes_of(run.run_dir) if "--data-dir" in cmdline(process)]
+
+    return run.wait_until(find, "etcd was there", LIMIT_S)[0]
+
+
+def is_open(endpoint):
+    host, _, port = endpoint.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ told to stop
+
+
+def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys):
+    run = start(*ENDLESS)
+    run.wait_for_step(1, LIMIT_S)
+
+    assert cli.main(["status", str(run.run_dir)]) == 0
+    by_folder = capsys.readouterr().out
+    assert all(worker in by_folder for worker in WORKERS)
+    assert "running" in by_folder
+    assert cli.main(["status", str(config), f"fileroot={tmp_path}"]) == 0
+    assert "master/0" in capsys.readouterr().out
+
+    assert cli.main(["run", str(config), f"fileroot={tmp_path}"]) == 1
+    assert f"is in use by process {run.popen.pid}" in capsys.readouterr().out.replace("\n", "")
+
+    for worker in WORKERS:
+        resolved = load_process_config(run.run_dir / "configs" / "attempt_1" / f"{worker.replace('/', '_')}.yaml")
+        assert resolved.worker.name == worker
+        assert resolved.worker.name_resolve.endpoints == read_record(run.run_dir).endpoints
+
+    assert cli.main(["stop", str(run.run_dir)]) == 0
+    assert run.wait(10) == 128 + signal.SIGTERM, run.output()
+    assert_nothing_left(run.run_dir)
+    assert not is_open(read_record(run.run_dir).endpoints[0])
+    assert "of 5 processes run; starting: " in run.output()
+
+    capsys.readouterr()
+    assert cli.main(["status", str(run.run_dir)]) == 3
+    assert "the last one was attempt 1" in capsys.readouterr().out.replace("\n", " ")
+    assert cli.main(["stop", str(run.run_dir)]) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_workers_are_still_importing(start, number):
+    run = start(*ENDLESS)
+    all_started(run)
+    run.signal(number)
+    assert run.wait(LIMIT_S) == 128 + number, run.output()
+    assert_nothing_left(run.run_dir)
+
+
+def test_asked_twice_it_does_not_wait_for_a_worker_that_hangs(start):
+    run = start(*ENDLESS, "runtime.stop_timeout_s=1000")
+    all_started(run)
+    run.worker("master/0").suspend()
+    run.signal(signal.SIGINT)
+    run.wait_for_output("waiting up to 400 s for master/0 to stop; a second Ctrl-C kills at once", LIMIT_S)
+    run.signal(signal.SIGINT)
+    assert run.wait(LIMIT_S) == 130, run.output()
+    assert_nothing_left(run.run_dir)
+
+
+@pytest.fixture
+def with_grandchildren(tmp_path):
+    """Override: a reward function that starts processes, one of them in a session of its own."""
+    file = tmp_path / "starts_processes.py"
+    file.write_text(
+        "import subprocess\n"
+        "subprocess.Popen(['sleep', '1001'])\n"
+        "subprocess.Popen(['sleep', '1002'], start_new_session=True)\n"
+        "def reward(prompt, completion, answer):\n"
+        "    return 1.0\n"
+    )
+    return f"rollout.tasks.default.reward={file}:reward"
+
+
+def grandchildren(run):
+    sleeping = [process for process in processes_of(run.run_dir) if cmdline(process)[:1] == ["sleep"]]
+    return sleeping if len(sleeping) == 2 else []
+
+
+def test_ctrl_c_in_the_terminal_ends_grandchildren_too(start, with_grandchildren):
+    run = start(*ENDLESS, with_grandchildren)
+    run.wait_until(lambda: grandchildren(run), "the reward function had started its processes", LIMIT_S)
+    run.signal(signal.SIGINT, group=True)
+    assert run.wait(LIMIT_S) == 130, run.output()
+    assert_nothing_left(run.run_dir)
+
+
+def test_a_killed_launcher_leaves_nothing(start, with_grandchildren):
+    run = start(*ENDLESS, with_grandchildren)
+    run.wait_until(lambda: grandchildren(run), "the reward function had started its processes", LIMIT_S)
+    endpoint = read_record(run.run_dir).endpoints[0]
+    assert is_open(endpoint)
+    run.signal(signal.SIGKILL)
+    assert run.wait(10) == -signal.SIGKILL
+    assert_nothing_left(run.run_dir)
+    assert not is_open(endpoint)
+
+
+# ---------------------------------------------------------------------------------------------------------------- failures
+
+
+def test_etcd_comes_back_and_a_killed_worker_is_the_first_cause(start):
+    run = start(*ENDLESS)
+    step = run.wait_for_step(1, LIMIT_S)["step"]
+    os.kill(etcd_pid(run), signal.SIGKILL)
+    run.wait_for_output("etcd runs again", LIMIT_S)
+    run.wait_for_step(step + 20, LIMIT_S)
+
+    run.worker("model_worker/0").kill()
+    assert run.wait(LIMIT_S) == 1
+    assert "failed: model_worker/0 was killed by signal SIGKILL" in run.output()
+    assert "logs/attempt_1/model_worker_0.log" in run.output()
+    assert_nothing_left(run.run_dir)
+
+
+def test_an_error_is_told_with_its_traceback(start, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("def reward(prompt, completion, answer): return 1.0\n1 / 0\n")
+    run = start(*ENDLESS, f"rollout.tasks.default.reward={broken}:reward")
+    assert run.wait(LIMIT_S) == 1
+    output = run.output()
+    assert "failed: rollout_worker/0 failed" in output
+    assert f'File "{broken}", line 2' in output
+    assert output.index("ZeroDivisionError") < output.index("Its log: ")
+    assert_nothing_left(run.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        ("os._exit(3)", "ended with exit code 3; its log ends with"),
+        ("os.kill(os.getpid(), 11)", "was killed by signal SIGSEGV"),
+    ],
+)
+def test_a_worker_that_dies_before_it_can_speak(start, tmp_path, ending, told):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if any('gserver_manager_0' in argument for argument in sys.orig_argv):\n"
+        "    print('last words', file=sys.stderr, flush=True)\n"
+        f"    {ending}\n"
+    )
+    run = start(*ENDLESS, env={"PYTHONPATH": str(tmp_path)})
+    assert run.wait(LIMIT_S) == 1
+    assert f"failed: gserver_manager/0 {told}" in run.output()
+    assert "last words" in run.output()
+    assert_nothing_left(run.run_dir)
+
+
+def test_a_folder_that_cannot_be_written(config, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["run", str(config), f"fileroot={tmp_path / 'file'}"]) == 1
+    output = capsys.readouterr().out.replace("\n", " ")
+    assert f"the run's folder {tmp_path / 'file'}/tiny/t0 cannot be written" in output
+    assert "set fileroot=" in output
+
+
+# ------------------------------------------------------------------------------------------------------- the user's own etcd
+
+
+def test_a_run_in_the_users_etcd_with_nobody_reading_its_output(config, tmp_path, etcd, capsys):
+    """It goes to its end, though whoever read its output is gone, and deletes its keys. Its name is taken meanwhile."""
+    endpoints = f"name_resolve.endpoints=[{etcd.endpoint}]"
+    command = [sys.executable, "-m", "asyncrl.launch.cli", "run", str(config), f"fileroot={tmp_path}", endpoints]
+    with subprocess.Popen([*command, "train.max_steps=5"], stdout=subprocess.PIPE, text=True) as run:
+        run_dir = tmp_path / "tiny" / "t0"
+        try:
+            assert "logs in" in run.stdout.readline()
+            assert "processes run" in run.stdout.readline()
+            run.stdout.close()
+
+            assert cli.main(["run", str(config), f"fileroot={tmp_path / 'elsewhere'}", endpoints]) == 1
+            output = capsys.readouterr().out.replace("\n", " ")
+            assert f"a run of this name, in {socket.gethostname()}:{run_dir}" in output
+            assert run.wait(LIMIT_S) == 0
+        finally:
+            run.kill()
+    assert [record["step"] for record in train_steps(run_dir)] == [1, 2, 3, 4, 5]
+    assert_nothing_left(run_dir)
+    with open_name_resolver(NameResolveConfig(endpoints=[etcd.endpoint])) as resolver:
+        assert resolver.get_subtree("asyncrl") == {}
+
+
+def test_endpoints_that_do_not_answer_are_named(config, tmp_path, capsys):
+    unreachable = ["name_resolve.endpoints=[127.0.0.1:1]", "name_resolve.timeout_s=0.5"]
+    assert cli.main(["run", str(config), f"fileroot={tmp_path}", *unreachable]) == 1
+    output = capsys.readouterr().out
+    assert "failed: name_resolve.endpoints=['127.0.0.1:1']: etcd did not answer" in output
+    assert_nothing_left(tmp_path / "tiny" / "t0")
+
+
+def test_status_when_etcd_is_down(tmp_path, capsys):
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    write_record(
+        tmp_path,
+        RunRecord(pid=os.getpid(), attempt=2, experiment="e", trial="t", endpoints=["127.0.0.1:1"], started=0.0),
+    )
+    assert cli.main(["status", str(tmp_path)]) == 1
+    assert "its name resolve at 127.0.0.1:1 does not answer" in capsys.readouterr().out.replace("\n", " ")
+    lock.release()
+
+
+# -------------------------------------------------------------------------------------------------------- a process alone
+
+
+def test_a_process_runs_alone_from_its_config(config, tmp_path, etcd):
+    """Without a launcher it keeps its own lease, publishes its own status, and takes its keys along when it ends."""
+    experiment = load_experiment(config, [f"fileroot={tmp_path}", f"name_resolve.endpoints=[{etcd.endpoint}]"])
+    spec = next(spec for spec in plan(experiment, attempt=1, num_prompts=100) if spec.kind == "gserver_manager")
+    file = tmp_path / "gserver_manager_0.yaml"
+    save_config(spec.config, file)
+    log = tmp_path / "alone.log"
+    command = [sys.executable, "-m", "asyncrl.launch.worker_main", str(file)]
+    names = Names(experiment.experiment, experiment.trial)
+    with (
+        open_name_resolver(NameResolveConfig(endpoints=[etcd.endpoint])) as resolver,
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=output) as process,
+    ):
+        try:
+            assert resolver.wait(names.gserver_manager(), LIMIT_S).startswith("http://127.0.0.1:")
+            status = msgspec.json.decode(resolver.wait(names.status("gserver_manager/0"), LIMIT_S), type=WorkerStatus)
+            assert status.pid == process.pid
+            process.terminate()
+            assert process.wait(LIMIT_S) == 0, tail_of(log)
+        finally:
+            process.kill()
+        assert names.gserver_manager() not in resolver.get_subtree(names.root)
+        assert resolver.get_subtree(names.statuses()) == {}
+
+
+# ------------------------------------------------------------------------------------------------------------------- check
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.batch_size=5000", "has only 2000 prompts, so a batch could never be full"),
+        ("generation.num_blocks=0", "cannot hold one full sequence"),
+        ("manager.heartbeat_s=10", "manager.lease_s=15.0: must be at least twice manager.heartbeat_s"),
+        ("name_resolve.backend=memory", "a run needs etcd"),
+        ("name_resolve.binary=/no/etcd", "not an executable file"),
+        ("model_path=/nowhere", "there is no config.json"),
+        ("rollout.tasks.default.reward=nowhere.py:reward", "there is no file"),
+        ("prompts.path=/nowhere.jsonl", "prompts.path='/nowhere.jsonl'"),
+    ],
+)
+def test_check_refuses_what_cannot_run(config, tmp_path, capsys, override, told):
+    assert cli.main(["check", str(config), f"fileroot={tmp_path}", override]) == 2
+    assert told in capsys.readouterr().out.replace("\n", " ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_starts_nothing(config, tmp_path, capsys):
+    assert cli.main(["check", str(config), f"fileroot={tmp_path}"]) == 0
+    output = capsys.readouterr().out
+    assert all(worker in output for worker in WORKERS)
+    assert "ok: this config can run" in output
+    assert list(tmp_path.iterdir()) == []

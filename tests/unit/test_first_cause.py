@@ -1,0 +1,91 @@
+"""Of several processes that failed: which was the first, and what is told of it."""
+
+import signal
+
+import pytest
+
+from asyncrl.config import load_experiment
+from asyncrl.launch.children import Child, first_cause
+from asyncrl.launch.program import plan
+from asyncrl.messages import WorkerStatus
+
+CONFIG = """
+model_path: m
+prompts: {path: p.jsonl}
+rollout: {tasks: {default: {reward: "rewards.py:reward"}}}
+"""
+
+
+@pytest.fixture
+def specs(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG)
+    return {spec.name: spec for spec in plan(load_experiment(file), attempt=1, num_prompts=100)}
+
+
+@pytest.fixture
+def child(specs, tmp_path):
+    def make(name, *, code=None, ended=0.0, error="", error_time=0.0):
+        log = tmp_path / f"{specs[name].file_stem}.log"
+        log.write_text("".join(f"line {number} of {name}\n" for number in range(100)))
+        made = Child(specs[name], process=None, log=log, pipe=-1, lease=None, returncode=code, ended=ended)
+        if error:
+            made.status = WorkerStatus(
+                worker=name, pid=1, attempt=1, state="error", time=error_time, progress=1, error=error
+            )
+        return made
+
+    return make
+
+
+def test_the_first_error_is_told_whoever_is_first_to_exit(child):
+    text = first_cause(
+        [
+            child("master/0", code=1, ended=11.0, error="Traceback\nLostError: gone\n", error_time=10.2),
+            child("model_worker/0", code=None, error="Traceback\nZeroDivisionError: why\n", error_time=10.0),
+            child("rollout_worker/0"),
+            child("gserver_manager/0", code=0, ended=9.0),
+        ]
+    )
+    assert text.startswith("model_worker/0 failed\n\nTraceback\nZeroDivisionError: why\n\nIts log: ")
+    assert text.endswith("\nFailed after it: master/0")
+
+
+@pytest.mark.parametrize(("ended", "first"), [(10.4, "model_worker/0"), (10.6, "master/0")])
+def test_a_killed_process_is_noticed_late(child, ended, first):
+    text = first_cause(
+        [
+            child("master/0", code=1, ended=10.1, error="ConnectionLost", error_time=10.0),
+            child("model_worker/0", code=-signal.SIGKILL, ended=ended),
+        ]
+    )
+    assert text.startswith(first)
+
+
+def test_an_abort_of_its_own_is_not(child):
+    """A collective's library aborts the process whose peer has failed."""
+    text = first_cause(
+        [
+            child("master/0", code=1, ended=10.1, error="the cause", error_time=10.0),
+            child("model_worker/0", code=-signal.SIGABRT, ended=10.2),
+        ]
+    )
+    assert text.startswith("master/0 failed")
+
+
+def test_one_that_could_not_speak_is_told_with_the_end_of_its_log(child):
+    text = first_cause([child("rollout_worker/0", code=3, ended=1.0)])
+    assert text.startswith(
+        "rollout_worker/0 ended with exit code 3; its log ends with\n\nline 75 of rollout_worker/0\n"
+    )
+    assert "line 99 of rollout_worker/0\n\nIts log: " in text
+    killed = first_cause([child("rollout_worker/0", code=-signal.SIGSEGV, ended=1.0)])
+    assert killed.startswith("rollout_worker/0 was killed by signal SIGSEGV; its log ends with")
+    by_hand = first_cause([child("rollout_worker/0", code=-signal.SIGKILL, ended=1.0)])
+    assert "signal SIGKILL (by somebody, or for want of memory: see `dmesg`)" in by_hand
+
+
+def test_a_log_that_is_gone(child):
+    silent = child("rollout_worker/0", code=3, ended=1.0)
+    silent.log.unlink()
+    assert "(the log cannot be read: " in first_cause([silent])

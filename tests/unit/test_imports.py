@@ -1,0 +1,79 @@
+"""A process that computes nothing on tensors imports no torch: that is what makes it start at once."""
+
+import subprocess
+import sys
+
+TORCHLESS = [
+    "asyncrl.config",
+    "asyncrl.names",
+    "asyncrl.messages",
+    "asyncrl.data.sequence",
+    "asyncrl.data.codec",
+    "asyncrl.data.prompts",
+    "asyncrl.runtime.worker",
+    "asyncrl.runtime.metrics",
+    "asyncrl.runtime.etcd",
+    "asyncrl.runtime.etcd_server",
+    "asyncrl.runtime.push_pull",
+    "asyncrl.runtime.request_reply",
+    "asyncrl.runtime.service_client",
+    "asyncrl.weights",
+    "asyncrl.dataflow",
+    "asyncrl.topology",
+    "asyncrl.rollout.worker",
+    "asyncrl.manager.worker",
+    "asyncrl.master.worker",
+    "asyncrl.generation.worker",  # it imports its engine when its arguments are checked
+    "asyncrl.launch.cli",
+    "asyncrl.launch.worker_main",
+    "asyncrl.testing.runs",
+    "asyncrl.testing.tiny",
+]
+HEAVY = ["torch", "transformers", "accelerate", "scipy", "sklearn", "pandas", "datasets", "pyarrow", "matplotlib"]
+
+
+def run_code(code):
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def imported_by(code, names):
+    """Which of these modules are imported after running the code."""
+    return run_code(f"{code}\nimport sys\nprint([name for name in {names!r} if name in sys.modules])")
+
+
+def test_no_torch_and_nothing_else_that_is_heavy():
+    code = (
+        "import importlib, sys\n"
+        f"for module in {TORCHLESS!r}:\n"
+        "    importlib.import_module(module)\n"
+        f"    heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "    if heavy:\n"
+        "        print(module, 'imports', heavy)\n"
+        "        break"
+    )
+    assert run_code(code) == ""
+
+
+def test_a_tokenizer_without_torch(tmp_path):
+    from asyncrl.testing.tiny import make_char_tokenizer
+
+    make_char_tokenizer(tmp_path)
+    code = f"from asyncrl.data.prompts import load_tokenizer\nload_tokenizer({str(tmp_path)!r}).encode('0123')"
+    assert imported_by(code, ["torch"]) == "[]"
+
+
+def test_tensorboard_events_without_torch(tmp_path):
+    code = (
+        "from pathlib import Path\nfrom asyncrl.runtime.metrics import MetricsWriter\n"
+        f"writer = MetricsWriter(Path({str(tmp_path)!r}), tensorboard=True)\n"
+        "writer.write(1, {'reward/mean': 0.5})\nwriter.close()"
+    )
+    assert imported_by(code, ["torch"]) == "[]"
+    assert [file.name for file in (tmp_path / "tensorboard").iterdir()]
+
+
+def test_name_resolve_without_etcd3_until_it_is_opened():
+    assert imported_by("import asyncrl.runtime.name_resolve", ["grpc", "etcd3"]) == "[]"

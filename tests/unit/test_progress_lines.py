@@ -1,0 +1,204 @@
+"""What `asyncrl-launch run` prints: lines of steps and evaluations, who is starting, who waits for long, the summary."""
+
+import io
+import re
+
+import msgspec
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.launch.progress import (
+    LongWaits,
+    MetricsTail,
+    RunConsole,
+    RunView,
+    format_record,
+    print_summary,
+    start_text,
+)
+from asyncrl.messages import Wait, WorkerStatus
+from asyncrl.runtime.metrics import JsonLinesWriter
+
+STEP = {
+    "step": 3,
+    "version": 3,
+    "reward/mean": 0.25,
+    "offpolicy/head_mean": 1.5,
+    "offpolicy/head_max": 2.0,
+    "offpolicy/tail_mean": 0.5,
+    "throughput/tokens_per_s": 1234.5,
+    "time/wait_data_s": 0.1,
+    "time/train_s": 0.51,
+    "time/wait_weights_s": 0.02,
+}
+EVALUATION = {"step": 30, "eval/sampled_reward": 0.8, "eval/greedy_reward": 0.934}
+
+
+def plain(markup):
+    return Text.from_markup(markup).plain
+
+
+def status(worker, state="running", *waits):
+    return WorkerStatus(worker=worker, pid=1, attempt=1, state=state, time=0.0, progress=0, waits=list(waits))
+
+
+def wait(what, on="master/0", since_s=1.0):
+    return Wait(what=what, on=on, since_s=since_s, limit_s=600.0)
+
+
+def make_console(**options):
+    return Console(file=io.StringIO(), width=200, **options)
+
+
+def test_the_line_of_a_step():
+    assert plain(format_record(STEP, 60)) == (
+        "step    3/60  version    3  reward 0.250  off-policy head 1.50 (max 2) tail 0.50    1234 tokens/s  "
+        "waited data 0.10 s  train 0.51 s  weights 0.02 s"
+    )
+
+
+def test_the_line_of_an_evaluation():
+    assert plain(format_record(EVALUATION, 60)) == "eval  step   30  reward sampled 0.800  greedy 0.934"
+    assert plain(format_record({"step": 0, "eval/greedy_reward": 1.0}, 60)) == "eval  step    0  reward greedy 1.000"
+
+
+def test_only_what_this_attempt_writes_is_shown_and_no_half_line(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(msgspec.json.encode({**STEP, "step": 1}).decode() + "\n")
+    tail = MetricsTail(tmp_path, 60)
+    assert tail.new_lines() == []
+    line = msgspec.json.encode(STEP)
+    with file.open("ab", buffering=0) as writer:
+        writer.write(line[:20])
+        assert tail.new_lines() == []
+        writer.write(line[20:] + b"\n" + msgspec.json.encode(EVALUATION) + b"\n")
+    assert [plain(text)[:12] for text in tail.new_lines()] == ["step    3/60", "eval  step  "]
+    assert tail.new_lines() == []
+    tail.close()
+
+
+def test_who_is_starting_and_at_what():
+    statuses = [
+        status("master/0", "starting", wait("model workers to connect")),
+        status("model_worker/0", "starting", wait("its imports")),
+        status("rollout_worker/0", "starting"),
+        status("gserver_manager/0"),
+    ]
+    assert start_text(statuses) == (
+        "1 of 4 processes run; starting: master/0 (model workers to connect), model_worker/0 (its imports), "
+        "rollout_worker/0 (setting up)"
+    )
+    many = [status(f"generation_server/{index}", "starting") for index in range(20)]
+    assert start_text(many).endswith("generation_server/7 (setting up) and 12 more")
+
+
+def test_when_all_run_what_the_master_waits_for():
+    assert start_text([status("gserver_manager/0")]) == "all 1 processes run"
+    assert (
+        start_text([status("master/0", "running", wait("a batch", "rollout_worker/0")), status("rollout_worker/0")])
+        == "all 2 processes run; master/0 waits: a batch from rollout_worker/0"
+    )
+
+
+def test_a_long_wait_is_told_when_it_has_doubled():
+    waits = LongWaits()
+    told = [
+        since_s
+        for since_s in range(200)
+        if waits.new([status("master/0", "running", wait(f"step {since_s} to end", "model workers", float(since_s)))])
+    ]
+    assert told == [21, 42, 84, 168]
+
+
+def test_a_long_wait_names_all_three():
+    waiting = wait("the next piece", "generation_server/1", 25.0)
+    statuses = [status(f"rollout_worker/{index}", "running", waiting, waiting) for index in range(3)]
+    assert LongWaits().new(statuses) == [
+        "rollout_worker/0 and 2 more like it waited 25 s so far for the next piece from generation_server/1 (limit 600 s)"
+    ]
+
+
+def test_without_a_terminal_there_is_a_line_per_change(tmp_path):
+    console = make_console()
+    view = RunView(tmp_path, 60, console)
+    starting = [status("master/0", "starting"), status("rollout_worker/0", "starting", wait("its [imports]"))]
+    view.turn(starting)
+    view.turn(starting)
+    view.turn([status("master/0"), starting[1]])
+    view.notice("the disk [is] full")
+    with JsonLinesWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write(STEP)
+    view.turn([status("master/0"), status("rollout_worker/0")])
+    view.turn([status("master/0"), status("rollout_worker/0", "starting")])  # no news of the start any more
+    view.close()
+    assert [re.sub(r"^ *\d+\.\d s ", "", line) for line in console.file.getvalue().splitlines()] == [
+        " 0 of 2 processes run; starting: master/0 (setting up), rollout_worker/0 (its [imports])",
+        " 1 of 2 processes run; starting: rollout_worker/0 (its [imports])",
+        "warning: the disk [is] full",
+        plain(format_record(STEP, 60)),
+    ]
+
+
+def test_on_a_terminal_the_start_is_one_line_that_goes_away(tmp_path):
+    console = make_console(force_terminal=True)
+    view = RunView(tmp_path, 60, console)
+    view.turn([status("master/0", "starting")])
+    view.close()
+    assert "starting: master/0" in console.file.getvalue()
+    assert console.file.getvalue().rstrip().endswith("\x1b[?25h\r\x1b[1A\x1b[2K")  # cursor shown, line erased
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, OSError])
+def test_a_view_that_nobody_sees_falls_silent(tmp_path, error, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise error
+
+    monkeypatch.setattr(RunConsole, "on_broken_pipe", lambda self: setattr(self, "quiet", True))
+    console = RunConsole(file=Gone())
+    view = RunView(tmp_path, 60, console)
+    view.notice("unheard")
+    assert console.quiet
+    view.turn([status("master/0", "starting")])
+    view.close()
+
+
+def test_the_summary(tmp_path):
+    summary = {
+        "steps": 60,
+        "version": 60,
+        "sequences": 30720,
+        "generated_tokens": 200000,
+        "wall_s": 61.2,
+        "training_s": 50.0,
+        "first_reward": 0.16,
+        "last_reward": 0.9,
+        "evaluations": [
+            {"step": 60, "eval/sampled_reward": 0.88, "eval/greedy_reward": 0.95},
+            {"step": 0, "eval/sampled_reward": 0.16},
+        ],
+        "trainer_idle_share": 0.2,
+        "trainer_waits_data_share": 0.15,
+        "trainer_waits_weights_share": 0.05,
+        "generation_idle_share": None,
+        "head_offpolicyness_mean": 1.2,
+        "head_offpolicyness_max": 2.0,
+        "sequences_of_two_versions": 12,
+        "rejected": {"too_long": 3},
+    }
+    (tmp_path / "summary.json").write_bytes(msgspec.json.encode(summary))
+    console = make_console()
+    print_summary(tmp_path, console)
+    text = re.sub(r"\s+", " ", re.sub(r"[│┌┐└┘─]", " ", console.file.getvalue()))
+    for expected in (
+        "train steps 60 (version 60)",
+        "reward of a batch 0.160 in the first step, 0.900 in the last",
+        "evaluation at step 0 sampled 0.160 evaluation at step 60 sampled 0.880, greedy 0.950",
+        "trainer idle 20% of the time (waiting for data 15%, for weights 5%)",
+        "generation idle unknown",
+        "mean 1.20, max 2; 12 responses sampled by more than one version",
+        "rejected prompts too_long: 3",
+        f"AutoModelForCausalLM.from_pretrained('{tmp_path / 'checkpoints' / 'final'}')",
+    ):
+        assert expected in text

@@ -1,0 +1,80 @@
+"""The folder of a run: its lock, its attempts, its record."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.launch.rundir import (
+    LaunchError,
+    RunBusyError,
+    RunLock,
+    RunRecord,
+    begin_attempt,
+    holder,
+    is_running,
+    read_record,
+    write_record,
+)
+
+RECORD = RunRecord(pid=4, attempt=2, experiment="e", trial="t", endpoints=["h:1"], started=3.0)
+
+
+def test_one_launcher_at_a_time(tmp_path):
+    run_dir = tmp_path / "e" / "t"
+    assert not is_running(run_dir)
+    assert holder(run_dir) is None
+    lock = RunLock(run_dir)
+    lock.acquire()
+    assert is_running(run_dir)
+    assert holder(run_dir) == os.getpid()
+    with pytest.raises(RunBusyError, match=f"in use by process {os.getpid()}; stop it with `asyncrl-launch stop"):
+        RunLock(run_dir).acquire()
+    lock.release()
+    assert not is_running(run_dir)
+    second = RunLock(run_dir)
+    second.acquire()
+    second.release()
+
+
+def test_the_lock_ends_with_its_process(tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from asyncrl.launch.rundir import RunLock\n"
+        "RunLock(Path(sys.argv[1])).acquire(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    assert (tmp_path / "launcher.lock").read_text()  # the pid of the dead is still there, and counts for nothing
+    assert not is_running(tmp_path)
+    assert holder(tmp_path) is None
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert holder(tmp_path) == os.getpid()
+    lock.release()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match=r"cannot be written: .* set fileroot=\.\.\."):
+        RunLock(tmp_path / "file" / "e").acquire()
+    assert not is_running(tmp_path / "file" / "e")
+    assert read_record(tmp_path / "file" / "e") is None
+
+
+def test_attempts_are_counted_by_folders(tmp_path):
+    assert [begin_attempt(tmp_path) for _ in range(3)] == [1, 2, 3]
+    assert os.readlink(tmp_path / "logs" / "latest") == "attempt_3"
+    assert (tmp_path / "logs" / "latest").is_dir()
+
+
+def test_the_record_survives(tmp_path):
+    assert read_record(tmp_path) is None
+    write_record(tmp_path, RECORD)
+    assert read_record(tmp_path) == RECORD
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_broken_record_is_named(tmp_path):
+    (tmp_path / "run.json").write_text('{"pid": "x"')
+    with pytest.raises(LaunchError, match=r"run\.json cannot be read"):
+        read_record(tmp_path)

@@ -1,0 +1,120 @@
+"""The scripts in launcher/, with a Python that only writes down what it is asked for."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "$PWD: $*" >>"$CALLS"
+case "$*" in
+"-c "*) exit "${TOO_OLD:-0}" ;;
+"--version") echo "Python 2.7" ;;
+"-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+"-m pip install "*) exit "${OFFLINE:-0}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A repository in a folder with a space in its name."""
+    root = tmp_path / "my clone"
+    shutil.copytree(REPOSITORY / "launcher", root / "launcher")
+    shutil.copy(REPOSITORY / "pyproject.toml", root)
+    (root / "configs").mkdir()
+    (root / "configs" / "quickstart_cpu.yaml").write_text("")
+    return root
+
+
+@pytest.fixture
+def call(clone, tmp_path):
+    """Calls a script; what its Python was asked for, a line `folder: arguments` each."""
+    python = tmp_path / "fake python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    calls = tmp_path / "calls"
+
+    def call_script(script, *arguments, cwd=clone, code=0, **env):
+        calls.write_text("")
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("ASYNCRL_")}
+        done = subprocess.run(
+            ["bash", str(clone / "launcher" / script), *arguments],
+            cwd=cwd,
+            env={**inherited, "PYTHON": str(python), "CALLS": str(calls), **env},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        call_script.output = done.stdout + done.stderr
+        return calls.read_text().splitlines()
+
+    return call_script
+
+
+def test_the_first_time_it_installs_and_the_second_time_it_does_not(call, clone):
+    first = call("run_async_ppo.sh")
+    assert any(f"-m venv --clear {clone}/.venv" in line for line in first)
+    assert any("pip install" in line and "torch==" in line for line in first)
+    assert any(f"-e {clone}" in line for line in first)
+    assert call("run_async_ppo.sh") == [
+        f"{clone}: -m asyncrl.launch.cli prepare configs/quickstart_cpu.yaml",
+        f"{clone}: -m asyncrl.launch.cli run configs/quickstart_cpu.yaml",
+    ]
+
+
+def test_an_installation_that_failed_is_begun_again(call):
+    call("run_async_ppo.sh", code=1, OFFLINE="1")
+    assert any("pip install" in line for line in call("run_async_ppo.sh"))
+
+
+def test_another_set_of_requirements_is_installed(call):
+    call("run_async_ppo.sh")
+    assert any("[dev]" in line for line in call("run_tests.sh"))
+    assert not any("pip install" in line for line in call("run_async_ppo.sh"))
+    assert any("torch==2.12.0" in line for line in call("run_async_ppo.sh", ASYNCRL_TORCH="2.12.0"))
+
+
+def test_overrides_without_a_config_go_to_the_quickstart(call, clone, tmp_path):
+    assert call("run_async_ppo.sh", "trial=a b", "seed=2", cwd=tmp_path)[-1] == (
+        f"{clone}: -m asyncrl.launch.cli run configs/quickstart_cpu.yaml trial=a b seed=2"
+    )
+
+
+def test_a_config_is_taken_from_the_folder_of_the_caller(call, clone, tmp_path):
+    (tmp_path / "my run.yaml").write_text("")
+    assert call("run_async_ppo.sh", "my run.yaml", "seed=2", cwd=tmp_path)[-1] == (
+        f"{tmp_path}: -m asyncrl.launch.cli run my run.yaml seed=2"
+    )
+    assert call("run_async_ppo.sh", "configs/quickstart_cpu.yaml", cwd=tmp_path)[-1].startswith(f"{clone}: ")
+
+
+def test_an_environment_elsewhere(call, clone, tmp_path):
+    call("run_async_ppo.sh", cwd=tmp_path, ASYNCRL_VENV="my venv")
+    assert (tmp_path / "my venv" / "bin" / "python").exists()
+    assert not (clone / ".venv").exists()
+
+
+def test_a_python_that_is_too_old(call):
+    call("run_async_ppo.sh", code=1, TOO_OLD="1")
+    assert "needs Python 3.10 or newer" in call.output
+    assert "is Python 2.7. Set PYTHON=" in call.output
+
+
+def test_help_needs_no_installation(call, tmp_path):
+    assert call("run_async_ppo.sh", "--help", cwd=tmp_path) == []
+    assert "[CONFIG] [key=value ...]" in call.output
+
+
+def test_tests_run_in_the_repository(call, clone, tmp_path):
+    assert call("run_tests.sh", cwd=tmp_path)[-4:] == [
+        f"{clone}: -m ruff check .",
+        f"{clone}: -m ruff format --check .",
+        f"{clone}: -m mypy",
+        f"{clone}: -m pytest",
+    ]
+    assert call("run_tests.sh", "tests/unit", "-k", "a b", cwd=tmp_path) == [f"{clone}: -m pytest tests/unit -k a b"]
