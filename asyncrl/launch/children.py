@@ -82,7 +82,7 @@ class Child:
 
     def ask_to_stop(self) -> None:
         if self.returncode is None:
-            self.process.terminate()
+            os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate would reap one that has ended: that is for poll
 
     def kill(self) -> None:
         """SIGKILL for it and all in its process group."""

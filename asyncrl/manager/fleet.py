@@ -204,6 +204,7 @@ class Fleet:
                 self.counters["succeeded", update.server] += 1
                 self.update_seconds[update.server] += now - began
                 self._logger.info("%s serves %s (%.2f s)", update.server, update.version, now - began)
+                asyncio.get_running_loop().call_later(self.table.companions_wait_s(now), self._changed)
         self._changed()
 
     async def _load(self, update: Update) -> None:

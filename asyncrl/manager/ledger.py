@@ -229,7 +229,9 @@ class Ledger:
         )
         if refusal:
             return refusal
-        return "" if self.servers.has(served) else "no_server"
+        if not self.servers.has(served):
+            return "no_server"
+        return "updating" if self.servers.awaits_companions(now) else ""
 
     # ------------------------------------------------------------------------------------- calls of rollout workers
 

@@ -31,6 +31,8 @@ _NEXT: dict[ServerState, frozenset[ServerState]] = {
     ServerState.DEAD: frozenset({ServerState.STALE}),
 }
 
+LEAST_COMPANIONS_S, MOST_COMPANIONS_S = 0.1, 5.0  # see awaits_companions
+
 
 @dataclass
 class Server:
@@ -64,6 +66,7 @@ class ServerTable:
     served: int = -1  # newest version that a server of this attempt has served; never goes back within the attempt
     servers: dict[str, Server] = field(default_factory=dict)
     _last_picked: str = ""
+    _companions_until: float = float("-inf")
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -128,8 +131,8 @@ class ServerTable:
         server.loading = version
         return server.life
 
-    def loaded(self, name: str, life: int, version: WeightVersion, now: float) -> bool:
-        """It has loaded and echoed a verified version. False: void (it died meanwhile, or the attempt is over)."""
+    def loaded(self, name: str, life: int, version: WeightVersion, now: float, took_s: float = 0.0) -> bool:
+        """It has loaded and echoed a verified version, in took_s. False: void (it died meanwhile, or the attempt is over)."""
         server = self.servers[name]
         if server.life != life or server.state is not ServerState.UPDATING:
             return False
@@ -139,8 +142,27 @@ class ServerTable:
             return False
         self._move(server, ServerState.HEALTHY, "")
         server.version = version
-        self.served = max(self.served, version.version)
+        if version.version > self.served:
+            self.served = version.version
+            self._companions_until = now + min(took_s + LEAST_COMPANIONS_S, MOST_COMPANIONS_S)
         return True
+
+    def awaits_companions(self, now: float) -> bool:
+        """A new version is served, but servers that began to load it together with the first one are not done yet.
+
+        What a new version lets in comes all at once; the first server to have it must not get all of it. So one waits for the
+        others, at most about as long again as the first one took.
+        """
+        return now < self._companions_until and any(
+            server.state is ServerState.UPDATING
+            and server.loading is not None
+            and (server.loading.attempt, server.loading.version) == (self.attempt, self.served)
+            for server in self.servers.values()
+        )
+
+    def companions_wait_s(self, now: float) -> float:
+        """How long awaits_companions may hold from now on."""
+        return max(0.0, self._companions_until - now)
 
     def load_failed(self, name: str, life: int, reason: str) -> bool:
         """What it holds now is unknown: no traffic until a load succeeds. False: void."""

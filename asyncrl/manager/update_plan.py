@@ -104,9 +104,11 @@ class UpdatePlan:
 
     def succeeded(self, update: Update, now: float) -> bool:
         """The server has echoed the version. False where that came too late to count."""
+        running = self._running.get(update.server)
+        took_s = now - running.since if running is not None else 0.0
         self._end(update)
         self._failures.pop(update.server, None)
-        return self._table.loaded(update.server, update.life, update.version, now)
+        return self._table.loaded(update.server, update.life, update.version, now, took_s)
 
     def failed(self, update: Update, reason: str, now: float) -> float:
         """It has not (refused, silent, slow, wrong echo). Returns after how many seconds it is tried again."""

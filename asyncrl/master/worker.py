@@ -191,6 +191,7 @@ class MasterWorker(Worker):
         waits for: enough trajectories stored, and the stragglers that the deadline rule waits for.
         unblocked by: the manager's ledger changing (long poll, bounded), which every finished rollout does.
         """
+        start = time.monotonic()
         view = await self.report()
         while True:  # each turn is bounded; a standstill ends by overdue_wait_s or the call's limit
             decision = self.former.decide(
@@ -208,7 +209,7 @@ class MasterWorker(Worker):
                 for ticket in decision.drop:
                     self.buffer.drop(ticket)
                 await self.mesh.call("forgetting what is too old", ClearData(ids=list(decision.drop)))
-            with self.board.waiting(decision.reason, on=decision.on, limit_s=self.config.overdue_wait_s):
+            with self.board.waiting(decision.reason, on=decision.on, limit_s=self.config.overdue_wait_s, since=start):
                 view = await self.report(revoke=decision.revoke, wait_s=_LONG_POLL_S, after_revision=view.revision)
 
     def _is_last(self, metrics: dict[str, float]) -> bool:

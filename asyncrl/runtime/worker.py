@@ -72,11 +72,11 @@ class StatusBoard:
         self._queues[name] = depth
 
     @contextlib.contextmanager
-    def waiting(self, what: str, *, on: str, limit_s: float) -> Iterator[None]:
-        """Record a wait that somebody else bounds by limit_s."""
+    def waiting(self, what: str, *, on: str, limit_s: float, since: float | None = None) -> Iterator[None]:
+        """Record a wait that somebody else bounds by limit_s. since: of one that goes on (time.monotonic())."""
         key = self._next_wait
         self._next_wait += 1
-        self._waits[key] = (what, on, time.monotonic(), limit_s)
+        self._waits[key] = (what, on, time.monotonic() if since is None else since, limit_s)
         try:
             yield
         finally:

@@ -151,6 +151,10 @@ def with_grandchildren(tmp_path):
     return f"rollout.tasks.default.reward={file}:reward"
 
 
+def reapers(run):
+    return [process for process in processes_of(run.run_dir) if any("reaper.py" in part for part in cmdline(process))]
+
+
 def grandchildren(run):
     sleeping = [process for process in processes_of(run.run_dir) if cmdline(process)[:1] == ["sleep"]]
     return sleeping if len(sleeping) == 2 else []
@@ -165,8 +169,12 @@ def test_ctrl_c_in_the_terminal_ends_grandchildren_too(start, with_grandchildren
 
 
 def test_a_killed_launcher_leaves_nothing(start, with_grandchildren):
+    """Not even where somebody has killed the reaper before."""
     run = start(*ENDLESS, with_grandchildren)
     run.wait_until(lambda: grandchildren(run), "the reward function had started its processes", LIMIT_S)
+    (reaper,) = reapers(run)
+    reaper.kill()
+    run.wait_until(lambda: reapers(run) and reaper not in reapers(run), "there was another reaper", LIMIT_S)
     endpoint = read_record(run.run_dir).endpoints[0]
     assert is_open(endpoint)
     run.signal(signal.SIGKILL)

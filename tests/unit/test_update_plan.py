@@ -165,3 +165,19 @@ def test_options_that_cannot_work_are_refused(options: dict[str, float]) -> None
 
 def test_states_are_as_many_as_their_letters() -> None:
     assert len({state.value for state in ServerState}) == 5
+
+
+def test_a_new_version_waits_a_little_for_servers_that_began_with_the_first() -> None:
+    """What it lets in comes all at once: the first server to have it must not get all of it."""
+    setup = Setup(3)
+    setup.plan.publish(v(1))
+    first, second, third = setup.plan.due(10.0)
+    assert setup.plan.succeeded(first, 12.0)
+    assert setup.table.served == 1
+    assert setup.table.awaits_companions(12.0)
+    assert setup.table.companions_wait_s(12.0) == pytest.approx(2.1)  # as long again as the first, and a little
+    assert setup.plan.succeeded(second, 13.0)
+    assert setup.table.awaits_companions(13.0)
+    assert not setup.table.awaits_companions(14.2)  # a slow one holds nobody up
+    assert setup.plan.succeeded(third, 14.3)
+    assert not setup.table.awaits_companions(13.0)  # nobody is left to wait for
