@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ _LOG_LINES = 25
 
 # What the kernel did to a process is noticed a moment later than its peers notice that it is gone, and they say so at once
 _NOTICED_LATE_S = 0.5
+# Another's error, with which that one answered a call before it ended
+_PASSED_ON = re.compile(r"\bRemoteCallError: (\S+): ")
 _KILLED_BY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
@@ -154,7 +157,11 @@ def first_cause(children: Sequence[Child]) -> str:
     """Of the failed ones the first: what happened to it, its traceback, where to look, and who failed after it."""
     failed = sorted((time_, child.name, child) for child in children if (time_ := child.failure_time) is not None)
     first = failed[0][2]
-    also = f"\nFailed after it: {', '.join(name for _, name, _ in failed[1:])}" if len(failed) > 1 else ""
+    by_name = {name: child for _, name, child in failed}
+    if first.status is not None and (passed_on := _PASSED_ON.search(first.status.error)):
+        first = by_name.get(passed_on[1], first)
+    others = [name for name in by_name if name != first.name]
+    also = f"\nFailed after it: {', '.join(others)}" if others else ""
     return f"{first.name} {_what_happened(first)}\n\nIts log: {first.log}{also}"
 
 

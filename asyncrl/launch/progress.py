@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from asyncrl.messages import Wait, WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE
@@ -61,17 +62,18 @@ class RunView:
         self._tail.close()
 
     def _show_start(self, statuses: Sequence[WorkerStatus]) -> None:
-        text = start_text(statuses)
+        text = f"{time.monotonic() - self._started:5.1f} s  {start_text(statuses)}"
         if self._console.is_terminal:
+            line = Text(text, no_wrap=True, overflow="ellipsis")
             if self._live is None:
-                self._live = self._console.status(escape(text), refresh_per_second=4)
+                self._live = self._console.status(line, refresh_per_second=4)
                 self._live.start()
-            self._live.update(escape(text))
+            self._live.update(line)
             return
         not_running = tuple(status.worker for status in statuses if status.state == "starting")
         if not_running != self._not_running:
             self._not_running = not_running
-            self._print(f"{time.monotonic() - self._started:5.1f} s  {escape(text)}")
+            self._print(escape(text))
 
     def _end_start(self) -> None:
         self._starting = False
@@ -193,8 +195,9 @@ def print_summary(run_dir: Path, console: Console) -> None:
     for label, text in _summary_rows(summary):
         table.add_row(label, text)
     console.print(table)
-    console.print(f"Everything of this run is in {run_dir}")
-    console.print(f"The trained model: AutoModelForCausalLM.from_pretrained('{run_dir / 'checkpoints' / 'final'}')")
+    model = f"AutoModelForCausalLM.from_pretrained('{run_dir / 'checkpoints' / 'final'}')"
+    for line in (f"Everything of this run is in {run_dir}", f"The trained model: {model}"):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:

@@ -111,7 +111,7 @@ class EtcdServer:
             if not fixed:  # somebody took the port between the choice and its use
                 self._ports = None
         raise EtcdServerError(
-            f"etcd ({self._binary}) did not start within {timeout_s:g} s; the end of {self._log_path} says:\n{log[-2000:]}"
+            f"etcd ({self._binary}) did not start within {timeout_s:g} s; {self._log_path} says:\n{_complaints(log)}"
         )
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -215,6 +215,13 @@ class EtcdServer:
             return False
         finally:
             connection.close()
+
+
+def _complaints(log: str) -> str:
+    """The errors in etcd's log, which what it prints when it panics would bury; without any, its end."""
+    levels = ('"level":"error"', '"level":"fatal"', '"level":"panic"')
+    errors = [line for line in log.splitlines() if any(level in line for level in levels)]
+    return "\n".join(errors[-3:]) or log[-2000:]
 
 
 def find_etcd(binary: str = "") -> str:

@@ -327,12 +327,26 @@ def configure_logging(info: WorkerInfo) -> None:
 
 def run_worker(worker: Worker) -> int:
     """Run a worker to its end in this process; returns its exit code. The error, if any, is logged with its traceback."""
+    loop = asyncio.new_event_loop()
     try:
-        asyncio.run(worker.main())
+        loop.run_until_complete(worker.main())
     except KeyboardInterrupt:
         return 130
     except Exception:
         worker.logger.exception("failed")
         return 1
+    finally:
+        _end_loop(loop, worker.info.runtime.stop_timeout_s)
     worker.logger.info("done")
     return 0
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+    """What asyncio.run does at its end, but for waiting for threads: one may be importing torch, or in a user's reward."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=limit_s))
+    loop.run_until_complete(asyncio.wait([loop.create_task(loop.shutdown_asyncgens())], timeout=limit_s))
+    loop.close()

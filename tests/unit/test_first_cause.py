@@ -51,6 +51,17 @@ def test_the_first_error_is_told_whoever_is_first_to_exit(child):
     assert text.endswith("\nFailed after it: master/0")
 
 
+def test_an_error_that_came_as_the_answer_to_a_call_is_its_makers(child):
+    passed_on = (
+        "Traceback\nasyncrl.RemoteCallError: model_worker/0: OSError: disk full\n\nTraceback at model_worker/0:\n"
+    )
+    master = child("master/0", code=1, ended=10.1, error=passed_on, error_time=10.0)
+    text = first_cause([master, child("model_worker/0", error="Traceback\nOSError: disk full\n", error_time=10.3)])
+    assert text.startswith("model_worker/0 failed\n\nTraceback\nOSError: disk full\n\nIts log: ")
+    assert text.endswith("Failed after it: master/0")
+    assert first_cause([master, child("model_worker/0")]).startswith("master/0 failed")  # nobody else to ask
+
+
 @pytest.mark.parametrize(("ended", "first"), [(10.4, "model_worker/0"), (10.6, "master/0")])
 def test_a_killed_process_is_noticed_late(child, ended, first):
     text = first_cause(
