@@ -298,13 +298,11 @@ class MasterWorkerConfig:
     worker: WorkerInfo
     num_model_workers: int
     data_parallel_size: int
-    model_path: str
     prompts: PromptSourceConfig
     train: TrainConfig
     eval: EvalConfig
     weights: WeightsConfig
     max_head_offpolicyness: int
-    group_size: int
     overdue: str
     overdue_wait_s: float
     max_rejected_share: float
@@ -321,8 +319,6 @@ class ModelWorkerConfig:
     train: TrainConfig
     weights: WeightsConfig
     store_capacity: int  # groups this head may hold: (1 + eta) * batch size
-    num_pushers: int
-    eos_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -343,7 +339,6 @@ class GserverManagerConfig:
     num_servers: int
     num_heads: int
     batch_size: int
-    weights_dir: str
     num_rollout_workers: int = 1  # head_policy `grouping` divides them among the heads
 
 

@@ -421,7 +421,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     worker: str
     pid: int
     attempt: int
-    state: Literal["starting", "ready", "running", "stopping", "done", "error"]
+    state: Literal["starting", "running", "stopping", "done", "error"]
     time: float  # seconds since the epoch
     progress: int  # grows while the worker's loop turns
     waits: list[Wait] = []

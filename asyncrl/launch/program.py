@@ -121,7 +121,6 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
                 train=train,
                 weights=config.weights,
                 store_capacity=(1 + eta) * train.batch_size,
-                num_pushers=config.rollout.num_workers,
             )
             for index in range(allocation.training.size)
         ),
@@ -129,13 +128,11 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
             worker=info("master", 0, 1),
             num_model_workers=allocation.training.size,
             data_parallel_size=num_heads,
-            model_path=model_path,
             prompts=prompts,
             train=train,
             eval=replace(config.eval, prompts=eval_prompts),
             weights=config.weights,
             max_head_offpolicyness=eta,
-            group_size=config.rollout.group_size,
             overdue=manager.overdue,
             overdue_wait_s=manager.overdue_wait_s,
             max_rejected_share=manager.max_rejected_share,
@@ -152,7 +149,6 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
             num_heads=num_heads,
             num_rollout_workers=config.rollout.num_workers,
             batch_size=train.batch_size,
-            weights_dir=str(run_directory(config) / "weights" / ACTOR),
         ),
         *(
             RolloutWorkerConfig(

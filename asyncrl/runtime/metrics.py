@@ -14,11 +14,17 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonLinesWriter:
-    """Appends one JSON object a line, flushed at once, so that a reader never waits and a crash loses at most one line."""
+    """Appends one JSON object a line, flushed at once, so that a reader never waits and a crash loses at most one line.
+
+    Half a line that a crash left behind is cut off, so that every line of the file is whole.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO = path.open("a", encoding="utf-8")
+        whole = path.read_bytes().rfind(b"\n") + 1
+        if whole < path.stat().st_size:
+            self._file.truncate(whole)
 
     def write(self, record: Mapping[str, object]) -> None:
         self._file.write(msgspec.json.encode(record).decode() + "\n")

@@ -1,6 +1,6 @@
 """Worker base: the life of every process but the launcher.
 
-starting -> (setup) -> ready -> (run) -> running -> stopping -> done, or error from anywhere. A worker is an asyncio program on
+starting (setup) -> running (run) -> stopping (close) -> done, or error from anywhere. A worker is an asyncio program on
 the main thread; what computes runs on one extra thread. The launcher passes two things by environment: the id of a lease that
 it keeps alive for the worker (so no worker that computes needs a keepalive thread), and a pipe for status lines. A worker
 started by hand has neither: it keeps a lease of its own and publishes its status itself.
@@ -29,7 +29,7 @@ from asyncrl.names import Names
 from asyncrl.runtime.name_resolve import NameResolver, NameResolveTimeout, WatchEvent, open_name_resolver
 
 T = TypeVar("T")
-State = Literal["starting", "ready", "running", "stopping", "done", "error"]
+State = Literal["starting", "running", "stopping", "done", "error"]
 
 STATUS_FD_ENV = "ASYNCRL_STATUS_FD"
 LEASE_ENV = "ASYNCRL_LEASE"

@@ -133,7 +133,6 @@ class Setup:
             num_servers=2,
             num_heads=2,
             batch_size=B,
-            weights_dir=str(run_dir / "weights"),
             num_rollout_workers=2,
         )
         self.resolver = open_name_resolver(self.info.name_resolve)

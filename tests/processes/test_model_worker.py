@@ -153,7 +153,6 @@ async def outside(resolver: NameResolver, num_workers: int) -> AsyncIterator[Out
         resolver,
         names,
         pusher_index=0,
-        num_pushers=1,
         num_pullers=num_workers,
         runtime=RUNTIME,
         incarnation=f"pusher-{tag}",

@@ -10,6 +10,7 @@ from asyncrl.master.progress import PromptProgress
 from asyncrl.master.report import StepTimes, head_offpolicyness, step_metrics, tail_offpolicyness
 from asyncrl.master.schedule import Schedule
 from asyncrl.messages import Locator, TrajectoryMeta, WeightVersion
+from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
 
 
 def make_meta(ticket, position=0, *, epoch=0, attempt=1, versions=((0, 0),), rewards=(1.0,)):
@@ -135,3 +136,13 @@ def test_step_metrics():
     assert metrics["batch/num_sequences_of_two_versions"] == 1
     assert metrics["throughput/tokens_per_s"] == 3.0
     assert (metrics["offpolicy/head_count/0"], metrics["offpolicy/head_count/2"]) == (1.0, 1.0)
+
+
+def test_half_a_line_of_a_crash_is_cut_off(tmp_path):
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"a":1}\n{"a":')
+    assert read_json_lines(file) == [{"a": 1}]
+    with JsonLinesWriter(file) as writer:
+        writer.write({"a": 2})
+    assert read_json_lines(file) == [{"a": 1}, {"a": 2}]
+    assert read_json_lines(tmp_path / "none") == []
