@@ -190,7 +190,8 @@ class TrainConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
-    call_timeout_s: float = 1800.0
+    call_timeout_s: float = 1800.0  # a call to the model workers
+    data_timeout_s: float = 3600.0  # no trajectory at all for this long ends the run, naming whom it waited for
     save_every_steps: int = 0  # 0: only at the end
     save_every_epochs: int = 0
     save_every_s: float = 0.0

@@ -39,7 +39,7 @@ from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.push_pull import MetaPuller
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.service_client import ServiceClient
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.worker import WaitTimeoutError, Worker
 from asyncrl.topology import ParallelGrid, build_handler_routing, training_topology
 from asyncrl.weights import prune_versions, role_dir, version_dir
 
@@ -176,7 +176,8 @@ class MasterWorker(Worker):
         await self.report()
         cleared = self.mesh.start("forgetting trained data", ClearData(ids=list(batch)))
         await self._wait_for_publisher()
-        self._publishing = asyncio.create_task(self._publish_weights(WeightVersion(self.info.attempt, self.version)))
+        weights = self._publish_weights(WeightVersion(self.info.attempt, self.version))
+        self._publishing = self.spawn(weights, "publish weights")
         await cleared
         times = StepTimes(formed - start, trained - formed, time.monotonic() - trained)
         metrics = {**step_metrics(metas, version, times), **result.stats}
@@ -191,9 +192,10 @@ class MasterWorker(Worker):
         waits for: enough trajectories stored, and the stragglers that the deadline rule waits for.
         unblocked by: the manager's ledger changing (long poll, bounded), which every finished rollout does.
         """
-        start = time.monotonic()
+        start = moved = time.monotonic()
+        num_stored = len(self.buffer)
         view = await self.report()
-        while True:  # each turn is bounded; a standstill ends by overdue_wait_s or the call's limit
+        while True:  # each turn is bounded, and so is a standstill
             decision = self.former.decide(
                 stored=self.buffer.stored,
                 live=view.live,
@@ -209,7 +211,12 @@ class MasterWorker(Worker):
                 for ticket in decision.drop:
                     self.buffer.drop(ticket)
                 await self.mesh.call("forgetting what is too old", ClearData(ids=list(decision.drop)))
-            with self.board.waiting(decision.reason, on=decision.on, limit_s=self.config.overdue_wait_s, since=start):
+            limit_s = self.config.train.data_timeout_s
+            if len(self.buffer) != num_stored:
+                num_stored, moved = len(self.buffer), time.monotonic()
+            if time.monotonic() - moved > limit_s:
+                raise WaitTimeoutError(decision.reason, decision.on, limit_s)
+            with self.board.waiting(decision.reason, on=decision.on, limit_s=limit_s, since=start):
                 view = await self.report(revoke=decision.revoke, wait_s=_LONG_POLL_S, after_revision=view.revision)
 
     def _is_last(self, metrics: dict[str, float]) -> bool:
@@ -349,7 +356,7 @@ class MasterWorker(Worker):
             )
 
     def _evaluate_beside_training(self) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._evaluate(self.version))
+        task = self.spawn(self._evaluate(self.version), "evaluate")
         self._evaluations.append(task)
         return task
 
