@@ -74,7 +74,8 @@ class RolloutConfig:
     success_rate_ub: float = 1.0e9  # ... above: `too_easy`
     max_concurrent_per_worker: int = 64  # prompts a rollout worker rolls out at the same time
     reward_timeout_s: float = 60.0
-    request_timeout_s: float = 600.0  # one HTTP request
+    request_timeout_s: float = 600.0  # one HTTP request, and the wait for a verdict on a trajectory
+    rollout_timeout_s: float = 3600.0  # a whole rollout, agent and environment included; then it is rejected
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ class GenerationConfig:
     # padded (ours, any device) | sdpa | eager | flash_attention_2 | flash_attention_3. sdpa and eager are slower and hold a mask
     # of max_batch_tokens x (num_blocks * page_size): use a small max_batch_tokens with them.
     attention: str = "padded"
-    load_timeout_s: float = 120.0  # limit of one weight update
+    load_timeout_s: float = (
+        120.0  # limit of the first load, and of waiting for running requests in an update without a pause
+    )
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,7 @@ class ManagerConfig:
     max_head_offpolicyness: int = 2  # eta; 0 is synchronous
     max_concurrent_rollouts: int = 0  # prompts in flight; 0: (1 + eta) * batch size
     routing: str = "least_requests"  # round_robin | least_requests | least_token_usage
-    head_policy: str = (
-        "balanced"  # which head a trajectory goes to: balanced | grouping (the seed's fixed groups of workers)
-    )
+    head_policy: str = "balanced"  # the head of a trajectory: balanced | grouping (fixed groups of rollout workers)
     update_fraction: float = 1.0  # share of the servers updated at the same time
     update_timeout_s: float = 60.0
     lease_s: float = 15.0  # a rollout worker silent for this long loses its tickets
@@ -167,7 +168,7 @@ class MFCConfig:
     """A model function call added by config: one more node of the dataflow."""
 
     role: str = "actor"  # whose model it runs on
-    interface: str = ""  # `package.module:function`: (engine, sample, config) -> SequenceSample
+    interface: str = ""  # `package.module:function`: (engine, sample, train: TrainConfig) -> SequenceSample
     kind: str = "inference"  # inference | train_step
     input_keys: list[str] = field(default_factory=list)
     output_keys: list[str] = field(default_factory=list)
@@ -337,7 +338,6 @@ class GserverManagerConfig:
     worker: WorkerInfo
     manager: ManagerConfig
     role: str  # whose model_version is served
-    num_servers: int
     num_heads: int
     batch_size: int
     num_rollout_workers: int = 1  # head_policy `grouping` divides them among the heads
@@ -355,6 +355,10 @@ class RolloutWorkerConfig:
 
 
 # ---------------------------------------------------------------------------------------------------- loading and checking
+
+
+MFC_KINDS = ("inference", "train_step")
+MFC_ROLES = ("actor", "ref")
 
 
 class ConfigError(ValueError):
@@ -439,8 +443,8 @@ def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         for kind, spec in (("reward", task.reward), ("agent", task.agent), ("env", task.env)):
             if spec and ":" not in spec:
                 yield f"rollout.tasks.{name}.{kind}", spec, "write package.module:name or path/to/file.py:name"
-        if not (task.reward or task.env or task.agent):
-            yield f"rollout.tasks.{name}", task, "needs a reward function, an env or an agent"
+        if not (task.reward or task.env):
+            yield f"rollout.tasks.{name}", task, "needs a reward function or an env"
 
 
 def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
@@ -454,11 +458,13 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("train.ppo.advantage_norm", config.train.ppo.advantage_norm, ("group", "batch", "none")),
         ("train.ppo.kl_estimator", config.train.ppo.kl_estimator, ("k1", "k2", "k3")),
         ("train.ppo.loss_normalization", config.train.ppo.loss_normalization, ("token", "sequence")),
-        ("train.dtype", config.train.dtype, dtypes),
+        ("train.dtype", config.train.dtype, ("float32", "bfloat16")),
         ("generation.dtype", config.generation.dtype, dtypes),
         ("name_resolve.backend", config.name_resolve.backend, ("etcd", "memory")),
         ("runtime.log_level", config.runtime.log_level, ("DEBUG", "INFO", "WARNING", "ERROR")),
         *((f"eval.modes[{index}]", mode, ("sampled", "greedy")) for index, mode in enumerate(config.eval.modes)),
+        *((f"train.extra_mfcs.{name}.kind", mfc.kind, MFC_KINDS) for name, mfc in config.train.extra_mfcs.items()),
+        *((f"train.extra_mfcs.{name}.role", mfc.role, MFC_ROLES) for name, mfc in config.train.extra_mfcs.items()),
     )
     for name, value, allowed in choices:
         if value not in allowed:
@@ -483,6 +489,10 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("manager.max_issues", config.manager.max_issues),
         ("weights.keep", config.weights.keep),
         ("runtime.push_credit_items", config.runtime.push_credit_items),
+        ("runtime.push_credit_bytes", config.runtime.push_credit_bytes),
+        ("generation.max_running_requests", config.generation.max_running_requests),
+        ("generation.num_blocks", config.generation.num_blocks),
+        ("eval.num_prompts", config.eval.num_prompts),
     )
     for name, count in at_least_one:
         if count < 1:
@@ -494,7 +504,9 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("manager.heartbeat_s", config.manager.heartbeat_s),
         ("manager.update_fraction", config.manager.update_fraction),
         ("rollout.request_timeout_s", rollout.request_timeout_s),
+        ("rollout.rollout_timeout_s", rollout.rollout_timeout_s),
         ("runtime.start_timeout_s", config.runtime.start_timeout_s),
+        ("runtime.resend_after_s", config.runtime.resend_after_s),
     )
     for name, number in above_zero:
         if number <= 0:
@@ -507,6 +519,17 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
             rollout.sampling.temperature,
             "must be above 0; rollout.sampling.greedy=true is greedy",
         )
+    if ppo.behav_imp_weight_cap is not None and ppo.behav_imp_weight_cap <= 0:
+        yield "train.ppo.behav_imp_weight_cap", ppo.behav_imp_weight_cap, "must be above 0, or null for no cap"
+    if config.generation.max_running_requests > config.generation.max_batch_tokens:
+        running = config.generation.max_running_requests
+        yield (
+            "generation.max_running_requests",
+            running,
+            "must be at most generation.max_batch_tokens: each needs a token a pass",
+        )
+    if config.eval.prompts is not None and not config.eval.modes:
+        yield "eval.modes", [], "name sampled, greedy or both (or leave eval.prompts out: no evaluation)"
     if ppo.c_clip is not None and ppo.c_clip <= 1:
         yield "train.ppo.c_clip", ppo.c_clip, "must be above 1 (dual clip), or null"
     if ppo.use_decoupled_loss and ppo.recompute_logprob:
@@ -529,8 +552,8 @@ def _deadlocks(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
             manager.max_concurrent_rollouts,
             f"is below train.batch_size={batch_size}: generation would idle; use 0 (no bound but staleness) or >= {batch_size}",
         )
-    if manager.heartbeat_s * 2 > manager.lease_s:
-        yield "manager.lease_s", manager.lease_s, f"must be at least twice manager.heartbeat_s={manager.heartbeat_s}"
+    if manager.heartbeat_s * 2 >= manager.lease_s:
+        yield "manager.lease_s", manager.lease_s, f"must be more than twice manager.heartbeat_s={manager.heartbeat_s}"
     longest = max(config.rollout.sampling.max_new_tokens, 1)
     capacity = config.generation.num_blocks * config.generation.page_size
     if longest + config.prompts.max_prompt_length > capacity:

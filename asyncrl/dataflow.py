@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from asyncrl.config import TrainConfig
 
-# Keys that every trajectory carries (DESIGN.md, "Keys").
+# Keys that every trajectory carries (KEY_SPECS in data/sequence.py says what each is).
 TRAJECTORY_KEYS = (
     "packed_input_ids",
     "packed_prompts",

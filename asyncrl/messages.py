@@ -428,8 +428,3 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     queues: dict[str, int] = {}
     version: str = ""
     error: str = ""
-
-
-def encode_json(message: Struct) -> bytes:
-    """A message as JSON, for HTTP."""
-    return msgspec.json.encode(message)

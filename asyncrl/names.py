@@ -40,7 +40,7 @@ class Names:
         return f"{self.root}/model_version/{role}"
 
     def experiment_status(self) -> str:
-        """RUNNING, COMPLETE or ABORTED; written by the master, ended by the launcher."""
+        """RUNNING or COMPLETE; written by the master. It goes with the master."""
         return f"{self.root}/experiment_status"
 
     def generation_servers(self) -> str:
@@ -62,10 +62,6 @@ class Names:
     def stream(self, stream_name: str) -> str:
         """Address of a channel's receiving socket (`puller0`, `master_meta`, `request_reply/3`, ...)."""
         return f"{self.root}/stream/{stream_name}"
-
-    def barrier(self, barrier_name: str) -> str:
-        """Subtree: one subentry a process that has arrived."""
-        return f"{self.root}/barrier/{barrier_name}"
 
     def process_group(self, role: str, attempt: int) -> str:
         """host:port of the torch.distributed store of a role's mesh, in one attempt."""

@@ -52,9 +52,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     attempt: int
     version: int
-    kind: Literal["full", "lora", "delta"]
+    kind: Literal["full"]
     files: dict[str, FileEntry]
-    base: str = ""  # for lora and delta: the version they apply to
 
     @property
     def weight_version(self) -> WeightVersion:

@@ -1,6 +1,6 @@
 """KL divergence to a reference policy: estimates per token, and who sets the coefficient.
 
-The penalty enters PPO as a reward: token t costs `coef * kl_t` (advantages.py). Used by the `ppo_actor` interface.
+The penalty enters PPO as a reward: token t costs `coef * kl_t` (model/interfaces.py). Used by the `ppo_actor` interface.
 
 Shapes: T tokens, packed.
 """

@@ -48,7 +48,6 @@ from asyncrl.messages import (
     UpdateWeightsRequest,
     VersionSpan,
     WeightVersion,
-    encode_json,
 )
 
 MAX_BODY_BYTES = 64 << 20
@@ -308,7 +307,7 @@ def _refuse_stream(stream: bool) -> None:
 
 
 def _json(body: Struct | dict[str, Any], *, status: int = 200) -> web.Response:
-    data = encode_json(body) if isinstance(body, Struct) else msgspec.json.encode(body)
+    data = msgspec.json.encode(body)
     return web.Response(body=data, status=status, content_type="application/json")
 
 

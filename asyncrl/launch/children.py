@@ -18,7 +18,7 @@ import msgspec
 from asyncrl.launch.program import ProcessSpec, save_config
 from asyncrl.launch.rundir import RUN_DIR_ENV, configs_dir, logs_dir
 from asyncrl.launch.worker_main import PARENT_ENV
-from asyncrl.messages import Wait, WorkerStatus
+from asyncrl.messages import DECODE_ERRORS, Wait, WorkerStatus
 from asyncrl.runtime.name_resolve import Lease
 from asyncrl.runtime.worker import LEASE_ENV, STATUS_FD_ENV
 
@@ -64,7 +64,7 @@ class Child:
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._partial = self._partial[-_MAX_STATUS_LINE_BYTES:]
         for line in lines:
-            with contextlib.suppress(msgspec.MsgspecError):  # one that was cut short: the next one will do
+            with contextlib.suppress(*DECODE_ERRORS):  # one that was cut short: the next one will do
                 self.status = msgspec.json.decode(line, type=WorkerStatus)
         if self.status is not None and self.status.progress != self._progress:
             self._progress, self.progress_time, self.said_frozen = self.status.progress, time.monotonic(), False

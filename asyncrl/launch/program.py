@@ -145,7 +145,6 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
                 max_concurrent_rollouts=manager.max_concurrent_rollouts or (1 + eta) * train.batch_size,
             ),
             role=ACTOR,
-            num_servers=allocation.num_servers,
             num_heads=num_heads,
             num_rollout_workers=config.rollout.num_workers,
             batch_size=train.batch_size,

@@ -22,7 +22,7 @@ import msgspec
 
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.update_plan import Update, UpdatePlan
-from asyncrl.messages import ModelInfo, UpdateWeightsReply, UpdateWeightsRequest, WeightVersion, encode_json
+from asyncrl.messages import ModelInfo, UpdateWeightsReply, UpdateWeightsRequest, WeightVersion
 from asyncrl.runtime.clock import Clock, SystemClock
 from asyncrl.weights import WeightsError, verify_version
 
@@ -211,7 +211,7 @@ class Fleet:
         url, version = update.url, str(update.version)
         await self._post(f"{url}/pause_generation", b'{"mode":"abort"}')
         request = UpdateWeightsRequest(model_path=str(self._path_of(update.version)), weight_version=version)
-        answer = await self._post(f"{url}/update_weights_from_disk", encode_json(request), also_ok=400)
+        answer = await self._post(f"{url}/update_weights_from_disk", msgspec.json.encode(request), also_ok=400)
         reply = msgspec.json.decode(answer, type=UpdateWeightsReply)
         if not reply.success:
             raise UpdateError(f"refused: {reply.message}")

@@ -20,7 +20,7 @@ from asyncrl.runtime.name_resolve import NameEntryExists
 from asyncrl.runtime.worker import Worker
 from asyncrl.weights import version_dir
 
-_ENDED = ("COMPLETE", "ABORTED")
+_ENDED = ("COMPLETE",)
 
 
 class GserverManager(Worker):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from asyncrl.dataflow import DataflowGraph, MFCDef
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
@@ -12,6 +13,8 @@ from asyncrl.messages import CallBody, CallResult, ExecuteMFC
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.topology import Handler
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -43,7 +46,11 @@ class MeshCaller:
         return asyncio.create_task(self._gather(what, futures))
 
     async def _gather(self, what: str, futures: Sequence[asyncio.Future[CallResult]]) -> list[CallResult]:
-        return await self._board.bounded(asyncio.gather(*futures), what=what, on="model workers", limit_s=self._limit_s)
+        return await self.bounded(asyncio.gather(*futures), what, "model workers")
+
+    async def bounded(self, awaitable: Awaitable[T], what: str, on: str) -> T:
+        """Await for at most the limit of a call."""
+        return await self._board.bounded(awaitable, what=what, on=on, limit_s=self._limit_s)
 
 
 class ModelFunctionCall:
@@ -60,7 +67,9 @@ class ModelFunctionCall:
 
     async def run(self, version: int, result: StepResult) -> None:
         mfc = self._mfc
-        ids = await self._buffer.get_batch_for_rpc(mfc)
+        ids = await self._mesh.bounded(
+            self._buffer.get_batch_for_rpc(mfc), f"the input keys of MFC {mfc.name}", "other MFCs"
+        )
         replies = await self._mesh.call(f"MFC {mfc.name}", ExecuteMFC(mfc=mfc.name, version=version, ids=list(ids)))
         done = [ticket for reply in replies for ticket in reply.ids]
         if sorted(done) != sorted(ids):

@@ -59,8 +59,8 @@ class MasterWorker(Worker):
 
     consumes: metadata of trajectories (from the heads), the ledger (from the manager).
     produces: MFC calls, weight versions, reports of consumed tickets, metrics.
-    waits for: a batch (`form_batch`: stored trajectories that the rule of DESIGN.md 4.1 lets train), the replies of the model
-    workers, and before a step's weights are written for those of the step before.
+    waits for: a batch (`form_batch`: stored trajectories that DESIGN.md, "The asynchronous rule", lets train), the replies of the
+    model workers, and before a step's weights are written for those of the step before.
     unblocked by: rollout workers finishing, model workers replying.
     """
 
@@ -262,10 +262,13 @@ class MasterWorker(Worker):
         )
         await written
         if self._baseline is not None and version.version == 1:
-            await self._baseline  # the first evaluation is of the initial weights; training goes on meanwhile
+            limit_s = self.config.eval.timeout_s + _CALL_LIMIT_S
+            with self.board.waiting("the evaluation of the initial weights", on="gserver manager", limit_s=limit_s):
+                await self._baseline  # training goes on meanwhile
         await self.publish(self.names.model_version(ACTOR), str(version))
         served = [server.version for server in self._view.servers if server.version] if self._view else []
-        prune_versions(
+        await asyncio.to_thread(
+            prune_versions,
             role_dir(self.run_dir, ACTOR),
             keep=self.config.weights.keep,
             in_use=[WeightVersion.parse(text) for text in served],

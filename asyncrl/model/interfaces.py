@@ -70,10 +70,10 @@ class Interface(Protocol):
         """
 
 
-def make_interface(mfc: MFCDef, train: TrainConfig, group_size: int = 0, seed: int = 1) -> Interface:
+def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1) -> Interface:
     """The interface that an MFC names.
 
-    seed: of the experiment; it draws the minibatches. group_size: unused so far, groups of any sizes may meet in a batch.
+    seed: of the experiment; it draws the minibatches. Groups of any sizes may meet in a batch.
     """
     if mfc.interface == "actor_logprobs":
         return LogprobsInterface("proximal_logprobs", _temperature(train))

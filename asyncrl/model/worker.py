@@ -170,7 +170,8 @@ class ModelWorker(Worker):
             pulled.ack(StoreVerdict(verdict="refused", reason=reason))
             return
         limit_s = self.config.train.call_timeout_s
-        verdict = await self.meta_pusher.push_meta(meta, timeout_s=limit_s)
+        with self.board.waiting("a verdict on a trajectory", on="master", limit_s=limit_s):
+            verdict = await self.meta_pusher.push_meta(meta, timeout_s=limit_s)
         if verdict.verdict != "stored":
             self._discard([meta.ticket_id])
         pulled.ack(verdict)

@@ -242,13 +242,20 @@ class RolloutWorker(Worker):
     async def _collect(self, ticket: Ticket, task: Task, prompt: Prompt) -> SequenceSample:
         """Run the task's agent, and answer what it asks of the policy, until it has its trajectory.
 
-        The agent's own waits (an environment that hangs) end when the manager takes the overdue ticket back.
+        The agent's own waits (an environment that hangs) end at rollout.rollout_timeout_s, or when the manager takes the
+        overdue ticket back.
         """
+        limit_s = self.config.rollout.rollout_timeout_s
         obs_queue, act_queue = ObsQueue(1), ActQueue(1)
         collecting = asyncio.ensure_future(_play(task, ticket.eval_mode or TRAIN, prompt, obs_queue, act_queue))
         answering = asyncio.ensure_future(self._answer(Route(ticket), obs_queue, act_queue))
         try:
-            await asyncio.wait({collecting, answering}, return_when=asyncio.FIRST_COMPLETED)
+            both = {collecting, answering}
+            done, _ = await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise RolloutRejected(
+                    "rollout_timeout", f"the agent of task {task.name!r} took more than {limit_s:g} s"
+                )
             if not collecting.done():
                 answering.result()  # ends only by raising
             samples = await _agent_result(collecting)

@@ -22,19 +22,3 @@ class SystemClock:
 
     def time(self) -> float:
         return time.time()
-
-
-class ManualClock:
-    """A clock that stands still until it is advanced."""
-
-    def __init__(self, start: float = 0.0) -> None:
-        self._now = start
-
-    def monotonic(self) -> float:
-        return self._now
-
-    def time(self) -> float:
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        self._now += seconds

@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl (one object a line, what `plot` reads) and TensorBoard events."""
+"""Where numbers go: metrics.jsonl (one object a line, what docs/reward_curve.py reads) and TensorBoard events."""
 
 from __future__ import annotations
 

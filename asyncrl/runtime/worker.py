@@ -197,6 +197,8 @@ class Worker:
             return
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(task.exception())  # type: ignore[arg-type]
+        else:
+            self.logger.error("%s failed too", task.get_name(), exc_info=task.exception())
 
     async def main(self) -> None:
         """The whole life. Raises what made the worker fail."""

@@ -21,7 +21,6 @@ from asyncrl.messages import (
     SamplingParams,
     UpdateWeightsReply,
     WeightVersion,
-    encode_json,
 )
 from asyncrl.names import Names
 from asyncrl.runtime.metrics import read_json_lines
@@ -56,7 +55,7 @@ class Client:
         self.session, self.url, self.model_path, self.run_dir = session, url, model_path, run_dir
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
-        data = encode_json(body) if isinstance(body, msgspec.Struct) else msgspec.json.encode(body)
+        data = msgspec.json.encode(body)
         async with self.session.post(self.url + path, data=data) as response:
             return response.status, msgspec.json.decode(await response.read())
 

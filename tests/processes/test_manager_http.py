@@ -130,7 +130,6 @@ class Setup:
             worker=self.info,
             manager=manager,
             role="actor",
-            num_servers=2,
             num_heads=2,
             batch_size=B,
             num_rollout_workers=2,

@@ -1,7 +1,7 @@
 """The asynchronous rule as a whole: admission, ledger and batch formation against arbitrary schedules.
 
 A model of the run: rollout workers that finish in any order, lose answers, repeat calls, die and come back; trajectories that
-arrive late; reports that are repeated; servers that serve late. Invariants of DESIGN.md 4 on everything it reaches:
+arrive late; reports that are repeated; servers that serve late. On everything it reaches (DESIGN.md, "The asynchronous rule"):
 
 1. no group is trained older than eta at its head, none is dropped for age without faults, live tickets stay within (1 + eta) * B;
 2. each prompt of each epoch is trained exactly once or rejected with a reason;
