@@ -357,6 +357,7 @@ class RolloutWorkerConfig:
 # ---------------------------------------------------------------------------------------------------- loading and checking
 
 
+ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 MFC_KINDS = ("inference", "train_step")
 MFC_ROLES = ("actor", "ref")
 
@@ -460,6 +461,7 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("train.ppo.loss_normalization", config.train.ppo.loss_normalization, ("token", "sequence")),
         ("train.dtype", config.train.dtype, ("float32", "bfloat16")),
         ("generation.dtype", config.generation.dtype, dtypes),
+        ("generation.attention", config.generation.attention, ATTENTIONS),
         ("name_resolve.backend", config.name_resolve.backend, ("etcd", "memory")),
         ("runtime.log_level", config.runtime.log_level, ("DEBUG", "INFO", "WARNING", "ERROR")),
         *((f"eval.modes[{index}]", mode, ("sampled", "greedy")) for index, mode in enumerate(config.eval.modes)),
@@ -492,6 +494,7 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("runtime.push_credit_bytes", config.runtime.push_credit_bytes),
         ("generation.max_running_requests", config.generation.max_running_requests),
         ("generation.num_blocks", config.generation.num_blocks),
+        ("generation.page_size", config.generation.page_size),
         ("eval.num_prompts", config.eval.num_prompts),
     )
     for name, count in at_least_one:
@@ -511,6 +514,36 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     for name, number in above_zero:
         if number <= 0:
             yield name, number, "must be above 0"
+    not_negative = (
+        ("train.max_steps", train.max_steps),
+        ("train.save_every_steps", train.save_every_steps),
+        ("train.save_every_epochs", train.save_every_epochs),
+        ("train.save_every_s", train.save_every_s),
+        ("eval.every_steps", config.eval.every_steps),
+        ("eval.every_epochs", config.eval.every_epochs),
+        ("eval.every_s", config.eval.every_s),
+        ("manager.max_concurrent_rollouts", config.manager.max_concurrent_rollouts),
+    )
+    for name, number in not_negative:
+        if number < 0:
+            yield name, number, "must not be negative; 0 switches it off"
+    if config.manager.update_fraction > 1:
+        yield (
+            "manager.update_fraction",
+            config.manager.update_fraction,
+            "must be at most 1: all servers at the same time",
+        )
+    if not 0 < rollout.sampling.top_p <= 1:
+        yield "rollout.sampling.top_p", rollout.sampling.top_p, "must be above 0 and at most 1 (1: no cut)"
+    if rollout.sampling.top_k < 1 and rollout.sampling.top_k != -1:
+        yield "rollout.sampling.top_k", rollout.sampling.top_k, "must be at least 1, or -1 for no cut"
+    if rollout.success_rate_lb > rollout.success_rate_ub:
+        bound = rollout.success_rate_ub
+        yield (
+            "rollout.success_rate_lb",
+            rollout.success_rate_lb,
+            f"is above rollout.success_rate_ub={bound}: all would be rejected",
+        )
     if config.manager.max_head_offpolicyness < 0:
         yield "manager.max_head_offpolicyness", config.manager.max_head_offpolicyness, "must be 0 (synchronous) or more"
     if rollout.sampling.temperature <= 0 and not rollout.sampling.greedy:
@@ -556,7 +589,7 @@ def _deadlocks(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         yield "manager.lease_s", manager.lease_s, f"must be more than twice manager.heartbeat_s={manager.heartbeat_s}"
     longest = max(config.rollout.sampling.max_new_tokens, 1)
     capacity = config.generation.num_blocks * config.generation.page_size
-    if longest + config.prompts.max_prompt_length > capacity:
+    if 0 < capacity < longest + config.prompts.max_prompt_length:
         needed = -(-(longest + config.prompts.max_prompt_length) // config.generation.page_size)
         yield (
             "generation.num_blocks",

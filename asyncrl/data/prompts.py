@@ -42,6 +42,10 @@ class Prompt:
     too_long: bool  # more than max_prompt_length tokens: to be rejected
 
 
+class PromptError(ValueError):
+    """A prompt that cannot be given to the model; the others can."""
+
+
 class PromptSource:
     """All prompts of one source. Raises ValueError (FileNotFoundError, ImportError) with place and remedy when opened.
 
@@ -72,6 +76,11 @@ class PromptSource:
         """Prompts an epoch."""
         return len(self._rows)
 
+    @property
+    def tasks(self) -> set[str]:
+        """Names of the tasks of its prompts."""
+        return {row[self.config.task_key] for row in self._rows} if self.config.task_key else {DEFAULT_TASK}
+
     def locate(self, epoch: int, position: int) -> int:
         """Index of the line at this position of this epoch's order."""
         if epoch < 0 or not 0 <= position < len(self):
@@ -81,7 +90,7 @@ class PromptSource:
         return int(self._order(epoch)[position]) if self.config.shuffle else position
 
     def get(self, locator: Locator) -> Prompt:
-        """The prompt there. The same for everybody who has opened this source with this seed."""
+        """The prompt there. The same for everybody who has opened this source with this seed. Raises PromptError."""
         row = self._rows[self.locate(locator.epoch, locator.position)]
         text, input_ids = self._render(row[self.config.prompt_key])
         return Prompt(
@@ -129,9 +138,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str, *, special_tokens: bool) -> list[int]:
-    input_ids = [int(token) for token in tokenizer.encode(text, add_special_tokens=special_tokens)]
+    try:
+        input_ids = [int(token) for token in tokenizer.encode(text, add_special_tokens=special_tokens)]
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise PromptError(f"the tokenizer cannot encode the prompt {text!r}: {error}") from error
     if not input_ids:
-        raise ValueError(f"the prompt {text!r} has no tokens: the tokenizer knows none of its characters")
+        raise PromptError(f"the prompt {text!r} has no tokens: the tokenizer knows none of its characters")
     return input_ids
 
 

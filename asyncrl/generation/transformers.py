@@ -38,7 +38,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from asyncrl import weights
-from asyncrl.config import GenerationConfig
+from asyncrl.config import ATTENTIONS, GenerationConfig
 from asyncrl.generation import padded_attention
 from asyncrl.generation.engine import (
     EngineFailed,
@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STOP_TIMEOUT_S = 8.0
-ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 
 # ----------------------------------------------------------------------------------------------- sampling, per request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from asyncrl.config import ConfigError, ExperimentConfig, PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.dataflow import build_dataflow
 from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
 
 
@@ -21,7 +23,9 @@ def preflight(config: ExperimentConfig) -> int:
     _check_tokenizer(config.tokenizer_path or config.model_path)
     _check_tasks(config)
     _check_name_resolve(config)
-    num_prompts = _count("prompts", config.prompts, config.seed)
+    _check_length(config, model)
+    _check_dataflow(config)
+    num_prompts = _count("prompts", config.prompts, config)
     if num_prompts < config.train.batch_size:
         raise ConfigError(
             f"train.batch_size={config.train.batch_size}: {config.prompts.path} has only {num_prompts} prompts, "
@@ -29,7 +33,7 @@ def preflight(config: ExperimentConfig) -> int:
         )
     if (
         config.eval.prompts is not None
-        and _count("eval.prompts", config.eval.prompts, config.seed) < config.eval.num_prompts
+        and _count("eval.prompts", config.eval.prompts, config) < config.eval.num_prompts
     ):
         raise ConfigError(
             f"eval.num_prompts={config.eval.num_prompts}: {config.eval.prompts.path} has fewer prompts; use a smaller number"
@@ -73,6 +77,48 @@ def _check_tasks(config: ExperimentConfig) -> None:
             file = spec.rpartition(":")[0]
             if file.endswith(".py") and not Path(file).expanduser().is_file():
                 raise ConfigError(f"rollout.tasks.{name}.{kind}={spec!r}: there is no file {Path(file).absolute()}")
+            if file.endswith(".py"):
+                _check_defines(f"rollout.tasks.{name}.{kind}", spec)
+
+
+def _check_defines(field: str, spec: str) -> None:
+    """The file defines (or imports) that name. Read, not run: it may need what the launcher does not have."""
+    file, _, wanted = spec.rpartition(":")
+    try:
+        body = ast.parse(Path(file).expanduser().read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{field}={spec!r}: the file is not Python: {error}") from error
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    if wanted not in names and "*" not in names:
+        raise ConfigError(f"{field}={spec!r}: {file} has no {wanted!r}; it has {', '.join(sorted(names)) or 'nothing'}")
+
+
+def _check_length(config: ExperimentConfig, model: Path) -> None:
+    try:
+        text = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model_path={config.model_path!r}: config.json cannot be read: {error}") from error
+    limit = text.get("max_position_embeddings")
+    asked = config.rollout.sampling.max_new_tokens
+    if isinstance(limit, int) and asked >= limit:
+        raise ConfigError(
+            f"rollout.sampling.max_new_tokens={asked}: the model has {limit} positions for prompt and response"
+        )
+
+
+def _check_dataflow(config: ExperimentConfig) -> None:
+    """The MFCs fit together."""
+    try:
+        build_dataflow(config.train)
+    except ValueError as error:
+        raise ConfigError(f"train.extra_mfcs: {error}") from error
 
 
 def _check_name_resolve(config: ExperimentConfig) -> None:
@@ -88,11 +134,18 @@ def _check_name_resolve(config: ExperimentConfig) -> None:
             raise ConfigError(f"name_resolve.binary={name_resolve.binary!r}: {error}") from error
 
 
-def _count(field: str, prompts: PromptSourceConfig, seed: int) -> int:
+def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) -> int:
     try:
-        return len(PromptSource(prompts, None, seed))
+        source = PromptSource(prompts, None, config.seed)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}.path={prompts.path!r}: {error}") from error
+    unknown = sorted(map(str, source.tasks - config.rollout.tasks.keys()))
+    if unknown:
+        raise ConfigError(
+            f"{field}.task_key={prompts.task_key!r}: {prompts.path} has prompts of the tasks {', '.join(unknown[:5])}, "
+            f"which rollout.tasks does not name; it names {', '.join(sorted(config.rollout.tasks))}"
+        )
+    return len(source)
 
 
 def visible_devices() -> list[str]:

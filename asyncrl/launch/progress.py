@@ -222,7 +222,7 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
     assert isinstance(evaluations, list)
     for evaluation in sorted(evaluations, key=lambda entry: entry["step"]):
         scores = [
-            f"{mode} {evaluation[key]:.3f}"
+            f"{mode} {evaluation[key]:.3f}{_version_range(evaluation, mode)}"
             for mode in ("sampled", "greedy")
             if (key := f"eval/{mode}_reward") in evaluation
         ]
@@ -260,3 +260,9 @@ class RunConsole(Console):
 def make_console() -> Console:
     """Wide enough for a step line where the output is no terminal."""
     return RunConsole() if sys.stdout.isatty() else RunConsole(width=200)
+
+
+def _version_range(evaluation: Mapping[str, float], mode: str) -> str:
+    """Training goes on beside an evaluation: which versions it saw, where that is more than the one of its step."""
+    first, last = (evaluation.get(f"eval/{mode}_version_{end}", evaluation["step"]) for end in ("min", "max"))
+    return "" if first == last == evaluation["step"] else f" (versions {first:.0f} to {last:.0f})"

@@ -126,6 +126,9 @@ def begin_attempt(run_dir: Path) -> int:
         latest = run_dir / "logs" / "latest"
         latest.unlink(missing_ok=True)
         latest.symlink_to(f"attempt_{attempt}")
+        summary = run_dir / "summary.json"
+        if summary.exists():  # of an attempt before: it must not pass for this one's
+            summary.rename(logs_dir(run_dir, attempt - 1) / "summary.json")
         return attempt
 
 

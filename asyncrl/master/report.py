@@ -11,6 +11,7 @@ from asyncrl.messages import EvaluationResult, TrajectoryMeta, WeightVersion
 from asyncrl.runtime.metrics import read_json_lines
 
 JOURNAL_BUCKET_S = 0.1
+_SHORTEST_SPAN_S = 10.0
 
 
 @dataclass
@@ -114,11 +115,12 @@ class RunSummary:
         return metrics
 
     def as_dict(
-        self, *, wall_s: float, version: int, rejected: Mapping[str, int], generation_idle: float | None
+        self, *, attempt: int, wall_s: float, version: int, rejected: Mapping[str, int], generation_idle: float | None
     ) -> dict[str, object]:
         """What summary.json holds. generation_idle: share of training time in which no server generated a token."""
         training_s = max(self.wait_data_s + self.train_s + self.wait_weights_s, 1e-9)
         return {
+            "attempt": attempt,
             "steps": self.num_steps,
             "version": version,
             "sequences": self.num_sequences,
@@ -140,9 +142,12 @@ class RunSummary:
 
 
 def generation_idle_share(run_dir: Path, start: float, end: float) -> float | None:
-    """Share of [start, end] (seconds since the epoch) in which no server generated a token; None without journals."""
+    """Share of [start, end] (seconds since the epoch) in which no server generated a token.
+
+    None without journals, and for a span so short that what the servers have not written down yet (a second) would matter.
+    """
     journals = sorted((run_dir / "journal").glob("generation_server_*.jsonl"))
-    if not journals or end <= start:
+    if not journals or end - start < _SHORTEST_SPAN_S:
         return None
     busy = {
         round(float(str(record["time"])) / JOURNAL_BUCKET_S)

@@ -113,7 +113,7 @@ class MasterWorker(Worker):
         self.metas = MetaPuller(self.resolver, self.names, runtime=self.info.runtime, lease=self.lease)
         await self.metas.start()
         self.spawn(self._accept_trajectories(), "accept trajectories")
-        self.metrics = MetricsWriter(self.run_dir, tensorboard=config.tensorboard)
+        self.metrics = MetricsWriter(self.run_dir, attempt=self.info.attempt, tensorboard=config.tensorboard)
         self.journal = JsonLinesWriter(self.run_dir / "journal" / "master.jsonl")
         self.client = NameResolvingRequestClient(
             self.resolver,
@@ -244,6 +244,7 @@ class MasterWorker(Worker):
         await self._save("final")
         end = time.time()
         summary = self.summary.as_dict(
+            attempt=self.info.attempt,
             wall_s=end - self._started,
             version=self.version,
             rejected=self.progress.rejected,
@@ -355,7 +356,8 @@ class MasterWorker(Worker):
             reasons = ", ".join(f"{reason}: {count}" for reason, count in self.progress.rejected.most_common())
             raise RejectedShareError(
                 f"{share:.0%} of the last {len(window)} prompts were rejected ({reasons}); "
-                f"manager.max_rejected_share allows {self.config.max_rejected_share:.0%}"
+                f"manager.max_rejected_share allows {self.config.max_rejected_share:.0%}. The first of each kind is told in full "
+                f"in {self.run_dir}/logs/latest/rollout_worker_*.log"
             )
 
     def _evaluate_beside_training(self) -> asyncio.Task[None]:
@@ -416,6 +418,7 @@ class MasterWorker(Worker):
         self.journal.write(
             {
                 "event": "trained",
+                "attempt": self.info.attempt,
                 "step": self.version,
                 "start": train_span[0],
                 "end": train_span[1],

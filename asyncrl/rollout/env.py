@@ -64,8 +64,8 @@ class RewardEnv(Env):
 class FeedbackEnv(RewardEnv):
     """Asks again until the reward is good enough: several steps around a reward function.
 
-    A response with reward >= success ends the episode; after any other the policy reads `feedback` and tries again, max_turns
-    times in all. Only the last turn is paid.
+    A response with reward >= success ends the episode, and so does one that was cut; after any other the policy reads
+    `feedback` and tries again, max_turns times in all (give the agent no fewer). Only the last turn is paid.
     """
 
     def __init__(
@@ -90,6 +90,6 @@ class FeedbackEnv(RewardEnv):
         self._turns += 1
         if value >= self._success:
             return None, value, True, False, info
-        if self._turns >= self._max_turns:
+        if self._turns >= self._max_turns or not action.finished:
             return None, value, False, True, info
         return self._feedback, 0.0, False, False, info

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl.config import RolloutWorkerConfig
-from asyncrl.data.prompts import Prompt, PromptSource, load_tokenizer
+from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
 from asyncrl.rollout.agent import ActQueue, ObsQueue
@@ -237,7 +237,10 @@ class RolloutWorker(Worker):
         source = self._prompts if ticket.kind == "train" else self._eval_prompts
         if source is None:
             raise RolloutRejected("no_eval_prompts", "an evaluation ticket, but eval.prompts is not set")
-        return source.get(ticket.locator)
+        try:
+            return source.get(ticket.locator)
+        except PromptError as error:
+            raise RolloutRejected("bad_prompt", str(error)) from error
 
     async def _collect(self, ticket: Ticket, task: Task, prompt: Prompt) -> SequenceSample:
         """Run the task's agent, and answer what it asks of the policy, until it has its trajectory.

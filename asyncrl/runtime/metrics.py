@@ -45,15 +45,16 @@ class JsonLinesWriter:
 class MetricsWriter:
     """Metrics by train step, to both."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
+    def __init__(self, run_dir: Path, *, attempt: int, tensorboard: bool) -> None:
+        self._attempt = attempt
         self._lines = JsonLinesWriter(run_dir / METRICS_FILE)
         self._events = None
         if tensorboard:
-            self._events = _summary_writer(run_dir / "tensorboard")
+            self._events = _summary_writer(run_dir / "tensorboard" / f"attempt_{attempt}")
 
     def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         """metrics: flat, `group/name`. Numbers also go to TensorBoard, at the train step."""
-        self._lines.write({"step": step, **metrics})
+        self._lines.write({"step": step, "attempt": self._attempt, **metrics})
         if self._events is not None:
             for name, value in metrics.items():
                 if not isinstance(value, str) and "/" in name:

@@ -69,7 +69,7 @@ def test_what_is_left_on_disk(run: RunHandle) -> None:
     ]
     assert len(versions) <= KEEP + NUM_SERVERS  # a version each that a server still had when the last one was pruned
     verify_version(versions[-1], WeightVersion(1, STEPS))
-    events = list((run.run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    events = list((run.run_dir / "tensorboard" / "attempt_1").glob("events.out.tfevents.*"))
     assert any(b"reward/mean" in file.read_bytes() for file in events)
     assert {record["step"] for record in metrics(run.run_dir)} == set(range(STEPS + 1))
 

@@ -79,9 +79,8 @@ def model_path(tmp_path_factory):
 
 def worker_config(name_resolve, run_dir, model_path, *, rank=0, size=1, capacity=8, train=TRAIN) -> ModelWorkerConfig:
     info = WorkerInfo("model_worker", rank, size, "test", "t0", 1, str(run_dir), 1, name_resolve, RUNTIME)
-    return ModelWorkerConfig(
-        info, rank, size, str(model_path), str(model_path), train, WeightsConfig(fsync=False), capacity, 1
-    )
+    weights = WeightsConfig(fsync=False)
+    return ModelWorkerConfig(info, rank, size, str(model_path), str(model_path), train, weights, capacity)
 
 
 def trajectory(ticket_id: str, head: int = 0, size: int = 3) -> tuple[TrajectoryMeta, SequenceSample]:
@@ -153,6 +152,7 @@ async def outside(resolver: NameResolver, num_workers: int) -> AsyncIterator[Out
         resolver,
         names,
         pusher_index=0,
+        num_pushers=1,
         num_pullers=num_workers,
         runtime=RUNTIME,
         incarnation=f"pusher-{tag}",

@@ -58,6 +58,10 @@ def right(prompt: str, completion: str, answer: str) -> float:
     return float(completion == answer)
 
 
+def half(prompt: str, completion: str, answer: str) -> float:
+    return 0.5
+
+
 def make_reward(name: str = "right") -> Reward:
     return Reward(f"{__name__}:{name}", timeout_s=5.0, board=BOARD, logger=LOGGER)
 
@@ -156,6 +160,12 @@ async def test_the_environment_ends_an_episode_after_its_turns() -> None:
     assert await env.step(Completion("5", True)) == (None, 0.0, False, True, {})
     await env.reset()
     assert await env.step(Completion("4", True)) == (None, 1.0, True, False, {})
+
+
+async def test_a_cut_response_is_the_last_and_is_paid() -> None:
+    env = FeedbackEnv(prompt=PROMPT, reward=make_reward("half"), feedback="no", max_turns=4)
+    await env.reset()
+    assert await env.step(Completion("4", False)) == (None, 0.5, False, True, {})
 
 
 async def test_forks_share_no_progress() -> None:

@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config import ConfigError, load_experiment
-from asyncrl.launch.preflight import visible_devices
+from asyncrl.launch.preflight import preflight, visible_devices
 from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
+from asyncrl.testing.tiny import make_char_tokenizer
 
 MINIMAL = """
 model_path: m
@@ -40,6 +41,13 @@ def test_overrides_win(config_file):
         ("rollout.group_size=1", "a group of one has no advantage"),
         ("generation.num_blocks=1", "cannot hold one full sequence; use at least"),
         ("manager.lease_s=4", "must be more than twice"),
+        ("train.max_steps=-3", "train.max_steps=-3: must not be negative"),
+        ("rollout.sampling.top_p=1.5", "must be above 0 and at most 1"),
+        ("rollout.sampling.top_k=0", "at least 1, or -1"),
+        ("rollout.success_rate_lb=2.0e9", "all would be rejected"),
+        ("manager.update_fraction=1.5", "must be at most 1"),
+        ("generation.attention=flash_atention_2", "did you mean 'flash_attention_2'"),
+        ("generation.page_size=0", "generation.page_size=0: must be at least 1"),
         ("train.dtype=float16", "train.dtype='float16': did you mean 'bfloat16'"),
         ("train.extra_mfcs.x.kind=train", "did you mean 'train_step'"),
         ("generation.max_batch_tokens=8", "each needs a token a pass"),
@@ -124,3 +132,45 @@ def test_visible_devices_are_those_of_the_environment(monkeypatch):
     assert visible_devices() == ["2", "GPU-abc"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_devices() == []
+
+
+@pytest.fixture
+def runnable(tmp_path):
+    """A config whose files are all there."""
+    make_char_tokenizer(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text('{"max_position_embeddings": 512}')
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "2", "task": "other"}\n' * 64)
+    (tmp_path / "rewards.py").write_text("import needs_nothing_installed\n\ndef reward(*_):\n    return 1.0\n")
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model_path: {tmp_path}/m\n"
+        f"prompts: {{path: {tmp_path}/p.jsonl}}\n"
+        f"rollout: {{tasks: {{default: {{reward: '{tmp_path}/rewards.py:reward'}}}}}}\n"
+    )
+    return file
+
+
+def test_preflight_counts_the_prompts(runnable):
+    assert preflight(load_experiment(runnable)) == 64
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.batch_size=65", "has only 64 prompts"),
+        ("rollout.sampling.max_new_tokens=512", "the model has 512 positions"),
+        ("prompts.task_key=task", "has prompts of the tasks other, which rollout.tasks does not name"),
+        ("train.extra_mfcs.x={interface: 'a:b', input_keys: [nowhere]}", "reads ['nowhere'], which nothing writes"),
+        ("model_path=nowhere", "there is no config.json"),
+    ],
+)
+def test_preflight_refuses_what_a_run_would_trip_over(runnable, override, message):
+    with pytest.raises(ConfigError) as error:
+        preflight(load_experiment(runnable, [override, "tokenizer_path=" + str(runnable.parent / "m")]))
+    assert message in str(error.value)
+
+
+def test_preflight_reads_reward_files_without_running_them(runnable):
+    spec = f"{runnable.parent}/rewards.py:rewrd"
+    with pytest.raises(ConfigError, match="has no 'rewrd'; it has needs_nothing_installed, reward"):
+        preflight(load_experiment(runnable, [f"rollout.tasks.default.reward={spec}"]))

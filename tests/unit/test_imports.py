@@ -68,11 +68,11 @@ def test_a_tokenizer_without_torch(tmp_path):
 def test_tensorboard_events_without_torch(tmp_path):
     code = (
         "from pathlib import Path\nfrom asyncrl.runtime.metrics import MetricsWriter\n"
-        f"writer = MetricsWriter(Path({str(tmp_path)!r}), tensorboard=True)\n"
+        f"writer = MetricsWriter(Path({str(tmp_path)!r}), attempt=1, tensorboard=True)\n"
         "writer.write(1, {'reward/mean': 0.5})\nwriter.close()"
     )
     assert imported_by(code, ["torch"]) == "[]"
-    assert [file.name for file in (tmp_path / "tensorboard").iterdir()]
+    assert [file.name for file in (tmp_path / "tensorboard" / "attempt_1").iterdir()]
 
 
 def test_name_resolve_without_etcd3_until_it_is_opened():

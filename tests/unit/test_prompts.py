@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from asyncrl.config import PromptSourceConfig
-from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.data.prompts import PromptError, PromptSource, load_tokenizer
 from asyncrl.messages import Locator
 from asyncrl.testing.tiny import make_char_tokenizer
 
@@ -261,7 +261,7 @@ def test_a_tokenizer_is_loaded_and_used_without_torch(tmp_path: Path) -> None:
     program = f"""
 import sys
 from asyncrl.config import PromptSourceConfig
-from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.data.prompts import PromptError, PromptSource, load_tokenizer
 from asyncrl.messages import Locator
 source = PromptSource(PromptSourceConfig(path={path!r}, chat_template=True), load_tokenizer({str(tmp_path / "model")!r}))
 assert source.get(Locator(0, 0)).text == "<user:ab><assistant:"
@@ -273,3 +273,11 @@ assert "torch" not in sys.modules
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_prompt_the_tokenizer_cannot_encode_is_an_error_of_its_own(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "space.jsonl", [{"prompt": "1 2", "answer": ""}, {"prompt": "12", "answer": ""}])
+    source = PromptSource(PromptSourceConfig(path=path, shuffle=False), make_char_tokenizer(None, "12"))
+    with pytest.raises(PromptError, match="cannot encode the prompt '1 2'"):
+        source.get(Locator(0, 0))
+    assert len(source.get(Locator(0, 1)).input_ids) == 2
