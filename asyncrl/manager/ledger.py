@@ -161,7 +161,9 @@ class Ledger:
         self._eval_share = eval_share
         self._grace_s = grace_s
         self._nonce = nonce or secrets.token_hex(3)
+        self._num_train_tickets = 0
         self._num_eval_tickets = 0
+        self._last_expire: float | None = None
         self._holders: dict[str, _Holder] = {}
         self._mean_tokens = 0.0
         self._evaluations = EvaluationBook(max_issues)
@@ -333,7 +335,12 @@ class Ledger:
         return ScheduleReply(server=server.name, server_url=server.url)
 
     def expire(self, now: float) -> None:
-        """Give up the workers that have been silent for a lease, and what they hold."""
+        """Give up the workers that have been silent for a lease, and what they hold. Call it several times a lease: after a
+        longer pause it was we who stood still, nobody could be heard, and all get half a lease to speak."""
+        if self._last_expire is not None and now - self._last_expire > self._lease_s / 2:
+            for holder in self._holders.values():
+                holder.last_seen = max(holder.last_seen, now - self._lease_s / 2)
+        self._last_expire = now
         for worker, holder in self._holders.items():
             if now - holder.last_seen > self._lease_s:
                 for live in self._running_at(worker):
@@ -437,7 +444,9 @@ class Ledger:
         locator, issue = self._cursor.take()
         heads = self._heads_of_worker.get(request.worker, self._all_heads)
         head = min(heads, key=lambda head: (self._live_of_head[head], head))
-        ticket_id = str(TicketId(self.attempt, locator, issue, min_version, head, self._nonce))
+        self._num_train_tickets += 1
+        nonce = f"{self._nonce}_{self._num_train_tickets}"
+        ticket_id = str(TicketId(self.attempt, locator, issue, min_version, head, nonce))
         ticket = Ticket(
             ticket_id=ticket_id,
             kind="train",

@@ -27,7 +27,7 @@ class TicketId:
     issue: int
     min_version: int
     head: int
-    nonce: str  # one per manager process: an id is never given twice
+    nonce: str  # of the manager process, and a count: an id is never given twice
 
     def __str__(self) -> str:
         epoch, position = self.locator.epoch, self.locator.position

@@ -46,6 +46,7 @@ from asyncrl.weights import prune_versions, role_dir, version_dir
 ACTOR = "actor"
 _LONG_POLL_S = 5.0  # how long the manager may hold back its answer while nothing changes
 _CALL_LIMIT_S = 60.0  # a call to the manager, retries included
+_MAX_EVALUATIONS = 4  # that go on at the same time
 _REWARD_WINDOW = 5  # steps that target_reward is averaged over
 _REJECTION_WINDOW = 4  # batches' worth of prompts that max_rejected_share looks back on
 
@@ -160,6 +161,8 @@ class MasterWorker(Worker):
         start = time.monotonic()
         batch = await self.form_batch()
         if not batch:
+            if self.version == 0:
+                raise RejectedShareError(f"every prompt was rejected, nothing was trained ({self._rejections()})")
             return True
         version = self.version
         metas = self.buffer.metas(batch)
@@ -193,7 +196,7 @@ class MasterWorker(Worker):
         unblocked by: the manager's ledger changing (long poll, bounded), which every finished rollout does.
         """
         start = moved = time.monotonic()
-        num_stored = len(self.buffer)
+        state = (len(self.buffer), self.progress.num_done)
         view = await self.report()
         while True:  # each turn is bounded, and so is a standstill
             decision = self.former.decide(
@@ -212,8 +215,8 @@ class MasterWorker(Worker):
                     self.buffer.drop(ticket)
                 await self.mesh.call("forgetting what is too old", ClearData(ids=list(decision.drop)))
             limit_s = self.config.train.data_timeout_s
-            if len(self.buffer) != num_stored:
-                num_stored, moved = len(self.buffer), time.monotonic()
+            if state != (state := (len(self.buffer), self.progress.num_done)):
+                moved = time.monotonic()
             if time.monotonic() - moved > limit_s:
                 raise WaitTimeoutError(decision.reason, decision.on, limit_s)
             with self.board.waiting(decision.reason, on=decision.on, limit_s=limit_s, since=start):
@@ -236,12 +239,15 @@ class MasterWorker(Worker):
         """After the last step: last weights, last evaluation, the model for the user, the summary."""
         training_ended = time.time()
         await self._wait_for_publisher()
+        await self._save("final")  # first: an evaluation that fails must not cost the result
         await self.report(stop=True)
-        if self.config.eval.at_end:
-            await self._wait_until_served(self.version)
-            self._evaluate_beside_training()
+        if self.config.eval.at_end and self.config.eval.prompts is not None:
+            try:
+                await self._wait_until_served(self.version)
+                self._evaluate_beside_training(name="end")
+            except WaitTimeoutError as error:
+                self.logger.warning("no last evaluation: %s", error)
         await asyncio.gather(*self._evaluations)
-        await self._save("final")
         end = time.time()
         summary = self.summary.as_dict(
             attempt=self.info.attempt,
@@ -353,25 +359,29 @@ class MasterWorker(Worker):
         window = self._recent_outcomes
         share = window.count(False) / max(len(window), 1)
         if len(window) == window.maxlen and share > self.config.max_rejected_share:
-            reasons = ", ".join(f"{reason}: {count}" for reason, count in self.progress.rejected.most_common())
             raise RejectedShareError(
-                f"{share:.0%} of the last {len(window)} prompts were rejected ({reasons}); "
-                f"manager.max_rejected_share allows {self.config.max_rejected_share:.0%}. The first of each kind is told in full "
-                f"in {self.run_dir}/logs/latest/rollout_worker_*.log"
+                f"{share:.0%} of the last {len(window)} prompts were rejected ({self._rejections()}); "
+                f"manager.max_rejected_share allows {self.config.max_rejected_share:.0%}"
             )
 
-    def _evaluate_beside_training(self) -> asyncio.Task[None]:
-        task = self.spawn(self._evaluate(self.version), "evaluate")
+    def _rejections(self) -> str:
+        """How many prompts were rejected why, and where more is to be read."""
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in self.progress.rejected.most_common())
+        return f"{reasons}; the first of each kind is told in full in {self.run_dir}/logs/latest/rollout_worker_*.log"
+
+    def _evaluate_beside_training(self, name: str = "") -> asyncio.Task[None]:
+        eval_id = f"a{self.info.attempt}-{name or f's{self.version}'}"
+        task = self.spawn(self._evaluate(eval_id, self.version), "evaluate")
         self._evaluations.append(task)
         return task
 
-    async def _evaluate(self, step: int) -> None:
+    async def _evaluate(self, eval_id: str, step: int) -> None:
         """Run an evaluation to its end through eval tickets. One that takes too long is given up with a warning."""
         config = self.config.eval
         if config.prompts is None:
             return
         request = EvaluateRequest(
-            eval_id=f"a{self.info.attempt}-s{step}",
+            eval_id=eval_id,
             modes=list(config.modes),  # type: ignore[arg-type]  # checked when the config was loaded
             num_prompts=config.num_prompts,
             wait_s=_LONG_POLL_S,
@@ -390,7 +400,10 @@ class MasterWorker(Worker):
         now, epochs = time.monotonic(), self.progress.epochs_done()
         at_end = last and self.config.eval.at_end  # `finish` evaluates the last weights, once they are served
         if self.eval_schedule.check(step=self.version, epochs=epochs, now=now) and not at_end:
-            self._evaluate_beside_training()
+            if sum(not task.done() for task in self._evaluations) < _MAX_EVALUATIONS:
+                self._evaluate_beside_training()
+            else:
+                self.logger.warning("no evaluation at step %d: %d still go on", self.version, _MAX_EVALUATIONS)
         if self.save_schedule.check(step=self.version, epochs=epochs, now=now):
             self.spawn(self._save(f"step_{self.version:08d}"), "save")
 

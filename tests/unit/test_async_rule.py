@@ -477,20 +477,14 @@ class AsyncRule(RuleBasedStateMachine):
         worker.frozen = not worker.frozen
         self.run.num_faults += 1
         if worker.frozen:
-            self.run.now += LEASE_S + 0.1
-            for other in self.run.workers:
-                if not other.frozen:
-                    self.run.heartbeat(other)
-            self.run.ledger.expire(self.run.now)
+            for _ in range(int(LEASE_S / HEARTBEAT_S) + 1):
+                self.time_passes()
 
     @precondition(lambda self: self.faults)
     @rule()
     def a_rollout_hangs_for_long(self) -> None:
         for _ in range(int(OVERDUE_S / HEARTBEAT_S)):
-            self.run.now += HEARTBEAT_S
-            for worker in self.run.workers:
-                if not worker.frozen:
-                    self.run.heartbeat(worker)
+            self.time_passes()
         self.run.num_faults += 1
 
     # ------------------------------------------------------------------------------------------- what always holds
@@ -667,7 +661,7 @@ def something_happens(run: Run, rng: random.Random) -> None:
                 for other in run.workers:
                     if not other.frozen:
                         run.heartbeat(other)
-            run.ledger.expire(run.now)
+                run.ledger.expire(run.now)
         case "old":
             run.report(old=True)
         case "repeat":

@@ -342,6 +342,28 @@ def test_outcomes_that_cannot_be_change_nothing(kind: str, outcome: str) -> None
 # ------------------------------------------------------------------------------------------------ workers that are lost
 
 
+def test_a_manager_that_stood_still_first_listens() -> None:
+    """Nobody could be heard meanwhile: all get half a lease to speak."""
+    desk = Desk(eta=0)
+    (ticket,) = desk.take(1)
+    desk.ledger.expire(1.0)
+    desk.ledger.expire(60.0)
+    assert {view.ticket_id for view in desk.ledger.view(60.0).live} == {ticket.ticket_id}
+    for now in (62.0, 65.0, 68.0):
+        desk.ledger.expire(now)
+    assert desk.ledger.num_live == 0
+
+
+def test_an_id_is_never_given_twice() -> None:
+    desk = Desk(eta=0)
+    seen = set()
+    for _ in range(3):
+        (ticket,) = desk.take(1)
+        assert ticket.ticket_id not in seen
+        seen.add(ticket.ticket_id)
+        desk.finish(ticket, outcome="released", reason="server_lost")
+
+
 def test_a_silent_worker_loses_its_running_tickets() -> None:
     desk = Desk(eta=0)
     running, stored, other = desk.take(3)
