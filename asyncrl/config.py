@@ -33,6 +33,8 @@ class PromptSourceConfig:
     answer_key: str = "answer"  # given to the reward; "" where there is none
     task_key: str = ""  # field that names the task of a line; "" means one task
     chat_template: bool = False  # render through the tokenizer's chat template
+    chat_template_args: dict[str, Any] = field(default_factory=dict)  # variables of the template, e.g. enable_thinking
+    system_prompt: str = ""  # put before chats that begin with no system message of their own
     max_prompt_length: int = 1024  # tokens; longer prompts are rejected, with the reason counted
     shuffle: bool = True  # seeded, anew each epoch
 
@@ -191,6 +193,8 @@ class TrainConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
+    # For experiments about staleness: a step waits until generation is eta versions ahead, so that all data is that old.
+    wait_for_full_lag: bool = False
     call_timeout_s: float = 1800.0  # a call to the model workers
     data_timeout_s: float = 3600.0  # no trajectory at all for this long ends the run, naming whom it waited for
     save_every_steps: int = 0  # 0: only at the end
@@ -243,6 +247,47 @@ class RuntimeConfig:
     resend_after_s: float = 5.0
     max_message_bytes: int = 1_000_000_000
     log_level: str = "INFO"
+    fork_server: bool = (
+        True  # import torch once and fork the workers (Linux); false: an interpreter of its own for each
+    )
+
+
+@dataclass(frozen=True)
+class RecordConfig:
+    """Trajectories on disk, for `asyncrl-launch inspect` and mode=train_only: <run>/trajectories/attempt_N/."""
+
+    trajectories: bool = False  # record what is trained on, with what the MFCs made of it (rollout_only always records)
+    every: int = 1  # every n-th train step; a replay needs all
+    max_bytes: int = 4_000_000_000  # of an attempt; the oldest steps go (rollout_only: the run ends)
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What mode=train_only trains on. asyncrl/data/replay.py says how."""
+
+    path: str = ""  # a run, its trajectories or those of one of its attempts (attempt_N)
+    first_step: int = 0  # the recorded step to begin with; model_path is then the weights of that version
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """Processes that the launcher leaves to you, to be started under a debugger with the command that it prints."""
+
+    leave_out: list[str] = field(default_factory=list)  # e.g. [rollout_worker/0]
+    wait_s: float = 3600.0  # they may take this long to come, and to stand still in a debugger
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases, beside TensorBoard (extra `wandb`). The API key is not here: `wandb login`, or WANDB_API_KEY."""
+
+    mode: str = "disabled"  # disabled | offline (files in <run>/wandb, for `wandb sync`) | online
+    project: str = ""  # default: the experiment's name
+    entity: str = ""  # a user or team; default: the API key's
+    group: str = ""
+    tags: list[str] = field(default_factory=list)
+    init_timeout_s: float = 60.0  # after that the training goes on without it, with a warning
+    finish_timeout_s: float = 30.0  # for what is still to be sent at the end of the run
 
 
 @dataclass(frozen=True)
@@ -265,7 +310,15 @@ class ExperimentConfig:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    # async | rollout_only: no trainer; the initial weights are served, what is rolled out goes to disk; of `train` only batch_size,
+    # num_epochs and max_steps matter | train_only: no generation; trains on what was recorded before
+    mode: str = "async"
+    record: RecordConfig = field(default_factory=RecordConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
     tensorboard: bool = True
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    trace: bool = False  # write a timeline of all processes: trace/attempt_N.json, for ui.perfetto.dev
     prepare: str = (
         ""  # a command that makes model and data; launcher/run_async_ppo.sh runs it where model_path is missing
     )
@@ -278,7 +331,7 @@ class ExperimentConfig:
 class WorkerInfo:
     """Who a process is, and where the run lives. The first field of every process's config."""
 
-    kind: str  # master | model_worker | generation_server | gserver_manager | rollout_worker
+    kind: str  # master | model_worker | generation_server | gserver_manager | rollout_worker | recorder | replayer
     index: int
     count: int  # how many of this kind
     experiment: str
@@ -288,6 +341,7 @@ class WorkerInfo:
     seed: int
     name_resolve: NameResolveConfig  # endpoints filled in
     runtime: RuntimeConfig
+    trace: bool = False
 
     @property
     def name(self) -> str:
@@ -309,6 +363,10 @@ class MasterWorkerConfig:
     overdue_wait_s: float
     max_rejected_share: float
     tensorboard: bool
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    mode: str = "async"
+    first_step: int = 0  # train_only: the recorded step that the replay begins with
+    num_replayed: int = 0  # train_only: groups to be replayed; they take the place of the prompts
 
 
 @dataclass(frozen=True)
@@ -321,6 +379,33 @@ class ModelWorkerConfig:
     train: TrainConfig
     weights: WeightsConfig
     store_capacity: int  # groups this head may hold: (1 + eta) * batch size
+    record: RecordConfig = field(default_factory=RecordConfig)  # max_bytes: of this head
+
+
+@dataclass(frozen=True)
+class RecorderConfig:
+    """rollout_only: takes the place of the model workers."""
+
+    worker: WorkerInfo
+    model_path: str
+    tokenizer_path: str
+    weights: WeightsConfig
+    store_capacity: int
+    call_timeout_s: float
+    max_bytes: int
+
+
+@dataclass(frozen=True)
+class ReplayerConfig:
+    """train_only: takes the place of rollout workers and manager."""
+
+    worker: WorkerInfo
+    replay: ReplayConfig
+    num_heads: int
+    batch_size: int
+    max_steps: int
+    max_head_offpolicyness: int
+    call_timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -360,6 +445,8 @@ class RolloutWorkerConfig:
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 MFC_KINDS = ("inference", "train_step")
 MFC_ROLES = ("actor", "ref")
+WANDB_MODES = ("disabled", "offline", "online")
+MODES = ("async", "rollout_only", "train_only")
 
 
 class ConfigError(ValueError):
@@ -422,6 +509,7 @@ def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     yield from _bad_choices(config)
     yield from _bad_numbers(config)
     yield from _deadlocks(config)
+    yield from _bad_modes(config)
     for name, value in (("experiment", config.experiment), ("trial", config.trial)):
         if not value or "/" in value or value in {".", ".."}:
             yield name, value, "must be a non-empty name without '/' (it names a folder and a key)"
@@ -433,12 +521,17 @@ def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         for part, grid in (("generation", allocation.generation), ("training", allocation.training)):
             if grid.pipe * grid.tensor != 1:
                 yield "allocation", config.allocation, f"{part} runs data parallel only so far: use d{grid.data}p1m1"
+    replays = config.mode == "train_only"  # without prompts: what is trained on is recorded
     for name, value in (("model_path", config.model_path), ("prompts.path", config.prompts.path)):
-        if not value:
+        if not value and not (replays and name == "prompts.path"):
             yield name, value, "is required"
+    for name, prompts in (("prompts", config.prompts), ("eval.prompts", config.eval.prompts)):
+        for option in ("system_prompt", "chat_template_args"):
+            if prompts is not None and getattr(prompts, option) and not prompts.chat_template:
+                yield f"{name}.{option}", getattr(prompts, option), f"needs {name}.chat_template=true"
     if config.eval.prompts is not None and not config.eval.prompts.path:
         yield "eval.prompts.path", "", "is required (or leave eval.prompts out: no evaluation)"
-    if not config.rollout.tasks:
+    if not config.rollout.tasks and not replays:
         yield "rollout.tasks", {}, "name at least one task, e.g. rollout.tasks.default.reward=my_module:reward"
     for name, task in config.rollout.tasks.items():
         for kind, spec in (("reward", task.reward), ("agent", task.agent), ("env", task.env)):
@@ -464,6 +557,8 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("generation.attention", config.generation.attention, ATTENTIONS),
         ("name_resolve.backend", config.name_resolve.backend, ("etcd", "memory")),
         ("runtime.log_level", config.runtime.log_level, ("DEBUG", "INFO", "WARNING", "ERROR")),
+        ("mode", config.mode, MODES),
+        ("wandb.mode", config.wandb.mode, WANDB_MODES),
         *((f"eval.modes[{index}]", mode, ("sampled", "greedy")) for index, mode in enumerate(config.eval.modes)),
         *((f"train.extra_mfcs.{name}.kind", mfc.kind, MFC_KINDS) for name, mfc in config.train.extra_mfcs.items()),
         *((f"train.extra_mfcs.{name}.role", mfc.role, MFC_ROLES) for name, mfc in config.train.extra_mfcs.items()),
@@ -496,6 +591,8 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("generation.num_blocks", config.generation.num_blocks),
         ("generation.page_size", config.generation.page_size),
         ("eval.num_prompts", config.eval.num_prompts),
+        ("record.every", config.record.every),
+        ("record.max_bytes", config.record.max_bytes),
     )
     for name, count in at_least_one:
         if count < 1:
@@ -510,6 +607,9 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("rollout.rollout_timeout_s", rollout.rollout_timeout_s),
         ("runtime.start_timeout_s", config.runtime.start_timeout_s),
         ("runtime.resend_after_s", config.runtime.resend_after_s),
+        ("debug.wait_s", config.debug.wait_s),
+        ("wandb.init_timeout_s", config.wandb.init_timeout_s),
+        ("wandb.finish_timeout_s", config.wandb.finish_timeout_s),
     )
     for name, number in above_zero:
         if number <= 0:
@@ -523,6 +623,7 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("eval.every_epochs", config.eval.every_epochs),
         ("eval.every_s", config.eval.every_s),
         ("manager.max_concurrent_rollouts", config.manager.max_concurrent_rollouts),
+        ("replay.first_step", config.replay.first_step),
     )
     for name, number in not_negative:
         if number < 0:
@@ -572,6 +673,29 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
             "train.ppo.advantage_norm",
             "group",
             "a group of one has no advantage; use batch, or rollout.group_size > 1",
+        )
+
+
+def _bad_modes(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
+    """What one mode needs and another has no use for."""
+    replay = config.replay
+    if config.mode == "train_only":
+        if not replay.path:
+            yield "replay.path", "", "is required with mode=train_only: a run that recorded trajectories"
+        if config.eval.prompts is not None:
+            yield (
+                "eval.prompts",
+                config.eval.prompts.path,
+                "nothing generates with mode=train_only; set eval.prompts=null",
+            )
+    elif replay.path or replay.first_step:
+        name, value = ("replay.path", replay.path) if replay.path else ("replay.first_step", replay.first_step)
+        yield name, value, f"is read with mode=train_only only, this is mode={config.mode}"
+    if config.mode == "rollout_only" and config.train.target_reward is not None:
+        yield (
+            "train.target_reward",
+            config.train.target_reward,
+            "nothing is trained with mode=rollout_only; set it to null",
         )
 
 

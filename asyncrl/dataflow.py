@@ -12,6 +12,8 @@ from graphlib import CycleError, TopologicalSorter
 
 from asyncrl.config import TrainConfig
 
+TRAIN_MFC = "actor_train"  # the node that makes new weights
+
 # Keys that every trajectory carries (KEY_SPECS in data/sequence.py says what each is).
 TRAJECTORY_KEYS = (
     "packed_input_ids",
@@ -108,5 +110,10 @@ def build_dataflow(train: TrainConfig) -> DataflowGraph:
             MFCDef(name, extra.role, extra.kind, extra.interface, tuple(extra.input_keys), tuple(extra.output_keys))
         )
     actor_inputs.extend(train.extra_train_keys)
-    mfcs.append(MFCDef("actor_train", "actor", "train_step", "ppo_actor", tuple(actor_inputs)))
+    mfcs.append(MFCDef(TRAIN_MFC, "actor", "train_step", "ppo_actor", tuple(actor_inputs)))
     return DataflowGraph(mfcs)
+
+
+def build_recording_dataflow() -> DataflowGraph:
+    """The graph of mode=rollout_only: a batch is written to disk, and that is all."""
+    return DataflowGraph([MFCDef("record", "actor", "inference", "record", TRAJECTORY_KEYS)])

@@ -81,6 +81,7 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
     ticket_id: str
     outcome: Literal["stored", "rejected", "evaluated", "released"]
     reason: str = ""  # for rejected and released; short, low cardinality: it becomes a metric label
+    detail: str = ""  # for people; given for the first of its reason only, by each worker
     num_tokens: int = 0  # generated tokens, all sequences of the group
     lengths: list[int] = []  # response length of each sequence
     rewards: list[float] = []
@@ -166,6 +167,7 @@ class RejectedPrompt(Struct, frozen=True, kw_only=True):
 
     locator: Locator
     reason: str
+    detail: str = ""  # for people, where the rollout worker gave one
     num_tokens: int = 0
     lengths: list[int] = []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 PREFIX = "asyncrl"
+ACTOR = "actor"  # the role that is trained, and whose weights are served
 _PART = re.compile(r"[^/\x00-\x1f]+")
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,7 +27,23 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
 _TMP_SUFFIX = ".writing"
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 20  # written and hashed at once, while it is in a core's cache
+_READ_BYTES = 1 << 23  # hashed at once; fewer turns for the interpreter's lock, which the manager's event loop needs
+_NUM_SYNCERS = 4  # they wait for the disk; the syncs of small files become one commit of the file system
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 # Files of a model's folder that are not weights and that a reader needs.
 _SIDE_FILES = (
     "config.json",
@@ -69,6 +87,24 @@ def version_dir(run_dir: str | Path, role: str, version: WeightVersion) -> Path:
     return role_dir(run_dir, role) / str(version)
 
 
+def publish_folder(path: Path, *, source_dir: Path, version: WeightVersion, fsync: bool = True) -> Manifest:
+    """A version made of a model's folder as it is, without torch: its safetensors are linked, or copied where that cannot be.
+
+    Complete or absent, like what write_version writes. Raises WeightsError where the folder has no safetensors.
+    """
+    shards = tensor_files(source_dir)
+    if not shards:
+        raise WeightsError(
+            f"{source_dir} has no *.safetensors; save the model with save_pretrained(safe_serialization=True)"
+        )
+
+    def fill(writer: _FileWriter) -> None:
+        for file in (*shards, *source_dir.glob(INDEX)):
+            writer.link(file)
+
+    return _make_version(path, fill, source_dir=source_dir, version=version, fsync=fsync)
+
+
 def write_version(
     path: Path,
     tensors: Iterable[tuple[str, torch.Tensor]],
@@ -83,6 +119,19 @@ def write_version(
     Written beside path, synced and renamed, so that path is complete or absent. Leftovers of an earlier try are removed first.
     Raises FileExistsError if path is there, OSError (disk full, ...) with nothing left behind.
     """
+    return _make_version(
+        path,
+        lambda writer: _write_shards(writer, tensors, shard_bytes),
+        source_dir=source_dir,
+        version=version,
+        fsync=fsync,
+    )
+
+
+def _make_version(
+    path: Path, fill: Callable[[_FileWriter], None], *, source_dir: Path, version: WeightVersion, fsync: bool
+) -> Manifest:
+    """Weights by `fill`, side files, manifest; synced, then renamed."""
     if path.exists():
         raise FileExistsError(f"weight version {path} exists already; versions are written once")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,11 +139,12 @@ def write_version(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        _write_shards(temporary, tensors, shard_bytes)
-        for pattern in _SIDE_FILES:
-            for side in sorted(source_dir.glob(pattern)):
-                shutil.copyfile(side, temporary / side.name)
-        files = {file.name: _entry(file, fsync) for file in sorted(temporary.iterdir())}
+        with _FileWriter(temporary, fsync) as writer:
+            fill(writer)
+            for pattern in _SIDE_FILES:
+                for side in sorted(source_dir.glob(pattern)):
+                    writer.write(side.name, [side.read_bytes()])
+        files = dict(sorted(writer.files.items()))
         manifest = Manifest(attempt=version.attempt, version=version.version, kind="full", files=files)
         (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         if fsync:
@@ -169,28 +219,112 @@ def prune_versions(directory: Path, *, keep: int, in_use: Iterable[WeightVersion
     return removed
 
 
-def _write_shards(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
-    """Shards by Hugging Face's naming: one file, or numbered ones with an index."""
-    from safetensors.torch import save_file  # imports torch: only the writer needs it
+class _FileWriter:
+    """Writes the files of a version, hashed in the same pass; each is synced on a thread while the next is written.
 
+    Leaving the `with` block waits until everything is on disk. What fails, a write or a sync, raises: here or there.
+    """
+
+    def __init__(self, directory: Path, fsync: bool) -> None:
+        self.files: dict[str, FileEntry] = {}
+        self._directory, self._fsync = directory, fsync
+        self._closes: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(_NUM_SYNCERS, thread_name_prefix="sync_weights")
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
+        """Write a file. The buffers are read where they are, in pieces that a core's cache holds."""
+        digest, size = xxhash.xxh3_64(), 0
+        file = (self._directory / name).open("wb", buffering=0)
+        try:
+            for part in parts:
+                view = memoryview(part)
+                while view:
+                    written = file.write(view[:_CHUNK_BYTES])
+                    digest.update(view[:written])
+                    view = view[written:]
+                    size += written
+        except BaseException:
+            file.close()
+            raise
+        self.files[name] = FileEntry(bytes=size, xxh3=digest.hexdigest())
+        self._closes.append(self._pool.submit(_close, file, self._fsync))
+
+    def link(self, source: Path) -> None:
+        """Have a file that is there already, without writing it again where the file system can do that."""
+        target = self._directory / source.name
+        try:
+            os.link(source.resolve(), target)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(source, target)
+        self.files[target.name] = FileEntry(bytes=target.stat().st_size, xxh3=_xxh3(target))
+        self._closes.append(self._pool.submit(_close, target.open("rb", buffering=0), self._fsync))
+
+    def rename(self, old: str, new: str) -> None:
+        (self._directory / old).rename(self._directory / new)
+        self.files[new] = self.files.pop(old)
+
+    def __enter__(self) -> _FileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._pool.shutdown()  # waits, for as long as the disk takes
+        if kind is None:
+            for close in self._closes:
+                close.result()
+
+
+def _close(file: FileIO, fsync: bool) -> None:
+    with file:
+        if fsync:
+            os.fsync(file.fileno())
+
+
+def _write_shards(writer: _FileWriter, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
+    """Shards by Hugging Face's naming: one file, or numbered ones with an index."""
     shards: list[list[str]] = []
     total = 0
     for number, shard in enumerate(_shards(tensors, shard_bytes)):
-        save_file(shard, directory / f"shard-{number}", metadata={"format": "pt"})
+        writer.write(f"shard-{number}", _safetensors(shard))
         shards.append(list(shard))
         total += sum(tensor.nbytes for tensor in shard.values())
     if not shards:
         raise ValueError("no tensors to write")
     if len(shards) == 1:
-        (directory / "shard-0").rename(directory / "model.safetensors")
+        writer.rename("shard-0", "model.safetensors")
         return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
         name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"shard-{number}").rename(directory / name)
+        writer.rename(f"shard-{number}", name)
         weight_map.update(dict.fromkeys(names, name))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_bytes(msgspec.json.encode(index))
+    writer.write(INDEX, [msgspec.json.encode(index)])
+
+
+def _safetensors(shard: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file in pieces, the tensors' own memory among them: the library's writer copies, and cannot be hashed along.
+
+    The format: the header's length (64 bits, little-endian), the header (JSON, padded with spaces to a multiple of 8 bytes), the
+    tensors' bytes. Wide dtypes come first, so that every tensor is aligned.
+    """
+    import torch  # only the writer needs it
+
+    order = sorted(shard, key=lambda name: (-shard[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor = shard[name]
+        dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        if dtype is None:
+            raise ValueError(f"tensor {name} has dtype {tensor.dtype}; a version can hold {', '.join(_DTYPES)}")
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)
+    yield len(encoded).to_bytes(8, "little") + encoded
+    for name in order:
+        if shard[name].nbytes:
+            yield shard[name].reshape(-1).view(torch.uint8).numpy().data
 
 
 def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -200,23 +334,18 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> It
         if shard and size + tensor.nbytes > shard_bytes:
             yield shard
             shard, size = {}, 0
-        shard[name] = tensor.contiguous()
+        shard[name] = tensor.detach().cpu().contiguous()
         size += tensor.nbytes
     if shard:
         yield shard
 
 
-def _entry(file: Path, fsync: bool) -> FileEntry:
-    if fsync:
-        _sync(file)
-    return FileEntry(bytes=file.stat().st_size, xxh3=_xxh3(file))
-
-
 def _xxh3(file: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            digest.update(chunk)
+    """Through one buffer. Not through mmap: a file that is cut short meanwhile would kill the process (SIGBUS)."""
+    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(_READ_BYTES, file.stat().st_size or 1)))
+    with file.open("rb", buffering=0) as stream:
+        while size := stream.readinto(buffer):
+            digest.update(buffer[:size])
     return digest.hexdigest()
 
 

@@ -11,7 +11,7 @@ case "${1:-}" in
     exit 0
     ;;
 esac
-asyncrl_setup ""
+asyncrl_setup "plot${ASYNCRL_EXTRAS:+,$ASYNCRL_EXTRAS}" # plot: what `asyncrl-launch plot` needs
 config=configs/quickstart_cpu.yaml
 if [ $# -gt 0 ] && [[ "$1" != *=* ]]; then
     config="$1"

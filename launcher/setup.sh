@@ -1,6 +1,7 @@
 # Sourced by the other scripts: puts a virtual environment with asyncrl and the extras in $1 (may be empty) in front.
 #
 # Environment: ASYNCRL_VENV  where the environment is (default: .venv in the repository)
+#              ASYNCRL_EXTRAS what a run needs besides, such as gym (pyproject.toml names them)
 #              ASYNCRL_TORCH the torch version to install (default below; an open range could pull another build)
 #              PYTHON        the interpreter it is made with (default: python3, 3.10 or newer)
 
@@ -12,23 +13,82 @@ asyncrl_setup() {
     [[ "$venv" = /* ]] || venv="$PWD/$venv"
     # One stamp per set of requirements: a second start installs nothing and needs no network.
     stamp="$venv/.asyncrl-$(cat "$ASYNCRL_ROOT/pyproject.toml" - <<<"$extras $torch $ASYNCRL_ROOT" | cksum | cut -d' ' -f1)"
-    if [ ! -e "$stamp" ]; then
-        if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-            echo "asyncrl needs Python 3.10 or newer; '$python' is $("$python" --version 2>&1). Set PYTHON=/path/to/python3" >&2
-            return 1
-        fi
-        if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-            echo "== making the virtual environment $venv"
-            "$python" -m venv --clear "$venv" || {
-                echo "cannot make a virtual environment with '$python'; on Debian: apt-get install python3-venv" >&2
-                return 1
-            }
-        fi
-        echo "== installing asyncrl${extras:+[$extras]} into $venv (some minutes the first time)"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$torch" || return 1
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "$ASYNCRL_ROOT${extras:+[$extras]}" || return 1
-        touch "$stamp"
-    fi
+    [ -e "$stamp" ] || _asyncrl_install || return 1
     PATH="$venv/bin:$PATH"
-    export PATH VIRTUAL_ENV="$venv"
+    ASYNCRL_ACTIVATE="$(printf '. %q' "$venv/bin/activate")" # `asyncrl-launch run` ends with what to do next
+    export PATH VIRTUAL_ENV="$venv" ASYNCRL_ACTIVATE
+}
+
+# Uses the variables of asyncrl_setup. Durations are those of a machine with 2 cores and a good network.
+_asyncrl_install() {
+    local log step=0 steps=2 seconds=150 pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off)
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+        echo "asyncrl needs Python 3.10 or newer; '$python' is $("$python" --version 2>&1). Set PYTHON=/path/to/python3" >&2
+        return 1
+    fi
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || steps=3
+    log="$(mktemp "${TMPDIR:-/tmp}/asyncrl-setup.XXXXXX")" || log=/dev/null
+    echo "== setting up asyncrl${extras:+[$extras]} in $venv: $steps steps, some $((seconds / 60)) minutes the first time"
+    if [ $steps = 3 ]; then
+        _asyncrl_step 10 "making the virtual environment" "$python" -m venv --clear "$venv" || return 1
+    fi
+    _asyncrl_step 90 "installing torch $torch, the largest part" "${pip[@]}" "torch==$torch" || return 1
+    _asyncrl_step 50 "installing asyncrl and all else that it needs" "${pip[@]}" -e "$ASYNCRL_ROOT${extras:+[$extras]}" || return 1
+    touch "$stamp"
+    [ "$log" = /dev/null ] || rm -f "$log"
+}
+
+# _asyncrl_step SECONDS WHAT COMMAND...: run the command, its output in $log, showing how long it takes.
+_asyncrl_step() {
+    local typical="$1" what="$2" start=$SECONDS code=0 ticker
+    shift 2
+    step=$((step + 1))
+    echo "-- step $step of $steps: $what (about $typical s)"
+    _asyncrl_tick $$ "$start" "$typical" &
+    ticker=$!
+    "$@" >"$log" 2>&1 || code=$?
+    kill "$ticker" 2>/dev/null || true
+    wait "$ticker" 2>/dev/null || true
+    [ ! -t 1 ] || printf '\r\033[K'
+    if [ $code = 0 ]; then
+        echo "   done in $((SECONDS - start)) s"
+        return 0
+    fi
+    {
+        echo "   failed after $((SECONDS - start)) s, exit code $code. What was said last (all of it: $log):"
+        tail -n 12 "$log" | sed 's/^/   | /'
+        echo "   -> $(_asyncrl_remedy "$1")"
+    } >&2
+    return 1
+}
+
+# On a terminal a line that ticks, with what pip is at; elsewhere a line every half minute. Ends with the script, however that ends.
+_asyncrl_tick() {
+    local elapsed
+    while sleep 1 >/dev/null 2>&1 && kill -0 "$1" 2>/dev/null; do
+        elapsed=$((SECONDS - $2))
+        if [ -t 1 ]; then
+            printf '\r\033[K   %d s (usually about %d s)  %s' "$elapsed" "$3" "$(tail -n 1 "$log" | tr -dc '[:print:]' | cut -c 1-40)"
+        elif [ $((elapsed % 30)) = 0 ]; then
+            echo "   $elapsed s so far"
+        fi
+    done
+}
+
+_asyncrl_remedy() {
+    local version
+    if grep -q 'No space left on device\|Disk quota exceeded' "$log"; then
+        echo "the disk is full: make room, or ASYNCRL_VENV=/larger/disk/venv (pip's own files: TMPDIR=... PIP_CACHE_DIR=...)"
+    elif grep -q 'name resolution\|new connection\|unreachable\|timed out\|Max retries\|ProxyError\|not known\|SSLError' "$log"; then
+        echo "the package index cannot be reached: check the network, set https_proxy, or PIP_INDEX_URL to a mirror; then start again"
+    elif grep -q 'Permission denied\|Read-only file system' "$log"; then
+        echo "$venv cannot be written: set ASYNCRL_VENV to a folder that can"
+    elif grep -q 'ensurepip\|No module named venv' "$log"; then
+        echo "'$python' cannot make virtual environments; on Debian: apt-get install python3-venv"
+    elif grep -q 'different Python\|No matching distribution' "$log"; then
+        version="$("$1" --version 2>&1 || true)"
+        echo "there is no such package for $version on this machine: PYTHON=/path/to/another/python3 (3.10 to 3.13), or ASYNCRL_TORCH=..."
+    else
+        echo "mend what is said above and start again: what is installed already stays"
+    fi
 }

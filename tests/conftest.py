@@ -1,5 +1,6 @@
-"""Marks: what needs a GPU is skipped where there is none."""
+"""Marks: what needs a GPU is skipped where there is none. File systems: small or read-only ones, where root may mount them."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,3 +13,38 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """mount("size=8m") is a file system of its own; skips the test where it is not permitted."""
+    mounted = []
+
+    def mount_tmpfs(options):
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        except OSError as error:
+            pytest.skip(f"there is no mount: {error}")
+        if done.returncode:
+            pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount_tmpfs
+    for folder in reversed(mounted):
+        subprocess.run(["umount", "--lazy", str(folder)], check=False, timeout=30)
+
+
+@pytest.fixture
+def small_disk(mount):
+    """A disk of 8 MiB."""
+    return mount("size=8m")
+
+
+@pytest.fixture
+def read_only(mount):
+    """A folder that not even root can write to."""
+    return mount("ro")

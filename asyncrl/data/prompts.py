@@ -119,7 +119,14 @@ class PromptSource:
         if tokenizer is None:
             raise ValueError("a prompt with a chat template cannot be rendered without a tokenizer")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if self.config.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self.config.chat_template_args
+            )
+        except Exception as error:  # a template is a program: say, it wants roles that alternate
+            raise PromptError(f"the chat template refuses {messages!r}: {error}") from error
         assert isinstance(text, str)
         return text, _encode(tokenizer, text, special_tokens=False)  # the template has put in what it wants
 

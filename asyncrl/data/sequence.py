@@ -28,6 +28,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 Array = npt.NDArray[Any]
+DType = np.dtype[Any]
 SeqLens = list[list[int]]  # per id, the length of each of its sequences
 Layout = Literal["token", "prompt", "sequence", "group"]
 
@@ -69,6 +70,7 @@ KEY_SPECS: Mapping[str, KeySpec] = {
 DTYPES = tuple(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()  # noqa: SIM905
 )  # what an array may hold, by name
+DTYPE_NAMES = {np.dtype(name): name for name in DTYPES}  # numpy makes up dtype.name anew each time: 3 us
 
 
 class SampleMeta(Struct, frozen=True, kw_only=True):
@@ -107,13 +109,32 @@ class SequenceSample:
             raise ValueError(
                 f"seqlens has the keys {sorted(self.seqlens)}, data has {sorted(self.data)}: they must be the same"
             )
-        object.__setattr__(
-            self, "seqlens", {key: _checked_lengths(key, self.ids, self.seqlens[key]) for key in self.data}
-        )
-        object.__setattr__(self, "data", dict(self.data))
+        lengths: dict[int, tuple[SeqLens, int]] = {}  # by identity: most keys share theirs, and then go on sharing it
+        seqlens = {}
         for key, array in self.data.items():
-            _check_array(key, array, sum(map(sum, self.seqlens[key])))
-        _check_layouts(self.ids, self.seqlens)
+            given = self.seqlens[key]
+            if id(given) not in lengths:
+                plain = _plain_lengths(key, self.ids, given)
+                lengths[id(given)] = plain, sum(map(sum, plain))
+            seqlens[key], num_values = lengths[id(given)]
+            _check_array(key, array, num_values)
+        _check_layouts(self.ids, seqlens)
+        object.__setattr__(self, "seqlens", seqlens)
+        object.__setattr__(self, "data", dict(self.data))
+
+    @classmethod
+    def of_decoded(
+        cls, ids: tuple[str, ...], seqlens: dict[str, SeqLens], data: dict[str, Array], distinct: Iterable[str]
+    ) -> SequenceSample:
+        """For the codec, which has made arrays of the right dtypes by plain lengths, a list an id. Checks what is left.
+
+        distinct: a key of each layout and lengths that occur.
+        """
+        _check_ids(ids)
+        _check_layouts(ids, {key: seqlens[key] for key in distinct})
+        sample = object.__new__(cls)
+        sample.__dict__.update(ids=ids, seqlens=seqlens, data=data)
+        return sample
 
     @classmethod
     def from_groups(cls, ids: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> SequenceSample:
@@ -351,19 +372,19 @@ def _check_ids(ids: tuple[str, ...]) -> None:
         raise ValueError(f"ids {_few(doubled)} occur more than once; ids must be unique")
 
 
-def _checked_lengths(key: str, ids: tuple[str, ...], seqlens: SeqLens) -> SeqLens:
+def _plain_lengths(key: str, ids: tuple[str, ...], seqlens: SeqLens) -> SeqLens:
     """The lengths of a key as plain non-negative integers, one list an id."""
     if len(seqlens) != len(ids):
         raise ValueError(f"key {key!r}: lengths of {len(seqlens)} ids, expected {len(ids)}")
     checked = []
     for group_id, lengths in zip(ids, seqlens, strict=True):
         try:
-            plain = [index(n) for n in lengths]
+            plain = list(map(index, lengths))
         except TypeError:
             raise ValueError(
                 f"key {key!r}, id {group_id!r}: lengths must be a list of integers, found {lengths!r}"
             ) from None
-        if any(n < 0 for n in plain):
+        if plain and min(plain) < 0:
             raise ValueError(f"key {key!r}, id {group_id!r}: a length is negative: {plain}")
         checked.append(plain)
     return checked
@@ -373,46 +394,41 @@ def _check_array(key: str, array: Array, expected: int) -> None:
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         found = f"shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise ValueError(f"key {key!r}: expected a 1-D numpy array, found {found}")
-    spec = KEY_SPECS.get(key)
-    if spec is not None and array.dtype != spec.dtype:
-        raise ValueError(f"key {key!r}: expected dtype {spec.dtype}, found {array.dtype}")
-    if array.dtype.name not in DTYPES or not array.dtype.isnative:
-        raise ValueError(f"key {key!r}: dtype {array.dtype!r} cannot travel; use one of {', '.join(DTYPES)}")
+    dtype, spec = array.dtype, KEY_SPECS.get(key)
+    if spec is not None and dtype != spec.dtype:
+        raise ValueError(f"key {key!r}: expected dtype {spec.dtype}, found {dtype}")
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"key {key!r}: dtype {dtype!r} cannot travel; use one of {', '.join(DTYPES)}")
     if len(array) != expected:
         raise ValueError(f"key {key!r}: its lengths sum up to {expected}, the array holds {len(array)}")
 
 
 def _check_layouts(ids: tuple[str, ...], seqlens: Mapping[str, SeqLens]) -> None:
     """The known keys fit one another: token keys are aligned, sequence keys have a value for each sequence."""
-    known = {key: KEY_SPECS[key].layout for key in seqlens if key in KEY_SPECS}
-    sequence_counts: tuple[str, list[int]] | None = None
-    token_key = next((key for key in ("packed_input_ids", *known) if known.get(key) == "token"), None)
-    if token_key is not None:
-        sequence_counts = token_key, [len(lengths) for lengths in seqlens[token_key]]
-    for key, layout in known.items():
-        if layout == "token":
-            assert token_key is not None
-            for group_id, expected, found in zip(ids, seqlens[token_key], seqlens[key], strict=True):
-                if found != expected:
-                    raise ValueError(
-                        f"key {key!r}, id {group_id!r}: expected the lengths of {token_key!r}, {expected}, found {found}"
-                    )
-            continue
-        if layout == "sequence" and sequence_counts is None:
-            sequence_counts = key, [len(lengths) for lengths in seqlens[key]]
-        for i, lengths in enumerate(seqlens[key]):
-            if layout == "prompt" and len(lengths) != 1:
-                raise ValueError(f"key {key!r}, id {ids[i]!r}: expected one prompt a group, found {len(lengths)}")
-            if layout == "group" and lengths != [1]:
-                raise ValueError(f"key {key!r}, id {ids[i]!r}: expected one value a group, found lengths {lengths}")
-            if layout == "sequence":
-                assert sequence_counts is not None
-                other, counts = sequence_counts
-                if lengths != [1] * counts[i]:
-                    raise ValueError(
-                        f"key {key!r}, id {ids[i]!r}: expected one value for each of the {counts[i]} sequences of {other!r}, "
-                        f"found lengths {lengths}"
-                    )
+    layouts = {key: KEY_SPECS[key].layout for key in seqlens if key in KEY_SPECS}
+    token_key = next((key for key in ("packed_input_ids", *layouts) if layouts.get(key) == "token"), "")
+    counted = token_key or next((key for key, layout in layouts.items() if layout == "sequence"), "")
+    counts = [len(lengths) for lengths in seqlens[counted]] if counted else []
+    expected: dict[Layout, SeqLens] = {
+        "token": seqlens.get(token_key, []),
+        "sequence": [[1] * count for count in counts],
+        "group": [[1]] * len(ids),
+    }
+    for key, layout in layouts.items():
+        found = seqlens[key]
+        if layout == "prompt":
+            for group_id, lengths in zip(ids, found, strict=True):
+                if len(lengths) != 1:
+                    raise ValueError(f"key {key!r}, id {group_id!r}: expected one prompt a group, found {len(lengths)}")
+        elif found != expected[layout]:
+            i = next(i for i, lengths in enumerate(found) if lengths != expected[layout][i])
+            if layout == "token":
+                wanted = f"the lengths of {token_key!r}, {seqlens[token_key][i]}, found {found[i]}"
+            elif layout == "sequence":
+                wanted = f"one value for each of the {counts[i]} sequences of {counted!r}, found lengths {found[i]}"
+            else:
+                wanted = f"one value a group, found lengths {found[i]}"
+            raise ValueError(f"key {key!r}, id {ids[i]!r}: expected {wanted}")
 
 
 def _runs_of(key: str, group_id: str, value: Any) -> list[Array]:

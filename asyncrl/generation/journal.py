@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.runtime.metrics import JsonLinesWriter
+from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, JsonLinesWriter
 
-BUCKET_S = 0.1
 FLUSH_INTERVAL_S = 1.0
-_BUCKETS_PER_S = round(1 / BUCKET_S)
+_BUCKETS_PER_S = round(1 / JOURNAL_BUCKET_S)
 
 
 def journal_path(run_dir: str | Path, index: int) -> Path:

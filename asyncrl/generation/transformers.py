@@ -38,7 +38,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from asyncrl import weights
-from asyncrl.config import ATTENTIONS, GenerationConfig
+from asyncrl.config import ATTENTIONS, ConfigError, GenerationConfig
 from asyncrl.generation import padded_attention
 from asyncrl.generation.engine import (
     EngineFailed,
@@ -51,6 +51,7 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.messages import FinishReason, SamplingParams, WeightVersion
+from asyncrl.runtime.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -183,9 +184,15 @@ class _Manager(ContinuousBatchingManager):
     """transformers' manager with the parts above. Its thread runs `_generation_step` for every pass."""
 
     def __init__(
-        self, model: Any, config: ContinuousBatchingConfig, *, padded: bool, on_pass: Callable[[int, int], None]
+        self,
+        model: Any,
+        config: ContinuousBatchingConfig,
+        *,
+        padded: bool,
+        on_pass: Callable[[int, int], None],
+        trace: Tracer,
     ) -> None:
-        self._padded, self._on_pass = padded, on_pass
+        self._padded, self._on_pass, self._trace = padded, on_pass, trace
         super().__init__(model, SamplingDefaults(do_sample=True, eos_token_id=-1), config)  # type: ignore[no-untyped-call]
         self._sampling_args = _SamplingArgs()
         self.logit_processor = self._sampling_args  # type: ignore[assignment]
@@ -221,10 +228,13 @@ class _Manager(ContinuousBatchingManager):
         self.batch_processor = self._create_batch_processor()
 
     def _generation_step(self) -> None:
+        began_us = self._trace.now_us()
         with torch.inference_mode():
             super()._generation_step()
         batch: Any = self.processor.inputs_and_outputs
-        self._on_pass(len(batch.req_id_to_new_token_position), batch.num_q_tokens)
+        num_new_tokens, num_query_tokens = len(batch.req_id_to_new_token_position), batch.num_q_tokens
+        self._on_pass(num_new_tokens, num_query_tokens)
+        self._trace.add_span("forward", began_us, track="engine", new_tokens=num_new_tokens, tokens=num_query_tokens)
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -314,12 +324,14 @@ class TransformersEngine(GenerationEngine):
         seed: int = 1,
         eos_token_ids: Iterable[int] = (),
         on_tokens: Callable[[int, str], None] | None = None,
+        trace: Tracer = OFF,
     ) -> None:
         _check_config(config)
         self._initial_path, self._config, self._seed = model_path, config, seed
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._eos_token_ids = set(eos_token_ids)
         self._on_tokens = on_tokens
+        self._trace = trace
         self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")
         self._keys = itertools.count()
         self._waiting: OrderedDict[str, _Pending] = OrderedDict()  # by rid
@@ -342,11 +354,16 @@ class TransformersEngine(GenerationEngine):
     def _start(self) -> None:
         config = self._config
         padded = config.attention == "padded"
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            self._initial_path,
-            dtype=DTYPES[config.dtype],
-            attn_implementation=padded_attention.register() if padded else config.attention,
-        )
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                self._initial_path,
+                dtype=DTYPES[config.dtype],
+                attn_implementation=padded_attention.register() if padded else config.attention,
+            )
+        except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"model_path={str(self._initial_path)!r}: the model cannot be loaded: {error}; copy it again, or give another"
+            ) from error
         self._model = model.to(self._device).requires_grad_(False).eval()
         text_config = self._model.config.get_text_config()
         if padded and "sliding_attention" in (getattr(text_config, "layer_types", None) or []):
@@ -375,6 +392,7 @@ class TransformersEngine(GenerationEngine):
             ),
             padded=padded,
             on_pass=self._count_pass,
+            trace=self._trace,
         )
         self._manager.output_router = _Router(self._on_results, self._loop)
         self._manager.prepare()
@@ -597,7 +615,8 @@ class TransformersEngine(GenerationEngine):
         """In the control thread, while no request is admitted or runs."""
         with self._manager.pause():
             try:
-                _load_in_place(self._model, path, version)
+                with self._trace.span("load weights", track="engine", version=str(version)):
+                    _load_in_place(self._model, path, version)
             except WeightsRefused:
                 raise
             except BaseException:

@@ -16,9 +16,9 @@ from asyncrl.data.prompts import load_tokenizer
 from asyncrl.generation.engine import GenerationEngine
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import FLUSH_INTERVAL_S, TokenJournal, journal_path
+from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.worker import Worker
-
-ENGINES = ("transformers",)
+from asyncrl.topology import ENGINES
 
 
 class GenerationServer(Worker):
@@ -37,12 +37,16 @@ class GenerationServer(Worker):
         self._journal = TokenJournal(journal_path(self.info.run_dir, self.info.index))
         tokenizer = await asyncio.to_thread(load_tokenizer, config.tokenizer_path)
         self._engine = await asyncio.to_thread(self._make_engine, self._journal, tokenizer.eos_token_id)
-        await self.board.bounded(
-            self._engine.start(),
-            what="loading the model",
-            on=config.model_path,
-            limit_s=config.generation.load_timeout_s,
-        )
+        self.logger.info("loading the model")
+        loading = LoadProgress(config.model_path)
+        with loading.watched():
+            await self.board.bounded(
+                self._engine.start(),
+                what="loading the model",
+                on=config.model_path,
+                limit_s=config.generation.load_timeout_s,
+                detail=loading.text,
+            )
         self._http = GenerationHTTP(
             self._engine,
             engine_name=config.engine,
@@ -98,6 +102,7 @@ class GenerationServer(Worker):
             seed=self.info.seed * 1000 + self.info.index,
             eos_token_ids=[] if eos_token_id is None else [eos_token_id],
             on_tokens=journal.add,
+            trace=self.trace,
         )
 
 

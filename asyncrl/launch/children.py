@@ -1,4 +1,7 @@
-"""A process of a run as the launcher that started it sees it: its pipe, its end, and whose failure came first."""
+"""A process of a run as the launcher that started it sees it: its pipe, its end, and whose failure came first.
+
+It is started by an interpreter of its own (`start`), or forked by a fork server: then it is known before it has a pid.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
+from asyncrl.launch.fork_server import ForkServer
 from asyncrl.launch.program import ProcessSpec, save_config
 from asyncrl.launch.rundir import RUN_DIR_ENV, configs_dir, logs_dir
 from asyncrl.launch.worker_main import PARENT_ENV
@@ -33,12 +38,32 @@ _PASSED_ON = re.compile(r"\bRemoteCallError: (\S+): ")
 _KILLED_BY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
+class Process(Protocol):
+    """subprocess.Popen, or one that a fork server has made."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> int:
+        """Its exit code, or minus the signal that ended it."""
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A child of this process that subprocess knows nothing of."""
+
+    pid: int
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
 @dataclass(eq=False)
 class Child:
-    """A started process, in a process group of its own."""
+    """A process in a process group of its own, or one that a fork server has been asked for."""
 
     spec: ProcessSpec
-    process: subprocess.Popen[bytes]
+    process: Process | None  # None: not forked yet
     log: Path
     pipe: int
     lease: Lease
@@ -74,6 +99,8 @@ class Child:
         """Whether it has ended. At its end its whole process group is killed: grandchildren end with their parent."""
         if self.returncode is not None:
             return True
+        if self.process is None:
+            return False
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         self.kill()  # before its number is given back: afterwards it may be another's
@@ -84,12 +111,12 @@ class Child:
         return True
 
     def ask_to_stop(self) -> None:
-        if self.returncode is None:
+        if self.process is not None and self.returncode is None:
             os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate would reap one that has ended: that is for poll
 
     def kill(self) -> None:
         """SIGKILL for it and all in its process group."""
-        if self.returncode is None:
+        if self.process is not None and self.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -109,7 +136,7 @@ class Child:
         importing = Wait(what="its imports", on=self.name, since_s=time.time() - self.started, limit_s=import_limit_s)
         return WorkerStatus(
             worker=self.name,
-            pid=self.process.pid,
+            pid=self.process.pid if self.process is not None else 0,
             attempt=self.spec.config.worker.attempt,
             state="starting",
             time=self.started,
@@ -118,30 +145,28 @@ class Child:
         )
 
 
-def start_child(spec: ProcessSpec, run_dir: Path, lease: Lease) -> Child:
-    """Write the process's config and start it, its output going to a log of its own."""
+def start_child(spec: ProcessSpec, run_dir: Path, lease: Lease, fork_server: ForkServer | None = None) -> Child:
+    """Write the process's config and start it, its output going to a log of its own. With a fork server it has no
+    process yet: that comes with ForkServer.forked."""
     attempt = spec.config.worker.attempt
-    config_path = configs_dir(run_dir, attempt) / f"{spec.file_stem}.yaml"
-    save_config(spec.config, config_path)
+    config = config_file(spec, run_dir)
+    save_config(spec.config, config)
     log = logs_dir(run_dir, attempt) / f"{spec.file_stem}.log"
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    env = {
-        **os.environ,
-        **spec.env,
-        STATUS_FD_ENV: str(writer),
-        LEASE_ENV: str(lease.id),
-        PARENT_ENV: str(os.getpid()),
-        RUN_DIR_ENV: str(run_dir),
-    }
+    child = Child(spec, None, log, reader, lease)
+    env = {**spec.env, LEASE_ENV: str(lease.id), PARENT_ENV: str(os.getpid()), RUN_DIR_ENV: str(run_dir)}
     try:
         with log.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.launch.worker_main", str(config_path)],
+            if fork_server is not None:
+                fork_server.ask(config, env, log=output.fileno(), status=writer)
+                return child
+            child.process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.launch.worker_main", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=env,
+                env={**os.environ, **env, STATUS_FD_ENV: str(writer)},
                 pass_fds=[writer],
                 start_new_session=True,  # a Ctrl-C goes to the launcher alone, which stops the others in order
             )
@@ -150,7 +175,11 @@ def start_child(spec: ProcessSpec, run_dir: Path, lease: Lease) -> Child:
         raise
     finally:
         os.close(writer)
-    return Child(spec, process, log, reader, lease)
+    return child
+
+
+def config_file(spec: ProcessSpec, run_dir: Path) -> Path:
+    return configs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.yaml"
 
 
 def first_cause(children: Sequence[Child]) -> str:
@@ -168,16 +197,20 @@ def first_cause(children: Sequence[Child]) -> str:
 def _what_happened(child: Child) -> str:
     if child.status is not None and child.status.error:
         return f"failed\n\n{child.status.error.rstrip()}"
-    code = child.returncode
-    assert code is not None
+    assert child.returncode is not None
+    return how_it_ended(child.returncode, child.log)
+
+
+def how_it_ended(code: int, log: Path) -> str:
+    """Of a process that could not say so itself: its exit code or signal, and the end of its log."""
     if code >= 0:
-        return f"ended with exit code {code}; its log ends with\n\n{tail_of(child.log)}"
+        return f"ended with exit code {code}; its log ends with\n\n{tail_of(log)}"
     try:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
         name = str(-code)
     hint = " (by somebody, or for want of memory: see `dmesg`)" if -code == signal.SIGKILL else ""
-    return f"was killed by signal {name}{hint}; its log ends with\n\n{tail_of(child.log)}"
+    return f"was killed by signal {name}{hint}; its log ends with\n\n{tail_of(log)}"
 
 
 def tail_of(log: Path, lines: int = _LOG_LINES) -> str:

@@ -5,49 +5,104 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
+
+from rich.console import Console
 
 from asyncrl.config import ConfigError
-from asyncrl.launch.commands import check, prepare, run, status, stop
+from asyncrl.launch.commands import check, debug, inspect, logs, plot, prepare, run, status, stop, trace
+from asyncrl.launch.commands.common import CONFIG_ERROR, FAILED, error_object, print_json
 from asyncrl.launch.progress import make_console
+from asyncrl.launch.redact import redact_text, redact_urls
 from asyncrl.launch.rundir import LaunchError
 
 _INTERRUPTED = 130
-_COMMANDS = (run, check, prepare, status, stop)
+_COMMANDS = (run, check, prepare, status, logs, plot, inspect, trace, debug, stop)
+
+_LISTS = ("words", "overrides", "runs")  # positional arguments that take any number, under these names
 
 _DESCRIPTION = """Asynchronous reinforcement learning of language models, without Ray.
 
 A run is a config (YAML) and overrides; `run` starts its processes on this machine, prints a line per train
 step, and ends them all when it ends. Everything it makes is in <fileroot>/<experiment>/<trial>/."""
 
-_EPILOG = """examples:
+_EPILOG = """examples, in the order of a first hour:
+  asyncrl-launch check                                              is this machine fit? nothing is started
   asyncrl-launch check  configs/quickstart_cpu.yaml                 what would run, and whether it can
   asyncrl-launch run    configs/quickstart_cpu.yaml trial=second train.optimizer.lr=1e-4
   asyncrl-launch status runs/sloppy-sorter/second                   from another terminal: who waits for whom
+  asyncrl-launch logs   runs/sloppy-sorter/second -f                what all its processes say, in one stream
+  asyncrl-launch plot   runs/sloppy-sorter/second                   its curves: in the terminal, and as a picture
   asyncrl-launch stop   runs/sloppy-sorter/second                   as Ctrl-C would
+
+to look closer:
+  asyncrl-launch run    CONFIG record.trajectories=true trace=true  keep what is trained, and who did what when
+  asyncrl-launch inspect RUN                                        a trajectory, token by token
+  asyncrl-launch trace   RUN                                        a timeline for ui.perfetto.dev
+  asyncrl-launch debug   CONFIG_OF_PROCESS --pdb                    one process by itself
+
+exit codes of all commands: 0 done; 1 failed, the cause is printed; 2 the config or the command line cannot
+work, what to change is printed; 3 (status) no run goes on there; 128 + N stopped by signal N (130: Ctrl-C).
+With --json every command answers in JSON on stdout, errors as {"error": {"kind": ..., "message": ...}}.
 
 `asyncrl-launch COMMAND --help` says more of each."""
 
 
+class UsageError(Exception):
+    """A command line that argparse refuses."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses by raising, so that the answer can be JSON where that was asked for."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.format_usage()}{self.prog}: {message}\n`{self.prog} --help` says more")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """argv: instead of the command line's."""
-    arguments = _parser().parse_args(argv)
-    console = make_console()
+    words = sys.argv[1:] if argv is None else list(argv)
+    as_json = "--json" in words
+    console = make_console(stderr=as_json)  # what is meant for people must not come between what is for machines
     try:
+        arguments = parse(words)
         return int(arguments.command(arguments, console))
+    except UsageError as error:
+        return _refuse(str(error), "usage", CONFIG_ERROR, console, as_json)
     except ConfigError as error:
-        console.print("[bold red]config:[/]", end=" ")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        return 2
+        return _refuse(redact_text(str(error)), "config", CONFIG_ERROR, console, as_json)
     except LaunchError as error:
-        console.print("[bold red]failed:[/]", end=" ")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        return 1
+        return _refuse(redact_urls(str(error)), "failed", FAILED, console, as_json)
     except KeyboardInterrupt:  # before there was a run to stop
         return _INTERRUPTED
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """argparse, but a command's list (workers, overrides, runs) may go on behind an option: `logs RUN -f master`."""
+    arguments, behind = _parser().parse_known_args(words)
+    more = next((found for name in _LISTS if isinstance(found := getattr(arguments, name, None), list)), None)
+    if behind and (more is None or any(word.startswith("-") for word in behind)):
+        raise UsageError(
+            f"asyncrl-launch: unrecognized arguments: {' '.join(behind)}\n`asyncrl-launch --help` says more"
+        )
+    if more is not None:
+        more.extend(behind)
+    return arguments
+
+
+def _refuse(message: str, kind: str, code: int, console: Console, as_json: bool) -> int:
+    if as_json:
+        print_json(error_object(kind, message))
+    elif kind == "usage":
+        sys.stderr.write(f"{message}\n")
+    else:
+        console.print(f"[bold red]{kind}:[/]", end=" ")
+        console.print(message, markup=False, highlight=False, soft_wrap=True)
+    return code
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="asyncrl-launch",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -13,17 +13,22 @@ import selectors
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 from asyncrl.config import ExperimentConfig
-from asyncrl.launch.children import Child, first_cause, start_child
+from asyncrl.launch.children import Child, first_cause
+from asyncrl.launch.left_out import LeftOut
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.preflight import visible_devices
 from asyncrl.launch.program import plan, run_directory, save_config, with_endpoints
 from asyncrl.launch.reaper import Reaper
 from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, RunLock, RunRecord, begin_attempt, logs_dir, write_record
+from asyncrl.launch.starter import Starter
 from asyncrl.messages import WorkerStatus
+from asyncrl.runtime.disk import explain, nearly_full
+from asyncrl.runtime.trace import merge, trace_dir
 
 _TURN_S = 0.1
 _PUBLISH_STATUS_S = 1.0
@@ -54,12 +59,15 @@ class LocalLauncher:
         self._num_prompts = num_prompts
         self._view = view
         self._children: list[Child] = []
+        self._left_out: list[LeftOut] = []  # processes that somebody else starts
         self._selector = selectors.DefaultSelector()
         self._reaper: Reaper | None = None
         self._name_service: NameService | None = None
+        self._starter: Starter | None = None
         self._stop_signal: int | None = None
         self._impatient = False
         self._next_publish = 0.0
+        self._attempt = 0
 
     def run(self) -> int:
         """Start everything, wait for the master to be done, stop everything. Returns the exit code.
@@ -72,16 +80,30 @@ class LocalLauncher:
             try:
                 self._start()
                 return self._watch_over()
+            except LaunchError as error:
+                if hint := nearly_full(self.run_dir):
+                    raise LaunchError(f"{error}\n\n{hint}") from error
+                raise
             except OSError as error:  # of the launcher's own files and processes; workers report theirs
-                raise LaunchError(f"the launcher failed: {error}") from error
+                explained = explain(Path(error.filename or self.run_dir), error)
+                raise LaunchError(f"the launcher failed: {explained or error}") from error
             finally:
                 self._stop_everything()
+                self._merge_timelines()
                 lock.release()
 
     def _start(self) -> None:
-        attempt = begin_attempt(self.run_dir)
-        save_config(self.config, self.run_dir / "config.yaml")
+        attempt = self._attempt = begin_attempt(self.run_dir)
+        save_config(self.config, self.run_dir / "config.yaml", redacted=True)
         self._reaper = Reaper(f"{RUN_DIR_ENV}={self.run_dir}")
+        devices, runtime = visible_devices(), self.config.runtime
+        self._starter = Starter(
+            plan(self.config, attempt=attempt, num_prompts=self._num_prompts, devices=devices),
+            self.run_dir,
+            self._selector,
+            fork=runtime.fork_server,
+            limit_s=runtime.start_timeout_s,
+        )
         etcd_log = logs_dir(self.run_dir, attempt) / "etcd.log"
         service = NameService(self.config, self.run_dir, etcd_log, self._view.notice)
         self._name_service = service
@@ -96,13 +118,37 @@ class LocalLauncher:
             started=time.time(),
         )
         write_record(self.run_dir, record)
-        for spec in plan(config, attempt=attempt, num_prompts=self._num_prompts, devices=visible_devices()):
+        for spec in plan(config, attempt=attempt, num_prompts=self._num_prompts, devices=devices):
             if self._stop_signal is not None:
                 return
-            child = start_child(spec, self.run_dir, service.grant_lease())
-            self._reaper.add(child.process.pid)
+            if spec.name in config.debug.leave_out:
+                left_out = LeftOut(spec, self.run_dir, wait_s=config.debug.wait_s, notice=self._view.notice)
+                service.watch_status(spec.name, left_out.observe)
+                self._left_out.append(left_out)
+                continue
+            child = self._starter.start(spec, service.grant_lease())
             self._children.append(child)
-            self._selector.register(child.pipe, selectors.EVENT_READ, child)
+            if child.process is not None:
+                self._begin(child)
+        self._starter.all_asked_for()
+
+    def _begin(self, child: Child) -> None:
+        """It has a process now."""
+        assert self._reaper is not None
+        assert child.process is not None
+        self._reaper.add(child.process.pid)
+        self._selector.register(child.pipe, selectors.EVENT_READ, child)
+
+    def _merge_timelines(self) -> None:
+        """With trace=true: what the processes recorded, in one file. A failure here must not hide how the run ended."""
+        folder = trace_dir(self.run_dir, self._attempt)
+        if not self.config.trace or not folder.is_dir():
+            return
+        out = folder.with_suffix(".json")
+        try:
+            merge(folder, out)
+        except OSError as error:
+            self._view.notice(f"no timeline: {out} cannot be written: {error}")
 
     def _watch_over(self) -> int:
         """Turn until the master is done, a process fails or a signal comes."""
@@ -111,6 +157,8 @@ class LocalLauncher:
             if self._stop_signal is not None:
                 return 128 + self._stop_signal
             if any(child.spec.kind == "master" and _is_done(child) for child in self._children):
+                return 0
+            if any(process.spec.kind == "master" and process.is_done for process in self._left_out):
                 return 0
             if any(child.failure_time is not None for child in self._children):
                 raise LaunchError(self._first_cause())
@@ -122,19 +170,26 @@ class LocalLauncher:
         """Take in statuses and ends, and show them. Waits for a pipe, at most _TURN_S; unblocked by statuses and deaths."""
         assert self._name_service is not None
         assert self._reaper is not None
+        assert self._starter is not None
         for key, _ in self._selector.select(_TURN_S):
-            child: Child = key.data
-            if not child.read_status():
+            child: Child | None = key.data  # None: a fork server
+            if child is not None and not child.read_status():
                 self._selector.unregister(child.pipe)
+        for child in self._starter.turn():
+            self._begin(child)
         for child in self._children:
             if child.returncode is None and child.poll():
+                assert child.process is not None
                 self._reaper.gone(child.process.pid)
                 self._name_service.revoke(child.lease)
         self._reaper.turn()
         self._name_service.turn()
         alive = [child for child in self._children if child.returncode is None]
         import_limit_s = self.config.runtime.frozen_after_s
-        self._view.turn([child.visible_status(import_limit_s) for child in alive])
+        for process in self._left_out:
+            process.turn()
+        by_hand = [process.visible_status() for process in self._left_out]
+        self._view.turn([child.visible_status(import_limit_s) for child in alive] + by_hand)
         if time.monotonic() >= self._next_publish:
             self._next_publish = time.monotonic() + _PUBLISH_STATUS_S
             self._note_frozen(alive)
@@ -171,6 +226,11 @@ class LocalLauncher:
 
     def _stop_children(self) -> None:
         """Rollout workers first: they have things to report to the others, who then have nothing more to do."""
+        for process in self._left_out:
+            process.ask_to_stop()
+        for child in self._starter.close() if self._starter is not None else ():
+            self._children.remove(child)
+            os.close(child.pipe)
         limit_s = self.config.runtime.stop_timeout_s * _ASK_SHARE
         rollout_workers = [child for child in self._children if child.spec.kind == "rollout_worker"]
         self._ask_and_wait(rollout_workers, limit_s / 3)

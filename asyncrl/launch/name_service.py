@@ -29,6 +29,7 @@ from asyncrl.runtime.name_resolve import (
     NameEntryNotFound,
     NameResolveError,
     NameResolver,
+    WatchCallback,
     open_name_resolver,
 )
 
@@ -65,7 +66,8 @@ class NameService:
                 self._claim_name()
             self._resolver.clear_subtree(self._names.root)
         except (NameResolveError, ValueError) as error:
-            raise LaunchError(f"name_resolve.endpoints={self.endpoints}: {error}") from error
+            hint = "" if self._etcd else "; see that an etcd listens there, or leave name_resolve.endpoints out for a private one"
+            raise LaunchError(f"name_resolve.endpoints={self.endpoints}: {error}{hint}") from error
         self._publisher = _Publisher(self._resolver, self._names)
 
     def grant_lease(self) -> Lease:
@@ -73,6 +75,14 @@ class NameService:
         assert self._resolver is not None
         try:
             return self._resolver.grant_lease(self._config.runtime.lease_ttl_s)
+        except NameResolveError as error:
+            raise LaunchError(f"name resolve at {', '.join(self.endpoints)}: {error}") from error
+
+    def watch_status(self, worker: str, callback: WatchCallback) -> None:
+        """Have the callback told, on a thread of name resolve, of what a worker that we did not start publishes of itself."""
+        assert self._resolver is not None
+        try:
+            self._resolver.watch(self._names.status(worker), callback)
         except NameResolveError as error:
             raise LaunchError(f"name resolve at {', '.join(self.endpoints)}: {error}") from error
 
@@ -123,7 +133,15 @@ class NameService:
     def _start_private_etcd(self) -> None:
         """Its data is of this attempt only: the attempt's number is never in it."""
         data_dir = self._run_dir / "etcd"
-        shutil.rmtree(data_dir, ignore_errors=True)
+        try:
+            shutil.rmtree(data_dir)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise LaunchError(
+                f"{data_dir} is left of an attempt before and cannot be removed ({error.strerror}); delete it, or choose another "
+                "trial=..."
+            ) from error
         try:
             self._etcd = EtcdServer(data_dir, self._log, self._config.name_resolve.binary)
             self._etcd.start()

@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from asyncrl.config import ConfigError, ExperimentConfig, PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.data.replay import check_replay, plan_replay
+from asyncrl.data.trajectories import tokenizer_fingerprint
 from asyncrl.dataflow import build_dataflow
+from asyncrl.launch.model_files import check_vocabulary, count_parameters, read_config
+from asyncrl.launch.program import run_directory
+from asyncrl.launch.task_arguments import check_task_arguments
+from asyncrl.runtime.disk import existing_parent, size_text
 from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
+from asyncrl.weights import MANIFEST, read_manifest, tensor_files
+
+_ETCD_BYTES = 130_000_000  # two files of its log, which it allocates as it starts
 
 
 def preflight(config: ExperimentConfig) -> int:
-    """Check files against config. Returns the number of training prompts; raises ConfigError naming field and remedy."""
-    model = Path(config.model_path).expanduser()
-    if not (model / "config.json").is_file():
-        hint = f"make it with `{config.prepare}`" if config.prepare else "give a folder in Hugging Face format"
-        raise ConfigError(f"model_path={config.model_path!r}: there is no config.json; {hint}")
-    _check_tokenizer(config.tokenizer_path or config.model_path)
+    """Check files against config. Returns the number of training prompts (train_only: of recorded groups that will be trained on).
+
+    Raises ConfigError naming field and remedy.
+    """
+    hint = f"make it with `{config.prepare}`" if config.prepare else "give a folder in Hugging Face format"
+    model = read_config(config.model_path, hint)
+    num_parameters = count_parameters(config.model_path)
+    tokenizer_path = config.tokenizer_path or config.model_path
+    _check_tokenizer(tokenizer_path)
+    check_vocabulary(tokenizer_path, model)
+    _check_chat_template(config, tokenizer_path)
     _check_tasks(config)
     _check_name_resolve(config)
     _check_length(config, model)
+    _check_room(config, num_parameters)
     _check_dataflow(config)
+    _check_wandb(config)
+    if config.mode == "train_only":
+        return _check_replay(config, model)
+    if config.mode == "rollout_only" and not tensor_files(Path(config.model_path).expanduser()):
+        raise ConfigError(f"model_path={config.model_path!r}: there is no *.safetensors; save it with save_pretrained")
     num_prompts = _count("prompts", config.prompts, config)
     if num_prompts < config.train.batch_size:
         raise ConfigError(
@@ -39,6 +64,16 @@ def preflight(config: ExperimentConfig) -> int:
             f"eval.num_prompts={config.eval.num_prompts}: {config.eval.prompts.path} has fewer prompts; use a smaller number"
         )
     return num_prompts
+
+
+def _check_wandb(config: ExperimentConfig) -> None:
+    """The package is there. A folder of that name, such as wandb itself makes, is none."""
+    spec = importlib.util.find_spec("wandb") if config.wandb.mode != "disabled" else None
+    if config.wandb.mode != "disabled" and (spec is None or spec.origin is None):
+        raise ConfigError(
+            f"wandb.mode={config.wandb.mode!r}: the package wandb is not installed: pip install 'asyncrl[wandb]', or set "
+            "wandb.mode=disabled"
+        )
 
 
 def _check_tokenizer(path: str) -> None:
@@ -61,6 +96,26 @@ def _has_eos_token(folder: Path) -> bool:
         return False
 
 
+def _check_chat_template(config: ExperimentConfig, path: str) -> None:
+    """There is one where prompts are to be rendered with it. The files that save_pretrained writes are looked at, not loaded."""
+    folder = Path(path).expanduser()
+    for name, prompts in (("prompts", config.prompts), ("eval.prompts", config.eval.prompts)):
+        if prompts is not None and prompts.chat_template and folder.is_dir() and not _has_chat_template(folder):
+            raise ConfigError(
+                f"{name}.chat_template=True: the tokenizer in {path} has no chat template; set {name}.chat_template=false "
+                "and write prompts as they are to be read, or put the template into chat_template.jinja there"
+            )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def _is_readable(file: Path) -> bool:
     from tokenizers import Tokenizer
 
@@ -79,13 +134,26 @@ def _check_tasks(config: ExperimentConfig) -> None:
                 raise ConfigError(f"rollout.tasks.{name}.{kind}={spec!r}: there is no file {Path(file).absolute()}")
             if file.endswith(".py"):
                 _check_defines(f"rollout.tasks.{name}.{kind}", spec)
+            elif spec:
+                _check_module(f"rollout.tasks.{name}.{kind}", spec)
+        check_task_arguments(f"rollout.tasks.{name}", task)
+
+
+def _check_module(field: str, spec: str) -> None:
+    """Its package is there, where the run's processes will look: the current folder, then Python's own path. Not imported."""
+    package = spec.partition(":")[0].partition(".")[0]
+    if package in sys.modules or PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
+        return
+    raise ConfigError(
+        f"{field}={spec!r}: there is no module {package!r}; write path/to/file.py:name for a file, or install the package"
+    )
 
 
 def _check_defines(field: str, spec: str) -> None:
     """The file defines (or imports) that name. Read, not run: it may need what the launcher does not have."""
     file, _, wanted = spec.rpartition(":")
     try:
-        body = ast.parse(Path(file).expanduser().read_text(encoding="utf-8")).body
+        body = ast.parse(Path(file).expanduser().read_text(encoding="utf-8"), filename=file).body
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{field}={spec!r}: the file is not Python: {error}") from error
     names: set[str] = set()
@@ -100,12 +168,47 @@ def _check_defines(field: str, spec: str) -> None:
         raise ConfigError(f"{field}={spec!r}: {file} has no {wanted!r}; it has {', '.join(sorted(names)) or 'nothing'}")
 
 
-def _check_length(config: ExperimentConfig, model: Path) -> None:
+def _check_replay(config: ExperimentConfig, model: Mapping[str, object]) -> int:
+    """What is to be replayed is whole and fits the model. Returns the number of groups."""
+    plan = plan_replay(
+        config.replay,
+        batch_size=config.train.batch_size,
+        max_steps=config.train.max_steps,
+        max_head_offpolicyness=config.manager.max_head_offpolicyness,
+    )
+    vocab_size = model.get("vocab_size")
+    assert isinstance(vocab_size, int)
+    check_replay(
+        plan, vocab_size=vocab_size, tokenizer=tokenizer_fingerprint(config.tokenizer_path or config.model_path)
+    )
+    folder = Path(config.model_path).expanduser()
+    if (folder / MANIFEST).is_file() and (version := read_manifest(folder).version) != plan.first_step:
+        raise ConfigError(
+            f"replay.first_step={plan.first_step}: model_path holds version {version}; use the weights of version "
+            f"{plan.first_step}, or replay.first_step={version}"
+        )
+    return plan.num_groups
+
+
+def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
+    """The run's disk has room for what is sure to be written: the versions kept, one in the making, the model, etcd's log."""
+    run_dir = run_directory(config)
+    weights = num_parameters * (2 if config.train.dtype == "bfloat16" else 4)
+    needed = (config.weights.keep + 2) * weights + (0 if config.name_resolve.endpoints else _ETCD_BYTES)
     try:
-        text = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model_path={config.model_path!r}: config.json cannot be read: {error}") from error
-    limit = text.get("max_position_embeddings")
+        free = shutil.disk_usage(existing_parent(run_dir)).free
+        free += sum(file.stat().st_size for file in run_dir.glob("weights/*/*/*"))  # of attempts before: they go
+    except OSError:  # the launcher will say what is the matter
+        return
+    if free < needed:
+        raise ConfigError(
+            f"fileroot={config.fileroot!r}: {size_text(free)} are free there, the run needs {size_text(needed)} (weights.keep + 2 "
+            f"times {size_text(weights)} of weights, and etcd's data); make room, use a larger disk, or set weights.keep=1"
+        )
+
+
+def _check_length(config: ExperimentConfig, model: Mapping[str, object]) -> None:
+    limit = model.get("max_position_embeddings")
     asked = config.rollout.sampling.max_new_tokens
     if isinstance(limit, int) and asked >= limit:
         raise ConfigError(

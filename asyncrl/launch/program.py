@@ -15,23 +15,34 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from asyncrl.config import (
+    ConfigError,
+    EvalConfig,
     ExperimentConfig,
     GenerationServerConfig,
     GserverManagerConfig,
     MasterWorkerConfig,
     ModelWorkerConfig,
     PromptSourceConfig,
+    RecorderConfig,
+    ReplayerConfig,
     RolloutConfig,
     RolloutWorkerConfig,
     TaskConfig,
     TrainConfig,
     WorkerInfo,
 )
+from asyncrl.launch.redact import redact
+from asyncrl.names import ACTOR
 from asyncrl.topology import Allocation
 
-ACTOR = "actor"
 ProcessConfig = (
-    MasterWorkerConfig | ModelWorkerConfig | GenerationServerConfig | GserverManagerConfig | RolloutWorkerConfig
+    MasterWorkerConfig
+    | ModelWorkerConfig
+    | GenerationServerConfig
+    | GserverManagerConfig
+    | RolloutWorkerConfig
+    | RecorderConfig
+    | ReplayerConfig
 )
 CONFIG_CLASSES: Mapping[str, type[ProcessConfig]] = {
     "master": MasterWorkerConfig,
@@ -39,6 +50,8 @@ CONFIG_CLASSES: Mapping[str, type[ProcessConfig]] = {
     "generation_server": GenerationServerConfig,
     "gserver_manager": GserverManagerConfig,
     "rollout_worker": RolloutWorkerConfig,
+    "recorder": RecorderConfig,
+    "replayer": ReplayerConfig,
 }
 
 
@@ -64,26 +77,30 @@ def run_directory(config: ExperimentConfig) -> Path:
 
 
 def total_steps(config: ExperimentConfig, num_prompts: int) -> int:
-    """Train steps that the run will take if nothing is rejected."""
-    by_epochs = math.ceil(num_prompts * config.train.num_epochs / config.train.batch_size)
+    """Train steps (rollout_only: batches) that the run will have done at its end if nothing is rejected."""
+    epochs, first = (1, config.replay.first_step) if config.mode == "train_only" else (config.train.num_epochs, 0)
+    by_epochs = first + math.ceil(num_prompts * epochs / config.train.batch_size)
     return min(by_epochs, config.train.max_steps) if config.train.max_steps else by_epochs
 
 
 def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: Sequence[str] = ()) -> list[ProcessSpec]:
-    """All processes of a run, in the order in which they are started. num_prompts: size of the prompt source.
+    """All processes of a run, in the order in which they are started. num_prompts: as `preflight` counts.
 
     devices: the GPUs of the machine as CUDA_VISIBLE_DEVICES names them. Generation servers get the first ones, model workers
     those after; where there are fewer than processes that compute, they are shared in turn.
     """
+    config = _patient(config)
     allocation = Allocation.parse(config.allocation)
     manager = config.manager
-    num_heads = allocation.training.data
+    rolls_out, trains = config.mode != "train_only", config.mode != "rollout_only"
+    num_heads = allocation.training.data if trains else 1
     eta = manager.max_head_offpolicyness
     model_path = _absolute(config.model_path)
     tokenizer_path = _absolute(config.tokenizer_path or config.model_path)
     train = _resolve_train(config, num_prompts)
     prompts = _resolve_prompts(config.prompts)
     eval_prompts = _resolve_prompts(config.eval.prompts) if config.eval.prompts else None
+    num_workers = config.rollout.num_workers
 
     def info(kind: str, index: int, count: int) -> WorkerInfo:
         return WorkerInfo(
@@ -97,71 +114,100 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
             seed=config.seed,
             name_resolve=config.name_resolve,
             runtime=config.runtime,
+            trace=config.trace,
         )
 
-    processes: list[ProcessConfig] = [
-        *(
-            GenerationServerConfig(
-                worker=info("generation_server", index, allocation.num_servers),
-                engine=allocation.engine,
-                model_path=model_path,
-                tokenizer_path=tokenizer_path,
-                generation=config.generation,
-                torch_threads=config.train.torch_threads,
-            )
-            for index in range(allocation.num_servers)
-        ),
-        *(
-            ModelWorkerConfig(
-                worker=info("model_worker", index, allocation.training.size),
-                data_parallel_rank=index,
-                data_parallel_size=num_heads,
-                model_path=model_path,
-                tokenizer_path=tokenizer_path,
-                train=train,
-                weights=config.weights,
-                store_capacity=(1 + eta) * train.batch_size,
-            )
-            for index in range(allocation.training.size)
-        ),
-        MasterWorkerConfig(
-            worker=info("master", 0, 1),
-            num_model_workers=allocation.training.size,
-            data_parallel_size=num_heads,
-            prompts=prompts,
-            train=train,
-            eval=replace(config.eval, prompts=eval_prompts),
-            weights=config.weights,
-            max_head_offpolicyness=eta,
-            overdue=manager.overdue,
-            overdue_wait_s=manager.overdue_wait_s,
-            max_rejected_share=manager.max_rejected_share,
-            tensorboard=config.tensorboard,
-        ),
-        GserverManagerConfig(
-            worker=info("gserver_manager", 0, 1),
-            manager=replace(
-                manager,
-                max_concurrent_rollouts=manager.max_concurrent_rollouts or (1 + eta) * train.batch_size,
-            ),
-            role=ACTOR,
-            num_heads=num_heads,
-            num_rollout_workers=config.rollout.num_workers,
-            batch_size=train.batch_size,
-        ),
-        *(
-            RolloutWorkerConfig(
-                worker=info("rollout_worker", index, config.rollout.num_workers),
-                tokenizer_path=tokenizer_path,
-                prompts=prompts,
-                eval_prompts=eval_prompts,
-                rollout=_resolve_rollout(config.rollout),
-                num_heads=num_heads,
-                heartbeat_s=manager.heartbeat_s,
-            )
-            for index in range(config.rollout.num_workers)
-        ),
+    servers = [
+        GenerationServerConfig(
+            worker=info("generation_server", index, allocation.num_servers),
+            engine=allocation.engine,
+            model_path=model_path,
+            tokenizer_path=tokenizer_path,
+            generation=config.generation,
+            torch_threads=config.train.torch_threads,
+        )
+        for index in range(allocation.num_servers)
     ]
+    model_workers = [
+        ModelWorkerConfig(
+            worker=info("model_worker", index, allocation.training.size),
+            data_parallel_rank=index,
+            data_parallel_size=num_heads,
+            model_path=model_path,
+            tokenizer_path=tokenizer_path,
+            train=train,
+            weights=config.weights,
+            store_capacity=(1 + eta) * train.batch_size,
+            record=replace(config.record, max_bytes=config.record.max_bytes // num_heads),
+        )
+        for index in range(allocation.training.size)
+    ]
+    recorder = RecorderConfig(
+        worker=info("recorder", 0, 1),
+        model_path=model_path,
+        tokenizer_path=tokenizer_path,
+        weights=config.weights,
+        store_capacity=(1 + eta) * train.batch_size,
+        call_timeout_s=train.call_timeout_s,
+        max_bytes=config.record.max_bytes,
+    )
+    master = MasterWorkerConfig(
+        worker=info("master", 0, 1),
+        num_model_workers=allocation.training.size if trains else 1,
+        data_parallel_size=num_heads,
+        prompts=prompts,
+        train=train if trains else _without_saving(train),
+        eval=replace(config.eval, prompts=eval_prompts) if trains else _only_at_start(config.eval, eval_prompts),
+        weights=config.weights,
+        max_head_offpolicyness=eta,
+        overdue=manager.overdue,
+        overdue_wait_s=manager.overdue_wait_s,
+        max_rejected_share=manager.max_rejected_share,
+        tensorboard=config.tensorboard,
+        wandb=config.wandb,
+        mode=config.mode,
+        first_step=config.replay.first_step,
+        num_replayed=0 if rolls_out else num_prompts,
+    )
+    gserver_manager = GserverManagerConfig(
+        worker=info("gserver_manager", 0, 1),
+        manager=replace(
+            manager,
+            max_concurrent_rollouts=manager.max_concurrent_rollouts or (1 + eta) * train.batch_size,
+        ),
+        role=ACTOR,
+        num_heads=num_heads,
+        num_rollout_workers=num_workers,
+        batch_size=train.batch_size,
+    )
+    rollout_workers = [
+        RolloutWorkerConfig(
+            worker=info("rollout_worker", index, num_workers),
+            tokenizer_path=tokenizer_path,
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            rollout=_resolve_rollout(config.rollout),
+            num_heads=num_heads,
+            heartbeat_s=manager.heartbeat_s,
+        )
+        for index in range(num_workers)
+    ]
+    replayer = ReplayerConfig(
+        worker=info("replayer", 0, 1),
+        replay=replace(config.replay, path=_absolute(config.replay.path)),
+        num_heads=num_heads,
+        batch_size=train.batch_size,
+        max_steps=train.max_steps,
+        max_head_offpolicyness=eta,
+        call_timeout_s=train.call_timeout_s,
+    )
+    processes: list[ProcessConfig] = [
+        *(servers if rolls_out else []),
+        *(model_workers if trains else [recorder]),
+        master,
+        *([gserver_manager, *rollout_workers] if rolls_out else [replayer]),
+    ]
+    _check_left_out(config, [process.worker.name for process in processes])
     specs = [_spec(process, config.train.torch_threads) for process in processes]
     if not devices:
         return specs
@@ -174,10 +220,16 @@ def with_endpoints(config: ExperimentConfig, endpoints: list[str]) -> Experiment
     return replace(config, name_resolve=replace(config.name_resolve, endpoints=endpoints))
 
 
-def save_config(config: ExperimentConfig | ProcessConfig, path: Path) -> None:
-    """Write a config as YAML."""
+def save_config(config: ExperimentConfig | ProcessConfig, path: Path, *, redacted: bool = False) -> None:
+    """Write a config as YAML. redacted: for reading only, with *** for secrets; else one with secrets is its owner's only."""
+    whole = OmegaConf.to_container(OmegaConf.structured(config))
+    shown = redact(whole)
     path.parent.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.structured(config), path)
+    path.unlink(missing_ok=True)  # a file that others may read stays so when it is written again
+    with open(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if redacted or shown == whole else 0o600), "w"
+    ) as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.create(shown if redacted else whole)))
 
 
 def load_process_config(path: Path) -> ProcessConfig:
@@ -206,6 +258,52 @@ def _resolve_train(config: ExperimentConfig, num_prompts: int) -> TrainConfig:
     temperature = ppo.temperature or (1.0 if sampling.greedy else sampling.temperature)
     steps = config.train.total_steps or total_steps(config, num_prompts)
     return replace(config.train, total_steps=steps, ppo=replace(ppo, temperature=temperature))
+
+
+def _without_saving(train: TrainConfig) -> TrainConfig:
+    return replace(train, save_every_steps=0, save_every_epochs=0, save_every_s=0.0)
+
+
+def _only_at_start(evaluation: EvalConfig, prompts: PromptSourceConfig | None) -> EvalConfig:
+    """Weights that do not change are evaluated once."""
+    return replace(evaluation, prompts=prompts, at_end=False, every_steps=0, every_epochs=0, every_s=0.0)
+
+
+def _patient(config: ExperimentConfig) -> ExperimentConfig:
+    """A process that somebody starts by hand may come late, and stand still in a debugger: the others wait for it."""
+    if not config.debug.leave_out:
+        return config
+    wait_s = config.debug.wait_s
+
+    def at_least(limit_s: float) -> float:
+        return max(limit_s, wait_s)
+
+    runtime, manager, rollout, train = config.runtime, config.manager, config.rollout, config.train
+    return replace(
+        config,
+        runtime=replace(runtime, start_timeout_s=at_least(runtime.start_timeout_s)),
+        manager=replace(
+            manager,
+            lease_s=at_least(manager.lease_s),
+            update_timeout_s=at_least(manager.update_timeout_s),
+            overdue_wait_s=at_least(manager.overdue_wait_s),
+        ),
+        rollout=replace(
+            rollout,
+            reward_timeout_s=at_least(rollout.reward_timeout_s),
+            request_timeout_s=at_least(rollout.request_timeout_s),
+            rollout_timeout_s=at_least(rollout.rollout_timeout_s),
+        ),
+        train=replace(
+            train, call_timeout_s=at_least(train.call_timeout_s), data_timeout_s=at_least(train.data_timeout_s)
+        ),
+    )
+
+
+def _check_left_out(config: ExperimentConfig, names: Sequence[str]) -> None:
+    for name in config.debug.leave_out:
+        if name not in names:
+            raise ConfigError(f"debug.leave_out={name!r}: no process of this run; there are {', '.join(names)}")
 
 
 def _resolve_rollout(rollout: RolloutConfig) -> RolloutConfig:

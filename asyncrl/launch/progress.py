@@ -2,52 +2,68 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from statistics import fmean
+from typing import Any, BinaryIO
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
-from rich.text import Text
 
+from asyncrl.launch.curves import number
+from asyncrl.launch.pace import Pace, bottom_line
+from asyncrl.launch.recording import recording_lines, recording_rows
 from asyncrl.messages import Wait, WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE
 from asyncrl.runtime.worker import LONG_WAIT_S
 
 _MAX_NAMED = 8  # processes of one kind of news named in a line
+_REWARD_WINDOW = 5  # steps that the shown reward is the mean of
+_QUIET_S = 2.0  # without a step for longer, a person wants to know what for
 
 
 class RunView:
     """Everything that `asyncrl-launch run` prints between its start and its summary.
 
-    A line per train step and evaluation; until the first of them, who is not running yet and why: on a terminal as one line
-    that changes, otherwise as a line per change. At any time: who waits for whom for longer than 20 s.
+    A line per train step and evaluation. On a terminal there is one more line, at the bottom, which changes: who is starting and
+    at what; then steps, time left, reward and evaluations. Elsewhere the start is a line per change, and each step's line ends
+    with the time left. At any time: who waits for whom for longer than 20 s.
     """
 
-    def __init__(self, run_dir: Path, total_steps: int, console: Console) -> None:
+    def __init__(
+        self, run_dir: Path, total_steps: int, console: Console, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console
-        self._tail = MetricsTail(run_dir, total_steps)
+        self._clock = clock
+        self._tail = MetricsTail(run_dir)
+        self._training = TrainingProgress(total_steps, clock())
         self._long_waits = LongWaits()
-        self._started = time.monotonic()
         self._starting = True
+        self._said_done = False
         self._not_running: tuple[str, ...] = ()
         self._live: Status | None = None
 
     def turn(self, statuses: Sequence[WorkerStatus]) -> None:
-        lines = self._tail.new_lines()
-        if lines:
-            self._end_start()
-        for line in lines:
-            self._print(line)
-        if self._starting and statuses:
-            self._show_start(statuses)
+        now = self._clock()
+        for record in self._tail.new_records():
+            self._starting = False
+            self._training.add(record, now)
+            line = format_record(record, self._training.total_steps) + escape(self._training.note(record))
+            if is_evaluation(record) or self._console.is_terminal:
+                self._print(line)
+            else:
+                self._print(f"{line}  {self._training.time_text(now)}")
+        if statuses:
+            self._show(statuses, now)
         for text in self._long_waits.new(statuses):
             self._print(f"[yellow]{escape(text)}[/]")
 
@@ -58,34 +74,91 @@ class RunView:
     def close(self) -> None:
         """Print what is left."""
         self.turn(())
-        self._end_start()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
         self._tail.close()
 
-    def _show_start(self, statuses: Sequence[WorkerStatus]) -> None:
-        text = f"{time.monotonic() - self._started:5.1f} s  {start_text(statuses)}"
+    def _show(self, statuses: Sequence[WorkerStatus], now: float) -> None:
+        """What goes on, besides what lines have said."""
+        start = f"{self._training.elapsed_s(now):5.1f} s  {start_text(statuses)}"
         if self._console.is_terminal:
-            line = Text(text, no_wrap=True, overflow="ellipsis")
+            text = start if self._starting else self._training.text(statuses, now)
+            line = bottom_line(text, self._console)
             if self._live is None:
                 self._live = self._console.status(line, refresh_per_second=4)
                 self._live.start()
             self._live.update(line)
-            return
-        not_running = tuple(status.worker for status in statuses if status.state == "starting")
-        if not_running != self._not_running:
-            self._not_running = not_running
-            self._print(escape(text))
-
-    def _end_start(self) -> None:
-        self._starting = False
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        elif self._starting:
+            not_running = tuple(status.worker for status in statuses if status.state == "starting")
+            if not_running != self._not_running:
+                self._not_running = not_running
+                self._print(escape(start))
+        elif self._training.lingers(now) and not self._said_done:
+            self._said_done = True
+            self._print(escape(self._training.text(statuses, now)))
 
     def _print(self, markup: str) -> None:
         try:
             self._console.print(markup, highlight=False, soft_wrap=True)
         except OSError:  # the terminal is gone, or the disk under the file full: the run goes on without
             self._console.on_broken_pipe()
+
+
+class TrainingProgress:
+    """Where training is, and when it will be done. Told of every record of metrics.jsonl; pure."""
+
+    def __init__(self, total_steps: int, now: float) -> None:
+        self.total_steps = total_steps
+        self._pace = Pace(total_steps, now)
+        self._rewards: deque[float] = deque(maxlen=_REWARD_WINDOW)
+        self._newest = now
+
+    def add(self, record: Mapping[str, Any], now: float) -> None:
+        if is_evaluation(record):
+            return
+        step, seconds = number(record, "step"), number(record, "time/step_s")
+        self._newest = now
+        steps = int(step) - self._pace.done
+        self._pace.advance(now, steps=steps, step_s=seconds if math.isfinite(seconds) else None)
+        self._rewards.append(number(record, "reward/mean"))
+
+    def text(self, statuses: Sequence[WorkerStatus], now: float) -> str:
+        """The bottom line of a terminal: `step 12/60, 20 %, 0:11 elapsed, 0:40 left  reward 0.350 (last 5)  ...`."""
+        parts = [f"step {self._pace.text(now)}" if not self._is_done() else self._done_text(now)]
+        rewards = [reward for reward in self._rewards if math.isfinite(reward)]
+        if rewards:
+            parts.append(f"reward {fmean(rewards):.3f} (last {len(rewards)})")
+        running = sum(status.queues.get("evaluations", 0) for status in statuses)
+        if running:
+            parts.append(f"{running} evaluation{'s' if running > 1 else ''} running")
+        wait = _master_wait(statuses)
+        if wait and now - self._newest > _QUIET_S:  # nothing to be seen for a while: why
+            parts.append(f"master/0 waits: {wait}")
+        return "  ".join(parts)
+
+    def note(self, record: Mapping[str, Any]) -> str:
+        """Training goes on beside an evaluation, and so does what is printed: which of the steps above it belongs to."""
+        later = self._pace.done - int(number(record, "step"))
+        if not is_evaluation(record) or later <= 0:
+            return ""
+        return f"  (of step {record['step']}, {later} step{'s' if later > 1 else ''} ago)"
+
+    def time_text(self, now: float) -> str:
+        return self._pace.time_text(now)
+
+    def elapsed_s(self, now: float) -> float:
+        return self._pace.elapsed_s(now)
+
+    def lingers(self, now: float) -> bool:
+        """All steps are done and the run is not, for longer than a person would not wonder."""
+        return self._is_done() and now - self._newest > _QUIET_S
+
+    def _is_done(self) -> bool:
+        return self._pace.done >= self.total_steps
+
+    def _done_text(self, now: float) -> str:
+        return f"all {self.total_steps} steps done, {self._pace.time_text(now)}"
 
 
 def start_text(statuses: Sequence[WorkerStatus]) -> str:
@@ -95,8 +168,14 @@ def start_text(statuses: Sequence[WorkerStatus]) -> str:
         named = ", ".join(f"{status.worker} ({_occupation(status)})" for status in late[:_MAX_NAMED])
         more = f" and {len(late) - _MAX_NAMED} more" if len(late) > _MAX_NAMED else ""
         return f"{len(statuses) - len(late)} of {len(statuses)} processes run; starting: {named}{more}"
-    waits = [_wait_text(wait) for status in statuses if status.worker == "master/0" for wait in status.waits]
-    return f"all {len(statuses)} processes run{'; master/0 waits: ' + waits[0] if waits else ''}"
+    wait = _master_wait(statuses)
+    return f"all {len(statuses)} processes run{f'; master/0 waits: {wait}' if wait else ''}"
+
+
+def _master_wait(statuses: Sequence[WorkerStatus]) -> str:
+    """What holds up training, if anything does: not what the master asks the manager now and then, such as /evaluate."""
+    waits = [wait for status in statuses if status.worker == "master/0" for wait in status.waits]
+    return next((_wait_text(wait) for wait in waits if not wait.what.startswith("/")), "")
 
 
 def _occupation(status: WorkerStatus) -> str:
@@ -139,64 +218,84 @@ class LongWaits:
 
 
 class MetricsTail:
-    """The lines of metrics.jsonl that were added after its making, as text."""
+    """The records of metrics.jsonl that were added after its making."""
 
-    def __init__(self, run_dir: Path, total_steps: int) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / METRICS_FILE
         self._position = self._path.stat().st_size if self._path.exists() else 0
-        self._total_steps = total_steps
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
 
-    def new_lines(self) -> list[str]:
-        """What has come since the last call, with markup."""
+    def new_records(self) -> list[dict[str, Any]]:
+        """What has come since the last call."""
         if self._file is None:
             if not self._path.exists():
                 return []
-            self._file = self._path.open(encoding="utf-8")
+            self._file = self._path.open("rb")
             self._file.seek(self._position)
-        lines = []
+        records = []
         while line := self._file.readline():
-            if not line.endswith("\n"):  # half a line: again when the rest is there
+            if not line.endswith(b"\n"):  # half a line: again when the rest is there
                 self._file.seek(self._position)
                 break
-            self._position += len(line.encode())
-            lines.append(format_record(msgspec.json.decode(line), self._total_steps))
-        return lines
+            self._position += len(line)
+            records.append(msgspec.json.decode(line))
+        return records
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
 
-def format_record(record: Mapping[str, float], total_steps: int) -> str:
-    """A train step or an evaluation as one line."""
-    if "eval/sampled_reward" in record or "eval/greedy_reward" in record:
+def is_evaluation(record: Mapping[str, Any]) -> bool:
+    """Else it is a train step's."""
+    return any(key.startswith("eval/") for key in record)
+
+
+def format_record(record: Mapping[str, Any], total_steps: int) -> str:
+    """A train step or an evaluation as one line, with markup. What is not in the record is not in the line."""
+    if is_evaluation(record):
         scores = "  ".join(
-            f"{mode} {record[f'eval/{mode}_reward']:.3f}"
+            f"{mode} {number(record, key):.3f}{_version_range(record, mode)}"
             for mode in ("sampled", "greedy")
-            if f"eval/{mode}_reward" in record
+            if (key := f"eval/{mode}_reward") in record
         )
         return f"[bold cyan]eval  step {record['step']:>4}  reward {scores}[/]"
-    return (
-        f"[bold]step {record['step']:>4}/{total_steps}[/]  version {record['version']:>4}  "
-        f"[green]reward {record['reward/mean']:.3f}[/]  "
-        f"off-policy head {record['offpolicy/head_mean']:.2f} (max {record['offpolicy/head_max']:.0f}) "
-        f"tail {record['offpolicy/tail_mean']:.2f}  "
-        f"{record['throughput/tokens_per_s']:>6.0f} tokens/s  "
-        f"waited data {record['time/wait_data_s']:.2f} s  train {record['time/train_s']:.2f} s  "
-        f"weights {record['time/wait_weights_s']:.2f} s"
-    )
+    parts = [f"[bold]step {record['step']:>4}/{total_steps}[/]"]
+    parts += [
+        text.format(*(number(record, key) for key in keys))
+        for text, *keys in _STEP_PARTS
+        if all(key in record for key in keys)
+    ]
+    return "  ".join(parts)
+
+
+_STEP_PARTS = (
+    ("version {:>4.0f}", "version"),
+    ("[green]reward {:.3f}[/]", "reward/mean"),
+    (
+        "off-policy head {:.2f} (max {:.0f}) tail {:.2f}",
+        "offpolicy/head_mean",
+        "offpolicy/head_max",
+        "offpolicy/tail_mean",
+    ),
+    ("{:>6.0f} tokens/s", "throughput/tokens_per_s"),
+    ("waited data {:.2f} s", "time/wait_data_s"),
+    ("train {:.2f} s", "time/train_s"),
+    ("weights {:.2f} s", "time/wait_weights_s"),
+)
 
 
 def print_summary(run_dir: Path, console: Console) -> None:
     """The summary of a run that came to its end."""
     summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=dict)
+    recorded = summary.get("mode") == "rollout_only"
     table = Table(title="Summary", show_header=False, title_justify="left")
-    for label, text in _summary_rows(summary):
+    for label, text in recording_rows(summary) if recorded else _summary_rows(summary):
         table.add_row(label, text)
     console.print(table)
     model = f"AutoModelForCausalLM.from_pretrained('{run_dir / 'checkpoints' / 'final'}')"
-    for line in (f"Everything of this run is in {run_dir}", f"The trained model: {model}"):
+    made = recording_lines(summary, run_dir) if recorded else [f"The trained model: {model}"]
+    for line in (f"Everything of this run is in {run_dir}", *made):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -243,6 +342,8 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
     ]
     rejected = summary["rejected"]
     assert isinstance(rejected, dict)
+    if "wandb" in summary:
+        rows.append(("W&B", str(summary["wandb"])))
     rows.append(("rejected prompts", ", ".join(f"{why}: {count}" for why, count in rejected.items()) or "none"))
     return rows
 
@@ -253,13 +354,14 @@ class RunConsole(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())
+        os.dup2(devnull, self.file.fileno())
         os.close(devnull)
 
 
-def make_console() -> Console:
-    """Wide enough for a step line where the output is no terminal."""
-    return RunConsole() if sys.stdout.isatty() else RunConsole(width=200)
+def make_console(*, stderr: bool = False) -> Console:
+    """Wide enough for a step line where the output is no terminal. stderr: stdout is for machines."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return RunConsole(stderr=stderr) if is_terminal else RunConsole(stderr=stderr, width=200)
 
 
 def _version_range(evaluation: Mapping[str, float], mode: str) -> str:

@@ -6,7 +6,7 @@
   run.json             the newest attempt: its number, when it began, its name-resolve endpoints
   configs/attempt_N/   each process's resolved config
   logs/attempt_N/      each process's output; logs/latest is the newest
-  metrics.jsonl  tensorboard/  summary.json  journal/  weights/  checkpoints/  etcd/
+  metrics.jsonl  tensorboard/  summary.json  journal/  weights/  checkpoints/  trajectories/  etcd/
 """
 
 from __future__ import annotations
@@ -14,14 +14,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import time
 from pathlib import Path
 
 import msgspec
 
+from asyncrl import __version__
+from asyncrl.messages import DECODE_ERRORS
+from asyncrl.runtime.disk import explain
+
 LOCK_FILE = "launcher.lock"
 RUN_FILE = "run.json"
+RUN_FORMAT = (
+    1  # of all that a run writes into its folder: metrics, journals, weights; counted up when one of them changes
+)
 RUN_DIR_ENV = "ASYNCRL_RUN_DIR"  # every process of a run has it, and hands it on to what it starts itself
+_ATTEMPT = re.compile(r"(?:attempt_|a)(\d+)(?:-v\d+)?$")
 _PID_LIMIT_S = 1.0  # between taking the lock and writing the pid into it
 
 
@@ -33,9 +42,18 @@ class RunBusyError(LaunchError):
     """Another launcher runs in this folder."""
 
 
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """run.json: how `status` finds a run."""
+class _Written(msgspec.Struct, frozen=True, kw_only=True):
+    """What run.json has in every format."""
 
+    format: int = 1
+    release: str = ""
+
+
+class RunRecord(_Written, frozen=True, kw_only=True):
+    """run.json: how `status` finds a run, and what the folder's files look like."""
+
+    format: int = RUN_FORMAT
+    release: str = __version__
     pid: int
     attempt: int
     experiment: str
@@ -76,8 +94,12 @@ class RunLock:
                 f"{self._run_dir} is in use by process {holder(self._run_dir)}; stop it with "
                 f"`asyncrl-launch stop {self._run_dir}`, or choose another trial=..."
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self._fd)
+            raise LaunchError(f"{explain(self._run_dir / LOCK_FILE, error) or error}") from error
 
     def release(self) -> None:
         with contextlib.suppress(OSError):
@@ -114,9 +136,10 @@ def is_running(run_dir: Path) -> bool:
 
 
 def begin_attempt(run_dir: Path) -> int:
-    """Number of this attempt: the first for which logs/attempt_N could be made. A directory is made once, so the number is ours."""
+    """Number of this attempt, after all that left something here. A directory is made once, so the number is ours."""
+    _check_format(run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    attempt = 1
+    attempt = next_attempt(run_dir)
     while True:
         try:
             logs_dir(run_dir, attempt).mkdir()
@@ -128,8 +151,28 @@ def begin_attempt(run_dir: Path) -> int:
         latest.symlink_to(f"attempt_{attempt}")
         summary = run_dir / "summary.json"
         if summary.exists():  # of an attempt before: it must not pass for this one's
+            logs_dir(run_dir, attempt - 1).mkdir(exist_ok=True)
             summary.rename(logs_dir(run_dir, attempt - 1) / "summary.json")
         return attempt
+
+
+def next_attempt(run_dir: Path) -> int:
+    """The number that the next attempt would take: above that of every folder and weight version here. Takes it not."""
+    names = [
+        path.name
+        for pattern in ("logs/attempt_*", "configs/attempt_*", "weights/*/a*-v*")
+        for path in run_dir.glob(pattern)
+    ]
+    numbers = [int(match[1]) for name in names if (match := _ATTEMPT.match(name))]
+    return max(numbers, default=0) + 1
+
+
+def _check_format(run_dir: Path) -> None:
+    """What an asyncrl of another format has left is not mixed with ours. Raises LaunchError."""
+    try:
+        read_record(run_dir)
+    except LaunchError as error:
+        raise LaunchError(f"{error}. To start anew, choose another trial=..., or move {run_dir} away") from error
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:
@@ -139,10 +182,17 @@ def write_record(run_dir: Path, record: RunRecord) -> None:
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """None where no run was started. Raises LaunchError where the file is broken."""
+    """None where no run was started. Raises LaunchError where the file is broken, or of another format than ours."""
     try:
-        return msgspec.json.decode((run_dir / RUN_FILE).read_bytes(), type=RunRecord)
+        data = (run_dir / RUN_FILE).read_bytes()
+        written = msgspec.json.decode(data, type=_Written)
+        if written.format != RUN_FORMAT:
+            raise LaunchError(
+                f"{run_dir} has the run of asyncrl {written.release or 'of another release'}, in format {written.format}; "
+                f"this is asyncrl {__version__}, which knows format {RUN_FORMAT}: use that release for this run"
+            )
+        return msgspec.json.decode(data, type=RunRecord)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except msgspec.MsgspecError as error:
+    except (*DECODE_ERRORS, OSError) as error:
         raise LaunchError(f"{run_dir / RUN_FILE} cannot be read: {error}") from error

@@ -1,6 +1,7 @@
 """Entry point of every worker process: `python -m asyncrl.launch.worker_main CONFIG.yaml`.
 
-The launcher starts processes so, and so can you: one process of a run again, under a debugger, from its resolved config.
+The launcher starts processes so (or has a fork server do what this does: fork_server.py), and so can you: one process of a run
+again, under a debugger, from its resolved config.
 """
 
 from __future__ import annotations
@@ -42,6 +43,14 @@ def make_worker(config: ProcessConfig) -> Worker:
         from asyncrl.rollout.worker import RolloutWorker
 
         return RolloutWorker(config)  # type: ignore[arg-type]
+    if kind == "recorder":
+        from asyncrl.model.recorder import Recorder
+
+        return Recorder(config)  # type: ignore[arg-type]
+    if kind == "replayer":
+        from asyncrl.rollout.replayer import Replayer
+
+        return Replayer(config)  # type: ignore[arg-type]
     raise AssertionError(kind)
 
 
@@ -57,9 +66,24 @@ def main() -> int:
         die_with_parent()
         if os.getppid() != int(parent):
             return 1  # the launcher is gone already
-    config = load_process_config(arguments.config)
+    return run_config(arguments.config, launched=bool(parent))
+
+
+def run_config(path: Path, *, launched: bool) -> int:
+    """Run the worker of a config to its end; returns its exit code. launched: by the launcher, not by hand."""
+    if launched:
+        sys.breakpointhook = _no_terminal
+    config = load_process_config(path)
     configure_logging(config.worker)
     return run_worker(make_worker(config))
+
+
+def _no_terminal(*_args: object, **_kwargs: object) -> None:
+    """breakpoint() in a process that the launcher started."""
+    raise RuntimeError(
+        "breakpoint(): this process has no terminal; start the run with debug.leave_out=[its name], which prints the command "
+        "to start it by hand"
+    )
 
 
 def end_process(code: int) -> NoReturn:

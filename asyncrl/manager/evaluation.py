@@ -45,6 +45,7 @@ class EvaluationBook:
     def __init__(self, max_issues: int) -> None:
         self._max_issues = max_issues
         self._evaluations: OrderedDict[str, Evaluation] = OrderedDict()
+        self.num_waiting = 0  # items still to be handed out; asked for with every ticket
 
     def begin(self, request: EvaluateRequest) -> bool:
         """Start an evaluation. False (and no effect) if one of this id was started before."""
@@ -60,13 +61,11 @@ class EvaluationBook:
             for position in range(request.num_prompts)
         ]
         self._evaluations[request.eval_id] = Evaluation(request, waiting)
+        self.num_waiting += len(waiting)
         while len(self._evaluations) > MAX_EVALUATIONS:
-            self._evaluations.popitem(last=False)
+            _, forgotten = self._evaluations.popitem(last=False)
+            self.num_waiting -= len(forgotten.waiting)
         return True
-
-    @property
-    def has_waiting(self) -> bool:
-        return any(evaluation.waiting for evaluation in self._evaluations.values())
 
     @property
     def unfinished(self) -> bool:
@@ -75,6 +74,7 @@ class EvaluationBook:
     def take(self) -> tuple[EvalItem, int]:
         """The next item and which issue of it this is. There must be one."""
         evaluation = next(evaluation for evaluation in self._evaluations.values() if evaluation.waiting)
+        self.num_waiting -= 1
         return heapq.heappop(evaluation.waiting)
 
     def mode(self, item: EvalItem) -> str:
@@ -95,6 +95,7 @@ class EvaluationBook:
             evaluation.results[item] = None
         else:
             heapq.heappush(evaluation.waiting, (item, issue))
+            self.num_waiting += 1
 
     def reply(self, eval_id: str) -> EvaluateReply:
         evaluation = self._evaluations[eval_id]
@@ -111,6 +112,7 @@ class EvaluationBook:
     def clear(self) -> None:
         """The attempt that asked is over."""
         self._evaluations.clear()
+        self.num_waiting = 0
 
     @staticmethod
     def _summary(evaluation: Evaluation, mode: int) -> EvaluationResult:

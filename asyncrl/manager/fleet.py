@@ -11,9 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
+import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +29,8 @@ from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.update_plan import Update, UpdatePlan
 from asyncrl.messages import ModelInfo, UpdateWeightsReply, UpdateWeightsRequest, WeightVersion
 from asyncrl.runtime.clock import Clock, SystemClock
+from asyncrl.runtime.trace import OFF, Tracer
+from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights import WeightsError, verify_version
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -32,12 +39,20 @@ _USED_TOKENS = re.compile(r"^\w+:num_used_tokens(?:\{[^}]*\})? ([0-9.eE+]+)$", r
 _FIRST_RETRY_S = 0.2
 _LONGEST_RETRY_S = 10.0
 _IDLE_S = 5.0
+_VERIFY_NICENESS = 5
 _FAILURES = (
     aiohttp.ClientError,
     OSError,
     asyncio.TimeoutError,
     ValueError,
 )  # of a call; msgspec's errors are ValueErrors
+
+
+def _give_way() -> None:
+    """For the thread that computes checksums: where cores are short, answers go first. Linux has niceness by thread."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _VERIFY_NICENESS)
 
 
 class UpdateError(ValueError):
@@ -56,8 +71,10 @@ class Fleet:
         on_change: Callable[[], None],
         probe_every_s: float,
         probe_limit_s: float,
+        verify_limit_s: float,
         logger: logging.Logger,
         clock: Clock | None = None,
+        trace: Tracer = OFF,
     ) -> None:
         self.table = table
         self.plan = plan
@@ -67,9 +84,12 @@ class Fleet:
         self._on_change = on_change
         self._probe_every_s = probe_every_s
         self._probe_limit_s = probe_limit_s
+        self._verify_limit_s = verify_limit_s
         self._logger = logger
+        self._trace = trace
         self._clock = clock or SystemClock()
         self._session: aiohttp.ClientSession | None = None
+        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
         self._published: WeightVersion | None = None
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
@@ -82,6 +102,7 @@ class Fleet:
         for task in self._updates:
             task.cancel()
         await asyncio.gather(*self._updates, return_exceptions=True)
+        self._verifier.shutdown(wait=False, cancel_futures=True)
         if self._session is not None:
             await self._session.close()
 
@@ -117,18 +138,30 @@ class Fleet:
     # -------------------------------------------------------------------------------------------------------- loops
 
     async def verify_loop(self) -> None:
-        """Check the manifest of the newest publication, before any server hears of it; again, with pauses, while it fails."""
-        pause_s = _FIRST_RETRY_S
+        """Check the manifest of the newest publication, before any server hears of it; again, with pauses, while it fails.
+
+        A network's file system may show a version late; one that is broken for verify_limit_s stays so, and ends the run.
+        """
+        pause_s, failing = _FIRST_RETRY_S, (WeightVersion(0, 0), 0.0)  # the version that fails, and since when
         while True:
             await self._publication.wait()  # for as long as nothing is published: hold
             self._publication.clear()
             version = self._published
             assert version is not None
             try:
-                await asyncio.to_thread(verify_version, self._path_of(version), version)
+                with self._trace.overlapping(f"verify {version}", kind="weights"):
+                    check = partial(verify_version, self._path_of(version), version)
+                    await asyncio.get_running_loop().run_in_executor(self._verifier, check)
             except (WeightsError, OSError) as error:
                 self.counters["refused_manifest", ""] += 1
                 self._logger.error("weights %s are not served: %s", version, error)
+                if failing[0] != version:
+                    failing = version, self._clock.monotonic()
+                if (broken_s := self._clock.monotonic() - failing[1]) > self._verify_limit_s:
+                    raise RunEndedError(
+                        f"weights {version} cannot be served: {error}; so it has been for {broken_s:.0f} s (limit: "
+                        "manager.update_timeout_s). See that the disk is sound and all processes see the same; start again"
+                    ) from error
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._publication.wait(), pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
@@ -189,7 +222,8 @@ class Fleet:
         """Interrupt, load, check the echo, resume. A server that fails stays interrupted: what it would serve is unknown."""
         began = self._clock.monotonic()
         try:
-            await asyncio.wait_for(self._load(update), update.limit_s)
+            with self._trace.overlapping(f"update {update.server}", kind="update", version=str(update.version)):
+                await asyncio.wait_for(self._load(update), update.limit_s)
         except _FAILURES as error:
             slow = isinstance(error, asyncio.TimeoutError)
             reason = f"took longer than {update.limit_s:g} s" if slow else f"{error!r}"

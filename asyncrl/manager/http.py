@@ -16,10 +16,13 @@ import asyncio
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_parser import RawRequestMessage
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -43,12 +46,14 @@ from asyncrl.runtime.clock import Clock, SystemClock
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 Reply = msgspec.Struct
+Handler = Callable[[web.BaseRequest], Awaitable[web.Response]]
 
 MAX_WAIT_S = 60.0
 _MAX_WAITING = 4096  # allocate requests that wait; more are refused with 503
 _MAX_BODY_BYTES = 64 << 20
 _MAX_NAME = 200
 _COALESCE_S = 0.01  # an answer that waited takes in what changes this shortly after: no message per finished rollout
+_VIEW_SHARE = 0.05  # of the time, at most, goes into views for a master that waits
 _FINAL_REFUSALS = ("superseded", "expired")  # waiting does not help
 
 
@@ -59,23 +64,44 @@ class FleetMetrics(Protocol):
     update_seconds: defaultdict[str, float]  # server -> seconds spent in updates that succeeded
 
 
+@dataclass(eq=False)
+class _Waiting:
+    """An allocate request that nothing was admitted for yet."""
+
+    request: AllocateRequest
+    answer: asyncio.Future[AllocateReply]
+    num_clients: int = 0  # connections that wait for it
+
+
 class ManagerService:
     """The handlers. One event loop; every handler is atomic between its awaits."""
 
     def __init__(self, ledger: Ledger, *, clock: Clock | None = None, fleet: FleetMetrics | None = None) -> None:
         self.ledger = ledger
         self._clock = clock or SystemClock()
-        self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[AllocateRequest, asyncio.Future[AllocateReply]]] = {}
+        self._waiting: dict[tuple[str, str, str], _Waiting] = {}  # in the order in which they came
+        self._num_waiting = 0  # connections: more than requests, where one was sent twice
         self._change: asyncio.Future[None] | None = None
+        self._view_took_s = 0.0
         self._refused: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(_Metrics(ledger, self, fleet))
-        self._runner: web.AppRunner | None = None
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/allocate_rollout": ("POST", _typed(AllocateRequest, self.allocate)),
+            "/finish_rollout": ("POST", _typed(FinishRequest, self.finish)),
+            "/schedule_request": ("POST", _typed(ScheduleRequest, self.schedule)),
+            "/heartbeat": ("POST", _typed(HeartbeatRequest, self.heartbeat)),
+            "/report": ("POST", _typed(MasterReport, self.report)),
+            "/evaluate": ("POST", _typed(EvaluateRequest, self.evaluate)),
+            "/get_model_version": ("GET", self._model_version),
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+        }
+        self._runner: web.ServerRunner | None = None
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._num_waiting
 
     @property
     def refused(self) -> Counter[str]:
@@ -84,40 +110,38 @@ class ManagerService:
 
     # -------------------------------------------------------------------------------------------------------- life
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        app.router.add_post("/allocate_rollout", _typed(AllocateRequest, self.allocate))
-        app.router.add_post("/finish_rollout", _typed(FinishRequest, self.finish))
-        app.router.add_post("/schedule_request", _typed(ScheduleRequest, self.schedule))
-        app.router.add_post("/heartbeat", _typed(HeartbeatRequest, self.heartbeat))
-        app.router.add_post("/report", _typed(MasterReport, self.report))
-        app.router.add_post("/evaluate", _typed(EvaluateRequest, self.evaluate))
-        app.router.add_get("/get_model_version", self._model_version)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        return app
-
     async def start(self, host: str) -> str:
-        """Bind a free port; returns the URL to publish."""
-        self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        """Bind a free port; returns the URL to publish.
+
+        On aiohttp's low-level server: an Application's routing, middlewares and signals would cost a tenth of each request.
+        """
+        server = web.Server(self._answer, request_factory=_make_request, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, 0).start()
         port = self._runner.addresses[0][1]
         return f"http://{host}:{port}"
 
     async def close(self) -> None:
-        for _, answer in self._waiting.values():
-            if not answer.done():
-                answer.set_result(AllocateReply(tickets=[], refusal="not_ready", finished=self.ledger.finished))
+        for waiting in self._waiting.values():
+            waiting.answer.set_result(AllocateReply(tickets=[], refusal="not_ready", finished=self.ledger.finished))
+        self._waiting.clear()
         if self._runner is not None:
             await self._runner.cleanup()
 
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Any request."""
+        method, handler = self._routes.get(request.path, ("", None))
+        if handler is None:
+            return web.Response(status=404, text=f"there is no {request.path}\n")
+        if request.method != method:
+            return web.Response(status=405, text=f"use {method} for {request.path}\n", headers={"Allow": method})
+        return await handler(request)
+
     def changed(self) -> None:
         """The ledger, the servers or the time have changed: answer those who wait for that."""
-        self._admit_waiting()
-        if self._change is not None and not self._change.done():
-            self._change.set_result(None)
-        self._change = None
+        self._admit_waiting(len(self._waiting))
+        self._tell_of_change()
 
     # ---------------------------------------------------------------------------------------------------- handlers
 
@@ -129,39 +153,31 @@ class ManagerService:
         if not 1 <= request.count <= MAX_COUNT:
             raise ValueError(f"count is {request.count}; ask for 1 to {MAX_COUNT} tickets")
         wait_s = _limited(request.wait_s)
-        if len(self._waiting) >= _MAX_WAITING:
-            raise web.HTTPServiceUnavailable(text=f"{_MAX_WAITING} requests wait already")
-        number = next(self._numbers)
-        answer: asyncio.Future[AllocateReply] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = (request, answer)
-        try:
-            self.changed()
-            if not answer.done():
-                await asyncio.wait({answer}, timeout=wait_s)
-            if answer.done():
-                return answer.result()
-            refusal = self.ledger.refusal(self._clock.monotonic())
-            self._refused[refusal] += 1
-            return AllocateReply(tickets=[], refusal=refusal, finished=self.ledger.finished)
-        finally:
-            del self._waiting[number]
+        self._admit_room()  # whoever waits came before
+        (reply,) = self.ledger.allocate([request], self._clock.monotonic())
+        self._tell_of_change()
+        if not _settled(reply) and wait_s > 0.0:
+            reply = await self._wait_for_tickets(request, wait_s)
+        if not reply.tickets:
+            self._refused[reply.refusal] += 1
+        return reply
 
     async def finish(self, request: FinishRequest) -> FinishReply:
         _check_name(request.worker, "worker")
         reply = self.ledger.finish(request, self._clock.monotonic())
-        self.changed()
+        self._after_request()
         return reply
 
     async def schedule(self, request: ScheduleRequest) -> ScheduleReply:
         reply = self.ledger.schedule(request, self._clock.monotonic())
-        self.changed()
+        self._after_request()
         return reply
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
         _check_name(request.worker, "worker")
         _check_name(request.incarnation, "incarnation")
         reply = self.ledger.heartbeat(request, self._clock.monotonic())
-        self.changed()
+        self._after_request()
         return reply
 
     async def report(self, report: MasterReport) -> LedgerView:
@@ -174,8 +190,11 @@ class ManagerService:
             await self._next_change(until)
             waited = True
         if waited:
-            await asyncio.sleep(_COALESCE_S)
-        return self.ledger.view(self._clock.monotonic())
+            await asyncio.sleep(max(_COALESCE_S, self._view_took_s / _VIEW_SHARE))
+        now = self._clock.monotonic()
+        view = self.ledger.view(now)
+        self._view_took_s = self._clock.monotonic() - now
+        return view
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """How far the evaluation is, once it is done, or after wait_s."""
@@ -190,15 +209,53 @@ class ManagerService:
 
     # -------------------------------------------------------------------------------------------------------- waits
 
-    def _admit_waiting(self) -> None:
-        """Deal out what can be admitted to those who wait, in turn."""
-        waiting = [(request, answer) for request, answer in self._waiting.values() if not answer.done()]
-        if not waiting:
+    async def _wait_for_tickets(self, request: AllocateRequest, wait_s: float) -> AllocateReply:
+        """What `_admit_waiting` says within wait_s, or why nothing was admitted. The same request, sent twice, gets one answer."""
+        key = (request.worker, request.incarnation, request.request_id)
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            if self._num_waiting >= _MAX_WAITING:
+                raise web.HTTPServiceUnavailable(text=f"{_MAX_WAITING} requests wait already")
+            waiting = self._waiting[key] = _Waiting(request, asyncio.get_running_loop().create_future())
+        waiting.num_clients += 1
+        self._num_waiting += 1
+        try:
+            await asyncio.wait({waiting.answer}, timeout=wait_s)
+        finally:
+            waiting.num_clients -= 1
+            self._num_waiting -= 1
+            if not waiting.num_clients and self._waiting.get(key) is waiting:
+                del self._waiting[key]
+        if waiting.answer.done():
+            return waiting.answer.result()
+        refusal = self.ledger.refusal(self._clock.monotonic())
+        return AllocateReply(tickets=[], refusal=refusal, finished=self.ledger.finished)
+
+    def _after_request(self) -> None:
+        """The ledger may have changed, by this request alone: only those whom it made room for are looked at."""
+        self._admit_room()
+        self._tell_of_change()
+
+    def _admit_room(self) -> None:
+        if self._waiting and (room := self.ledger.room(self._clock.monotonic())):
+            self._admit_waiting(room)
+
+    def _admit_waiting(self, most: int) -> None:
+        """Deal out what can be admitted to the first `most` of those who wait, in turn."""
+        first = list(itertools.islice(self._waiting.items(), most))
+        if not first:
             return
-        replies = self.ledger.allocate([request for request, _ in waiting], self._clock.monotonic())
-        for (_, answer), reply in zip(waiting, replies, strict=True):
-            if reply.tickets or reply.finished or reply.refusal in _FINAL_REFUSALS:
-                answer.set_result(reply)
+        replies = self.ledger.allocate([waiting.request for _, waiting in first], self._clock.monotonic())
+        for (key, waiting), reply in zip(first, replies, strict=True):
+            if _settled(reply):
+                del self._waiting[key]
+                waiting.answer.set_result(reply)
+
+    def _tell_of_change(self) -> None:
+        if self._change is not None:
+            if not self._change.done():
+                self._change.set_result(None)
+            self._change = None
 
     async def _next_change(self, until: float) -> None:
         """Wait for `changed`, until then at most."""
@@ -208,7 +265,7 @@ class ManagerService:
 
     # ----------------------------------------------------------------------------------------------------- for people
 
-    async def _model_version(self, request: web.Request) -> web.Response:
+    async def _model_version(self, request: web.BaseRequest) -> web.Response:
         ledger = self.ledger
         return _json(
             VersionReply(
@@ -218,20 +275,18 @@ class ManagerService:
             )
         )
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _health(self, request: web.BaseRequest) -> web.Response:
         return web.Response(text="ok\n")
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
         return web.Response(body=generate_latest(self._registry), content_type="text/plain", charset="utf-8")
 
 
-def _typed(
-    kind: type[Message], handle: Callable[[Message], Awaitable[Reply]]
-) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _typed(kind: type[Message], handle: Callable[[Message], Awaitable[Reply]]) -> Handler:
     """A handler of one message type: 400 with the reason for what is not one, 409 for an attempt that is over."""
     decoder = msgspec.json.Decoder(kind)
 
-    async def run(request: web.Request) -> web.Response:
+    async def run(request: web.BaseRequest) -> web.Response:
         body = await request.read()
         try:
             return _json(await handle(decoder.decode(body)))
@@ -241,6 +296,23 @@ def _typed(
             return web.Response(status=400, text=f"{kind.__name__}: {error}\n")
 
     return run
+
+
+def _make_request(
+    message: RawRequestMessage,
+    payload: StreamReader,
+    protocol: web.RequestHandler,
+    writer: AbstractStreamWriter,
+    task: asyncio.Task[None],
+) -> web.BaseRequest:
+    """As aiohttp makes it, but for the limit of the body: reports of large batches are long."""
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=_MAX_BODY_BYTES)
+
+
+def _settled(reply: AllocateReply) -> bool:
+    """Waiting would not make it better."""
+    return bool(reply.tickets) or reply.finished or reply.refusal in _FINAL_REFUSALS
 
 
 def _json(message: msgspec.Struct) -> web.Response:

@@ -72,17 +72,23 @@ class Gate:
         if self.max_concurrent < 1:
             raise ValueError(f"max_concurrent_rollouts is {self.max_concurrent}; less than 1 would admit nothing")
 
+    def room(self, *, live: int, running: int, trained: int, served: int) -> tuple[int, str]:
+        """How many more tickets are admitted; if none, why."""
+        behind = max(0, trained - served)
+        fresh = (1 + self.eta - behind) * self.batch_size - live
+        if fresh <= 0:
+            return 0, "staleness"
+        idle = self.max_concurrent - running
+        if idle <= 0:
+            return 0, "capacity"
+        return min(fresh, idle), ""
+
     def refusal(self, *, live: int, running: int, trained: int, served: int) -> str:
         """Why one more ticket is not admitted; "" if it is."""
-        behind = max(0, trained - served)
-        if live + self.batch_size * behind >= (1 + self.eta) * self.batch_size:
-            return "staleness"
-        if running >= self.max_concurrent:
-            return "capacity"
-        return ""
+        return self.room(live=live, running=running, trained=trained, served=served)[1]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Live:
     """A ticket that is out, or whose trajectory waits for its train step."""
 
@@ -217,23 +223,35 @@ class Ledger:
 
     def refusal(self, now: float) -> str:
         """Why no train ticket is admitted now; "" if one is."""
+        return self._train_room(now)[1]
+
+    def room(self, now: float) -> int:
+        """At most so many tickets would be granted now, of training and of evaluations, however many ask."""
+        served = self.served_version
+        evals = 0
+        if self._evaluations.num_waiting and served >= 0 and self.servers.has(served):
+            evals = max(0, self.eval_limit - len(self._evals))
+        return self._train_room(now)[0] + evals
+
+    def _train_room(self, now: float) -> tuple[int, str]:
+        """How many train tickets the gate admits now; if none, why."""
         if self._cursor is None or now < self._grace_until:
-            return "not_ready"
+            return 0, "not_ready"
         if self._stopped or self._cursor.exhausted:
-            return "exhausted"
+            return 0, "exhausted"
         if len(self._rejected) >= _MAX_UNSEEN:
-            return "rejections_unseen"
+            return 0, "rejections_unseen"
         served = self.served_version
         if served < 0:
-            return "no_server"
-        refusal = self.gate.refusal(
-            live=self.num_live, running=self._num_running, trained=self.trained_version, served=served
+            return 0, "no_server"
+        room, refusal = self.gate.room(
+            live=len(self._live), running=self._num_running, trained=self.trained_version, served=served
         )
         if refusal:
-            return refusal
+            return 0, refusal
         if not self.servers.has(served):
-            return "no_server"
-        return "updating" if self.servers.awaits_companions(now) else ""
+            return 0, "no_server"
+        return (0, "updating") if self.servers.awaits_companions(now) else (room, "")
 
     # ------------------------------------------------------------------------------------- calls of rollout workers
 
@@ -243,38 +261,39 @@ class Ledger:
         A request id that the worker was answered before gets the same tickets, as far as they still run.
         """
         granted: dict[tuple[str, str], list[Ticket]] = {}
-        turn: deque[AllocateRequest] = deque()
-        replies: dict[int, AllocateReply] = {}
+        turn: deque[tuple[AllocateRequest, list[Ticket]]] = deque()
+        known: dict[int, AllocateReply] = {}  # by index: answered without asking for admission
         for index, request in enumerate(requests):
             holder = self._holder(request.worker, request.incarnation, now, touch=False)
             if holder is None:
-                replies[index] = AllocateReply(tickets=[], refusal="superseded", finished=self.finished)
+                known[index] = AllocateReply(tickets=[], refusal="superseded", finished=self.finished)
             elif request.request_id in holder.answers:
-                replies[index] = self._repeat(holder.answers[request.request_id])
+                known[index] = self._repeat(holder.answers[request.request_id])
             elif (request.worker, request.request_id) not in granted:
-                granted[request.worker, request.request_id] = []
-                turn.append(request)
+                tickets = granted[request.worker, request.request_id] = []
+                turn.append((request, tickets))
         refusal = self.refusal(now)
         while turn:
-            request = turn.popleft()
+            request, tickets = turn.popleft()
             live = self._grant_one(request, refusal, now)
             if live is None:
                 break
-            tickets = granted[request.worker, request.request_id]
             tickets.append(live.ticket)
             if len(tickets) < request.count:
-                turn.append(request)
-            refusal = self.refusal(now)
+                turn.append((request, tickets))
+            if turn:
+                refusal = self.refusal(now)
         for (worker, request_id), tickets in granted.items():
             if tickets:
                 self._remember(self._holders[worker], request_id, tickets)
+        replies = []
         for index, request in enumerate(requests):
-            if index not in replies:
+            reply = known.get(index)
+            if reply is None:
                 tickets = granted[request.worker, request.request_id]
-                replies[index] = AllocateReply(
-                    tickets=tickets, refusal="" if tickets else refusal, finished=self.finished
-                )
-        return [replies[index] for index in range(len(requests))]
+                reply = AllocateReply(tickets=tickets, refusal="" if tickets else refusal, finished=self.finished)
+            replies.append(reply)
+        return replies
 
     def finish(self, request: FinishRequest, now: float) -> FinishReply:
         """Rollouts have ended. Raises ValueError, before anything changes, for an outcome that cannot be."""
@@ -427,7 +446,7 @@ class Ledger:
 
     def _grant_one(self, request: AllocateRequest, refusal: str, now: float) -> _Live | None:
         """One ticket: of an evaluation where that keeps within its share, else of training."""
-        if self.served_version >= 0 and self._evaluations.has_waiting and len(self._evals) < self.eval_limit:
+        if self._evaluations.num_waiting and self.served_version >= 0 and len(self._evals) < self.eval_limit:
             its_turn = len(self._evals) < self._eval_share * (self._num_running + 1)
             server = self.servers.pick(self.served_version) if (refusal or its_turn) else None
             if server is not None:
@@ -546,9 +565,9 @@ class Ledger:
             self._leave_running(live)  # in transit: live until the master has consumed it
             self.revision += 1
         elif result.outcome == "rejected":
-            self._reject(live, reason, result.num_tokens, result.lengths)
+            self._reject(live, reason, result.num_tokens, result.lengths, result.detail)
         else:
-            self._release(live, reason)
+            self._release(live, reason, result.detail)
 
     def _finish_eval(self, live: _Live, result: RolloutResult) -> None:
         assert live.item is not None
@@ -574,21 +593,24 @@ class Ledger:
         del self._evals[live.ticket.ticket_id]
         self.servers.ended(live.server, live.expected_tokens)
 
-    def _release(self, live: _Live, reason: str) -> None:
+    def _release(self, live: _Live, reason: str, detail: str = "") -> None:
         """Take the ticket back; its prompt goes first again, unless it has been handed out too often."""
         assert self._cursor is not None
         self.counters["released", reason] += 1
         if live.ticket.issue >= self._max_issues:
-            self._reject(live, "max_issues", 0, [])
+            why = f"handed out {live.ticket.issue} times, and at last given back: {reason}"
+            self._reject(live, "max_issues", 0, [], f"{why} ({detail})" if detail else why)
             return
         self._remove(live)
         self._cursor.put_back(live.ticket.locator, live.ticket.issue + 1)
 
-    def _reject(self, live: _Live, reason: str, num_tokens: int, lengths: list[int]) -> None:
+    def _reject(self, live: _Live, reason: str, num_tokens: int, lengths: list[int], detail: str) -> None:
         """The prompt will not be trained in its epoch."""
         self._remove(live)
         self._rejected.append(
-            RejectedPrompt(locator=live.ticket.locator, reason=reason, num_tokens=num_tokens, lengths=lengths)
+            RejectedPrompt(
+                locator=live.ticket.locator, reason=reason, detail=detail, num_tokens=num_tokens, lengths=lengths
+            )
         )
         self.counters["rejected", reason] += 1
         for length in lengths:
@@ -598,14 +620,16 @@ class Ledger:
 
     def _consume(self, ticket_id: str) -> None:
         """Trained. The prompt is finished, whatever tickets of it are about."""
+        live = self._live.get(ticket_id)
+        if live is not None:  # then its prompt has no other ticket
+            self.counters["consumed", ""] += 1
+            self._remove(live)
+            return
         name = TicketId.parse(ticket_id)
         if name is None or name.attempt != self.attempt:
             return
         self._give_up_others(ticket_id, name.locator)
-        if ticket_id in self._live:
-            self.counters["consumed", ""] += 1
-            self._remove(self._live[ticket_id])
-        elif self._cursor is not None:
+        if self._cursor is not None:
             self._cursor.withdraw(name.locator)
 
     def _store(self, ticket_id: str, now: float) -> None:

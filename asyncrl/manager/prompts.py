@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from asyncrl.messages import Locator
 
@@ -17,8 +18,7 @@ _FIRST = Locator(0, 0)
 _TICKET_ID = re.compile(r"a(\d+)-e(\d+)-p(\d+)-i(\d+)-v(\d+)-h(\d+)-(\w+)", re.ASCII)
 
 
-@dataclass(frozen=True)
-class TicketId:
+class TicketId(Struct, frozen=True):
     """What a ticket id says. Opaque to everybody but the ledger, which reads it to know a ticket again that it has forgotten
     (a lost worker's trajectory that arrived after all; tickets issued by the manager before this one)."""
 

@@ -200,18 +200,18 @@ class ServerTable:
 
     def pick(self, min_version: int, *, exclude: str = "") -> Server | None:
         """The server for a group that needs min_version or newer; None where no healthy server has it."""
-        able = [
-            server
-            for name, server in sorted(self.servers.items())
-            if name != exclude and self.can_serve(server, min_version)
-        ]
-        if not able:
-            return None
-        # Ties (and round robin, where all tie) go to the next one after the last picked.
-        able = [s for s in able if s.name > self._last_picked] + [s for s in able if s.name <= self._last_picked]
-        server = min(able, key=POLICIES[self.policy])
-        self._last_picked = server.name
-        return server
+        load_of, last = POLICIES[self.policy], self._last_picked
+        best: Server | None = None
+        best_key: tuple[float, bool, str] = (0.0, False, "")
+        for name, server in self.servers.items():  # once a ticket: one pass, nothing sorted or copied
+            if name != exclude and self.can_serve(server, min_version):
+                # Ties (and round robin, where all tie) go to the next one after the last picked.
+                key = (load_of(server), name <= last, name)
+                if best is None or key < best_key:
+                    best, best_key = server, key
+        if best is not None:
+            self._last_picked = best.name
+        return best
 
     def granted(self, name: str, expected_tokens: float = 0.0) -> None:
         """The server got a group."""

@@ -58,7 +58,9 @@ class GserverManager(Worker):
             on_change=self._servers_changed,
             probe_every_s=options.heartbeat_s,
             probe_limit_s=options.lease_s / 3,
+            verify_limit_s=options.update_timeout_s,
             logger=self.logger,
+            trace=self.trace,
         )
         self.service = ManagerService(self.ledger, clock=self.clock, fleet=self.fleet)
         await self.fleet.start()

@@ -10,6 +10,9 @@ favour short ones; else the step waits for the tickets it names. Without faults 
 
 A rollout that holds up a batch for longer than `overdue_wait_s` (policy `wait`; `drop`: at once) is to be interrupted; its
 prompt is handed out again. Policy `train` never waits for deadlines: groups may be trained older than eta.
+
+For experiments about staleness (`wait_for_full_lag`) a step also waits until generation is as far ahead as the gate lets it:
+(1 + eta) B stored. Every group is then eta versions old, as soon as there are so many, on a machine of any speed.
 """
 
 from __future__ import annotations
@@ -57,7 +60,13 @@ class BatchFormer:
     has given out or taken back that an older ledger still lists as live."""
 
     def __init__(
-        self, *, batch_size: int, max_head_offpolicyness: int, overdue: str = "wait", overdue_wait_s: float = 600.0
+        self,
+        *,
+        batch_size: int,
+        max_head_offpolicyness: int,
+        overdue: str = "wait",
+        overdue_wait_s: float = 600.0,
+        wait_for_full_lag: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"train.batch_size is {batch_size}; use at least 1 prompt a step")
@@ -71,6 +80,7 @@ class BatchFormer:
         self._eta = max_head_offpolicyness
         self._overdue = overdue
         self._limit_s = overdue_wait_s
+        self._least_stored = batch_size * (1 + max_head_offpolicyness if wait_for_full_lag else 1)
         self._gone: set[str] = set()  # given out in a batch, or revoked
         self._held_since: dict[str, float] = {}
         self._num_stored = -1
@@ -95,12 +105,13 @@ class BatchFormer:
             if not current:
                 return NotReady(f"step {version} waits for a newer ledger", "gserver manager")
             return self._give_up(excess, version)
-        if len(held) < self._batch_size:
+        if len(held) < self._least_stored:
             listed = {view.ticket_id for view in live}
             pending = running or (listed & self._gone)
-            if exhausted and not pending:
+            if pending or not exhausted:
+                return self._too_few(held, running, version, now)
+            if len(held) < self._batch_size:
                 return self._ready(held, partial=bool(held))
-            return self._too_few(held, running, version, now)
         batch = held[: self._batch_size]
         stragglers, too_many = self._stragglers(tickets, batch, version)
         if too_many > 0 and self._overdue != "train":
@@ -175,8 +186,8 @@ class BatchFormer:
         if len(held) != self._num_stored:
             self._num_stored = len(held)
             self._held_since.clear()
-        missing = self._batch_size - len(held)
-        reason = f"step {version} waits for data: {len(held)} of {self._batch_size} prompts are stored"
+        missing = self._least_stored - len(held)
+        reason = f"step {version} waits for data: {len(held)} of {self._least_stored} prompts are stored"
         if not running:
             self._held_since.clear()
             return NotReady(f"{reason}, none is running", "gserver manager")

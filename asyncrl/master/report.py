@@ -8,10 +8,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.messages import EvaluationResult, TrajectoryMeta, WeightVersion
-from asyncrl.runtime.metrics import read_json_lines
+from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, read_json_lines
 
-JOURNAL_BUCKET_S = 0.1
 _SHORTEST_SPAN_S = 10.0
+
+# What helps against rejections, by their reason. The log of the rollout worker has the traceback of the first of each.
+_REMEDIES = {
+    "agent_declined": "have the agent return a trajectory",
+    "agent_error": "mend the agent or environment",
+    "bad_prompt": "leave such prompts out, or use a tokenizer that knows their characters",
+    "empty_response": "see whether prompts leave room for a response in the model's positions",
+    "generation_refused": "see whether prompts and rollout.sampling fit the model and generation.num_blocks",
+    "max_issues": "see why their rollouts did not end; manager.max_issues says how often a prompt is tried",
+    "prompt_too_long": "leave long prompts out, or raise prompts.max_prompt_length",
+    "reward_error": "mend the reward function",
+    "reward_not_finite": "have the reward function return a finite number",
+    "reward_timeout": "make the reward function faster, or raise rollout.reward_timeout_s",
+    "rollout_timeout": "see what the agent waits for, or raise rollout.rollout_timeout_s",
+    "too_easy": "use harder prompts, or raise rollout.success_rate_ub",
+    "too_hard": "use easier prompts, or lower rollout.success_rate_lb",
+    "unknown_task": "name the task in rollout.tasks",
+}
 
 
 @dataclass
@@ -69,6 +86,16 @@ def step_metrics(metas: Sequence[TrajectoryMeta], version: int, times: StepTimes
     return metrics
 
 
+def rejection_lines(rejected: Mapping[str, int], details: Mapping[str, str]) -> list[str]:
+    """One line a reason, the most frequent first: how many, what happened the first time, what helps."""
+    lines = []
+    for reason, count in sorted(rejected.items(), key=lambda entry: -entry[1]):
+        first = f"; the first: {details[reason]}" if reason in details else ""
+        remedy = f". {_REMEDIES[reason].capitalize()}" if reason in _REMEDIES else ""
+        lines.append(f"{reason}: {count}{first}{remedy}")
+    return lines
+
+
 @dataclass
 class RunSummary:
     """Gathered while the run goes on; written as summary.json at its end."""
@@ -78,14 +105,23 @@ class RunSummary:
     num_tokens: int = 0
     first_reward: float | None = None
     last_reward: float | None = None
+    reward_sum: float = 0.0
     head_sum: float = 0.0
     head_max: float = 0.0
     num_prompts: int = 0
     num_mixed: int = 0
+    num_finished_sequences: int = 0  # of all groups that arrived, trained or not
+    num_finished_tokens: int = 0
+    num_dropped: int = 0  # groups that arrived and were too old to train
     wait_data_s: float = 0.0
     train_s: float = 0.0
     wait_weights_s: float = 0.0
     evaluations: list[dict[str, float | int | str]] = field(default_factory=list)
+
+    def add_trajectory(self, meta: TrajectoryMeta) -> None:
+        """A group has arrived."""
+        self.num_finished_sequences += len(meta.response_lengths)
+        self.num_finished_tokens += sum(meta.response_lengths)
 
     def add_step(self, metrics: Mapping[str, float]) -> None:
         self.num_steps += 1
@@ -93,6 +129,7 @@ class RunSummary:
         self.num_tokens += int(metrics["batch/num_generated_tokens"])
         self.first_reward = metrics["reward/mean"] if self.first_reward is None else self.first_reward
         self.last_reward = metrics["reward/mean"]
+        self.reward_sum += metrics["reward/mean"] * metrics["batch/num_sequences"]
         self.num_prompts += int(metrics["batch/num_prompts"])
         self.head_sum += metrics["offpolicy/head_mean"] * metrics["batch/num_prompts"]
         self.head_max = max(self.head_max, metrics["offpolicy/head_max"])
@@ -115,14 +152,24 @@ class RunSummary:
         return metrics
 
     def as_dict(
-        self, *, attempt: int, wall_s: float, version: int, rejected: Mapping[str, int], generation_idle: float | None
+        self,
+        *,
+        mode: str,
+        attempt: int,
+        wall_s: float,
+        version: int,
+        rejected: Mapping[str, int],
+        generation_idle: float | None,
     ) -> dict[str, object]:
         """What summary.json holds. generation_idle: share of training time in which no server generated a token."""
         training_s = max(self.wait_data_s + self.train_s + self.wait_weights_s, 1e-9)
         return {
+            "mode": mode,
             "attempt": attempt,
             "steps": self.num_steps,
             "version": version,
+            "groups": self.num_prompts,
+            "mean_reward": self.reward_sum / max(self.num_sequences, 1),
             "sequences": self.num_sequences,
             "generated_tokens": self.num_tokens,
             "wall_s": wall_s,
@@ -137,6 +184,10 @@ class RunSummary:
             "head_offpolicyness_mean": self.head_sum / max(self.num_prompts, 1),
             "head_offpolicyness_max": self.head_max,
             "sequences_of_two_versions": self.num_mixed,
+            # A training side that favours short responses shows here: what it trained is shorter than what was finished.
+            "trained_response_length_mean": self.num_tokens / max(self.num_sequences, 1),
+            "finished_response_length_mean": self.num_finished_tokens / max(self.num_finished_sequences, 1),
+            "dropped_groups": self.num_dropped,
             "rejected": dict(rejected),
         }
 

@@ -16,12 +16,12 @@ import msgspec
 
 from asyncrl.config import MasterWorkerConfig
 from asyncrl.data.prompts import PromptSource
-from asyncrl.dataflow import build_dataflow
+from asyncrl.dataflow import build_dataflow, build_recording_dataflow
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.executor import FunctionExecutor, MeshCaller, StepResult
 from asyncrl.master.progress import PromptProgress
-from asyncrl.master.report import RunSummary, StepTimes, generation_idle_share, step_metrics
+from asyncrl.master.report import RunSummary, StepTimes, generation_idle_share, rejection_lines, step_metrics
 from asyncrl.master.schedule import Schedule
 from asyncrl.messages import (
     ClearData,
@@ -35,15 +35,17 @@ from asyncrl.messages import (
     WeightVersion,
     WriteWeights,
 )
+from asyncrl.names import ACTOR
+from asyncrl.runtime.disk import writing
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.push_pull import MetaPuller
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.service_client import ServiceClient
-from asyncrl.runtime.worker import WaitTimeoutError, Worker
+from asyncrl.runtime.wandb_writer import WandbWriter
+from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, Worker
 from asyncrl.topology import ParallelGrid, build_handler_routing, training_topology
 from asyncrl.weights import prune_versions, role_dir, version_dir
 
-ACTOR = "actor"
 _LONG_POLL_S = 5.0  # how long the manager may hold back its answer while nothing changes
 _CALL_LIMIT_S = 60.0  # a call to the manager, retries included
 _MAX_EVALUATIONS = 4  # that go on at the same time
@@ -51,7 +53,7 @@ _REWARD_WINDOW = 5  # steps that target_reward is averaged over
 _REJECTION_WINDOW = 4  # batches' worth of prompts that max_rejected_share looks back on
 
 
-class RejectedShareError(RuntimeError):
+class RejectedShareError(RunEndedError):
     """Too many prompts were rejected to go on; carries the reasons and their counts."""
 
 
@@ -70,7 +72,11 @@ class MasterWorker(Worker):
         self.config = config
         self.run_dir = Path(config.worker.run_dir)
         train = config.train
-        self.progress = PromptProgress(len(PromptSource(config.prompts, None, config.worker.seed)), train.num_epochs)
+        if config.num_replayed:
+            self.progress = PromptProgress(config.num_replayed, 1)
+        else:
+            num_prompts = len(PromptSource(config.prompts, None, config.worker.seed))
+            self.progress = PromptProgress(num_prompts, train.num_epochs)
         capacity = (1 + config.max_head_offpolicyness) * train.batch_size
         self.buffer = AsyncIOSequenceBuffer(self.progress, capacity=capacity, attempt=config.worker.attempt)
         self.former = BatchFormer(
@@ -78,8 +84,10 @@ class MasterWorker(Worker):
             max_head_offpolicyness=config.max_head_offpolicyness,
             overdue=config.overdue,
             overdue_wait_s=config.overdue_wait_s,
+            wait_for_full_lag=train.wait_for_full_lag,
         )
-        self.version = 0
+        self.trains = config.mode != "rollout_only"
+        self.step = config.first_step  # batches done
         self.summary = RunSummary()
         self.save_schedule = Schedule(
             every_steps=train.save_every_steps,
@@ -95,6 +103,7 @@ class MasterWorker(Worker):
         )
         self._consumed: list[str] = []  # not yet answered for by the manager
         self._num_rejections_seen = 0
+        self._first_details: dict[str, str] = {}  # of rejections, by reason
         self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * train.batch_size)
         self._recent_rewards: deque[float] = deque(maxlen=_REWARD_WINDOW)
         self._publishing: asyncio.Task[None] | None = None
@@ -103,6 +112,11 @@ class MasterWorker(Worker):
         self._view: LedgerView | None = None
         self._full_report_due = True
         self._started = self._training_began = time.time()
+
+    @property
+    def version(self) -> int:
+        """Of the newest weights."""
+        return self.step if self.trains else 0
 
     # ------------------------------------------------------------------------------------------------------------- life
 
@@ -114,7 +128,10 @@ class MasterWorker(Worker):
         self.metas = MetaPuller(self.resolver, self.names, runtime=self.info.runtime, lease=self.lease)
         await self.metas.start()
         self.spawn(self._accept_trajectories(), "accept trajectories")
-        self.metrics = MetricsWriter(self.run_dir, attempt=self.info.attempt, tensorboard=config.tensorboard)
+        self.wandb = self._open_wandb()
+        self.metrics = MetricsWriter(
+            self.run_dir, attempt=self.info.attempt, tensorboard=config.tensorboard, wandb=self.wandb
+        )
         self.journal = JsonLinesWriter(self.run_dir / "journal" / "master.jsonl")
         self.client = NameResolvingRequestClient(
             self.resolver,
@@ -129,7 +146,7 @@ class MasterWorker(Worker):
         self.mesh = MeshCaller(
             self.client, self.board, list(range(config.num_model_workers)), config.train.call_timeout_s
         )
-        graph = build_dataflow(config.train)
+        graph = build_dataflow(config.train) if self.trains else build_recording_dataflow()
         self.executor = FunctionExecutor(graph, self.buffer, dict.fromkeys(graph.roles, self.mesh))
         self.manager = ServiceClient(self, self.names.gserver_manager(), "gserver manager")
         await self.manager.start()
@@ -145,7 +162,7 @@ class MasterWorker(Worker):
 
     async def run(self) -> None:
         await self.mesh.call("models to be loaded", Ping())
-        await self._publish_weights(WeightVersion(self.info.attempt, 0))
+        await self._publish_weights(WeightVersion(self.info.attempt, self.version))
         self._training_began = time.time()
         if self.config.eval.at_start:
             self._baseline = self._evaluate_beside_training()
@@ -159,28 +176,32 @@ class MasterWorker(Worker):
     async def train_one_step(self) -> bool:
         """Form a batch, run the dataflow on it, hand its weights to the writer, write the books. True after the last one."""
         start = time.monotonic()
-        batch = await self.form_batch()
+        with self.trace.span("form batch", track="steps", step=self.step + 1):
+            batch = await self.form_batch()
         if not batch:
-            if self.version == 0:
-                raise RejectedShareError(f"every prompt was rejected, nothing was trained ({self._rejections()})")
+            if self.step == self.config.first_step:
+                raise RejectedShareError(f"every prompt was rejected, nothing was trained: {self._rejections()}")
             return True
         version = self.version
         metas = self.buffer.metas(batch)
         formed = time.monotonic()
         train_start = time.time()
-        result = await self.executor.execute_step(batch, version)
+        with self.trace.span("train step", track="steps", step=version + 1, prompts=len(batch)):
+            result = await self.executor.execute_step(batch, version)
         train_end = time.time()
         trained = time.monotonic()
-        self.version += 1
+        self.step += 1
         self.board.version = str(self.version)
         self.progress.mark_trained(meta.locator for meta in metas)
         self._consumed.extend(batch)
         self._recent_outcomes.extend([True] * len(batch))
         await self.report()
         cleared = self.mesh.start("forgetting trained data", ClearData(ids=list(batch)))
-        await self._wait_for_publisher()
-        weights = self._publish_weights(WeightVersion(self.info.attempt, self.version))
-        self._publishing = self.spawn(weights, "publish weights")
+        if self.trains:
+            with self.trace.span("wait for weights", track="steps", version=version):
+                await self._wait_for_publisher()
+            weights = self._publish_weights(WeightVersion(self.info.attempt, self.version))
+            self._publishing = self.spawn(weights, "publish weights")
         await cleared
         times = StepTimes(formed - start, trained - formed, time.monotonic() - trained)
         metrics = {**step_metrics(metas, version, times), **result.stats}
@@ -211,6 +232,7 @@ class MasterWorker(Worker):
             if not isinstance(decision, NotReady):
                 return decision.tickets
             if decision.drop:
+                self.summary.num_dropped += len(decision.drop)
                 for ticket in decision.drop:
                     self.buffer.drop(ticket)
                 await self.mesh.call("forgetting what is too old", ClearData(ids=list(decision.drop)))
@@ -231,15 +253,15 @@ class MasterWorker(Worker):
                 self.logger.info("target reward %.3f reached: %.3f", train.target_reward, mean)
                 return True
         return (
-            bool(train.max_steps and self.version >= train.max_steps)
-            or self.progress.num_done >= self.progress.num_total
+            bool(train.max_steps and self.step >= train.max_steps) or self.progress.num_done >= self.progress.num_total
         )
 
     async def finish(self) -> None:
         """After the last step: last weights, last evaluation, the model for the user, the summary."""
         training_ended = time.time()
         await self._wait_for_publisher()
-        await self._save("final")  # first: an evaluation that fails must not cost the result
+        if self.trains:
+            await self._save("final")  # first: an evaluation that fails must not cost the result
         await self.report(stop=True)
         if self.config.eval.at_end and self.config.eval.prompts is not None:
             try:
@@ -250,14 +272,34 @@ class MasterWorker(Worker):
         await asyncio.gather(*self._evaluations)
         end = time.time()
         summary = self.summary.as_dict(
+            mode=self.config.mode,
             attempt=self.info.attempt,
             wall_s=end - self._started,
             version=self.version,
             rejected=self.progress.rejected,
             generation_idle=generation_idle_share(self.run_dir, self._training_began, training_ended),
         )
-        (self.run_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
+        if self.wandb is not None:
+            with self.board.waiting(
+                "the last metrics to be sent", on="W&B", limit_s=self.config.wandb.finish_timeout_s
+            ):
+                summary["wandb"] = await asyncio.to_thread(self.wandb.finish)
+        self._write_summary(summary)
         await self.publish(self.names.experiment_status(), "COMPLETE")
+
+    def _open_wandb(self) -> WandbWriter | None:
+        info, config = self.info, self.config.wandb
+        if config.mode == "disabled":
+            return None
+        return WandbWriter(config, self.run_dir, experiment=info.experiment, trial=info.trial, attempt=info.attempt)
+
+    def _write_summary(self, summary: dict[str, object]) -> None:
+        """Complete or absent."""
+        path = self.run_dir / "summary.json"
+        with writing(path):
+            temporary = path.with_name(".summary.json")
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
+            temporary.rename(path)
 
     # ----------------------------------------------------------------------------------------------------------- weights
 
@@ -267,7 +309,8 @@ class MasterWorker(Worker):
         written = self.mesh.start(
             f"weights {version} to be written", WriteWeights(role=ACTOR, weight_version=str(version), path=str(path))
         )
-        await written
+        with self.trace.overlapping(f"publish {version}", kind="weights"):
+            await written
         if self._baseline is not None and version.version == 1:
             limit_s = self.config.eval.timeout_s + _CALL_LIMIT_S
             with self.board.waiting("the evaluation of the initial weights", on="gserver manager", limit_s=limit_s):
@@ -356,27 +399,49 @@ class MasterWorker(Worker):
                 continue  # its trajectory came after the manager had given the prompt up
             self.progress.mark_rejected(rejected.locator, rejected.reason)
             self._recent_outcomes.append(False)
+            if rejected.detail:
+                self._first_details.setdefault(rejected.reason, rejected.detail)
+            self.journal.write(
+                {
+                    "event": "rejected",
+                    "attempt": self.info.attempt,
+                    "prompt": rejected.locator,
+                    "reason": rejected.reason,
+                    "detail": rejected.detail,
+                }
+            )
         window = self._recent_outcomes
         share = window.count(False) / max(len(window), 1)
         if len(window) == window.maxlen and share > self.config.max_rejected_share:
             raise RejectedShareError(
-                f"{share:.0%} of the last {len(window)} prompts were rejected ({self._rejections()}); "
-                f"manager.max_rejected_share allows {self.config.max_rejected_share:.0%}"
+                f"{share:.0%} of the last {len(window)} prompts were rejected; manager.max_rejected_share="
+                f"{self.config.max_rejected_share:g} is what may be: {self._rejections()}"
             )
 
     def _rejections(self) -> str:
-        """How many prompts were rejected why, and where more is to be read."""
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in self.progress.rejected.most_common())
-        return f"{reasons}; the first of each kind is told in full in {self.run_dir}/logs/latest/rollout_worker_*.log"
+        """How many prompts were rejected why, what helps, and where more is to be read."""
+        lines = rejection_lines(self.progress.rejected, self._first_details)
+        log = f"the first of each kind is told in full in {self.run_dir}/logs/latest/rollout_worker_*.log"
+        return "\n  ".join(["", *lines, log])
 
     def _evaluate_beside_training(self, name: str = "") -> asyncio.Task[None]:
-        eval_id = f"a{self.info.attempt}-{name or f's{self.version}'}"
-        task = self.spawn(self._evaluate(eval_id, self.version), "evaluate")
+        before = self._evaluations[-1] if self._evaluations else None
+        eval_id = f"a{self.info.attempt}-{name or f's{self.step}'}"
+        task = self.spawn(self._evaluate(eval_id, self.step, before), "evaluate")
         self._evaluations.append(task)
+        self._count_evaluations()
+        task.add_done_callback(lambda _: self._count_evaluations())
         return task
 
-    async def _evaluate(self, eval_id: str, step: int) -> None:
-        """Run an evaluation to its end through eval tickets. One that takes too long is given up with a warning."""
+    def _count_evaluations(self) -> None:
+        """For the status."""
+        self.board.set_queue("evaluations", sum(not task.done() for task in self._evaluations))
+
+    async def _evaluate(self, eval_id: str, step: int, before: asyncio.Task[None] | None) -> None:
+        """Run an evaluation to its end through eval tickets. One that takes too long is given up with a warning.
+
+        before: the evaluation begun before this one. It is written first, so that a reader meets them in the order of steps.
+        """
         config = self.config.eval
         if config.prompts is None:
             return
@@ -392,6 +457,10 @@ class MasterWorker(Worker):
                 "/evaluate", request, EvaluateReply, limit_s=_CALL_LIMIT_S, wait_s=_LONG_POLL_S
             )
             if reply.done:
+                if before is not None:  # it gives up in time
+                    limit_s = config.timeout_s + _CALL_LIMIT_S
+                    with self.board.waiting("the evaluation before", on="gserver manager", limit_s=limit_s):
+                        await asyncio.wait({before})
                 self.metrics.write(step, self.summary.add_evaluation(step, reply.results))
                 return
         self.logger.warning("evaluation at step %d gave up after %g s (eval.timeout_s)", step, config.timeout_s)
@@ -399,12 +468,12 @@ class MasterWorker(Worker):
     def _run_schedules(self, last: bool) -> None:
         now, epochs = time.monotonic(), self.progress.epochs_done()
         at_end = last and self.config.eval.at_end  # `finish` evaluates the last weights, once they are served
-        if self.eval_schedule.check(step=self.version, epochs=epochs, now=now) and not at_end:
+        if self.eval_schedule.check(step=self.step, epochs=epochs, now=now) and not at_end:
             if sum(not task.done() for task in self._evaluations) < _MAX_EVALUATIONS:
                 self._evaluate_beside_training()
             else:
                 self.logger.warning("no evaluation at step %d: %d still go on", self.version, _MAX_EVALUATIONS)
-        if self.save_schedule.check(step=self.version, epochs=epochs, now=now):
+        if self.save_schedule.check(step=self.step, epochs=epochs, now=now):
             self.spawn(self._save(f"step_{self.version:08d}"), "save")
 
     # ------------------------------------------------------------------------------------------------------------- books
@@ -413,7 +482,10 @@ class MasterWorker(Worker):
         """consumes: metadata from the heads; produces: verdicts, which the heads pass on as acknowledgements."""
         while True:
             meta, ack = await self.metas.pull_meta()
+            num_stored = len(self.buffer)
             ack(self.buffer.put(meta))
+            if len(self.buffer) > num_stored:  # not one that was told about before
+                self.summary.add_trajectory(meta)
 
     def _write_books(
         self,
@@ -425,14 +497,12 @@ class MasterWorker(Worker):
         self.summary.add_step(metrics)
         rejected = {f"rejected/{reason}": float(count) for reason, count in self.progress.rejected.items()}
         seconds = {f"time/{name}_s": value for name, value in result.seconds.items()}
-        self.metrics.write(
-            self.version, {"time": time.time(), "version": self.version, **metrics, **seconds, **rejected}
-        )
+        self.metrics.write(self.step, {"time": time.time(), "version": self.version, **metrics, **seconds, **rejected})
         self.journal.write(
             {
                 "event": "trained",
                 "attempt": self.info.attempt,
-                "step": self.version,
+                "step": self.step,
                 "start": train_span[0],
                 "end": train_span[1],
                 "groups": [

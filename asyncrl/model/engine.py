@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.config import OptimizerConfig, TrainConfig
+from asyncrl.config import ConfigError, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.model.interfaces import LossFn
 from asyncrl.model.logprobs import token_logprobs
 from asyncrl.model.packing import MicroBatch, Rows, SequenceBatch, cu_seqlens_of, plan_micro_batches
 
 logger = logging.getLogger(__name__)
-
-# (logprobs_T, entropy_T, data, cu_seqlens) -> (loss, statistics): called once a micro-batch. The loss is a sum already divided by
-# the global denominator; statistics named *_max are maxima, all others sums.
-LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HEAD_CHECK_TOKENS = 4
@@ -264,6 +262,10 @@ class TrainEngine:
             expected = self.model(input_ids=input_ids, use_cache=False).logits.float()
             hidden = self._backbone(input_ids=input_ids, use_cache=False).last_hidden_state
             found = self._output_layer(hidden).float()
+        if expected.isnan().any():
+            raise ConfigError(
+                f"model_path={str(model_path)!r}: its weights are broken: they give logits that are no numbers; copy them again"
+            )
         if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
             raise ValueError(
                 f"{model_path}: architecture {self.model.config.model_type!r} changes its logits after the output layer; "
@@ -289,13 +291,25 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> fl
 
 def _load(model_path: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model in evaluation mode, with dropout off for good: logprobs must not depend on chance."""
-    config = AutoConfig.from_pretrained(model_path)
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and (name.endswith(("dropout", "_pdrop")) or "dropout_" in name):
-            setattr(config, name, 0.0)
-    with _LOADING:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model_path, config=config, dtype=dtype, attn_implementation="sdpa"
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+        for name, value in config.to_dict().items():
+            if isinstance(value, float) and (name.endswith(("dropout", "_pdrop")) or "dropout_" in name):
+                setattr(config, name, 0.0)
+        with _LOADING:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                model_path, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            )
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"model_path={str(model_path)!r}: the model cannot be loaded: {error}; copy it again, or give another"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    if lacking := sorted(loaded[1]["missing_keys"]):  # transformers would make them up
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ConfigError(
+            f"model_path={str(model_path)!r}: its weights lack {', '.join(lacking[:3])}{more}, which a model of type "
+            f"{config.model_type!r} has; copy the weights again, or the config.json that belongs to them"
         )
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]

@@ -31,19 +31,27 @@ from asyncrl.config import PPOConfig, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow import MFCDef
 
-# (logprobs_T, entropy_T, data, cu_seqlens) -> (loss, statistics): what an engine calls on each micro-batch.
+# (logprobs_T, entropy_T, data, cu_seqlens) -> (loss, statistics): what an engine calls on each micro-batch. The loss is a sum
+# already divided by the global denominator; statistics named *_max are maxima, all others sums.
 LossFn = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor], tuple[Tensor, dict[str, Tensor]]]
 Stats = dict[str, float]
 
 
-class Engine(Protocol):
-    """What interfaces ask of a training engine (asyncrl.model.engine.TrainEngine)."""
+class Ranks(Protocol):
+    """The data-parallel ranks that compute together."""
 
     @property
     def dp_rank(self) -> int: ...
 
     @property
     def dp_size(self) -> int: ...
+
+    def all_reduce_sum(self, values: list[float]) -> npt.NDArray[np.float64]:
+        """Sums over data-parallel ranks; collective."""
+
+
+class Engine(Ranks, Protocol):
+    """What interfaces ask of a training engine (asyncrl.model.engine.TrainEngine)."""
 
     def logprobs(self, sample: SequenceSample, *, temperature: float) -> npt.NDArray[np.float32]:
         """Packed like packed_input_ids; no communication."""
@@ -53,8 +61,15 @@ class Engine(Protocol):
     ) -> dict[str, float]:
         """One optimizer step; collective."""
 
+
+class OneRank:
+    """Ranks of those who compute without an engine (`asyncrl-launch inspect`)."""
+
+    dp_rank = 0
+    dp_size = 1
+
     def all_reduce_sum(self, values: list[float]) -> npt.NDArray[np.float64]:
-        """Sums over data-parallel ranks; collective."""
+        return np.asarray(values, np.float64)
 
 
 class Interface(Protocol):
@@ -186,7 +201,7 @@ class PPOActorInterface:
         strangers = sorted(local.position.keys() - set(batch_ids))
         if strangers:
             raise ValueError(f"ids {strangers[:4]} are not in the batch; a rank runs on its part of the batch only")
-        advantages_T, mask_T, stats = self._advantages(engine, local)
+        advantages_T, mask_T, stats = self.advantages(engine, local)
         minibatches = split_minibatches(batch_ids, self.ppo.minibatches, seed=self.seed, version=version)
         counts = self._count(engine, local, mask_T, minibatches)
         trained = self._sample_to_train(sample, advantages_T, mask_T)
@@ -205,7 +220,14 @@ class PPOActorInterface:
             self.kl.update(stats["kl/sequence_mean"], int(stats["batch/num_sequences"]))
         return None, stats | steps.result()
 
-    def _advantages(self, engine: Engine, local: LocalBatch) -> tuple[Tensor, Tensor, Stats]:
+    @property
+    def advantage_keys(self) -> list[str]:
+        """Keys that `advantages` reads."""
+        penalty = [anchor_key(self.ppo), "packed_ref_logprobs"] if self.ppo.kl_coef > 0 else []
+        extra = [key for key in ("values", "dense_rewards") if key in self.keys]
+        return ["packed_input_ids", "loss_mask", "prompt_mask", "seq_no_eos_mask", "rewards", *penalty, *extra]
+
+    def advantages(self, engine: Ranks, local: LocalBatch) -> tuple[Tensor, Tensor, Stats]:
         """(advantages_T, the mask of the tokens to train, statistics of the whole batch)."""
         ppo, data, cu_seqlens = self.ppo, local.data, local.cu_seqlens
         sampled_T, truncated_S = data["loss_mask"], data["seq_no_eos_mask"]
@@ -321,7 +343,7 @@ def split_minibatches(batch_ids: Sequence[str], num: int, *, seed: int, version:
 
 
 def batch_stats(
-    engine: Engine, local: LocalBatch, rewards_S: Tensor, advantages_T: Tensor, mask_T: Tensor, kl_T: Tensor | None
+    engine: Ranks, local: LocalBatch, rewards_S: Tensor, advantages_T: Tensor, mask_T: Tensor, kl_T: Tensor | None
 ) -> Stats:
     """Statistics of the whole batch, over all ranks. Two collective calls."""
     raw_S = local.data["rewards"].double()
@@ -422,7 +444,7 @@ def _std(total: float, squares: float, count: float) -> float:
     return math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
 
 
-def _max_over_ranks(engine: Engine, values: list[float]) -> list[float]:
+def _max_over_ranks(engine: Ranks, values: list[float]) -> list[float]:
     """Maxima by a sum: every rank fills its own row."""
     rows = np.zeros((engine.dp_size, len(values)))
     rows[engine.dp_rank] = values

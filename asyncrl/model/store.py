@@ -83,6 +83,11 @@ class DataStore:
             return None
         return SequenceSample.gather([group.select_keys(keys) for group in groups])
 
+    def whole(self, group_id: str) -> SequenceSample:
+        """A group with all the keys it has by now."""
+        with self._lock:
+            return self._groups[group_id]
+
     def discard(self, ids: Iterable[str]) -> int:
         """Forget these ids with all their keys; unknown ones are ignored. Returns how many were here."""
         with self._lock:

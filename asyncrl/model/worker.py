@@ -15,14 +15,13 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -31,8 +30,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from asyncrl.config import ModelWorkerConfig
 from asyncrl.data.prompts import load_tokenizer
-from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow import TRAJECTORY_KEYS, build_dataflow
+from asyncrl.data.trajectories import (
+    BackgroundRecorder,
+    Entry,
+    TrajectoryStore,
+    recording_dir,
+    tokenizer_fingerprint,
+)
+from asyncrl.dataflow import TRAIN_MFC, build_dataflow
 from asyncrl.messages import (
     CallResult,
     ClearData,
@@ -40,14 +45,15 @@ from asyncrl.messages import (
     Ping,
     SaveModel,
     StoreVerdict,
-    TrajectoryMeta,
     WeightVersion,
     WriteWeights,
 )
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.intake import Intake
 from asyncrl.model.interfaces import make_interface
-from asyncrl.model.store import DUPLICATE, FULL, DataStore
-from asyncrl.runtime.push_pull import MetaPusher, NameResolvingZmqPuller, Pulled
+from asyncrl.model.store import DataStore
+from asyncrl.runtime.disk import writing
+from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker
 from asyncrl.weights import write_version
@@ -56,9 +62,6 @@ T = TypeVar("T")
 
 ROLES = ("actor", "ref")  # actor: trained; ref: the same initial weights, frozen
 STORED = StoreVerdict(verdict="stored")
-_ROOM_LIMIT_S = (
-    30.0  # a trajectory waits this long for room in a full store: the master has it cleared at the end of a step
-)
 _LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
 
 
@@ -84,7 +87,7 @@ class ModelWorker(Worker):
         }
         self.engines: dict[str, TrainEngine] = {}
         self.store = DataStore(config.store_capacity)
-        self._room = asyncio.Event()  # set when the store has given something up
+        self.recorder = self._make_recorder() if config.record.trajectories else None
         self._store_tcp: TCPStore | None = None  # rank 0 serves it; it must outlive the process group
         self._compute = ThreadPoolExecutor(1, f"{self.name}-compute", initializer=self._set_torch_threads)
         self._writer = ThreadPoolExecutor(1, f"{self.name}-writer")
@@ -95,24 +98,29 @@ class ModelWorker(Worker):
     async def setup(self) -> None:
         """Bind and publish first, so that the others need not wait; then load. Calls queue meanwhile."""
         runtime = self.info.runtime
-        self.meta_pusher = MetaPusher(
-            self.resolver, self.names, head=self.head, runtime=runtime, incarnation=self.incarnation
-        )
-        self.puller = NameResolvingZmqPuller(
-            self.resolver, self.names, puller_index=self.head, runtime=runtime, lease=self.lease
+        self.intake = Intake(
+            self,
+            self.store,
+            head=self.head,
+            vocab_size=lambda: self.engines["actor"].vocab_size,
+            verdict_limit_s=self.config.train.call_timeout_s,
         )
         self.server = NameResolvingReplyServer(
             self.resolver, self.names, index=self.info.index, runtime=runtime, lease=self.lease
         )
-        for stream in (self.meta_pusher, self.puller, self.server):
-            await stream.start()
+        await self.intake.open()
+        await self.server.start()
         device = choose_device(self.info.index)
         group = await self._join_process_group(device)
         for role in self.graph.roles:
+            loading = LoadProgress(self.config.model_path)
             self.engines[role] = await self._on_compute(
-                partial(self._load, role, device, group), f"loading {role}", limit_s=runtime.start_timeout_s
+                partial(self._load, role, device, group, loading),
+                f"loading {role}",
+                limit_s=runtime.start_timeout_s,
+                detail=loading.text,
             )
-        self.spawn(self._take_in(), "take in")
+        self.spawn(self.intake.run(), "take in")
         self.logger.info("rank %d of %d on %s", self.head, self.config.data_parallel_size, device)
 
     async def run(self) -> None:
@@ -130,77 +138,14 @@ class ModelWorker(Worker):
 
     async def close(self) -> None:
         self._compute.shutdown(wait=False, cancel_futures=True)
-        for name in ("server", "puller", "meta_pusher"):
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close, self.info.runtime.stop_timeout_s / 4)
+        for name in ("server", "intake"):
             if hasattr(self, name):
                 await getattr(self, name).close()
         if self._writing is not None:  # a version half written has no final name: a wait would only be politeness
             self._writing.cancel()
         self._writer.shutdown(wait=False, cancel_futures=True)
-
-    # ----------------------------------------------------------------------------------------------------- trajectories in
-
-    async def _take_in(self) -> None:
-        """Store trajectories and have the master judge them.
-
-        consumes: trajectories.  produces: metadata (to the master), verdicts (to the rollout worker).
-        waits for: a trajectory; while runtime.push_credit_items of them wait for the master's verdict, for one of those.
-        unblocked by: rollout workers; the master. Backpressure: what is not answered uses up the pushers' credit.
-        """
-        places = asyncio.Semaphore(self.info.runtime.push_credit_items)
-        while True:
-            await places.acquire()
-            pulled = await self.puller.pull()
-            task = self.spawn(self._judge(pulled), f"trajectory {pulled.meta.ticket_id}")
-            task.add_done_callback(lambda _: places.release())
-
-    async def _judge(self, pulled: Pulled) -> None:
-        """One trajectory: check, store, ask the master, answer. What the master does not accept leaves the store again."""
-        meta = pulled.meta
-        reason = self._objection(meta, pulled.sample)
-        if reason:
-            self.logger.warning("refused trajectory %s: %s", meta.ticket_id, reason)
-            pulled.ack(StoreVerdict(verdict="refused", reason=reason))
-            return
-        reason = await self._put(pulled.sample)
-        if reason == DUPLICATE:
-            pulled.ack(StoreVerdict(verdict="duplicate", reason="the head holds this ticket"))
-            return
-        if reason:
-            self.logger.warning("refused trajectory %s: %s", meta.ticket_id, reason)
-            pulled.ack(StoreVerdict(verdict="refused", reason=reason))
-            return
-        limit_s = self.config.train.call_timeout_s
-        with self.board.waiting("a verdict on a trajectory", on="master", limit_s=limit_s):
-            verdict = await self.meta_pusher.push_meta(meta, timeout_s=limit_s)
-        if verdict.verdict != "stored":
-            self._discard([meta.ticket_id])
-        pulled.ack(verdict)
-        self.board.set_queue("store", len(self.store))
-
-    async def _put(self, sample: SequenceSample) -> str:
-        """Store, waiting for room if need be. Returns "" or the reason."""
-        deadline = time.monotonic() + _ROOM_LIMIT_S
-        while (reason := self.store.put(sample)) == FULL and (left := deadline - time.monotonic()) > 0:
-            self._room.clear()
-            with self.board.waiting("room in the store", on="master", limit_s=_ROOM_LIMIT_S):
-                try:
-                    await asyncio.wait_for(self._room.wait(), left)
-                except asyncio.TimeoutError:
-                    break
-        return reason
-
-    def _objection(self, meta: TrajectoryMeta, sample: SequenceSample) -> str:
-        """Why a trajectory cannot be taken, "" if it can: for another head or attempt, or metadata that its tensors contradict."""
-        if meta.attempt != self.info.attempt:
-            return f"wrong_attempt: it is of attempt {meta.attempt}, this is attempt {self.info.attempt}"
-        if meta.head != self.head:
-            return f"wrong_head: it is for head {meta.head}, this is head {self.head}"
-        return trajectory_error(meta, sample, vocab_size=self.engines["actor"].vocab_size)
-
-    def _discard(self, ids: Sequence[str]) -> None:
-        self.store.discard(ids)
-        self._room.set()
-        self.board.set_queue("store", len(self.store))
 
     # -------------------------------------------------------------------------------------------------------------- calls
 
@@ -208,16 +153,20 @@ class ModelWorker(Worker):
         """One call. Its reply is given here, or by the writer when what it wrote is on disk."""
         body, start = call.body, time.monotonic()
         if isinstance(body, ExecuteMFC):
-            result = await self._on_compute(partial(self._run_mfc, body), f"MFC {body.mfc}")
+            result = await self._on_compute(partial(self._run_mfc_traced, body), f"MFC {body.mfc}")
             call.reply(result)
         elif isinstance(body, (WriteWeights, SaveModel)):
             await self._write(call, body)
         else:
             if isinstance(body, ClearData):
-                self._discard(body.ids)
+                self.intake.discard(body.ids)
             elif isinstance(body, Ping):
                 await self._on_compute(lambda: None, "ping")
             call.reply(CallResult(seconds=time.monotonic() - start))
+
+    def _run_mfc_traced(self, body: ExecuteMFC) -> CallResult:
+        with self.trace.span(body.mfc, track="compute", version=body.version):
+            return self._run_mfc(body)
 
     def _run_mfc(self, body: ExecuteMFC) -> CallResult:
         """On the compute thread: the MFC on the ids of the batch that are here, in the order of the call."""
@@ -235,12 +184,20 @@ class ModelWorker(Worker):
         made, stats = self.interfaces[mfc.name].run(engine, sample, batch_ids=body.ids, version=body.version)
         if made is not None:
             self.store.amend(made.select_keys(mfc.output_keys))
+        if self.recorder is not None and body.mfc == TRAIN_MFC and body.version % self.config.record.every == 0:
+            self._record(self.recorder, body)
         return CallResult(
             ids=list(sample.ids) if sample is not None else [],
             keys=list(mfc.output_keys),
             stats={name: float(value) for name, value in stats.items()},
             seconds=time.monotonic() - start,
         )
+
+    def _record(self, recorder: BackgroundRecorder, body: ExecuteMFC) -> None:
+        """Hand the groups of the batch that are here, with all their keys, to the thread that writes them."""
+        here = [(place, ticket) for place, ticket in enumerate(body.ids) if ticket in self.store]
+        entries = [Entry(self.store.whole(ticket), self.intake.metas[ticket], place) for place, ticket in here]
+        recorder.record_nowait(body.version, len(body.ids), entries)
 
     async def _write(self, call: Call, body: WriteWeights | SaveModel) -> None:
         """Snapshot in the order of calls, write beside what follows. Replicas are equal: only rank 0 writes.
@@ -256,7 +213,8 @@ class ModelWorker(Worker):
             limit_s = self.config.train.call_timeout_s
             await self.board.bounded(self._writing, what="the write before", on=self.name, limit_s=limit_s)
         engine = self.engines[body.role]
-        tensors = await self._on_compute(engine.named_tensors, f"snapshot of {body.role}")
+        with self.trace.overlapping("snapshot", kind="weights", role=body.role):
+            tensors = await self._on_compute(engine.named_tensors, f"snapshot of {body.role}")
         if isinstance(body, WriteWeights):
             write = partial(self._write_version, body, tensors)
         else:
@@ -266,7 +224,8 @@ class ModelWorker(Worker):
     async def _write_and_reply(self, call: Call, write: Callable[[], None]) -> None:
         start = time.monotonic()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._writer, write)
+            with self.trace.overlapping("write weights", kind="weights"):
+                await asyncio.get_running_loop().run_in_executor(self._writer, write)
         except Exception as error:
             call.fail(error)
             await asyncio.sleep(_LAST_WORDS_S)
@@ -274,45 +233,69 @@ class ModelWorker(Worker):
         call.reply(CallResult(seconds=time.monotonic() - start))
 
     def _write_version(self, body: WriteWeights, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        write_version(
-            Path(body.path),
-            tensors,
-            source_dir=Path(self.config.model_path),
-            version=WeightVersion.parse(body.weight_version),
-            shard_bytes=self.config.weights.shard_bytes,
-            fsync=self.config.weights.fsync,
-        )
+        path = Path(body.path)
+        with writing(path):
+            write_version(
+                path,
+                tensors,
+                source_dir=Path(self.config.model_path),
+                version=WeightVersion.parse(body.weight_version),
+                shard_bytes=self.config.weights.shard_bytes,
+                fsync=self.config.weights.fsync,
+            )
 
     def _save_model(self, body: SaveModel, engine: TrainEngine, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Model and tokenizer, complete or absent at path."""
+        """Model and tokenizer, complete or absent at path; raises StorageError with nothing left behind."""
         path = Path(body.path)
         temporary = path.with_name(path.name + ".writing")
         shutil.rmtree(temporary, ignore_errors=True)
-        engine.save(temporary, tensors)
-        load_tokenizer(self.config.tokenizer_path or self.config.model_path).save_pretrained(temporary)
-        shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
+        try:
+            with writing(path):
+                engine.save(temporary, tensors)
+                load_tokenizer(self.config.tokenizer_path or self.config.model_path).save_pretrained(temporary)
+                shutil.rmtree(path, ignore_errors=True)
+                temporary.rename(path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
     # ------------------------------------------------------------------------------------------------------------- inside
 
-    async def _on_compute(self, function: Callable[[], T], what: str, limit_s: float | None = None) -> T:
+    async def _on_compute(
+        self, function: Callable[[], T], what: str, limit_s: float | None = None, detail: Callable[[], str] = str
+    ) -> T:
         """Run on the compute thread, visibly and bounded."""
         future = asyncio.get_running_loop().run_in_executor(self._compute, function)
         return await self.board.bounded(
-            future, what=what, on=self.name, limit_s=limit_s or self.config.train.call_timeout_s
+            future, what=what, on=self.name, limit_s=limit_s or self.config.train.call_timeout_s, detail=detail
         )
+
+    def _make_recorder(self) -> BackgroundRecorder:
+        config = self.config
+        files = TrajectoryStore(
+            recording_dir(Path(self.info.run_dir), self.info.attempt),
+            self.name,
+            trained=True,
+            max_bytes=config.record.max_bytes,
+            prune=True,
+            tokenizer=tokenizer_fingerprint(config.tokenizer_path or config.model_path),
+        )
+        return BackgroundRecorder(files)
 
     def _set_torch_threads(self) -> None:
         if self.config.train.torch_threads > 0:
             torch.set_num_threads(self.config.train.torch_threads)
 
-    def _load(self, role: str, device: torch.device, group: dist.ProcessGroup | None) -> TrainEngine:
+    def _load(
+        self, role: str, device: torch.device, group: dist.ProcessGroup | None, loading: LoadProgress
+    ) -> TrainEngine:
         torch.manual_seed(self.info.seed)
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # they fill the log
         trainable = role in self.graph.trained_roles
-        return TrainEngine(
-            self.config.model_path, self.config.train, device=device, process_group=group, trainable=trainable
-        )
+        with loading.watched():
+            return TrainEngine(
+                self.config.model_path, self.config.train, device=device, process_group=group, trainable=trainable
+            )
 
     async def _join_process_group(self, device: torch.device) -> dist.ProcessGroup | None:
         """All data-parallel ranks of this attempt: rank 0 binds a store and publishes it, the others find it by name."""
@@ -382,35 +365,3 @@ def choose_device(index: int) -> torch.device:
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, vocab_size: int) -> str:
-    """How metadata and tensors of a trajectory contradict each other, or what would break training; "" if nothing."""
-    missing = [key for key in TRAJECTORY_KEYS if key not in sample.keys]
-    if missing:
-        return f"missing_keys: {missing}"
-    if sample.ids != (meta.ticket_id,) or set(meta.keys) != set(sample.keys):
-        return (
-            f"bad_meta: ticket {meta.ticket_id} with keys {sorted(meta.keys)}, "
-            f"tensors of {list(sample.ids)} with {sorted(sample.keys)}"
-        )
-    lengths = sample.seqlens["packed_input_ids"][0]
-    if meta.seqlens != lengths:
-        return f"bad_meta: lengths {meta.seqlens}, tensors {lengths}"
-    if not lengths or min(lengths) < 2:
-        return f"bad_lengths: {lengths}; a group has sequences of a prompt and a response"
-    ids = sample.data["packed_input_ids"]
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        return f"bad_tokens: ids from {ids.min()} to {ids.max()}, the vocabulary has {vocab_size}"
-    response_lengths = np.add.reduceat(sample.data["loss_mask"].astype(np.int64), sample.cu_seqlens()[:-1])
-    for name, claimed, found in (
-        ("rewards", meta.rewards, sample.data["rewards"]),
-        ("version_start", meta.version_start, sample.data["version_start"]),
-        ("version_end", meta.version_end, sample.data["version_end"]),
-        ("response_lengths", meta.response_lengths, response_lengths),
-    ):
-        if not np.array_equal(np.asarray(claimed, found.dtype), found, equal_nan=found.dtype.kind == "f"):
-            return f"bad_meta: {name} {claimed}, tensors {found.tolist()}"
-    if not np.isfinite(sample.data["packed_logprobs"]).all() or not np.isfinite(sample.data["rewards"]).all():
-        return "not_finite: logprobs or rewards"
-    return ""

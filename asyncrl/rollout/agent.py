@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,16 +93,25 @@ class MultiStepAgent(Agent):
         group_size: int,
         max_turns: int = 4,
         turn_discount: float = 1.0,
-        feedback_template: str = "{}",  # how an observation is put before the policy, e.g. in the turns of a chat template
+        feedback_template: str = "{}",  # how an observation is put before the policy
+        feedback_role: str = "",  # or: as a turn of this role (say, user) of the tokenizer's chat template
+        chat_template_args: Mapping[str, Any] | None = None,  # for that template: those of prompts.chat_template_args
     ) -> None:
         super().__init__(tokenizer=tokenizer, sampling=sampling, group_size=group_size)
         if max_turns < 1:
             raise ValueError(f"max_turns is {max_turns}; it must be at least 1")
         if "{}" not in feedback_template:
             raise ValueError(f"feedback_template {feedback_template!r} has no {{}}, where the observation goes")
+        if feedback_role and feedback_template != "{}":
+            raise ValueError(
+                f"feedback_role={feedback_role!r} and feedback_template={feedback_template!r}: set one of them"
+            )
         self.max_turns = max_turns
         self.turn_discount = turn_discount
         self.feedback_template = feedback_template
+        self.feedback_role = feedback_role
+        self.chat_template_args = dict(chat_template_args or {})
+        self.feedback_text("tried here, so that a template without this role stops the start and not the rollouts")
 
     async def collect_trajectory(
         self, prompt: Prompt, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
@@ -134,6 +143,34 @@ class MultiStepAgent(Agent):
         episode.reward += float(reward) * self.turn_discount**turn
         if terminated or truncated or not response.finished or turn + 1 == self.max_turns:
             return False
-        text = self.feedback_template.replace("{}", "" if observation is None else str(observation))
+        text = self.feedback_text("" if observation is None else str(observation))
         episode.add_observation(self.tokenizer.encode(text, add_special_tokens=False))
         return True
+
+    def feedback_text(self, observation: str) -> str:
+        """What is appended between a response and the next one."""
+        if self.feedback_role:
+            return chat_turn(self.tokenizer, self.feedback_role, observation, self.chat_template_args)
+        return self.feedback_template.replace("{}", observation)
+
+
+def chat_turn(tokenizer: Any, role: str, content: str, template_args: Mapping[str, Any]) -> str:
+    """What a chat template puts between a response and the next one, when somebody of this role says content in between.
+
+    The response has brought its own EOS. Raises ValueError where the template does not show what was said.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(f"feedback_role={role!r}: the tokenizer has no chat template; use feedback_template")
+    response = "<<the response>>"
+    messages = [
+        {"role": "user", "content": "the prompt"},
+        {"role": "assistant", "content": response},
+        {"role": role, "content": content},
+    ]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_args))
+    _, found, turn = text.rpartition(response)
+    if not found or content.strip() not in turn:  # templates may trim
+        raise ValueError(
+            f"feedback_role={role!r}: the chat template does not show what this role says; use feedback_template"
+        )
+    return turn.removeprefix(tokenizer.eos_token)

@@ -10,21 +10,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from asyncrl.config import ConfigError
+
 
 def load_object(spec: str, what: str) -> Any:
-    """The named object. Raises ValueError that says which part of the path is wrong; errors of the user's module pass through.
+    """The named object. Raises ConfigError that says which part of the path is wrong; errors of the user's module pass through.
 
     A file is loaded once, however often it is named; its folder is appended to sys.path, so that it may import its neighbours.
     """
     location, colon, name = spec.rpartition(":")
     if not colon or not location or not name:
-        raise ValueError(f"{what} {spec!r}: expected `package.module:name` or `path/to/file.py:name`")
+        raise ConfigError(f"{what} {spec!r}: expected `package.module:name` or `path/to/file.py:name`")
     module = _load_file(location, what) if location.endswith(".py") else _load_module(location, what)
     try:
         return getattr(module, name)
     except AttributeError:
         public = [known for known in vars(module) if not known.startswith("_")]
-        raise ValueError(f"{what} {spec!r}: {location} has no {name!r}; it has {sorted(public)}") from None
+        raise ConfigError(f"{what} {spec!r}: {location} has no {name!r}; it has {sorted(public)}") from None
 
 
 def _load_module(location: str, what: str) -> ModuleType:
@@ -32,14 +34,14 @@ def _load_module(location: str, what: str) -> ModuleType:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
         if error.name is not None and (location == error.name or location.startswith(f"{error.name}.")):
-            raise ValueError(f"{what}: there is no module {location!r} (looked in sys.path)") from error
+            raise ConfigError(f"{what}: there is no module {location!r} (looked in sys.path)") from error
         raise  # the module is there; something it imports is not
 
 
 def _load_file(location: str, what: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
     if not path.is_file():
-        raise ValueError(f"{what}: there is no file {path}")
+        raise ConfigError(f"{what}: there is no file {path}")
     module_name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.config import ConfigError
 from asyncrl.data.prompts import Prompt
 from asyncrl.rollout.loading import load_object
 from asyncrl.rollout.outcome import RolloutRejected
@@ -44,7 +45,8 @@ class Reward:
         self.spec = spec
         function = load_object(spec, "reward")
         if not callable(function):
-            raise ValueError(f"reward {spec!r} is {function!r}, which cannot be called")
+            raise ConfigError(f"reward {spec!r} is {function!r}, which cannot be called; name a function")
+        _check_signature(spec, function)
         self._function: Callable[..., Any] = function
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         self._arguments = _optional_arguments(function)
@@ -81,7 +83,13 @@ class Reward:
         return (prompt.text, completion.text, prompt.answer), {name: known[name] for name in self._arguments}
 
     async def _score_async(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        return await asyncio.gather(*(self._function(*args, **kwargs) for args, kwargs in calls))
+        async def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            try:
+                return await self._function(*args, **kwargs)
+            except SystemExit as error:  # it would end the worker
+                raise RuntimeError(f"SystemExit: {error}") from error
+
+        return await asyncio.gather(*(call(args, kwargs) for args, kwargs in calls))
 
     async def _score_in_thread(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
         """Run the calls one after another in a daemon thread: one that hangs holds up neither the worker nor its end.
@@ -124,6 +132,20 @@ class Reward:
         return RolloutRejected(reason, detail)
 
 
+def _check_signature(spec: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without one
+        return
+    try:
+        signature.bind("prompt", "completion", "answer", **dict.fromkeys(_optional_arguments(function)))
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {spec!r} has the signature {signature}: {error}; it is called as (prompt, completion, answer), and may take "
+            f"the keywords {', '.join(_OPTIONAL_ARGUMENTS)} besides"
+        ) from None
+
+
 def _optional_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     """Which of the optional keyword arguments the function takes."""
     try:
@@ -157,9 +179,10 @@ def _start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, 
         error: BaseException | None = None
         try:
             value = run()
-        except StopIteration as stop:  # a future cannot carry it
-            error = RuntimeError(f"StopIteration: {stop}")
-            error.__cause__ = stop
+        except (StopIteration, SystemExit, KeyboardInterrupt) as raised:
+            # A future cannot carry the first; the others, as of generated code that calls exit(), would end the worker.
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+            error.__cause__ = raised
         except BaseException as raised:
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.config import RolloutConfig, SamplingConfig, TaskConfig
+from asyncrl.config import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.rollout.agent import Agent, SingleStepAgent
 from asyncrl.rollout.env import Env, RewardEnv
@@ -38,7 +38,7 @@ class Task:
         self.task_id = task_id
         self._config = config
         if not config.reward and not config.env:
-            raise ValueError(f"rollout.tasks.{name} has neither reward nor env; set one of them")
+            raise ConfigError(f"rollout.tasks.{name} has neither reward nor env; set one of them")
         self._reward = (
             Reward(config.reward, timeout_s=rollout.reward_timeout_s, board=board, logger=logger)
             if config.reward
@@ -80,7 +80,7 @@ class TaskTable:
 
     def __init__(self, rollout: RolloutConfig, *, tokenizer: Any, board: StatusBoard, logger: logging.Logger) -> None:
         if not rollout.tasks:
-            raise ValueError(
+            raise ConfigError(
                 "rollout.tasks is empty; name a task, e.g. rollout.tasks.default.reward=my_package.rewards:exact"
             )
         self._tasks = {
@@ -104,7 +104,7 @@ def _load_class(spec: str, default: type, base: type, what: str) -> type:
         return default
     loaded = load_object(spec, what)
     if not (inspect.isclass(loaded) and issubclass(loaded, base)):
-        raise ValueError(f"{what} {spec!r} is {loaded!r}; it must be a subclass of {base.__module__}.{base.__name__}")
+        raise ConfigError(f"{what} {spec!r} is {loaded!r}; it must be a subclass of {base.__module__}.{base.__name__}")
     return loaded
 
 
@@ -112,9 +112,9 @@ def _make(made_class: Callable[..., Any], what: str, arguments: Mapping[str, Any
     """An object with the worker's arguments and the config's, which must fit the class."""
     overlap = sorted(arguments.keys() & own.keys())
     if overlap:
-        raise ValueError(f"{what} must not set {overlap}: the worker does")
+        raise ConfigError(f"{what} must not set {overlap}: the worker does")
     try:
         inspect.signature(made_class).bind(**own, **arguments)
     except TypeError as error:
-        raise ValueError(f"{what} {dict(arguments)} does not fit {made_class.__qualname__}: {error}") from None
+        raise ConfigError(f"{what} {dict(arguments)} does not fit {made_class.__qualname__}: {error}") from None
     return made_class(**own, **arguments)

@@ -149,6 +149,8 @@ def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, bir
         raise ValueError("an agent's sample has a sequence without a sampled token")
     if not np.isfinite(sample.data["rewards"]).all():
         raise ValueError(f"an agent's sample has rewards that are not finite: {sample.data['rewards'].tolist()}")
+    if not np.isfinite(sample.data["packed_logprobs"]).all():
+        raise ValueError("an agent's sample has logprobs that are not finite")
     own = {"task_ids": np.array([task_id], np.int64), "birth_time": np.array([birth_time], np.float64)}
     return SequenceSample(
         (ticket_id,), {**sample.seqlens, "task_ids": [[1]], "birth_time": [[1]]}, {**sample.data, **own}

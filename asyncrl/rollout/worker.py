@@ -15,7 +15,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from asyncrl.config import RolloutWorkerConfig
+from asyncrl.config import ConfigError, RolloutWorkerConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
@@ -32,6 +32,7 @@ from asyncrl.runtime.worker import WaitTimeoutError, Worker
 _ALLOCATE_WAIT_S = 5.0  # how long the manager may hold back its answer until it admits something
 _REFUSED_PAUSE_S = 0.2  # after an empty answer that came sooner
 _STOP_REPORT_S = 2.0  # for telling the manager what a stopped worker releases
+_MAX_DETAIL_CHARS = 400  # of what the manager is told about a rollout that ended without a trajectory
 _SPARE_FILES = 256  # file descriptors kept for everything but generation requests
 
 
@@ -64,7 +65,9 @@ class RolloutWorker(Worker):
         config, rollout, info = self.config, self.config.rollout, self.info
         tokenizer = load_tokenizer(config.tokenizer_path)
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer at {config.tokenizer_path} has no eos_token: no response could ever end")
+            raise ConfigError(
+                f"tokenizer_path={config.tokenizer_path!r}: has no EOS token, so no response could ever end; set eos_token"
+            )
         self._stop_token_ids = [int(tokenizer.eos_token_id)]
         self._prompts = PromptSource(config.prompts, tokenizer, info.seed)
         self._eval_prompts = PromptSource(config.eval_prompts, tokenizer, info.seed) if config.eval_prompts else None
@@ -191,10 +194,13 @@ class RolloutWorker(Worker):
         """A ticket's life: roll out, then report, whatever happens. Errors that are not the rollout's fail the worker."""
         ticket = held.ticket
         try:
-            result = await self._roll_out(ticket, held.birth_time)
+            with self.trace.overlapping("rollout", kind="rollout", ticket=ticket.ticket_id):
+                result = await self._roll_out(ticket, held.birth_time)
         except RolloutEnded as ended:
-            self._log_once(ended.reason, ended)
-            result = RolloutResult(ticket_id=ticket.ticket_id, outcome=ended.outcome, reason=ended.reason)
+            detail = self._tell_once(ended.reason, ended)
+            result = RolloutResult(
+                ticket_id=ticket.ticket_id, outcome=ended.outcome, reason=ended.reason, detail=detail
+            )
         except asyncio.CancelledError:
             held.taken_back = held.taken_back or "stopped"  # cancelled from outside: the worker stops
             result = RolloutResult(ticket_id=ticket.ticket_id, outcome="released", reason=held.taken_back)
@@ -276,9 +282,10 @@ class RolloutWorker(Worker):
         """consumes: an agent's observations. produces: the policy's responses to each. Cancelled when the agent is done."""
         while True:
             observation = await obs_queue.get()
-            responses = await self.client.generate(
-                route, observation.inputs, observation.sampling, self._stop_token_ids
-            )
+            with self.trace.overlapping("generate", kind="generate", ticket=route.ticket.ticket_id):
+                responses = await self.client.generate(
+                    route, observation.inputs, observation.sampling, self._stop_token_ids
+                )
             await act_queue.put(responses)
 
     async def _push(
@@ -301,24 +308,33 @@ class RolloutWorker(Worker):
         )
         limit_s = self.config.rollout.request_timeout_s
         try:
-            with self.board.waiting("a verdict on a trajectory", on=f"head {ticket.head}", limit_s=limit_s):
+            with (
+                self.trace.overlapping("push", kind="push", ticket=ticket.ticket_id, head=ticket.head),
+                self.board.waiting("a verdict on a trajectory", on=f"head {ticket.head}", limit_s=limit_s),
+            ):
                 verdict = await self._pusher.push(meta, sample, head=ticket.head, timeout_s=limit_s)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise RolloutReleased("push_timeout", f"head {ticket.head} took no trajectory for {limit_s:g} s") from error
         except ChannelRefused as error:
             raise RolloutRejected("push_refused", f"trajectory {ticket.ticket_id}: {error}") from error
         if verdict.verdict == "refused":
-            self._log_once("refused", f"trajectory {ticket.ticket_id} refused: {verdict.reason}")
-            return _result(ticket, summary, "released", "refused")
+            detail = self._tell_once("refused", f"trajectory {ticket.ticket_id} refused: {verdict.reason}")
+            return _result(ticket, summary, "released", "refused", detail)
         # A duplicate: another ticket of the prompt was first, so the prompt is stored, and not to be handed out again.
         return _result(ticket, summary, "stored", "" if verdict.verdict == "stored" else "duplicate")
 
-    def _log_once(self, reason: str, detail: BaseException | str) -> None:
-        """The first of its kind in full, with the traceback of its cause; the others are counted by the manager."""
-        level = logging.DEBUG if reason in self._logged else logging.WARNING
+    def _tell_once(self, reason: str, detail: BaseException | str) -> str:
+        """Log the first of its kind in full, with the traceback of its cause; the others are counted by the manager.
+
+        Returns what the manager is told of it besides the reason: "" for all but the first.
+        """
+        first = reason not in self._logged
         self._logged.add(reason)
         cause = detail.__cause__ if isinstance(detail, BaseException) else None
+        level = logging.WARNING if first else logging.DEBUG
         self.logger.log(level, "rollout ended without a trajectory: %s", detail, exc_info=cause)
+        text = detail.detail if isinstance(detail, RolloutEnded) else str(detail)
+        return text[:_MAX_DETAIL_CHARS] if first else ""
 
 
 async def _play(
@@ -328,6 +344,8 @@ async def _play(
     env = task.make_env(prompt)
     try:
         return await task.agents[mode].collect_trajectory(prompt, env, obs_queue, act_queue)
+    except SystemExit as error:  # of code that an environment runs: it would end the worker
+        raise RuntimeError(f"SystemExit: {error}") from error
     finally:
         await env.close()
 
@@ -358,11 +376,13 @@ def _result(
     summary: SampleSummary,
     outcome: Literal["stored", "rejected", "evaluated", "released"],
     reason: str = "",
+    detail: str = "",
 ) -> RolloutResult:
     return RolloutResult(
         ticket_id=ticket.ticket_id,
         outcome=outcome,
         reason=reason,
+        detail=detail,
         num_tokens=sum(summary.response_lengths),
         lengths=summary.response_lengths,
         rewards=summary.rewards,

@@ -1,34 +1,45 @@
-"""Where numbers go: metrics.jsonl (one object a line, what docs/reward_curve.py reads) and TensorBoard events."""
+"""Where numbers go: metrics.jsonl (one object a line, what `asyncrl-launch plot` reads), TensorBoard events, W&B."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import socket
+import struct
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
 
 import msgspec
 
+from asyncrl.runtime.disk import writing
+from asyncrl.runtime.wandb_writer import WandbWriter
+
 METRICS_FILE = "metrics.jsonl"
+_LAST_WORDS_S = 2.0  # of W&B, where the run ends before its time
+JOURNAL_BUCKET_S = 0.1  # generation servers write down the tokens of every tenth of a second
 
 
 class JsonLinesWriter:
-    """Appends one JSON object a line, flushed at once, so that a reader never waits and a crash loses at most one line.
+    """Appends one JSON object a line, written at once, so that a reader never waits and a crash loses at most one line.
 
-    Half a line that a crash left behind is cut off, so that every line of the file is whole.
+    Half a line that a crash left behind is cut off, so that every line of the file is whole. Raises StorageError.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", encoding="utf-8")
-        whole = path.read_bytes().rfind(b"\n") + 1
-        if whole < path.stat().st_size:
-            self._file.truncate(whole)
+        self._path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+            whole = path.read_bytes().rfind(b"\n") + 1
+            if whole < path.stat().st_size:
+                self._file.truncate(whole)
 
     def write(self, record: Mapping[str, object]) -> None:
-        self._file.write(msgspec.json.encode(record).decode() + "\n")
-        self._file.flush()
+        with writing(self._path):
+            _write_all(self._file, msgspec.json.encode(record) + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -43,45 +54,100 @@ class JsonLinesWriter:
 
 
 class MetricsWriter:
-    """Metrics by train step, to both."""
+    """Metrics by train step, to all of them."""
 
-    def __init__(self, run_dir: Path, *, attempt: int, tensorboard: bool) -> None:
+    def __init__(self, run_dir: Path, *, attempt: int, tensorboard: bool, wandb: WandbWriter | None = None) -> None:
         self._attempt = attempt
+        self._wandb = wandb
         self._lines = JsonLinesWriter(run_dir / METRICS_FILE)
         self._events = None
         if tensorboard:
-            self._events = _summary_writer(run_dir / "tensorboard" / f"attempt_{attempt}")
+            self._events = EventFile(run_dir / "tensorboard" / f"attempt_{attempt}")
 
     def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        """metrics: flat, `group/name`. Numbers also go to TensorBoard, at the train step."""
+        """metrics: flat, `group/name`. Numbers also go to TensorBoard, at the train step, and all to W&B."""
         self._lines.write({"step": step, "attempt": self._attempt, **metrics})
         if self._events is not None:
-            for name, value in metrics.items():
-                if not isinstance(value, str) and "/" in name:
-                    self._events.add_scalar(name, value, step)
+            numbers = {name: value for name, value in metrics.items() if not isinstance(value, str) and "/" in name}
+            self._events.write(step, numbers)
+        if self._wandb is not None:
+            self._wandb.write(step, metrics)
 
     def close(self) -> None:
         self._lines.close()
+        if self._wandb is not None:
+            self._wandb.finish(_LAST_WORDS_S)
         if self._events is not None:
             self._events.close()
 
 
-def _summary_writer(folder: Path) -> Any:
+class EventFile:
+    """TensorBoard events, written by whoever calls. tensorboardX gives the format only: the thread that its SummaryWriter
+    starts dies of a full disk without a word, and whoever adds to its queue then waits for ever.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with _without_torch():
+            from tensorboardX.proto.event_pb2 import Event
+            from tensorboardX.record_writer import masked_crc32c
+            from tensorboardX.summary import scalar
+        self._event, self._scalar = Event, scalar
+        self._checksum: Callable[[bytes], int] = masked_crc32c
+        self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+        with writing(self._path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab", buffering=0)
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """All scalars of a step, as one event. Raises StorageError."""
+        event = self._event(wall_time=time.time(), step=step)
+        for name, value in scalars.items():
+            event.summary.MergeFrom(self._scalar(name, value))
+        self._append(event.SerializeToString())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, data: bytes) -> None:
+        """A record of TensorFlow's: length, its checksum, data, its checksum."""
+        length = struct.pack("<Q", len(data))
+        ends = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
+        with writing(self._path):
+            _write_all(self._file, length + ends[0] + data + ends[1])
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
     """tensorboardX imports torch where there is one, and needs it for no scalar: it is not shown torch."""
     hide = "torch" not in sys.modules
     if hide:
         sys.modules["torch"] = None  # type: ignore[assignment]  # importing it raises ImportError
     try:
-        from tensorboardX import SummaryWriter
+        yield
     finally:
         if hide:
             del sys.modules["torch"]
-    return SummaryWriter(str(folder), flush_secs=10)
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    """A disk that is filling up takes a part, and refuses the rest when asked again."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def read_json_lines(path: Path) -> list[dict[str, object]]:
-    """All complete lines of a file of JSON objects; none where there is no file."""
+    """All complete lines of a file of JSON objects; none where there is no file. A line that is none is a ValueError."""
     if not path.exists():
         return []
+    records = []
     with path.open("rb") as file:
-        return [msgspec.json.decode(line, type=dict[str, object]) for line in file if line.endswith(b"\n")]
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                records.append(msgspec.json.decode(line, type=dict[str, object]))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path}:{number}: not an object of JSON: {error}; delete the line") from error
+    return records

@@ -9,8 +9,6 @@ gets again what it had not answered, so heads and master tell repeated trajector
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -21,13 +19,12 @@ from msgspec import Struct
 from asyncrl.config import RuntimeConfig
 from asyncrl.data.codec import CodecError, decode_sample, encode_sample
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.messages import DECODE_ERRORS, StoreVerdict, TrajectoryMeta
+from asyncrl.messages import StoreVerdict, TrajectoryMeta
 from asyncrl.names import Names
-from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender, Delivery
+from asyncrl.runtime.channel import ChannelLimits, ChannelSender, Delivery
 from asyncrl.runtime.name_resolve import NameResolver
+from asyncrl.runtime.published import PublishedReceiver
 from asyncrl.runtime.transport import Transport
-
-logger = logging.getLogger(__name__)
 
 MASTER_META = "master_meta"
 
@@ -59,15 +56,6 @@ _encoder = msgspec.msgpack.Encoder()
 _decode_trajectory = msgspec.msgpack.Decoder(_TrajectoryHeader).decode
 _decode_meta = msgspec.msgpack.Decoder(TrajectoryMeta).decode
 _decode_verdict = msgspec.msgpack.Decoder(StoreVerdict).decode
-
-
-async def publish_receiver(
-    resolver: NameResolver, names: Names, stream_name: str, receiver: ChannelReceiver, lease: int | None
-) -> None:
-    """Bind a receiver, then publish it: whoever finds the name finds a bound socket."""
-    endpoint = await receiver.start()
-    value = msgspec.json.encode(endpoint).decode()
-    await asyncio.to_thread(resolver.add, names.stream(stream_name), value, replace=True, lease=lease)
 
 
 def _acknowledger(delivery: Delivery) -> Callable[[StoreVerdict], None]:
@@ -170,13 +158,15 @@ class Pulled:
     ack: Callable[[StoreVerdict], None]
 
 
-class NameResolvingZmqPuller:
+class NameResolvingZmqPuller(PublishedReceiver[Pulled]):
     """Receives trajectories at a head.
 
     consumes: the stream.  produces: Pulled; refusals of what cannot be read.
     waits for: a trajectory.  unblocked by: rollout workers; close.
     Backpressure: trajectories that are not acknowledged use up the pushers' credit.
     """
+
+    _what = "trajectory"
 
     def __init__(
         self,
@@ -188,40 +178,28 @@ class NameResolvingZmqPuller:
         lease: int | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self._resolver = resolver
-        self._names = names
-        self._stream = puller_stream(puller_index)
-        self._lease = lease
-        self._max_bytes = runtime.max_message_bytes
-        self._receiver = ChannelReceiver(
-            self._stream, limits=ChannelLimits.of(runtime), host=runtime.host, transport=transport
+        stream = puller_stream(puller_index)
+        super().__init__(
+            resolver,
+            names,
+            stream,
+            label=stream,
+            limits=ChannelLimits.of(runtime),
+            host=runtime.host,
+            lease=lease,
+            transport=transport,
         )
-
-    async def start(self) -> None:
-        """Bind, then publish."""
-        await publish_receiver(self._resolver, self._names, self._stream, self._receiver, self._lease)
-
-    @property
-    def num_queued(self) -> int:
-        """Trajectories that have arrived and wait for pull."""
-        return self._receiver.num_queued
+        self._max_bytes = runtime.max_message_bytes
 
     async def pull(self) -> Pulled:
         """The next trajectory, in memory of its own. A cancelled pull changes nothing."""
-        while True:
-            delivery = await self._receiver.receive()
-            try:
-                header = _decode_trajectory(delivery.header)
-                sample = decode_sample(header.sample, delivery.frames, max_bytes=self._max_bytes)
-                _check_ids(header.meta, sample)
-            except (*DECODE_ERRORS, CodecError) as error:
-                logger.warning("%s: refused message %d of %s: %s", self._stream, delivery.seq, delivery.sender, error)
-                delivery.refuse(f"{self._stream} cannot read the trajectory: {error}")
-                continue
-            return Pulled(header.meta, sample, _acknowledger(delivery))
+        return await self._next()
 
-    async def close(self) -> None:
-        await self._receiver.close()
+    def _read(self, delivery: Delivery) -> Pulled:
+        header = _decode_trajectory(delivery.header)
+        sample = decode_sample(header.sample, delivery.frames, max_bytes=self._max_bytes)
+        _check_ids(header.meta, sample)
+        return Pulled(header.meta, sample, _acknowledger(delivery))
 
 
 def _check_ids(meta: TrajectoryMeta, sample: SequenceSample) -> None:
@@ -272,8 +250,10 @@ class MetaPusher:
         await self._sender.close()
 
 
-class MetaPuller:
+class MetaPuller(PublishedReceiver[tuple[TrajectoryMeta, Callable[[StoreVerdict], None]]]):
     """Receives metadata at the master. Otherwise like NameResolvingZmqPuller."""
+
+    _what = "metadata"
 
     def __init__(
         self,
@@ -284,27 +264,20 @@ class MetaPuller:
         lease: int | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self._resolver = resolver
-        self._names = names
-        self._lease = lease
-        self._receiver = ChannelReceiver(
-            MASTER_META, limits=ChannelLimits.of(runtime), host=runtime.host, copy=True, transport=transport
+        super().__init__(
+            resolver,
+            names,
+            MASTER_META,
+            label=MASTER_META,
+            limits=ChannelLimits.of(runtime),
+            host=runtime.host,
+            lease=lease,
+            transport=transport,
         )
-
-    async def start(self) -> None:
-        """Bind, then publish."""
-        await publish_receiver(self._resolver, self._names, MASTER_META, self._receiver, self._lease)
 
     async def pull_meta(self) -> tuple[TrajectoryMeta, Callable[[StoreVerdict], None]]:
         """The next trajectory's metadata, and what to acknowledge it with. A cancelled call changes nothing."""
-        while True:
-            delivery = await self._receiver.receive()
-            try:
-                meta = _decode_meta(delivery.header)
-            except DECODE_ERRORS as error:
-                delivery.refuse(f"{MASTER_META} cannot read the metadata: {error}")
-                continue
-            return meta, _acknowledger(delivery)
+        return await self._next()
 
-    async def close(self) -> None:
-        await self._receiver.close()
+    def _read(self, delivery: Delivery) -> tuple[TrajectoryMeta, Callable[[StoreVerdict], None]]:
+        return _decode_meta(delivery.header), _acknowledger(delivery)

@@ -15,7 +15,6 @@ Entries of workers long gone, still published, do not answer and hence do not co
 from __future__ import annotations
 
 import asyncio
-import logging
 import traceback
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -26,12 +25,10 @@ from msgspec import Struct
 from asyncrl.config import RuntimeConfig
 from asyncrl.messages import DECODE_ERRORS, CallBody, CallResult
 from asyncrl.names import Names
-from asyncrl.runtime.channel import ChannelFull, ChannelLimits, ChannelReceiver, ChannelSender, Delivery
+from asyncrl.runtime.channel import ChannelFull, ChannelLimits, ChannelSender, Delivery
 from asyncrl.runtime.name_resolve import NameResolver
-from asyncrl.runtime.push_pull import publish_receiver
+from asyncrl.runtime.published import PublishedReceiver
 from asyncrl.runtime.transport import Transport
-
-logger = logging.getLogger(__name__)
 
 CALL_CREDIT_ITEMS = 1024  # unanswered calls of one worker
 
@@ -233,11 +230,13 @@ class Call:
         self._delivery.ack(_encoder.encode(_Failure(self._worker, message, text)))
 
 
-class NameResolvingReplyServer:
+class NameResolvingReplyServer(PublishedReceiver[Call]):
     """Receives calls at a worker, in worker_seq order without gaps.
 
     consumes: the stream of calls.  produces: Call.  waits for: the next call in order.  unblocked by: the client; close.
     """
+
+    _what = "call"
 
     def __init__(
         self,
@@ -248,36 +247,24 @@ class NameResolvingReplyServer:
         runtime: RuntimeConfig,
         lease: int | None = None,
         transport: Transport | None = None,
+        worker: str = "",
     ) -> None:
-        self._resolver = resolver
-        self._names = names
-        self._index = index
-        self._lease = lease
-        self._receiver = ChannelReceiver(
+        """worker: what callers are told it is called; by default the model worker of this index."""
+        super().__init__(
+            resolver,
+            names,
             request_stream(index),
+            label=worker or _worker_name(index),
             limits=_limits(runtime),
             host=runtime.host,
             ordered=True,
-            copy=True,
+            lease=lease,
             transport=transport,
         )
 
-    async def start(self) -> None:
-        """Bind, then publish."""
-        await publish_receiver(self._resolver, self._names, request_stream(self._index), self._receiver, self._lease)
-
     async def receive(self) -> Call:
         """The next call. A cancelled receive changes nothing."""
-        while True:
-            delivery = await self._receiver.receive()
-            try:
-                header = _decode_call(delivery.header)
-            except DECODE_ERRORS as error:
-                logger.error("%s: call %d cannot be read: %s", _worker_name(self._index), delivery.seq, error)
-                delivery.refuse(f"{_worker_name(self._index)} cannot read the call: {error}")
-                continue
-            return Call(delivery, header, _worker_name(self._index))
+        return await self._next()
 
-    async def close(self) -> None:
-        """Replies given just before may be lost with the sockets."""
-        await self._receiver.close()
+    def _read(self, delivery: Delivery) -> Call:
+        return Call(delivery, _decode_call(delivery.header), self._label)

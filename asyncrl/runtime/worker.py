@@ -18,15 +18,17 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from asyncrl.config import WorkerInfo
+from asyncrl.config import ConfigError, WorkerInfo
 from asyncrl.messages import Wait, WorkerStatus
 from asyncrl.names import Names
+from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.name_resolve import NameResolver, NameResolveTimeout, WatchEvent, open_name_resolver
+from asyncrl.runtime.trace import OFF, Tracer, place_of, trace_file
 
 T = TypeVar("T")
 State = Literal["starting", "running", "stopping", "done", "error"]
@@ -49,13 +51,25 @@ class WaitTimeoutError(TimeoutError):
         self.what, self.on, self.limit_s = what, on, limit_s
 
 
+class RunEndedError(RuntimeError):
+    """The run ends for a reason that lies in no code: the text says what, why and what helps."""
+
+
+def told(error: BaseException) -> str:
+    """An error as the user is told it: with its traceback, unless its text is made to be enough. The log has it anyway."""
+    if isinstance(error, ConfigError | StorageError | RunEndedError):
+        return str(error)
+    return "".join(traceback.format_exception(error))
+
+
 class StatusBoard:
     """What a worker shows of itself: state, progress, named waits, queue depths."""
 
-    def __init__(self, info: WorkerInfo, logger: logging.Logger) -> None:
+    def __init__(self, info: WorkerInfo, logger: logging.Logger, trace: Tracer = OFF) -> None:
         self._info = info
         self._logger = logger
-        self._waits: dict[int, tuple[str, str, float, float]] = {}
+        self._trace = trace
+        self._waits: dict[int, tuple[str, str, float, float, Callable[[], str]]] = {}
         self._reported: set[int] = set()
         self._next_wait = 0
         self._progress = 0
@@ -70,23 +84,33 @@ class StatusBoard:
 
     def set_queue(self, name: str, depth: int) -> None:
         self._queues[name] = depth
+        self._trace.count(name, depth)
 
     @contextlib.contextmanager
-    def waiting(self, what: str, *, on: str, limit_s: float, since: float | None = None) -> Iterator[None]:
-        """Record a wait that somebody else bounds by limit_s. since: of one that goes on (time.monotonic())."""
+    def waiting(
+        self, what: str, *, on: str, limit_s: float, since: float | None = None, detail: Callable[[], str] = str
+    ) -> Iterator[None]:
+        """Record a wait that somebody else bounds by limit_s. since: of one that goes on (time.monotonic()).
+
+        detail: how far it has come, asked for every status and shown behind `what`.
+        """
         key = self._next_wait
         self._next_wait += 1
-        self._waits[key] = (what, on, time.monotonic() if since is None else since, limit_s)
+        self._waits[key] = (what, on, time.monotonic() if since is None else since, limit_s, detail)
+        began_us = self._trace.now_us()
         try:
             yield
         finally:
+            self._trace.wait(what, on, began_us)
             del self._waits[key]
             self._reported.discard(key)
 
-    async def bounded(self, awaitable: Awaitable[T], *, what: str, on: str, limit_s: float) -> T:
+    async def bounded(
+        self, awaitable: Awaitable[T], *, what: str, on: str, limit_s: float, detail: Callable[[], str] = str
+    ) -> T:
         """Await something for at most limit_s, visibly. Raises WaitTimeoutError naming what and on whom."""
         start = time.monotonic()
-        with self.waiting(what, on=on, limit_s=limit_s):
+        with self.waiting(what, on=on, limit_s=limit_s, detail=detail):
             try:
                 return await asyncio.wait_for(awaitable, limit_s)
             except asyncio.TimeoutError:
@@ -96,7 +120,7 @@ class StatusBoard:
 
     def snapshot(self) -> WorkerStatus:
         now = time.monotonic()
-        for key, (what, on, since, limit_s) in self._waits.items():
+        for key, (what, on, since, limit_s, _) in self._waits.items():
             if now - since > LONG_WAIT_S and key not in self._reported:
                 self._reported.add(key)
                 self._logger.warning("waiting for %s from %s for %.0f s (limit %g s)", what, on, now - since, limit_s)
@@ -108,8 +132,8 @@ class StatusBoard:
             time=time.time(),
             progress=self._progress,
             waits=[
-                Wait(what=what, on=on, since_s=now - since, limit_s=limit_s)
-                for what, on, since, limit_s in self._waits.values()
+                Wait(what=what + detail(), on=on, since_s=now - since, limit_s=limit_s)
+                for what, on, since, limit_s, detail in self._waits.values()
             ],
             queues=dict(self._queues),
             version=self.version,
@@ -126,7 +150,8 @@ class Worker:
         self.incarnation = f"{info.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.names = Names(info.experiment, info.trial)
         self.logger = logging.getLogger(f"asyncrl.{info.name}")
-        self.board = StatusBoard(info, self.logger)
+        self.trace = Tracer(trace_file(info), process=info.name, order=place_of(info)) if info.trace else OFF
+        self.board = StatusBoard(info, self.logger, self.trace)
         self.stopping = asyncio.Event()
         self.resolver: NameResolver  # set before setup()
         self.lease: int | None = None
@@ -207,6 +232,7 @@ class Worker:
         for signum in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):  # not on the main thread: a test
                 loop.add_signal_handler(signum, self.stopping.set)
+        self.logger.info("setting up")  # its imports are done
         self.resolver = await asyncio.to_thread(open_name_resolver, self.info.name_resolve)
         reporter = _StatusReporter(self)
         await reporter.start()
@@ -215,10 +241,11 @@ class Worker:
             self.board.state = "done"
         except BaseException as error:
             self.board.state = "error"
-            self.board.error = "".join(traceback.format_exception(error))[-_MAX_ERROR_CHARS:]
+            self.board.error = told(error)[-_MAX_ERROR_CHARS:]
             raise
         finally:
             await reporter.stop()
+            self.trace.close()
             await asyncio.to_thread(self.resolver.close)
 
     async def _live(self) -> None:
@@ -290,6 +317,7 @@ class _StatusReporter:
     async def _loop(self) -> None:
         while True:
             self._worker.board.progress()
+            self._worker.trace.flush()
             try:
                 await self._send(self._worker.board.snapshot())
             except Exception as error:
@@ -327,15 +355,20 @@ def configure_logging(info: WorkerInfo) -> None:
     )
 
 
-def run_worker(worker: Worker) -> int:
-    """Run a worker to its end in this process; returns its exit code. The error, if any, is logged with its traceback."""
+def run_worker(worker: Worker, on_error: Callable[[BaseException], None] | None = None) -> int:
+    """Run a worker to its end in this process; returns its exit code. The error, if any, is logged with its traceback.
+
+    on_error: is shown the error too, while its frames are as they were (a debugger).
+    """
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(worker.main())
     except KeyboardInterrupt:
         return 130
-    except Exception:
+    except Exception as error:
         worker.logger.exception("failed")
+        if on_error is not None:
+            on_error(error)
         return 1
     finally:
         _end_loop(loop, worker.info.runtime.stop_timeout_s)

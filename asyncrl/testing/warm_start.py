@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import numpy as np
 
+from asyncrl.launch.pace import StepProgress
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -74,10 +76,11 @@ def make(recipe: Recipe, out: Path, *, seed: int = 1) -> tuple[float, float]:
 
     The model appears under its name when it is complete, replacing one that was there: an interrupted run leaves none.
     """
-    import torch
-    from transformers.utils.logging import disable_progress_bar
+    with StepProgress(f"{recipe.name}: importing torch and transformers"):
+        import torch
+        from transformers.utils.logging import disable_progress_bar
 
-    from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
+        from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
 
     torch.set_num_threads(1)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # save_pretrained's; train has its own
@@ -103,20 +106,11 @@ def write_prompts(path: Path, pairs: Sequence[Pair]) -> None:
 def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, *, seed: int = 1) -> None:
     """Supervised steps on the recipe's demonstrations: AdamW, constant rate, loss on the completions and their EOS."""
     import torch
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)
     batches = _batches(tokenizer, recipe, np.random.default_rng([seed, 1]))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
     model.train()
-    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}")) as progress:
-        bar = progress.add_task(f"{recipe.name}: warm start", total=recipe.steps, loss=float("nan"))
+    with StepProgress(f"{recipe.name}: warm start", recipe.steps) as progress:
         for _ in range(recipe.steps):
             input_ids, labels, mean_tokens = next(batches)
             logits = model(input_ids=input_ids, use_cache=False).logits
@@ -129,7 +123,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Re
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            progress.update(bar, advance=1, loss=loss.item())
+            progress.advance(note=f"loss {loss.item():.3f}")
     model.train(False)
 
 
@@ -164,7 +158,17 @@ def evaluate(
 ) -> float:
     """Mean reward on the evaluation prompts, one completion each."""
     prompts = [prompt for prompt, _ in recipe.evaluation]
-    completions = complete(model, tokenizer, prompts, max_new_tokens=recipe.max_new_tokens, greedy=greedy, seed=seed)
+    mode = "greedy" if greedy else "sampled"
+    with StepProgress(f"{recipe.name}: evaluation, {mode}", len(prompts), unit="prompts") as progress:
+        completions = complete(
+            model,
+            tokenizer,
+            prompts,
+            max_new_tokens=recipe.max_new_tokens,
+            greedy=greedy,
+            seed=seed,
+            progress=progress.advance,
+        )
     rewards = [
         recipe.reward(prompt, completion.text, answer, finished=completion.finished)
         for (prompt, answer), completion in zip(recipe.evaluation, completions, strict=True)
@@ -180,8 +184,12 @@ def complete(
     max_new_tokens: int,
     greedy: bool,
     seed: int = 1,
+    progress: Callable[[int], None] = lambda num_prompts: None,
 ) -> list[Completion]:
-    """Completions at temperature 1, or the likeliest. Prompts of one length run together, so nothing is padded."""
+    """Completions at temperature 1, or the likeliest. Prompts of one length run together, so nothing is padded.
+
+    progress: is told how many more prompts are completed.
+    """
     import torch
 
     generate: Any = model.generate
@@ -205,4 +213,5 @@ def complete(
                 finished = tokenizer.eos_token_id in tokens
                 text = tokens[: tokens.index(tokenizer.eos_token_id)] if finished else tokens
                 completions[position] = Completion(str(tokenizer.decode(text)), finished)
+            progress(len(rows))
     return [completions[i] for i in range(len(prompts))]

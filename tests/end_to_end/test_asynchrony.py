@@ -30,6 +30,7 @@ def run(long_tail: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         f"prompts.path={long_tail / 'data' / 'train.jsonl'}",
         f"rollout.tasks.default.reward={ROOT / 'examples' / 'long_tail' / 'reward.py'}:reward",
         f"train.max_steps={STEPS}",
+        "trace=true",
     ) as run:
         assert run.wait(600) == 0, run.output()
         assert_nothing_left(run.run_dir)
@@ -40,6 +41,41 @@ def test_tokens_are_generated_during_train_steps(run: RunHandle) -> None:
     spans = [(event["start"], event["end"]) for event in trained_events(run.run_dir)]
     assert len(spans) == STEPS
     assert busy_share(busy_buckets(run.run_dir), spans) >= 0.80
+
+
+def test_the_timeline_shows_all_processes_on_one_clock(run: RunHandle) -> None:
+    """Generation, push, waits, MFCs, weight writes and updates; and on it, generation goes on inside train steps."""
+    events = json.loads((run.run_dir / "trace" / "attempt_1.json").read_text())["traceEvents"]
+    process = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(process.values()) == [
+        *("generation_server/0", "generation_server/1", "gserver_manager/0", "master/0"),
+        *("model_worker/0", "model_worker/1", "rollout_worker/0", "rollout_worker/1"),
+    ]
+
+    def spans(name: str, kind: str) -> list[tuple[int, int]]:
+        """(start, end) in microseconds, of the events of that name in processes of that kind."""
+        mine = [event for event in events if event["name"].startswith(name) and process[event["pid"]].startswith(kind)]
+        complete = [(event["ts"], event["ts"] + event["dur"]) for event in mine if event["ph"] == "X"]
+        begun = {(event["pid"], event["id2"]["local"]): event["ts"] for event in mine if event["ph"] == "b"}
+        ended = {(event["pid"], event["id2"]["local"]): event["ts"] for event in mine if event["ph"] == "e"}
+        assert begun.keys() == ended.keys()
+        return complete + [(start, ended[key]) for key, start in begun.items()]
+
+    steps = sorted(spans("train step", "master"))
+    assert len(steps) == STEPS
+    assert len(spans("actor_train", "model_worker")) == 2 * STEPS
+    for start, end in spans("actor_train", "model_worker"):  # each within a train step of the master's
+        assert any(step_start <= start and end <= step_end for step_start, step_end in steps)
+    assert len(spans("write weights", "model_worker")) >= STEPS + 1
+    assert len(spans("update generation_server/0", "gserver_manager")) >= 2
+    assert len(spans("load weights", "generation_server")) >= 4
+    num_trained = STEPS * BATCH
+    for name in ("rollout", "generate", "push"):
+        assert len(spans(name, "rollout_worker")) >= num_trained
+    assert any(event.get("cat") == "wait" and event["args"]["on"] for event in events if event["ph"] == "b")
+    passes = sorted(spans("forward", "generation_server"))
+    busy = sum(max(0, min(end, stop) - max(begin, start)) for start, stop in steps for begin, end in passes)
+    assert busy > 0.3 * sum(stop - start for start, stop in steps)  # of two servers, on two cores shared with training
 
 
 def test_trains_on_older_versions_within_the_bound(run: RunHandle) -> None:

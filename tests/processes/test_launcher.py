@@ -1,5 +1,6 @@
 """The launcher with real processes: whatever happens to a run, its first cause is told and nothing of it is left."""
 
+import json
 import os
 import signal
 import socket
@@ -96,6 +97,14 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
     assert "running" in by_folder
     assert cli.main(["status", str(config), f"fileroot={tmp_path}"]) == 0
     assert "master/0" in capsys.readouterr().out
+    assert cli.main(["status", str(run.run_dir), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["record"]["pid"] == run.popen.pid
+    assert [worker["worker"] for worker in seen["workers"]] == WORKERS
+
+    assert cli.main(["check", str(config), f"fileroot={tmp_path}", "--json"]) == 1
+    machine = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["machine"]}
+    assert f"in use by process {run.popen.pid}" in machine["run folder"]["value"]
 
     assert cli.main(["run", str(config), f"fileroot={tmp_path}"]) == 1
     assert f"is in use by process {run.popen.pid}" in capsys.readouterr().out.replace("\n", "")
@@ -105,7 +114,18 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
         assert resolved.worker.name == worker
         assert resolved.worker.name_resolve.endpoints == read_record(run.run_dir).endpoints
 
-    assert cli.main(["stop", str(run.run_dir)]) == 0
+    command = [sys.executable, "-m", "asyncrl.launch.cli", "logs", str(run.run_dir), "-f", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        try:
+            assert json.loads(following.stdout.readline())["event"] == "log"
+            assert cli.main(["stop", str(run.run_dir)]) == 0
+            *lines, end = map(json.loads, following.stdout)
+            assert following.wait(10) == 0
+        finally:
+            following.kill()
+    assert {line["worker"] for line in lines if line["text"] == "done"} == set(WORKERS)
+    assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+    assert end["event"] == "end"
     assert run.wait(10) == 128 + signal.SIGTERM, run.output()
     assert_nothing_left(run.run_dir)
     assert not is_open(read_record(run.run_dir).endpoints[0])
@@ -200,7 +220,7 @@ def test_etcd_comes_back_and_a_killed_worker_is_the_first_cause(start):
     assert_nothing_left(run.run_dir)
 
 
-def test_an_error_is_told_with_its_traceback(start, tmp_path):
+def test_an_error_is_told_with_its_traceback(start, tmp_path, capsys):
     broken = tmp_path / "broken.py"
     broken.write_text("def reward(prompt, completion, answer): return 1.0\n1 / 0\n")
     run = start(*ENDLESS, f"rollout.tasks.default.reward={broken}:reward")
@@ -208,6 +228,9 @@ def test_an_error_is_told_with_its_traceback(start, tmp_path):
     output = run.output()
     assert "failed: rollout_worker/0 failed" in output
     assert f'File "{broken}", line 2' in output
+    assert cli.main(["logs", str(run.run_dir), "--level", "ERROR"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index(" first error ") < shown.index(f'File "{broken}", line 2')
     assert output.index("ZeroDivisionError") < output.index("Its log: ")
     assert_nothing_left(run.run_dir)
 
@@ -222,9 +245,11 @@ def test_an_error_is_told_with_its_traceback(start, tmp_path):
 def test_a_worker_that_dies_before_it_can_speak(start, tmp_path, ending, told):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
-        "if any('gserver_manager_0' in argument for argument in sys.orig_argv):\n"
-        "    print('last words', file=sys.stderr, flush=True)\n"
-        f"    {ending}\n"
+        "def end(event, arguments):\n"
+        "    if event == 'open' and str(arguments[0]).endswith('gserver_manager_0.yaml') and arguments[1] == 'r':\n"
+        "        print('last words', file=sys.stderr, flush=True)\n"
+        f"        {ending}\n"
+        "sys.addaudithook(end)\n"
     )
     run = start(*ENDLESS, env={"PYTHONPATH": str(tmp_path)})
     assert run.wait(LIMIT_S) == 1
@@ -239,6 +264,21 @@ def test_a_folder_that_cannot_be_written(config, tmp_path, capsys):
     output = capsys.readouterr().out.replace("\n", " ")
     assert f"the run's folder {tmp_path / 'file'}/tiny/t0 cannot be written" in output
     assert "set fileroot=" in output
+
+
+def test_a_run_for_machines(config, tmp_path):
+    """Every line of stdout is one JSON object, and from them alone one sees how the run went."""
+    command = [sys.executable, "-m", "asyncrl.launch.cli", "run", str(config), f"fileroot={tmp_path}", "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert events[0]["event"] == "start"
+    assert [process["name"] for process in events[0]["processes"]] != []
+    states = [(event["name"], event["state"]) for event in events if event["event"] == "worker"]
+    assert {name for name, state in states if state == "running"} == set(WORKERS)
+    assert [event["step"] for event in events if event["event"] == "metrics"] == [1, 2]
+    assert events[-1]["event"] == "end"
+    assert events[-1]["exit_code"] == 0
+    assert events[-1]["summary"]["steps"] == 2
 
 
 # ------------------------------------------------------------------------------------------------------- the user's own etcd

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -406,6 +407,38 @@ async def test_malformed_requests_are_refused_with_a_reason(setup: Setup, path: 
         text = await response.text()
     assert response.status == 400
     assert reason in text
+
+
+async def test_unknown_paths_and_wrong_methods_are_told(setup: Setup) -> None:
+    async with setup.session.post(setup.url + "/allocate", data=b"{}") as response:
+        assert (response.status, await response.text()) == (404, "there is no /allocate\n")
+    async with setup.session.get(setup.url + "/allocate_rollout") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+        assert await response.text() == "use POST for /allocate_rollout\n"
+    async with setup.session.get(setup.url + "/health?probe=1") as response:
+        assert response.status == 200
+
+
+async def test_a_report_of_a_large_batch_is_taken_in(setup: Setup) -> None:
+    """Longer than the 1 MiB that aiohttp allows by itself."""
+    (ticket,) = ids(await setup.allocate(1))
+    others = [f"a1-e0-p{position}-i1-v0-h0-x_{position}" for position in range(50_000)]
+    body = {"attempt": 1, "trained_version": 0, "consumed": [*others, ticket], "stored": []}
+    async with setup.session.post(setup.url + "/report", data=io.BytesIO(msgspec.json.encode(body))) as response:
+        assert response.status == 200
+        assert msgspec.json.decode(await response.read(), type=LedgerView).live == []
+
+
+async def test_room_for_one_goes_to_who_waits_longest(setup: Setup) -> None:
+    held = ids(await setup.allocate(100))
+    waits = []
+    for number in range(3):
+        waits.append(asyncio.create_task(setup.allocate(1, wait_s=30.0, worker=number % 2)))
+        await setup.poll(lambda: setup.manager.service.num_waiting == len(waits))
+    for number, wait in enumerate(waits):
+        await setup.finish(held[number], outcome="rejected")
+        assert len((await asyncio.wait_for(wait, 10.0)).tickets) == 1
+        assert setup.manager.service.num_waiting == len(waits) - number - 1
 
 
 async def test_a_master_of_an_attempt_that_is_over_is_refused(setup: Setup) -> None:

@@ -41,10 +41,12 @@ from asyncrl.messages import (
     WeightVersion,
     WriteWeights,
 )
+from asyncrl.model import intake
 from asyncrl.model import worker as model_worker
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.intake import trajectory_error
 from asyncrl.model.interfaces import make_interface
-from asyncrl.model.worker import ModelWorker, interface_of, trajectory_error
+from asyncrl.model.worker import ModelWorker, interface_of
 from asyncrl.names import Names
 from asyncrl.runtime.etcd_server import EtcdServer
 from asyncrl.runtime.name_resolve import NameResolver, open_name_resolver
@@ -262,7 +264,7 @@ async def test_a_full_store_takes_more_when_the_master_clears_it(memory, tmp_pat
 
 
 async def test_a_store_that_stays_full_refuses_by_reason(memory, tmp_path, model_path, monkeypatch):
-    monkeypatch.setattr(model_worker, "_ROOM_LIMIT_S", 0.05)
+    monkeypatch.setattr(intake, "_ROOM_LIMIT_S", 0.05)
     async with worker_here(worker_config(memory, tmp_path, model_path, capacity=1)) as (_, world):
         await world.push(*trajectory("first"))
         assert await world.push(*trajectory("second")) == StoreVerdict(verdict="refused", reason="store_full")

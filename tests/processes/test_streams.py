@@ -277,9 +277,9 @@ async def test_metadata_from_head_to_master(resolver, opened):
 
 def test_a_wildcard_cannot_be_published():
     with pytest.raises(ValueError, match="name an address of this machine"):
-        ZmqTransport().bind_pull("0.0.0.0", queue_messages=1, max_frame_bytes=1, copy=True)
+        ZmqTransport().bind_pull("0.0.0.0", queue_messages=1, max_frame_bytes=1)
     with pytest.raises(OSError, match=r"runtime\.host is '198\.51\.100\.1'"):
-        ZmqTransport().bind_pull("198.51.100.1", queue_messages=1, max_frame_bytes=1, copy=True)
+        ZmqTransport().bind_pull("198.51.100.1", queue_messages=1, max_frame_bytes=1)
 
 
 # ---------------------------------------------------------------------------------------------------------- request-reply

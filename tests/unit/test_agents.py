@@ -145,6 +145,61 @@ async def test_turns_are_bounded_and_the_last_feedback_is_not_appended() -> None
     assert sequences(sample) == ["2+2=5no5"]
 
 
+class ChatTokenizer(CharTokenizer):
+    """<role:content$> a message, where $ is EOS."""
+
+    eos_token = "$"
+    chat_template = "..."
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [EOS if letter == "$" else ord(letter) for letter in text]
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool, thinking: bool = True
+    ) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        shown = (f"<{message['role']}:{message['content'].strip()}$>" for message in messages)
+        return "".join(shown) + ("<assistant:" if thinking else "<assistant:[]")
+
+
+@pytest.mark.parametrize(("arguments", "prompt_end"), [({}, ""), ({"thinking": False}, "[]")])
+async def test_what_the_environment_says_is_a_turn_of_the_chat(arguments: dict[str, Any], prompt_end: str) -> None:
+    """The response's own EOS ends its turn: the template's is left out, and what closes the turn behind it is not trained."""
+    agent = MultiStepAgent(
+        tokenizer=ChatTokenizer(),
+        sampling=SAMPLING,
+        group_size=1,
+        feedback_role="user",
+        chat_template_args=arguments,
+    )
+    env = FeedbackEnv(prompt=PROMPT, reward=make_reward(), feedback="no {}", max_turns=2)
+    sample, _ = await collect(agent, env, lambda _: ("5", True))
+    (ids,) = sample.slices()[0]
+    text = "".join("$" if token == EOS else chr(token) for token in ids.tolist())
+    assert text == f"2+2=5$><user:no {{}}$><assistant:{prompt_end}5$"
+    assert trained(sample) == ["5$5$"]
+
+
+def test_a_turn_of_the_chat_needs_a_template_that_shows_it() -> None:
+    def agent(tokenizer: object, **arguments: Any) -> MultiStepAgent:
+        return MultiStepAgent(tokenizer=tokenizer, sampling=SAMPLING, group_size=1, **arguments)
+
+    class NoTemplate(ChatTokenizer):
+        chat_template = ""
+
+    class Mute(ChatTokenizer):
+        def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+            return "".join(message["content"] for message in messages if message["role"] != "tool")
+
+    with pytest.raises(ValueError, match="has no chat template; use feedback_template"):
+        agent(NoTemplate(), feedback_role="user")
+    with pytest.raises(ValueError, match="does not show what this role says"):
+        agent(Mute(), feedback_role="tool")
+    with pytest.raises(ValueError, match="set one of them"):
+        agent(ChatTokenizer(), feedback_role="user", feedback_template="<{}>")
+
+
 async def test_a_cut_response_ends_its_episode() -> None:
     agent = MultiStepAgent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=1)
     env = FeedbackEnv(prompt=PROMPT, reward=make_reward(), feedback="no")
@@ -229,11 +284,14 @@ def test_a_prompt_of_an_unknown_task_is_rejected() -> None:
         ({}, "rollout.tasks is empty"),
         ({"a": TaskConfig()}, "rollout.tasks.a has neither reward nor env"),
         (
-            {"a": TaskConfig(reward="json:dumps", agent="json:JSONDecoder")},
+            {"a": TaskConfig(reward=f"{__name__}:right", agent="json:JSONDecoder")},
             "must be a subclass of asyncrl.rollout.agent.Agent",
         ),
-        ({"a": TaskConfig(reward="json:dumps", agent_args={"turns": 3})}, "rollout.tasks.a.agent_args .* does not fit"),
-        ({"a": TaskConfig(reward="json:dumps", agent_args={"group_size": 3})}, r"must not set \['group_size'\]"),
+        (
+            {"a": TaskConfig(reward=f"{__name__}:right", agent_args={"turns": 3})},
+            "rollout.tasks.a.agent_args .* does not fit",
+        ),
+        ({"a": TaskConfig(reward=f"{__name__}:right", agent_args={"group_size": 3})}, r"must not set \['group_size'\]"),
     ],
 )
 def test_a_task_that_cannot_work_is_refused(tasks: dict[str, TaskConfig], message: str) -> None:

@@ -354,3 +354,24 @@ def test_long_lists_of_stragglers_are_cut_in_the_reason() -> None:
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         Books(**options)
+
+
+def test_for_full_lag_a_step_waits_until_generation_is_as_far_ahead_as_it_may_be() -> None:
+    books = Books(batch_size=2, eta=1, wait_for_full_lag=True)
+    books.run("abcd", deadline=1)
+    books.store("abc")
+    assert "3 of 4 prompts are stored" in books.waits().reason
+    books.store("d")
+    assert books.ready() == "ab"
+
+
+def test_for_full_lag_the_end_of_the_prompts_ends_the_wait() -> None:
+    books = Books(batch_size=2, eta=1, wait_for_full_lag=True)
+    books.run("abc", deadline=1)
+    books.store("abc")
+    books.exhausted = True
+    assert books.ready() == "ab"
+    books.stored.remove("a"), books.stored.remove("b")
+    books.forget("ab")
+    books.version = 1
+    assert books.ready() == "c"

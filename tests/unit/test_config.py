@@ -54,6 +54,8 @@ def test_overrides_win(config_file):
         ("rollout.tasks.other.agent=a:B", "needs a reward function or an env"),
         ("rollout.tasks.default.reward=reward", "write package.module:name or path/to/file.py:name"),
         ("model_path=''", "model_path='': is required"),
+        ("prompts.system_prompt=hello", "prompts.system_prompt='hello': needs prompts.chat_template=true"),
+        ("eval.prompts={path: e, chat_template_args: {x: 1}}", "needs eval.prompts.chat_template=true"),
         ("trial=a/b", "must be a non-empty name without '/'"),
     ],
 )
@@ -138,7 +140,9 @@ def test_visible_devices_are_those_of_the_environment(monkeypatch):
 def runnable(tmp_path):
     """A config whose files are all there."""
     make_char_tokenizer(tmp_path / "m")
-    (tmp_path / "m" / "config.json").write_text('{"max_position_embeddings": 512}')
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 512}')
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "2", "task": "other"}\n' * 64)
     (tmp_path / "rewards.py").write_text("import needs_nothing_installed\n\ndef reward(*_):\n    return 1.0\n")
     file = tmp_path / "run.yaml"
@@ -162,6 +166,7 @@ def test_preflight_counts_the_prompts(runnable):
         ("prompts.task_key=task", "has prompts of the tasks other, which rollout.tasks does not name"),
         ("train.extra_mfcs.x={interface: 'a:b', input_keys: [nowhere]}", "reads ['nowhere'], which nothing writes"),
         ("model_path=nowhere", "there is no config.json"),
+        ("prompts.chat_template=true", "has no chat template; set prompts.chat_template=false"),
     ],
 )
 def test_preflight_refuses_what_a_run_would_trip_over(runnable, override, message):

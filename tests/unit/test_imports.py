@@ -10,6 +10,8 @@ TORCHLESS = [
     "asyncrl.data.sequence",
     "asyncrl.data.codec",
     "asyncrl.data.prompts",
+    "asyncrl.data.replay",
+    "asyncrl.data.trajectories",
     "asyncrl.runtime.worker",
     "asyncrl.runtime.metrics",
     "asyncrl.runtime.etcd",
@@ -21,6 +23,8 @@ TORCHLESS = [
     "asyncrl.dataflow",
     "asyncrl.topology",
     "asyncrl.rollout.worker",
+    "asyncrl.rollout.replayer",
+    "asyncrl.model.recorder",
     "asyncrl.manager.worker",
     "asyncrl.master.worker",
     "asyncrl.generation.worker",  # it imports its engine when its arguments are checked

@@ -236,6 +236,7 @@ def test_released_prompts_go_first_and_at_most_max_issues_times() -> None:
     desk.finish(last, outcome="released", reason="server_lost")
     (rejected,) = desk.ledger.view(desk.now).rejected
     assert (rejected.locator, rejected.reason) == (first.locator, "max_issues")
+    assert rejected.detail == "handed out 3 times, and at last given back: server_lost"
     assert locators(desk.take(1)) == [(0, 3)]
     assert desk.ledger.counters["released", "server_lost"] == 3
 
@@ -610,3 +611,20 @@ def test_a_new_manager_admits_nothing_for_a_lease_and_adopts_what_is_held() -> N
 def test_options_that_cannot_work_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"manager\.|max_head"):
         Desk(register=False, **options)
+
+
+@pytest.mark.parametrize("max_concurrent", [3, 100])
+@pytest.mark.parametrize("num_evals", [0, 2])
+def test_room_is_what_would_be_granted(max_concurrent: int, num_evals: int) -> None:
+    """Whoever deals out room to those who wait looks at no more of them: nothing may be granted beyond it."""
+    desk = Desk(max_concurrent=max_concurrent, eval_share=1.0)
+    if num_evals:
+        desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=num_evals))
+    room = desk.ledger.room(desk.now)
+    granted = desk.ledger.allocate(
+        [AllocateRequest(request_id="r", worker="w", incarnation="a", count=1000)], desk.now
+    )[0].tickets
+    assert num_evals + min(max_concurrent, 8) <= room
+    assert 0 < len(granted) <= room
+    assert desk.ledger.room(desk.now) == 0
+    assert desk.ledger.refusal(desk.now) in ("capacity", "staleness")

@@ -13,6 +13,7 @@ from asyncrl.launch.progress import (
     MetricsTail,
     RunConsole,
     RunView,
+    TrainingProgress,
     format_record,
     print_summary,
     start_text,
@@ -29,6 +30,7 @@ STEP = {
     "offpolicy/tail_mean": 0.5,
     "throughput/tokens_per_s": 1234.5,
     "time/wait_data_s": 0.1,
+    "time/step_s": 0.51,
     "time/train_s": 0.51,
     "time/wait_weights_s": 0.02,
 }
@@ -66,15 +68,15 @@ def test_the_line_of_an_evaluation():
 def test_only_what_this_attempt_writes_is_shown_and_no_half_line(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(msgspec.json.encode({**STEP, "step": 1}).decode() + "\n")
-    tail = MetricsTail(tmp_path, 60)
-    assert tail.new_lines() == []
+    tail = MetricsTail(tmp_path)
+    assert tail.new_records() == []
     line = msgspec.json.encode(STEP)
     with file.open("ab", buffering=0) as writer:
         writer.write(line[:20])
-        assert tail.new_lines() == []
+        assert tail.new_records() == []
         writer.write(line[20:] + b"\n" + msgspec.json.encode(EVALUATION) + b"\n")
-    assert [plain(text)[:12] for text in tail.new_lines()] == ["step    3/60", "eval  step  "]
-    assert tail.new_lines() == []
+    assert tail.new_records() == [STEP, EVALUATION]
+    assert tail.new_records() == []
     tail.close()
 
 
@@ -121,14 +123,14 @@ def test_a_long_wait_names_all_three():
 
 def test_without_a_terminal_there_is_a_line_per_change(tmp_path):
     console = make_console()
-    view = RunView(tmp_path, 60, console)
+    view = RunView(tmp_path, 60, console, clock=iter([0.0, 1.0, 1.1, 2.0, *[5.0] * 9]).__next__)
     starting = [status("master/0", "starting"), status("rollout_worker/0", "starting", wait("its [imports]"))]
     view.turn(starting)
     view.turn(starting)
     view.turn([status("master/0"), starting[1]])
     view.notice("the disk [is] full")
     with JsonLinesWriter(tmp_path / "metrics.jsonl") as writer:
-        writer.write(STEP)
+        writer.write({**STEP, "step": 1})
     view.turn([status("master/0"), status("rollout_worker/0")])
     view.turn([status("master/0"), status("rollout_worker/0", "starting")])  # no news of the start any more
     view.close()
@@ -136,8 +138,95 @@ def test_without_a_terminal_there_is_a_line_per_change(tmp_path):
         " 0 of 2 processes run; starting: master/0 (setting up), rollout_worker/0 (its [imports])",
         " 1 of 2 processes run; starting: rollout_worker/0 (its [imports])",
         "warning: the disk [is] full",
-        plain(format_record(STEP, 60)),
+        plain(format_record({**STEP, "step": 1}, 60)) + "  0:05 elapsed, 0:30 left",
     ]
+
+
+def test_a_line_has_what_its_record_has():
+    assert plain(format_record({"step": 2, "reward/mean": None, "throughput/tokens_per_s": 10.0}, 4)) == (
+        "step    2/4  reward nan      10 tokens/s"
+    )
+
+
+def test_the_bottom_line_tells_step_time_left_reward_and_what_is_waited_for():
+    training = TrainingProgress(60, 100.0)
+    assert training.text([], 103.0) == "step 0/60, 0 %, 0:03 elapsed"
+    training.add({**EVALUATION, "step": 0}, 103.5)
+    for step, reward in ((1, 0.1), (2, float("nan")), (3, 0.3)):
+        training.add({**STEP, "step": step, "reward/mean": reward, "time/step_s": 2.0}, 110.0 + 2 * step)
+    master = status("master/0", "running", wait("/report"), wait("a batch", "rollout_worker/0"))
+    assert training.text([master], 116.5) == "step 3/60, 5 %, 0:16 elapsed, 1:54 left  reward 0.200 (last 2)"
+    busy = msgspec.structs.replace(master, queues={"evaluations": 1})
+    assert training.text([busy, status("rollout_worker/0")], 119.0) == (
+        "step 3/60, 5 %, 0:19 elapsed, 1:52 left  reward 0.200 (last 2)  1 evaluation running  "
+        "master/0 waits: a batch from rollout_worker/0"
+    )
+
+
+def test_after_the_last_step_it_says_what_the_run_still_does():
+    training = TrainingProgress(2, 0.0)
+    training.add({**STEP, "step": 1}, 1.0)
+    assert not training.lingers(5.0)
+    training.add({**STEP, "step": 2}, 6.0)
+    assert not training.lingers(7.0)
+    assert training.lingers(8.5)
+    busy = msgspec.structs.replace(status("master/0", "running", wait("closing", "w")), queues={"evaluations": 2})
+    assert training.text([busy], 8.5) == (
+        "all 2 steps done, 0:08 elapsed  reward 0.250 (last 2)  2 evaluations running  master/0 waits: closing from w"
+    )
+
+
+def test_an_evaluation_names_the_step_it_belongs_to_when_training_has_gone_on():
+    training = TrainingProgress(60, 0.0)
+    first = {**EVALUATION, "step": 0}
+    assert training.note(first) == ""
+    training.add({**STEP, "step": 1}, 1.0)
+    assert training.note(first) == "  (of step 0, 1 step ago)"
+    training.add(STEP, 2.0)
+    assert training.note(first) == "  (of step 0, 3 steps ago)"
+    assert training.note(STEP) == ""
+    assert training.note({**EVALUATION, "step": 3}) == ""
+
+
+def test_without_a_terminal_the_end_is_told_once(tmp_path):
+    console = make_console()
+    times = iter([0.0, 1.0, 2.0, 4.0, 5.0, *[9.0] * 9])
+    view = RunView(tmp_path, 1, console, clock=times.__next__)
+    with JsonLinesWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write({**STEP, "step": 1})
+        running = [status("master/0", "running", wait("version 1 to be served", "gserver manager"))]
+        for _ in range(4):
+            view.turn(running)
+        writer.write({**EVALUATION, "step": 0})
+        view.close()
+    lines = console.file.getvalue().splitlines()
+    assert lines[1:] == [
+        "all 1 steps done, 0:04 elapsed  reward 0.250 (last 1)  master/0 waits: version 1 to be served from gserver manager",
+        "eval  step    0  reward sampled 0.800  greedy 0.934  (of step 0, 1 step ago)",
+    ]
+
+
+def test_on_a_terminal_steps_go_above_a_line_that_stays(tmp_path):
+    console = make_console(force_terminal=True)
+    view = RunView(tmp_path, 60, console)
+    with JsonLinesWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write(STEP)
+    view.turn([status("master/0")])
+    view.close()
+    text = Text.from_ansi(console.file.getvalue()).plain
+    assert re.search(r"weights 0\.02 s\n", text)  # the step's own line does not repeat what the bottom line has
+    assert "step 3/60, 5 %" in text
+    assert text.index("step    3/60") < text.index("step 3/60, 5 %")
+
+
+def test_on_a_terminal_the_bottom_line_is_one_line_whatever_it_has_to_say(tmp_path):
+    console = make_console(force_terminal=True)
+    view = RunView(tmp_path, 60, console)
+    view.turn([status("master/0", "starting", wait("something " * 40))])
+    view.close()
+    lines = Text.from_ansi(console.file.getvalue()).plain.splitlines()
+    assert [len(line) for line in lines if "something" in line] == [199]
+    assert not any("limit" in line for line in lines)
 
 
 def test_on_a_terminal_the_start_is_one_line_that_goes_away(tmp_path):

@@ -233,6 +233,38 @@ def test_chat_templates_are_rendered(tmp_path: Path, prompt: Any) -> None:
         counting.get(Locator(0, 0))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", "<system:be brief><user:ab><assistant:"),
+        ([{"role": "user", "content": "ab"}], "<system:be brief><user:ab><assistant:"),
+        ([{"role": "system", "content": "own"}, {"role": "user", "content": "ab"}], "<system:own><user:ab><assistant:"),
+    ],
+)
+def test_a_system_prompt_goes_first_unless_the_line_has_its_own(tmp_path: Path, prompt: Any, expected: str) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": 1}])
+    tokenizer = make_char_tokenizer(None, "abcdefghijklmnopqrstuvwxyz<>: ")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    source = PromptSource(PromptSourceConfig(path=path, chat_template=True, system_prompt="be brief"), tokenizer)
+    assert source.get(Locator(0, 0)).text == source.get(Locator(1, 0)).text == expected
+
+
+def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "ab", "answer": 1}])
+    tokenizer = make_char_tokenizer(None, "abcdefghijklmnopqrstuvwxyz<>:")
+    tokenizer.chat_template = CHAT_TEMPLATE + "{% if not thinking %}>{% endif %}"
+    config = PromptSourceConfig(path=path, chat_template=True, chat_template_args={"thinking": False})
+    assert PromptSource(config, tokenizer).get(Locator(0, 0)).text == "<user:ab><assistant:>"
+
+
+def test_a_chat_that_the_template_refuses_is_a_bad_prompt(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "ab", "answer": 1}])
+    tokenizer = make_char_tokenizer(None, "ab")
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(PromptError, match=r"the chat template refuses .*'ab'.*roles must alternate"):
+        PromptSource(PromptSourceConfig(path=path, chat_template=True), tokenizer).get(Locator(0, 0))
+
+
 @pytest.mark.parametrize("prompt", [[], [1], [{"role": "user"}], {"role": "user", "content": "a"}])
 def test_what_is_no_chat_is_refused(tmp_path: Path, prompt: Any) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": 1}])

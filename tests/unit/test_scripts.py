@@ -1,6 +1,8 @@
 """The scripts in launcher/, with a Python that only writes down what it is asked for."""
 
 import os
+import pty
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +16,11 @@ case "$*" in
 "-c "*) exit "${TOO_OLD:-0}" ;;
 "--version") echo "Python 2.7" ;;
 "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
-"-m pip install "*) exit "${OFFLINE:-0}" ;;
+"-m pip install "*)
+    echo "Collecting something"
+    echo "${SAYS:-}"
+    exit "${OFFLINE:-0}"
+    ;;
 esac
 """
 
@@ -44,7 +50,7 @@ def call(clone, tmp_path):
         done = subprocess.run(
             ["bash", str(clone / "launcher" / script), *arguments],
             cwd=cwd,
-            env={**inherited, "PYTHON": str(python), "CALLS": str(calls), **env},
+            env={**inherited, "PYTHON": str(python), "CALLS": str(calls), "TMPDIR": str(tmp_path), **env},
             capture_output=True,
             text=True,
             check=False,
@@ -70,6 +76,81 @@ def test_the_first_time_it_installs_and_the_second_time_it_does_not(call, clone)
 def test_an_installation_that_failed_is_begun_again(call):
     call("run_async_ppo.sh", code=1, OFFLINE="1")
     assert any("pip install" in line for line in call("run_async_ppo.sh"))
+
+
+def test_it_shows_what_it_does_step_by_step(call):
+    call("run_async_ppo.sh")
+    shown = call.output
+    assert "3 steps" in shown
+    for step, what in ((1, "making the virtual environment"), (2, "installing torch 2"), (3, "installing asyncrl")):
+        assert f"-- step {step} of 3: {what}" in shown
+    assert shown.count("   done in ") == 3
+    assert "Collecting something" not in shown  # what pip says is for when it fails
+    assert "\r" not in shown  # nothing ticks where there is no terminal
+
+
+@pytest.mark.parametrize(
+    ("says", "remedy"),
+    [
+        ("ERROR: [Errno 28] No space left on device", "the disk is full"),
+        ("Temporary failure in name resolution", "package index cannot be reached"),
+        ("ERROR: No matching distribution found for torch==9", "there is no such package for Python 2.7"),
+        ("PermissionError: [Errno 13] Permission denied", "cannot be written: set ASYNCRL_VENV"),
+        ("something else", "mend what is said above"),
+    ],
+)
+def test_an_installation_that_fails_says_why_and_what_helps(call, says, remedy):
+    call("run_async_ppo.sh", code=1, OFFLINE="1", SAYS=says)
+    assert "failed after" in call.output
+    assert f"   | {says}" in call.output
+    assert remedy in call.output
+    assert "step 3" not in call.output
+    assert says in Path(call.output.partition("all of it: ")[2].partition(")")[0]).read_text()
+
+
+def test_on_a_terminal_the_seconds_tick(clone, tmp_path):
+    """A step that takes until its seconds have been shown."""
+    python = tmp_path / "slow python"
+    python.write_text(
+        FAKE_PYTHON.replace(
+            'echo "Collecting something"', 'echo "Collecting slow"; [[ "$*" != *torch==* ]] || read -r _ <"$GATE"'
+        )
+    )
+    python.chmod(0o755)
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    terminal, end = pty.openpty()
+    env = {
+        **os.environ,
+        "PYTHON": str(python),
+        "CALLS": str(tmp_path / "calls"),
+        "GATE": str(gate),
+        "TMPDIR": str(tmp_path),
+    }
+    command = ["bash", str(clone / "launcher" / "run_tests.sh"), "x"]
+    with subprocess.Popen(command, stdout=end, stderr=end, env=env) as process:
+        os.close(end)
+        shown = ""
+        try:
+            while "s (usually about 90 s)  Collecting slow" not in shown:
+                shown += read_within(terminal, 30.0)
+            gate.write_text("\n")
+            while more := read_within(terminal, 30.0):
+                shown += more
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            os.close(terminal)
+    assert "done in" in shown
+
+
+def read_within(terminal, limit_s):
+    """What is there next; nothing once the other end is closed."""
+    assert select.select([terminal], [], [], limit_s)[0], f"nothing was shown for {limit_s:g} s"
+    try:
+        return os.read(terminal, 1000).decode()
+    except OSError:
+        return ""
 
 
 def test_another_set_of_requirements_is_installed(call):

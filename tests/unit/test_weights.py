@@ -1,12 +1,16 @@
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl import weights
 from asyncrl.messages import WeightVersion
 from asyncrl.weights import (
     WeightsError,
     list_versions,
     prune_versions,
+    publish_folder,
     read_manifest,
     tensor_files,
     verify_version,
@@ -70,6 +74,80 @@ def test_a_failed_write_leaves_nothing(tmp_path, source):
     assert list(path.parent.iterdir()) == []
 
 
+def test_every_dtype_and_shape_is_what_the_library_reads(tmp_path, source):
+    """The files are written without the safetensors library; it reads them."""
+    given = {
+        "odd bytes": torch.arange(3, dtype=torch.uint8),  # would misalign what follows, were it not written last
+        "flags": torch.tensor([[True], [False]]),
+        "wide": torch.arange(5, dtype=torch.float64),
+        "half": torch.randn(3, 5).to(torch.float16),
+        "brain": torch.randn(7).to(torch.bfloat16),
+        "eight": torch.randn(9).to(torch.float8_e4m3fn),
+        "count": torch.tensor(7),
+        "nothing": torch.zeros(0, 4),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "trained": torch.nn.Parameter(torch.ones(2)),
+    }
+    path = version_dir(tmp_path, "actor", V1)
+    write_version(path, given.items(), source_dir=source, version=V1)
+    verify_version(path, V1)
+    loaded = load_file(tensor_files(path)[0])
+    assert set(loaded) == set(given)
+    for name, tensor in given.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape), name
+        assert (
+            loaded[name]
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        ), name
+
+
+def test_a_dtype_that_files_cannot_hold_is_named(tmp_path, source):
+    path = version_dir(tmp_path, "actor", V1)
+    with pytest.raises(ValueError, match=r"tensor a has dtype torch\.complex64"):
+        write_version(path, [("a", torch.zeros(1, dtype=torch.complex64))], source_dir=source, version=V1)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_every_file_is_synced_before_the_rename(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(weights, "_CHUNK_BYTES", 1 << 10)
+    synced, fsync = set(), os.fsync
+    path = version_dir(tmp_path, "actor", V1)
+
+    def record(fd):
+        fsync(fd)
+        file = os.fstat(fd)
+        synced.add((file.st_ino, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", record)
+    write_version(path, [("a", torch.arange(10_000))], source_dir=source, version=V1)
+    for file in [path, *path.iterdir()]:
+        assert (file.stat().st_ino, False) in synced, file
+    assert (path.parent.stat().st_ino, True) in synced
+    verify_version(path, V1)
+    assert torch.equal(load_file(tensor_files(path)[0])["a"], torch.arange(10_000))
+
+
+def test_a_failed_sync_leaves_nothing(tmp_path, source, monkeypatch):
+    """The disk may refuse only then (a full one, with late allocation; a broken one)."""
+
+    def refuse(fd):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    path = version_dir(tmp_path, "actor", V1)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_version(path, TENSORS, source_dir=source, version=V1)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_without_fsync_nothing_is_synced(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(os, "fsync", None)
+    verify_version(write(tmp_path, source, fsync=False), V1)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -101,6 +179,22 @@ def test_pruning_keeps_the_newest_and_those_in_use(tmp_path, source):
     removed = prune_versions(path.parent, keep=2, in_use=[versions[1]])
     assert removed == [versions[0], versions[2], versions[3]]
     assert list_versions(path.parent) == [versions[1], versions[4], versions[5]]
+
+
+def test_a_folder_is_published_as_it_is(tmp_path, source):
+    """What mode=rollout_only serves: the model's own files, with a manifest."""
+    path, version = version_dir(tmp_path, "actor", WeightVersion(2, 0)), WeightVersion(2, 0)
+    publish_folder(path, source_dir=source, version=version)
+    verify_version(path, version)
+    assert sorted(read_manifest(path).files) == ["config.json", "model.safetensors", "tokenizer.json"]
+    (file,) = tensor_files(path)
+    assert file.samefile(source / "model.safetensors")  # a link: many GB take no room and no time
+    with pytest.raises(FileExistsError):
+        publish_folder(path, source_dir=source, version=version)
+    (source / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"has no \*\.safetensors"):
+        publish_folder(tmp_path / "other", source_dir=source, version=version)
+    assert not list(tmp_path.glob("other*"))
 
 
 def test_versions_order_by_attempt_first():

@@ -3,38 +3,102 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from asyncrl.config import load_experiment
-from asyncrl.launch.commands.common import Commands, add_config_command
+from asyncrl.launch.commands.common import (
+    FAILED,
+    Commands,
+    add_config_command,
+    print_json,
+    process_objects,
+    process_table,
+    sizes,
+    sizes_text,
+)
+from asyncrl.launch.doctor import Finding, examine, package_versions
 from asyncrl.launch.preflight import preflight, visible_devices
-from asyncrl.launch.program import plan, run_directory, total_steps
+from asyncrl.launch.program import plan, run_directory
+
+_DESCRIPTION = """Say whether a config can run on this machine, and what would run. Starts nothing, writes nothing.
+
+Without CONFIG it examines the machine only: cores, memory, disk, shared memory, open files, ports, GPUs, versions,
+etcd, SGLang. With CONFIG it validates every field and the files it names first, and prints the processes. What looks
+like a secret (passwords in URLs, tokens, API keys) is shown as ***."""
+
+_EPILOG = """
+
+examples:
+  asyncrl-launch check                                         before anything else: is this machine fit?
+  asyncrl-launch check configs/quickstart_cpu.yaml             can this run here, and what would it start?
+  asyncrl-launch check my_run.yaml allocation=transformers.d4+d4
+  asyncrl-launch check my_run.yaml --json | jq '.machine[] | select(.state != "ok")'
+
+exit codes: 0 it can run (warnings may be printed); 1 the machine is not fit, see what is marked FAIL; 2 the config
+cannot work, field, value and remedy are printed."""
+
+_MARKS = {"ok": "[green]ok[/]", "warn": "[bold yellow]warn[/]", "fail": "[bold red]FAIL[/]"}
 
 
 def add_to(commands: Commands) -> None:
-    add_config_command(commands, "check", check)
+    add_config_command(commands, "check", check, description=_DESCRIPTION, epilog=_EPILOG, optional=True)
 
 
 def check(arguments: argparse.Namespace, console: Console) -> int:
-    """Validate a config and the files it names, print the processes, start nothing."""
+    """Examine this machine; with CONFIG validate it and the files it names, and print the processes. Starts nothing."""
+    if arguments.config is None:
+        findings = examine()
+        if arguments.json:
+            print_json({"ok": not _failed(findings), "machine": findings, "versions": package_versions()})
+        else:
+            _print_findings(findings, console)
+            console.print(_verdict(findings, "this machine"), highlight=False)
+        return FAILED if _failed(findings) else 0
+
     config = load_experiment(arguments.config, arguments.overrides)
     num_prompts = preflight(config)
     specs = plan(config, attempt=1, num_prompts=num_prompts, devices=visible_devices())
-    table = Table(title=f"{run_directory(config)}", title_justify="left")
-    for column in ("process", "uses", "environment"):
-        table.add_column(column)
-    for spec in specs:
-        env = " ".join(f"{key}={value}" for key, value in sorted(spec.env.items()))
-        table.add_row(spec.name, "a core or device" if spec.computes else "little", env)
+    findings = examine(config, specs)
+    if arguments.json:
+        print_json(
+            {
+                "ok": not _failed(findings),
+                "run_dir": str(run_directory(config)),
+                "processes": process_objects(specs),
+                "sizes": sizes(config, num_prompts),
+                "machine": findings,
+                "versions": package_versions(),
+            }
+        )
+    else:
+        console.print(process_table(str(run_directory(config)), specs))
+        _print_findings(findings, console)
+        console.print(sizes_text(config, num_prompts), highlight=False)
+        console.print(_verdict(findings, "this config"), highlight=False)
+    return FAILED if _failed(findings) else 0
+
+
+def _failed(findings: Sequence[Finding]) -> list[str]:
+    return [finding.name for finding in findings if finding.state == "fail"]
+
+
+def _verdict(findings: Sequence[Finding], what: str) -> str:
+    if failed := _failed(findings):
+        return f"[bold red]not yet[/]: {what} cannot run here until this is mended: {escape(', '.join(failed))}"
+    warned = [finding.name for finding in findings if finding.state == "warn"]
+    fit = "can run" if what == "this config" else "is fit"
+    return f"[green]ok[/]: {what} {fit}{escape(f'; have a look at {chr(44).join(warned)}') if warned else ''}"
+
+
+def _print_findings(findings: Sequence[Finding], console: Console) -> None:
+    table = Table(title="this machine", title_justify="left", show_header=False)
+    for finding in findings:
+        found = escape(finding.value)
+        if finding.remedy:
+            found += f"\n[yellow]-> {escape(finding.remedy)}[/]"
+        table.add_row(_MARKS[finding.state], finding.name, found)
     console.print(table)
-    eta, batch_size = config.manager.max_head_offpolicyness, config.train.batch_size
-    steps = total_steps(config, num_prompts)
-    console.print(
-        f"{num_prompts} prompts x {config.train.num_epochs} epochs, {steps} steps of {batch_size} prompts x "
-        f"{config.rollout.group_size} responses; eta = {eta}: at most {(1 + eta) * batch_size} prompts live",
-        highlight=False,
-    )
-    console.print("[green]ok[/]: this config can run")
-    return 0

@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from asyncrl.config import ConfigError, load_experiment
-from asyncrl.launch.program import run_directory
+from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
+from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
+from asyncrl.launch.redact import redact
 from asyncrl.launch.rundir import RunRecord
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Command: TypeAlias = Callable[[argparse.Namespace, Console], int]
 
-NOT_RUNNING = 3  # exit code of commands about a run that goes on, where none does
+FAILED = 1  # exit codes
+CONFIG_ERROR = 2
+NOT_RUNNING = 3  # of commands about a run that goes on, where none does
 
 _CONFIG_EPILOG = """overrides are dotted fields of the config, for instance:
   trial=second                        another folder: <fileroot>/<experiment>/second
@@ -48,13 +53,72 @@ def add_command(
 
 
 def add_config_command(
-    commands: Commands, name: str, function: Command, *, description: str = "", epilog: str = ""
+    commands: Commands,
+    name: str,
+    function: Command,
+    *,
+    description: str = "",
+    epilog: str = "",
+    optional: bool = False,
 ) -> argparse.ArgumentParser:
-    """A command that takes CONFIG [key=value ...]."""
+    """A command that takes CONFIG [key=value ...]. optional: it can do without (config is then None)."""
     parser = add_command(commands, name, function, description=description, epilog=_CONFIG_EPILOG + epilog)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file; configs/ has examples")
+    nargs = "?" if optional else None
+    parser.add_argument("config", metavar="CONFIG", nargs=nargs, help="YAML file; configs/ has examples")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the file's fields")
     return parser
+
+
+def add_run_command(
+    commands: Commands, name: str, function: Command, *, description: str = "", epilog: str = ""
+) -> argparse.ArgumentParser:
+    """A command about a run: RUN [key=value ...]."""
+    parser = add_command(commands, name, function, description=description, epilog=epilog)
+    parser.add_argument("run", metavar="RUN", help="folder of the run, or the CONFIG it was started from")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="the overrides it was started with")
+    return parser
+
+
+def process_objects(specs: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
+    """The processes of a run, for machines."""
+    return [
+        {"name": spec.name, "kind": spec.kind, "computes": spec.computes, "env": redact(spec.env)} for spec in specs
+    ]
+
+
+def process_table(title: str, specs: Sequence[ProcessSpec]) -> Table:
+    """The processes of a run, for people."""
+    table = Table(title=title, title_justify="left")
+    for column in ("process", "uses", "environment"):
+        table.add_column(column)
+    for spec in specs:
+        env = " ".join(f"{key}={value}" for key, value in sorted(redact(spec.env).items()))
+        table.add_row(spec.name, "a core or device" if spec.computes else "little", escape(env))
+    return table
+
+
+def sizes(config: ExperimentConfig, num_prompts: int) -> dict[str, int]:
+    """How large a run is, for machines."""
+    eta, batch_size = config.manager.max_head_offpolicyness, config.train.batch_size
+    return {
+        "num_prompts": num_prompts,
+        "num_epochs": config.train.num_epochs,
+        "total_steps": total_steps(config, num_prompts),
+        "batch_size": batch_size,
+        "group_size": config.rollout.group_size,
+        "max_head_offpolicyness": eta,
+        "max_live_prompts": (1 + eta) * batch_size,
+    }
+
+
+def sizes_text(config: ExperimentConfig, num_prompts: int) -> str:
+    """How large a run is, for people."""
+    size = sizes(config, num_prompts)
+    return (
+        f"{num_prompts} prompts x {size['num_epochs']} epochs, {size['total_steps']} steps of {size['batch_size']} "
+        f"prompts x {size['group_size']} responses; eta = {size['max_head_offpolicyness']}: at most "
+        f"{size['max_live_prompts']} prompts live"
+    )
 
 
 def run_dir_of(target: str, overrides: list[str]) -> Path:
@@ -72,6 +136,11 @@ def not_running(run_dir: Path, record: RunRecord | None) -> str:
         return f"{run_dir}: no run is going on here, and none has been"
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started))
     return f"{run_dir}: no run is going on here; the last one was attempt {record.attempt}, begun {began}"
+
+
+def error_object(kind: str, message: str) -> dict[str, dict[str, str]]:
+    """How an error is told to machines. kind: usage, config, failed."""
+    return {"error": {"kind": kind, "message": message}}
 
 
 def print_json(value: Any) -> None:

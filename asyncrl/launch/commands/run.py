@@ -4,46 +4,95 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
+import msgspec
 from rich.console import Console
 
-from asyncrl.config import load_experiment
-from asyncrl.launch.commands.common import Commands, add_config_command
+from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
+from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
+from asyncrl.launch.commands.common import (
+    FAILED,
+    Commands,
+    add_config_command,
+    error_object,
+    print_json,
+    process_objects,
+    process_table,
+    sizes,
+    sizes_text,
+)
+from asyncrl.launch.dry_run import default_folder, write_dry_run
+from asyncrl.launch.json_view import JsonView
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.preflight import preflight
-from asyncrl.launch.program import run_directory, total_steps
+from asyncrl.launch.preflight import preflight, visible_devices
+from asyncrl.launch.program import ProcessSpec, plan, run_directory, total_steps
 from asyncrl.launch.progress import RunView, print_summary
+from asyncrl.launch.redact import redact_urls
+from asyncrl.launch.rundir import LaunchError, next_attempt
+from asyncrl.messages import WorkerStatus
+
+ACTIVATE_ENV = "ASYNCRL_ACTIVATE"  # launcher/*.sh: the command that puts the environment they made in front
+
+_DESCRIPTION = """Start all processes of a run on this machine, show a line per train step, and end them all when it ends.
+
+Everything it makes is in <fileroot>/<experiment>/<trial>/: config.yaml, configs/, logs/, metrics.jsonl, weights/,
+checkpoints/final, summary.json. A second `run` of the same config is another attempt in the same folder."""
 
 _EPILOG = """
 
-exit code: 0 the run is complete; 1 it failed, the first cause is printed; 2 the config cannot work;
+examples:
+  asyncrl-launch run configs/quickstart_cpu.yaml
+  asyncrl-launch run configs/quickstart_cpu.yaml trial=sync manager.max_head_offpolicyness=0
+  asyncrl-launch run my_run.yaml --dry-run                     writes every process's resolved config, starts nothing
+  asyncrl-launch run my_run.yaml --dry-run --output /tmp/dry
+  asyncrl-launch run my_run.yaml --json | jq -c 'select(.event == "metrics") | [.step, ."reward/mean"]'
+
+--json prints one object a line: event start, worker, metrics, notice, end (exit_code, and summary or error).
+
+exit codes: 0 the run is complete; 1 it failed, the first cause is printed; 2 the config cannot work;
 130, 143 it was stopped (Ctrl-C, SIGTERM). A second Ctrl-C kills at once. However it ends, no process of it
-is left. In another terminal: asyncrl-launch status|stop RUN."""
+is left. In another terminal: asyncrl-launch status|logs|stop RUN."""
 
 
 def add_to(commands: Commands) -> None:
-    add_config_command(commands, "run", run, epilog=_EPILOG)
+    parser = add_config_command(commands, "run", run, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="write config.yaml and each process's resolved config; start nothing"
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, help="where --dry-run writes (default: dry_run/ in the run's folder)"
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Start a run, show a line per train step, end all its processes."""
+    if arguments.output and not arguments.dry_run:
+        raise ConfigError("--output says where --dry-run writes; a run is in fileroot=.../experiment/trial")
     config = load_experiment(arguments.config, arguments.overrides)
     num_prompts = preflight(config)
+    if arguments.dry_run:
+        return _dry_run(config, num_prompts, arguments, console)
+    if arguments.json:
+        return _run_for_machines(config, num_prompts)
+    return _run_for_people(config, num_prompts, console)
+
+
+def _run_for_people(config: ExperimentConfig, num_prompts: int, console: Console) -> int:
     run_dir = run_directory(config)
     steps = total_steps(config, num_prompts)
     console.print(
         f"{run_dir}: up to {steps} train steps; logs in {run_dir}/logs/latest", highlight=False, soft_wrap=True
     )
-    view = RunView(run_dir, steps, console)
-    handler = _NoticeHandler(view)
-    logging.getLogger("asyncrl").addHandler(handler)
-    try:
-        code = LocalLauncher(config, num_prompts, view).run()
-    finally:
-        view.close()
-        logging.getLogger("asyncrl").removeHandler(handler)
+    code = _launch(config, num_prompts, RunView(run_dir, steps, console))
     if code == 0:
         print_summary(run_dir, console)
+        console.print(_next_steps(run_dir), markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(
             f"stopped; nothing of the run is left running. Logs: {run_dir}/logs/latest",
@@ -53,10 +102,99 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return code
 
 
+def _run_for_machines(config: ExperimentConfig, num_prompts: int) -> int:
+    run_dir = run_directory(config)
+    view = JsonView(run_dir)
+    processes = process_objects(_plan(config, num_prompts))
+    view.emit("start", run_dir=str(run_dir), processes=processes, sizes=sizes(config, num_prompts))
+    try:
+        code = _launch(config, num_prompts, view)
+    except LaunchError as error:
+        view.emit("end", exit_code=FAILED, **error_object("failed", redact_urls(str(error))))
+        return FAILED
+    if code == 0:
+        view.emit("end", exit_code=0, summary=msgspec.json.decode((run_dir / "summary.json").read_bytes()))
+    else:
+        view.emit("end", exit_code=code)
+    return code
+
+
+def _plan(config: ExperimentConfig, num_prompts: int) -> list[ProcessSpec]:
+    attempt = next_attempt(run_directory(config))
+    return plan(config, attempt=attempt, num_prompts=num_prompts, devices=visible_devices())
+
+
+class _ClosableView(Protocol):
+    """A launcher's view that has something to say at the end too."""
+
+    def turn(self, statuses: Sequence[WorkerStatus]) -> None: ...
+
+    def notice(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _launch(config: ExperimentConfig, num_prompts: int, view: _ClosableView) -> int:
+    handler = _NoticeHandler(view)
+    logging.getLogger("asyncrl").addHandler(handler)
+    try:
+        return LocalLauncher(config, num_prompts, view).run()
+    finally:
+        view.close()
+        logging.getLogger("asyncrl").removeHandler(handler)
+
+
+def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Namespace, console: Console) -> int:
+    folder = (arguments.output or default_folder(config)).expanduser().absolute()
+    specs = _plan(config, num_prompts)
+    write_dry_run(config, specs, folder)
+    if arguments.json:
+        print_json(
+            {
+                "dry_run": str(folder),
+                "run_dir": str(run_directory(config)),
+                "processes": process_objects(specs),
+                "sizes": sizes(config, num_prompts),
+            }
+        )
+        return 0
+    attempt = specs[0].config.worker.attempt
+    console.print(process_table(f"{run_directory(config)}, attempt {attempt}: would start", specs))
+    console.print(sizes_text(config, num_prompts), highlight=False)
+    if not config.name_resolve.endpoints:
+        console.print("and a private etcd, whose endpoint the processes' configs then name", highlight=False)
+    console.print(
+        f"config.yaml and {len(specs)} resolved configs are in {folder}; nothing was started",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _next_steps(run_dir: Path) -> str:
+    """What to do with a run that is complete."""
+    activate = os.environ.get(ACTIVATE_ENV)
+    program = "asyncrl-launch" if shutil.which("asyncrl-launch") else f"{sys.executable} -m asyncrl.launch.cli"
+    folder = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
+    lines = [f"  {activate}"] if activate else []
+    lines += [
+        f"  {program} plot {folder}        the curves: reward, off-policyness, lengths, throughput",
+        f"  {program} logs {folder}        what its processes said, in the order of time",
+    ]
+    if (run_dir / TRAJECTORIES).is_dir():
+        lines.append(f"  {program} inspect {folder}     its trajectories: text, versions, logprobs, rewards")
+    else:
+        lines.append(
+            "  with record.trajectories=true the next run records what `asyncrl-launch inspect` shows token by token"
+        )
+    return "What next?\n" + "\n".join(lines)
+
+
 class _NoticeHandler(logging.Handler):
     """Warnings of the launcher's own parts, such as its session with etcd."""
 
-    def __init__(self, view: RunView) -> None:
+    def __init__(self, view: _ClosableView) -> None:
         super().__init__(logging.WARNING)
         self._view = view
 

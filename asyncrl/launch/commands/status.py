@@ -4,42 +4,105 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from asyncrl.config import NameResolveConfig
-from asyncrl.launch.commands.common import NOT_RUNNING, Commands, add_command, not_running, run_dir_of
+from asyncrl.launch.commands.common import (
+    NOT_RUNNING,
+    Commands,
+    add_run_command,
+    not_running,
+    print_json,
+    run_dir_of,
+)
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_running, read_record
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import NameResolveError, open_name_resolver
+from asyncrl.runtime.name_resolve import NameResolveError, NameResolver, open_name_resolver
+
+_WATCH_S = 1.0  # the launcher publishes once a second
+
+_DESCRIPTION = """Show every worker of a run that goes on: its state, the age of its last sign of life, the version of its
+weights, what it waits for, on whom, for how long and until when at most, and how full its queues are."""
+
+_EPILOG = """examples:
+  asyncrl-launch status runs/sloppy-sorter/t0
+  asyncrl-launch status configs/quickstart_cpu.yaml trial=second    by the config it was started from
+  asyncrl-launch status runs/sloppy-sorter/t0 --watch               again every second, until the run ends or Ctrl-C
+  asyncrl-launch status runs/sloppy-sorter/t0 --json | jq '.workers[] | {worker, waits}'
+
+exit codes: 0 the run goes on; 1 it does, but its name resolve does not answer; 3 no run goes on there."""
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_command(commands, "status", status)
-    parser.add_argument("run", metavar="RUN", help="folder of the run, or the CONFIG it was started from")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="the overrides it was started with")
+    parser = add_run_command(commands, "status", status, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--watch", action="store_true", help="show it again every second, until the run ends")
 
 
 def status(arguments: argparse.Namespace, console: Console) -> int:
     """Show every worker: state, heartbeat, version, what it waits for, on whom and for how long, queue depths."""
     run_dir = run_dir_of(arguments.run, arguments.overrides)
     record = read_record(run_dir)
-    if record is None or not is_running(run_dir):
+    running = record is not None and is_running(run_dir)
+    if record is None or not running:
         console.print(not_running(run_dir, record), highlight=False, soft_wrap=True)
+        if arguments.json:
+            print_json({"run_dir": str(run_dir), "running": False, "record": record, "workers": []})
         return NOT_RUNNING
-    statuses = _read_statuses(record)
+    try:
+        with open_name_resolver(NameResolveConfig(endpoints=record.endpoints)) as resolver:
+            if arguments.watch:
+                _watch(run_dir, record, resolver, console, as_json=arguments.json)
+            else:
+                _show(run_dir, record, _read_statuses(record, resolver), console, as_json=arguments.json)
+    except NameResolveError as error:
+        raise LaunchError(
+            f"the run goes on (process {record.pid}), but its name resolve at {', '.join(record.endpoints)} does not answer: "
+            f"{error}"
+        ) from error
+    return 0
+
+
+def _show(run_dir: Path, record: RunRecord, statuses: list[WorkerStatus], console: Console, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"run_dir": str(run_dir), "running": True, "record": record, "workers": statuses})
+    else:
+        console.print(_table(run_dir, record, statuses))
+
+
+def _watch(run_dir: Path, record: RunRecord, resolver: NameResolver, console: Console, *, as_json: bool) -> None:
+    """Unblocked by: the second; the run's end; Ctrl-C."""
+    with Live(console=console, auto_refresh=False) as live:
+        while is_running(run_dir):
+            try:
+                statuses = _read_statuses(record, resolver)
+            except NameResolveError:
+                if is_running(run_dir):
+                    raise
+                break  # it went with the run
+            if as_json or not console.is_terminal:
+                _show(run_dir, record, statuses, console, as_json=as_json)
+            elif statuses:
+                live.update(_table(run_dir, record, statuses), refresh=True)
+            time.sleep(_WATCH_S)
+    console.print(f"{run_dir}: the run has ended", highlight=False, soft_wrap=True)
+
+
+def _table(run_dir: Path, record: RunRecord, statuses: list[WorkerStatus]) -> Table:
     table = Table(
         title=f"{run_dir}, attempt {record.attempt}, up {time.time() - record.started:.0f} s", title_justify="left"
     )
     for column in ("worker", "state", "heartbeat", "version", "waits for", "queues"):
         table.add_column(column)
     for entry in statuses:
-        table.add_row(*_status_row(entry))
-    console.print(table, markup=False)
-    return 0
+        table.add_row(*map(escape, _status_row(entry)))
+    return table
 
 
 def _status_row(status: WorkerStatus) -> tuple[str, ...]:
@@ -58,13 +121,6 @@ def _status_row(status: WorkerStatus) -> tuple[str, ...]:
     )
 
 
-def _read_statuses(record: RunRecord) -> list[WorkerStatus]:
-    try:
-        with open_name_resolver(NameResolveConfig(endpoints=record.endpoints)) as resolver:
-            values = resolver.get_subtree(Names(record.experiment, record.trial).statuses())
-    except NameResolveError as error:
-        raise LaunchError(
-            f"the run goes on (process {record.pid}), but its name resolve at {', '.join(record.endpoints)} does not answer: "
-            f"{error}"
-        ) from error
+def _read_statuses(record: RunRecord, resolver: NameResolver) -> list[WorkerStatus]:
+    values = resolver.get_subtree(Names(record.experiment, record.trial).statuses())
     return [msgspec.json.decode(value, type=WorkerStatus) for _, value in sorted(values.items())]

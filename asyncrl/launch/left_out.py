@@ -1,0 +1,102 @@
+"""Processes of a run that the launcher does not start (debug.leave_out): somebody does, in another terminal, under a debugger.
+
+Such a process keeps a lease of its own and publishes its status in name resolve, where the launcher watches for it. It is
+waited for, by name and with a limit; that it ends without an error is news and no failure, because it may be started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from asyncrl.launch.program import ProcessSpec, save_config
+from asyncrl.launch.rundir import LaunchError, configs_dir
+from asyncrl.messages import DECODE_ERRORS, Wait, WorkerStatus
+from asyncrl.runtime.name_resolve import WatchEvent
+
+
+class LeftOut:
+    """One of them, as the launcher sees it. `observe` is called by a thread of name resolve, the rest by the launcher's."""
+
+    def __init__(self, spec: ProcessSpec, run_dir: Path, *, wait_s: float, notice: Callable[[str], None]) -> None:
+        """Writes its config and says how to start it."""
+        self.spec = spec
+        self.config_path = configs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.yaml"
+        save_config(spec.config, self.config_path)
+        self.command = debug_command(spec, self.config_path)
+        self._wait_s = wait_s
+        self._notice = notice
+        self._lock = threading.Lock()
+        self._newest: WorkerStatus | None = None  # None: it is not there
+        self._status: WorkerStatus | None = None
+        self._since = time.monotonic()  # it has been missing
+        notice(f"{self.name} is left to you: start it within {wait_s:g} s, in another terminal, with\n{self.command}")
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def observe(self, event: WatchEvent) -> None:
+        """Its status in name resolve has changed, or is gone with its lease."""
+        with contextlib.suppress(*DECODE_ERRORS):
+            status = msgspec.json.decode(event.value, type=WorkerStatus) if event.kind == "put" else None
+            with self._lock:
+                self._newest = status
+
+    def turn(self) -> None:
+        """Take in what was observed. Raises LaunchError where it failed, or did not come."""
+        before = self._status
+        with self._lock:
+            self._status = status = self._newest
+        if status is not None and before is None:
+            self._notice(f"{self.name} has come (process {status.pid})")
+        if status is not None and status.error:
+            raise LaunchError(f"{self.name}, which you started, failed\n\n{status.error.rstrip()}")
+        if status is None and before is not None:
+            self._since = time.monotonic()
+            if before.state != "done":
+                self._notice(f"{self.name} has ended; the run waits for it to be started again")
+        if status is None and time.monotonic() - self._since > self._wait_s and not self.is_done:
+            raise LaunchError(
+                f"{self.name} was not started within {self._wait_s:g} s (debug.wait_s). Start it with\n{self.command}"
+            )
+
+    @property
+    def is_done(self) -> bool:
+        return self._status is not None and self._status.state == "done"
+
+    def visible_status(self) -> WorkerStatus:
+        if self._status is not None:
+            return self._status
+        waited_s = time.monotonic() - self._since
+        by_hand = Wait(what="being started by hand", on="you", since_s=waited_s, limit_s=self._wait_s)
+        attempt = self.spec.config.worker.attempt
+        return WorkerStatus(
+            worker=self.name, pid=0, attempt=attempt, state="starting", time=time.time(), progress=0, waits=[by_hand]
+        )
+
+    def ask_to_stop(self) -> None:
+        """The run is over. It is asked, not killed: its terminal may be in a debugger."""
+        status = self._status
+        if status is None or status.state in ("done", "error"):
+            return
+        with contextlib.suppress(psutil.Error, OSError):  # gone already, or on another machine
+            if str(self.config_path) in psutil.Process(status.pid).cmdline():
+                os.kill(status.pid, signal.SIGTERM)
+
+
+def debug_command(spec: ProcessSpec, config_path: Path) -> str:
+    """What to type to start a process by hand as the launcher would: same folder, same environment, same Python."""
+    env = [f"{key}={shlex.quote(value)}" for key, value in sorted(spec.env.items())]
+    program = [sys.executable, "-m", "asyncrl.launch.cli", "debug", str(config_path), "--pdb"]
+    return f"cd {shlex.quote(os.getcwd())} && env {' '.join(env)} {shlex.join(program)}"

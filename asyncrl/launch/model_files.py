@@ -1,0 +1,154 @@
+"""A model's folder, checked before anything starts: config, architecture, weights, tokenizer. Without torch or transformers.
+
+A truncated file or a missing shard shows in the safetensors' headers, which are read here; what only loading can tell (tensors
+that the architecture wants and the files lack) the trainer says when it loads the model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import ConfigError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_OLD_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # torch reads them, and says what is wrong
+_LENGTH_BYTES = 8  # of the number at the start of a safetensors file: how long its header is
+_CAUSAL_MAPPING = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", re.MULTILINE | re.DOTALL)
+
+
+def read_config(model_path: str, hint: str) -> dict[str, Any]:
+    """config.json of the model. Raises ConfigError; hint: what to do where there is none."""
+    file = Path(model_path).expanduser() / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"model_path={model_path!r}: there is no config.json; {hint}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"model_path={model_path!r}: config.json cannot be read: {error}; copy the model again"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"model_path={model_path!r}: config.json holds no object; copy the model again")
+    _check_architecture(model_path, config.get("model_type"))
+    return config
+
+
+def _check_architecture(model_path: str, model_type: object) -> None:
+    known = causal_architectures()
+    if known and model_type not in known:
+        raise ConfigError(
+            f"model_path={model_path!r}: config.json says model_type={model_type!r}, which is no causal language model that the "
+            f"installed transformers knows; upgrade transformers, or give another model, such as qwen3 or llama"
+        )
+
+
+def causal_architectures() -> set[str]:
+    """What AutoModelForCausalLM loads, read from the text of transformers' table: importing it takes seconds. Empty: unknown."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return set()
+    try:
+        source = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+    except OSError:
+        return set()
+    table = _CAUSAL_MAPPING.search(source)
+    return set(re.findall(r'\("([\w.-]+)",', table[0])) if table else set()
+
+
+def count_parameters(model_path: str) -> int:
+    """Parameters in the model's safetensors, all of which must be there and whole; 0 for older formats. Raises ConfigError."""
+    folder = Path(model_path).expanduser()
+    if (folder / _SINGLE).is_file():
+        files = {_SINGLE}
+    elif (folder / _INDEX).is_file():
+        files = _indexed_files(model_path, folder / _INDEX)
+    elif any((folder / name).is_file() for name in _OLD_FORMATS):
+        return 0
+    else:
+        raise ConfigError(
+            f"model_path={model_path!r}: there are no weights, neither {_SINGLE} nor {_INDEX}; copy the model's weights there"
+        )
+    missing = sorted(name for name in files if not (folder / name).is_file())
+    if missing:
+        raise ConfigError(
+            f"model_path={model_path!r}: {_INDEX} names {len(files)} files, and {', '.join(missing[:5])} "
+            f"{'is' if len(missing) == 1 else 'are'} missing; copy what is missing again"
+        )
+    return sum(_parameters_of(model_path, folder / name) for name in files)
+
+
+def _indexed_files(model_path: str, index: Path) -> set[str]:
+    try:
+        return set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model_path={model_path!r}: {_INDEX} cannot be read: {error!r}; copy it again") from error
+
+
+def _parameters_of(model_path: str, file: Path) -> int:
+    """Read the header of a safetensors file, and compare what it promises with the file's size."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            header = json.loads(stream.read(length)) if 0 < length <= size - _LENGTH_BYTES else None
+        assert header is not None
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        expected = _LENGTH_BYTES + length + max(int(entry["data_offsets"][1]) for entry in tensors)
+        parameters = sum(math.prod(map(int, entry["shape"])) for entry in tensors)
+    except (AssertionError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise ConfigError(
+            f"model_path={model_path!r}: {file.name} ({size} bytes) is no safetensors file, or was cut short; copy it again"
+        ) from None
+    if size != expected:
+        raise ConfigError(
+            f"model_path={model_path!r}: {file.name} has {size} bytes, its header says {expected}: it was cut short; copy it again"
+        )
+    return parameters
+
+
+def check_vocabulary(tokenizer_path: str, config: Mapping[str, Any]) -> None:
+    """The model knows every token of the tokenizer, and can end a response. Raises ConfigError.
+
+    Added tokens besides EOS may lie beyond the model's vocabulary: some models have one, for images, that no text contains. A
+    prompt that has one all the same is rejected (`generation_refused`).
+    """
+    folder = Path(tokenizer_path).expanduser()
+    nested = config.get("text_config")
+    vocab_size = config.get("vocab_size") or (nested.get("vocab_size") if isinstance(nested, dict) else None)
+    if not isinstance(vocab_size, int) or not (folder / "tokenizer.json").is_file():
+        return
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    if vocabulary and (largest := max(vocabulary.values())) >= vocab_size:
+        raise ConfigError(
+            f"tokenizer_path={tokenizer_path!r}: its tokens go up to id {largest}, the model's vocabulary has {vocab_size} "
+            "(config.json, vocab_size): they do not belong together; use the model's own tokenizer"
+        )
+    eos = _eos_token(folder)
+    eos_id = tokenizer.token_to_id(eos) if eos else None
+    if eos and (eos_id is None or eos_id >= vocab_size):
+        where = (
+            "is none of its tokens" if eos_id is None else f"has id {eos_id}, the model's vocabulary has {vocab_size}"
+        )
+        raise ConfigError(
+            f"tokenizer_path={tokenizer_path!r}: its EOS token {eos!r} {where}, so that no response could ever end; set eos_token "
+            "in tokenizer_config.json to one that the model knows"
+        )
+
+
+def _eos_token(folder: Path) -> str:
+    """As tokenizer_config.json has it: a string, or an object with `content`. "" where it says nothing."""
+    try:
+        eos = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return str(eos.get("content") or "") if isinstance(eos, dict) else str(eos or "")

@@ -1,0 +1,308 @@
+"""Draws what curves.py has shaped: as a picture with matplotlib, as text with plotext. Both come with the extra `plot`."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import ConfigError
+from asyncrl.launch.curves import Curve, Panel, Picture, smoothed
+from asyncrl.launch.rundir import LaunchError
+
+_SMOOTH_FROM = 150  # points; from here on a curve is drawn pale, and its running mean over it
+_SMOOTH_SHARE = 40  # the running mean is over this part of the curve
+_MARKERS_UP_TO = 25  # points; a longer curve shows as a line alone
+_NAMED_RUNS = 10  # in the legend; colours repeat beyond it anyway
+
+_COLOURS = (
+    "#0b6fb8",
+    "#e07b00",
+    "#1a936f",
+    "#c03a2b",
+    "#7b5ea7",
+    "#7a4f3a",
+    "#d35d9e",
+    "#6b6b6b",
+    "#a3a500",
+    "#00a3b4",
+)
+_AREA_COLOURS = ("#9cc9e3", "#f5c07a", "#b9d8b0")
+_LINES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "D", "^")
+
+
+def require(module: str) -> Any:
+    """A module of the extra. Raises LaunchError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise LaunchError(
+            f"drawing needs the package {package}, which cannot be imported ({error}): pip install 'asyncrl[plot]'"
+        ) from error
+
+
+# -------------------------------------------------------------------------------------------------------------- as a picture
+
+
+def write_picture(shown: Picture, path: Path) -> None:
+    """A file in the format that its ending names. Raises ConfigError for one that matplotlib does not know, LaunchError where
+    the file cannot be written."""
+    figures = require("matplotlib.figure")
+    with require("matplotlib").rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        rows = math.ceil(len(shown.panels) / 2)
+        figure = figures.Figure(figsize=(10, 0.7 + 3.0 * rows), dpi=144, layout="constrained")
+        grid = figure.subplots(rows, 2, squeeze=False)
+        for axes in grid.flat[len(shown.panels) :]:
+            axes.remove()
+        steps = step_range(shown)
+        for axes, panel in zip(grid.flat, shown.panels, strict=False):
+            _draw_panel(axes, panel, [run.name for run in shown.runs], steps)
+        _draw_title(figure, shown)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
+        except ValueError as error:
+            raise ConfigError(f"--out {str(path)!r}: {error}; use .png, .svg or .pdf") from error
+        except OSError as error:
+            raise LaunchError(
+                f"the picture cannot be written: {error}; name another file with --out, or use --no-png"
+            ) from error
+
+
+def _draw_title(figure: Any, shown: Picture) -> None:
+    """Of one run its name; of several a legend with the colour of each."""
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
+    if len(shown.runs) == 1:
+        figure.suptitle(title(shown), fontsize=12, fontweight="bold")
+        return
+    lines = require("matplotlib.lines")
+    handles = [
+        lines.Line2D([], [], color=_COLOURS[i % len(_COLOURS)], linewidth=3, label=run.name)
+        for i, run in enumerate(shown.runs[:_NAMED_RUNS])
+    ]
+    columns = max(1, min(len(handles), 100 // (6 + max(len(run.name) for run in shown.runs))))
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=11)
+
+
+def step_range(shown: Picture) -> tuple[float, float]:
+    """First and last step of all curves, so that panels can be compared."""
+    steps = [x for panel in shown.panels for curve in panel.curves for x in curve.x]
+    return min(steps), max(steps)
+
+
+def _draw_panel(axes: Any, panel: Panel, runs: Sequence[str], steps: tuple[float, float]) -> None:
+    axes.set_title(panel.title, loc="left", fontweight="bold", fontsize=11, pad=24 if _keys(panel) else 8)
+    axes.set_xlabel("train step")
+    axes.set_ylabel(panel.unit)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    lines: Sequence[Curve] = panel.curves
+    if panel.stacked:
+        lines = _draw_areas(axes, panel.curves)
+    for curve in lines:
+        _draw_curve(axes, curve, panel, _colour(curve, panel, runs))
+    highest = max(y for curve in panel.curves for y in curve.y if math.isfinite(y))
+    if panel.bottom is not None:
+        axes.set_ylim(panel.bottom, panel.top or 1.06 * highest or 1.0)
+    room = 0.02 * (steps[1] - steps[0]) or 0.5
+    axes.set_xlim(steps[0] - room, steps[1] + room)
+    ticker = require("matplotlib.ticker")
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    _draw_keys(axes, panel, len(runs))
+
+
+def _colour(curve: Curve, panel: Panel, runs: Sequence[str]) -> str:
+    """Several runs differ by colour, and what is shown of each by line or marker; of one run, everything has its colour."""
+    if panel.stacked:
+        return "#333333"
+    return _COLOURS[(runs.index(curve.run) if len(runs) > 1 else curve.role) % len(_COLOURS)]
+
+
+def _draw_curve(axes: Any, curve: Curve, panel: Panel, colour: str) -> None:
+    if curve.points:
+        axes.plot(
+            curve.x,
+            curve.y,
+            linestyle="none",
+            marker=_MARKERS[curve.role % len(_MARKERS)],
+            color=colour,
+            markersize=6.5,
+            markeredgecolor="white",
+            markeredgewidth=0.8,
+            zorder=4,
+            clip_on=False,
+        )
+        return
+    style = {"color": colour, "linestyle": _line(curve, panel), "linewidth": 1.2 if panel.stacked else 1.6}
+    if len(curve.x) >= _SMOOTH_FROM:
+        axes.plot(curve.x, curve.y, color=colour, linewidth=0.6, alpha=0.3)
+        axes.plot(curve.x, _steadied(curve), **style)
+    else:
+        marker = "." if len(curve.x) <= _MARKERS_UP_TO else None
+        axes.plot(curve.x, curve.y, marker=marker, markersize=6, clip_on=False, **style)
+
+
+def _line(curve: Curve, panel: Panel) -> str:
+    return "-" if panel.stacked else _LINES[curve.role % len(_LINES)]
+
+
+def _draw_areas(axes: Any, curves: Sequence[Curve]) -> list[Curve]:
+    """The parts of a whole, one upon the other; gives back the curves that are no part of it."""
+    parts = [curve for curve in curves if curve.role < len(_AREA_COLOURS)]
+    colours = [_AREA_COLOURS[curve.role] for curve in parts]
+    heights = [[y if math.isfinite(y) else 0.0 for y in _steadied(curve)] for curve in parts]
+    if parts and len(parts[0].x) > 1:
+        axes.stackplot(parts[0].x, heights, colors=colours, linewidth=0)
+    else:
+        bottoms = [sum(height[0] for height in heights[:i]) for i in range(len(parts))]
+        for curve, height, bottom, colour in zip(parts, heights, bottoms, colours, strict=True):
+            axes.bar(curve.x, height, bottom=bottom, width=0.5, color=colour)
+    return [curve for curve in curves if curve.role >= len(_AREA_COLOURS)]
+
+
+def _steadied(curve: Curve) -> Sequence[float]:
+    """Its running mean, where it is long."""
+    return smoothed(curve.y, len(curve.y) // _SMOOTH_SHARE) if len(curve.y) >= _SMOOTH_FROM else curve.y
+
+
+def _keys(panel: Panel) -> list[Curve]:
+    """One curve of each kind that has a name."""
+    kinds = groupby(sorted(panel.curves, key=lambda curve: curve.role), key=lambda curve: curve.role)
+    return [curve for _, of_kind in kinds if (curve := next(of_kind)).name]
+
+
+def _draw_keys(axes: Any, panel: Panel, num_runs: int) -> None:
+    """What line and marker mean, between title and data."""
+    lines, patches = require("matplotlib.lines"), require("matplotlib.patches")
+    handles = []
+    for curve in _keys(panel):
+        colour = "#333333" if num_runs > 1 or panel.stacked else _COLOURS[curve.role % len(_COLOURS)]
+        if panel.stacked and curve.role < len(_AREA_COLOURS):
+            handles.append(patches.Patch(color=_AREA_COLOURS[curve.role], label=curve.name))
+        elif curve.points:
+            marker = _MARKERS[curve.role % len(_MARKERS)]
+            handles.append(lines.Line2D([], [], linestyle="none", marker=marker, color=colour, label=curve.name))
+        else:
+            handles.append(lines.Line2D([], [], linestyle=_line(curve, panel), color=colour, label=curve.name))
+    if handles:
+        legend = axes.legend(
+            handles=handles,
+            loc="lower left",
+            bbox_to_anchor=(-0.01, 1.0),
+            ncols=len(handles),
+            frameon=False,
+            fontsize=8,
+            borderaxespad=0.1,
+            handlelength=1.5,
+            handletextpad=0.4,
+            columnspacing=0.8,
+        )
+        legend.set_in_layout(False)  # a wide one must not make the panel narrow
+
+
+def title(shown: Picture) -> str:
+    """Of a picture of one run: what it is, and how far it has come."""
+    run = shown.runs[0]
+    steps = f"{len(run.steps)} train step{'' if len(run.steps) == 1 else 's'}"
+    return f"{run.run_dir.parent.name}/{run.name}, {steps}{', goes on' if run.going_on else ''}"
+
+
+# ------------------------------------------------------------------------------------------------------------------- as text
+
+_TEXT_COLOURS = ("blue+", "orange+", "green+", "red+", "magenta+", "cyan+", "gray+", "white")
+_TEXT_MARKERS = ("•", "x", "o", "+", "*", "#", "@", "%")  # of points, and of everything where there are no colours
+_TWO_COLUMNS_FROM = 110  # characters
+_HEIGHT = 15  # lines of a panel
+_TEXT_TICKS = 5
+_TEXT_SMOOTH_SHARE = 10  # shares of time jump about: what is drawn is the running mean over this part of the curve
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def as_text(shown: Picture, width: int, *, colours: bool) -> str:
+    """All panels in so many characters a line, two beside each other where there is room."""
+    columns = 2 if width >= _TWO_COLUMNS_FROM else 1
+    panel_width = max(30, (width - 2 * (columns - 1)) // columns)
+    blocks = [_text_panel(panel, shown, panel_width, colours=colours) for panel in shown.panels]
+    lines = []
+    for i in range(0, len(blocks), columns):
+        row = blocks[i : i + columns]
+        height = max(map(len, row))
+        padded = [_padded(block, panel_width, height) for block in row]
+        lines += ["  ".join(parts).rstrip() for parts in zip(*padded, strict=True)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _padded(block: Sequence[str], width: int, height: int) -> list[str]:
+    lines = [*block, *[""] * (height - len(block))]
+    return [line + " " * (width - len(_ANSI.sub("", line))) for line in lines]
+
+
+def _text_panel(panel: Panel, shown: Picture, width: int, *, colours: bool) -> list[str]:
+    """Heading, legend, the plot itself. Of several runs there is one curve each: more could not be told apart."""
+    one_run = len(shown.runs) == 1
+    curves = panel.curves if one_run else [curve for curve in panel.curves if curve.role == panel.curves[0].role]
+    plotext = require("plotext")
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(width, _HEIGHT)
+    legend = []
+    for curve in curves:
+        colour, marker = _look(curve, shown, colours=colours)
+        window = len(curve.y) // _TEXT_SMOOTH_SHARE if panel.name == "time_shares" else 1
+        values = smoothed(curve.y, window) if window > 1 else curve.y
+        points = [(x, y) for x, y in zip(curve.x, values, strict=True) if math.isfinite(y)]
+        draw = plotext.scatter if curve.points or len(points) == 1 else plotext.plot
+        draw([x for x, _ in points], [y for _, y in points], marker=marker, color=colour or "default")
+        if name := curve.name if one_run else curve.run:
+            legend.append(f"{_painted('━━' if marker == 'braille' else marker, colour)} {name}")
+    _set_text_axes(plotext, panel, curves, step_range(shown))
+    plot = str(plotext.build()).splitlines()
+    heading = panel.title if one_run or not curves[0].name else f"{panel.title}, {curves[0].name}"
+    lines = [f"\x1b[1m{heading} [{panel.unit}]\x1b[0m", *_wrapped(legend, width), *plot]
+    return lines if colours else [_ANSI.sub("", line) for line in lines]
+
+
+def _set_text_axes(plotext: Any, panel: Panel, curves: Sequence[Curve], steps: tuple[float, float]) -> None:
+    """Room for flat curves and for single points; whole numbers under steps."""
+    ys = [y for curve in curves for y in curve.y if math.isfinite(y)]
+    bottom = min(ys) if panel.bottom is None else panel.bottom
+    top = max(ys) if panel.top is None else panel.top
+    plotext.ylim(bottom, top if top > bottom else bottom + 1)
+    first, last = steps
+    plotext.xlim(first, last if last > first else first + 1)
+    ticks = sorted({round(first + (last - first) * i / (_TEXT_TICKS - 1)) for i in range(_TEXT_TICKS)})
+    plotext.xticks(ticks, [str(tick) for tick in ticks])
+    plotext.xlabel("train step")
+
+
+def _look(curve: Curve, shown: Picture, *, colours: bool) -> tuple[str | None, str]:
+    """(colour, marker): what tells curves apart, by run if there are several. Without colours it is the marker alone."""
+    names = [run.name for run in shown.runs]
+    index = curve.role if len(names) == 1 else names.index(curve.run)
+    character = _TEXT_MARKERS[index % len(_TEXT_MARKERS)]
+    if not colours:
+        return None, character
+    return _TEXT_COLOURS[index % len(_TEXT_COLOURS)], character if curve.points else "braille"
+
+
+def _painted(text: str, colour: str | None) -> str:
+    return text if colour is None else str(require("plotext").colorize(text, colour))
+
+
+def _wrapped(entries: Sequence[str], width: int) -> list[str]:
+    """Entries side by side, in as many lines as they need."""
+    lines: list[str] = []
+    for entry in entries:
+        joined = f"{lines[-1]}   {entry}" if lines else entry
+        if lines and len(_ANSI.sub("", joined)) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(entry)
+    return lines

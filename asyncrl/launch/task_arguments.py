@@ -1,0 +1,150 @@
+"""Do rollout.tasks.<name>.env_args and agent_args fit the classes? Asked before a run starts, without importing users' code.
+
+The class is found in the text of its file, `__init__` there or in a base; where the trail ends in a library that is not read, or
+`__init__` takes **kwargs, nothing is said: the rollout worker binds the arguments again when it has imported the class.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import ConfigError, TaskConfig
+
+# What the worker gives them itself, and the class where the config names none
+_ROLES = {
+    "env": (("prompt", "reward"), "asyncrl.rollout.env:RewardEnv"),
+    "agent": (("tokenizer", "sampling", "group_size"), "asyncrl.rollout.agent:SingleStepAgent"),
+}
+_MAX_BASES = 10  # from class to base to base
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of a class's __init__, without self."""
+
+    names: tuple[str, ...]  # those that can be given by name
+    required: frozenset[str]
+    takes_any: bool  # **kwargs
+
+
+def check_task_arguments(field: str, task: TaskConfig) -> None:
+    """field: rollout.tasks.<name>. Raises ConfigError naming the argument and those that there are."""
+    given: Mapping[str, Mapping[str, Any]] = {"env": task.env_args, "agent": task.agent_args}
+    for role, (own, default) in _ROLES.items():
+        spec = getattr(task, role) or default
+        parameters = find_parameters(spec)
+        if parameters is not None:
+            _check_fit(f"{field}.{role}_args", given[role], spec, parameters, own)
+
+
+def _check_fit(field: str, given: Mapping[str, Any], spec: str, parameters: Parameters, own: tuple[str, ...]) -> None:
+    name = spec.rpartition(":")[2]
+    free = [parameter for parameter in parameters.names if parameter not in own]
+    there = f"it takes {', '.join(free)}" if free else "it takes none"
+    for argument, value in given.items():
+        if argument in own:
+            raise ConfigError(f"{field}.{argument}={value!r}: the rollout worker sets it; leave it out")
+        if argument not in parameters.names and not parameters.takes_any:
+            nearest = difflib.get_close_matches(argument, free, n=1)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            raise ConfigError(f"{field}.{argument}={value!r}: {name} takes no such argument; {hint}{there}")
+    missing = sorted(parameters.required - given.keys() - set(own))
+    if missing:
+        raise ConfigError(f"{field}={dict(given)}: {name} needs {', '.join(missing)} too; {there}")
+    unwanted = [argument for argument in own if argument not in parameters.names]
+    if unwanted and not parameters.takes_any:
+        raise ConfigError(
+            f"{field.removesuffix('_args')}={spec!r}: its __init__ must take {', '.join(own)} by name (or **kwargs), and "
+            f"does not take {', '.join(unwanted)}"
+        )
+
+
+def find_parameters(spec: str) -> Parameters | None:
+    """Parameters of `path/to/file.py:Class` or `package.module:Class`. None where reading does not tell."""
+    location, _, name = spec.rpartition(":")
+    for _ in range(_MAX_BASES):
+        file = Path(location).expanduser() if location.endswith(".py") else module_file(location)
+        tree = _parse(file) if file is not None else None
+        if tree is None:
+            return None
+        found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+        if found is None:  # imported there from elsewhere?
+            imported = _imports(tree, location).get(name)
+            if imported is None:
+                return None
+            location, name = imported
+            continue
+        init = next(
+            (node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None
+        )
+        if init is not None:
+            return _parameters(init)
+        # a dataclass makes its __init__ itself; of several bases the first that has one counts, which is not followed here
+        if found.decorator_list or len(found.bases) != 1 or not isinstance(found.bases[0], ast.Name):
+            return None
+        name = found.bases[0].id
+    return None
+
+
+def module_file(module: str) -> Path | None:
+    """Source of a module, found as an import would, but without running the packages around it."""
+    path: list[str] | None = [os.getcwd(), *sys.path]
+    name = ""
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        try:
+            spec = PathFinder.find_spec(name, path)
+        except (ImportError, ValueError):
+            return None
+        if spec is None:
+            return _loaded_file(module)
+        path = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
+def _loaded_file(module: str) -> Path | None:
+    """Of a module that is imported already: ours, where an editable installation has finders of its own."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file) if file and file.endswith(".py") else None
+
+
+def _parse(file: Path) -> ast.Module | None:
+    try:
+        return ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):  # preflight says what is wrong with it
+        return None
+
+
+def _imports(tree: ast.Module, location: str) -> dict[str, tuple[str, str]]:
+    """name -> (module, its name there) of `from module import name`. Relative ones only beside a module, not beside a file."""
+    found = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ImportFrom) or (node.level and location.endswith(".py")):
+            continue
+        package = location.rsplit(".", node.level)[0] + "." if node.level else ""
+        module = f"{package}{node.module or ''}".rstrip(".")
+        if not node.level and location.endswith(".py"):  # a file's neighbours can be imported
+            beside = Path(location).expanduser().parent / f"{module}.py"
+            module = str(beside) if beside.is_file() else module
+        found.update({alias.asname or alias.name: (module, alias.name) for alias in node.names})
+    return found
+
+
+def _parameters(init: ast.FunctionDef) -> Parameters:
+    arguments = init.args
+    positional = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args]]
+    by_keyword = [argument.arg for argument in arguments.kwonlyargs]
+    optional = {
+        argument for argument, default in zip(by_keyword, arguments.kw_defaults, strict=True) if default is not None
+    }
+    optional |= set(positional[len(positional) - len(arguments.defaults) :])
+    names = [*positional[1:], *by_keyword]
+    return Parameters(tuple(names), frozenset(names) - optional, arguments.kwarg is not None)

@@ -1,0 +1,159 @@
+"""Takes trajectories in at a head: pull, check, store, have the master judge, acknowledge. No torch.
+
+    rollout workers -- trajectory --> Intake -> store
+                                        | metadata --> master, whose verdict goes back the same way
+
+The model worker and the recorder (model/recorder.py) take in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.dataflow import TRAJECTORY_KEYS
+from asyncrl.messages import StoreVerdict, TrajectoryMeta
+from asyncrl.model.store import DUPLICATE, FULL, DataStore
+from asyncrl.runtime.push_pull import MetaPusher, NameResolvingZmqPuller, Pulled
+from asyncrl.runtime.worker import Worker
+
+_ROOM_LIMIT_S = (
+    30.0  # a trajectory waits this long for room in a full store: the master has it cleared at the end of a step
+)
+
+
+class Intake:
+    """The way into one head's store.
+
+    consumes: trajectories.  produces: metadata (to the master), verdicts (to the rollout worker).
+    waits for: a trajectory; while runtime.push_credit_items of them wait for the master's verdict, for one of those.
+    unblocked by: rollout workers; the master. Backpressure: what is not answered uses up the pushers' credit.
+    """
+
+    def __init__(
+        self, worker: Worker, store: DataStore, *, head: int, vocab_size: Callable[[], int], verdict_limit_s: float
+    ) -> None:
+        """vocab_size: asked once trajectories come, when the model is known."""
+        self.store = store
+        self.metas: dict[str, TrajectoryMeta] = {}  # of what is in the store
+        self._worker = worker
+        self._head = head
+        self._vocab_size = vocab_size
+        self._verdict_limit_s = verdict_limit_s
+        self._room = asyncio.Event()  # set when the store has given something up
+        runtime = worker.info.runtime
+        self._meta_pusher = MetaPusher(
+            worker.resolver, worker.names, head=head, runtime=runtime, incarnation=worker.incarnation
+        )
+        self._puller = NameResolvingZmqPuller(
+            worker.resolver, worker.names, puller_index=head, runtime=runtime, lease=worker.lease
+        )
+
+    async def open(self) -> None:
+        """Bind and publish. What comes waits until `run`."""
+        await self._meta_pusher.start()
+        await self._puller.start()
+
+    async def close(self) -> None:
+        await self._puller.close()
+        await self._meta_pusher.close()
+
+    async def run(self) -> None:
+        """Take in, for ever."""
+        places = asyncio.Semaphore(self._worker.info.runtime.push_credit_items)
+        while True:
+            await places.acquire()
+            pulled = await self._puller.pull()
+            task = self._worker.spawn(self._judge(pulled), f"trajectory {pulled.meta.ticket_id}")
+            task.add_done_callback(lambda _: places.release())
+
+    def discard(self, ids: Iterable[str]) -> None:
+        """Forget these ids, which makes room."""
+        ids = list(ids)
+        self.store.discard(ids)
+        for ticket in ids:
+            self.metas.pop(ticket, None)
+        self._room.set()
+        self._worker.board.set_queue("store", len(self.store))
+
+    async def _judge(self, pulled: Pulled) -> None:
+        """One trajectory: check, store, ask the master, answer. What the master does not accept leaves the store again."""
+        meta, logger = pulled.meta, self._worker.logger
+        reason = self._objection(meta, pulled.sample)
+        if reason:
+            logger.warning("refused trajectory %s: %s", meta.ticket_id, reason)
+            pulled.ack(StoreVerdict(verdict="refused", reason=reason))
+            return
+        reason = await self._put(pulled.sample)
+        if reason == DUPLICATE:
+            pulled.ack(StoreVerdict(verdict="duplicate", reason="the head holds this ticket"))
+            return
+        if reason:
+            logger.warning("refused trajectory %s: %s", meta.ticket_id, reason)
+            pulled.ack(StoreVerdict(verdict="refused", reason=reason))
+            return
+        self.metas[meta.ticket_id] = meta
+        limit_s = self._verdict_limit_s
+        with self._worker.board.waiting("a verdict on a trajectory", on="master", limit_s=limit_s):
+            verdict = await self._meta_pusher.push_meta(meta, timeout_s=limit_s)
+        if verdict.verdict != "stored":
+            self.discard([meta.ticket_id])
+        pulled.ack(verdict)
+        self._worker.board.set_queue("store", len(self.store))
+
+    async def _put(self, sample: SequenceSample) -> str:
+        """Store, waiting for room if need be. Returns "" or the reason."""
+        deadline = time.monotonic() + _ROOM_LIMIT_S
+        while (reason := self.store.put(sample)) == FULL and (left := deadline - time.monotonic()) > 0:
+            self._room.clear()
+            with self._worker.board.waiting("room in the store", on="master", limit_s=_ROOM_LIMIT_S):
+                try:
+                    await asyncio.wait_for(self._room.wait(), left)
+                except asyncio.TimeoutError:
+                    break
+        return reason
+
+    def _objection(self, meta: TrajectoryMeta, sample: SequenceSample) -> str:
+        """Why a trajectory cannot be taken, "" if it can: for another head or attempt, or metadata that its tensors contradict."""
+        attempt = self._worker.info.attempt
+        if meta.attempt != attempt:
+            return f"wrong_attempt: it is of attempt {meta.attempt}, this is attempt {attempt}"
+        if meta.head != self._head:
+            return f"wrong_head: it is for head {meta.head}, this is head {self._head}"
+        return trajectory_error(meta, sample, vocab_size=self._vocab_size())
+
+
+def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, vocab_size: int) -> str:
+    """How metadata and tensors of a trajectory contradict each other, or what would break training; "" if nothing."""
+    missing = [key for key in TRAJECTORY_KEYS if key not in sample.keys]
+    if missing:
+        return f"missing_keys: {missing}"
+    if sample.ids != (meta.ticket_id,) or set(meta.keys) != set(sample.keys):
+        return (
+            f"bad_meta: ticket {meta.ticket_id} with keys {sorted(meta.keys)}, "
+            f"tensors of {list(sample.ids)} with {sorted(sample.keys)}"
+        )
+    lengths = sample.seqlens["packed_input_ids"][0]
+    if meta.seqlens != lengths:
+        return f"bad_meta: lengths {meta.seqlens}, tensors {lengths}"
+    if not lengths or min(lengths) < 2:
+        return f"bad_lengths: {lengths}; a group has sequences of a prompt and a response"
+    ids = sample.data["packed_input_ids"]
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        return f"bad_tokens: ids from {ids.min()} to {ids.max()}, the vocabulary has {vocab_size}"
+    response_lengths = np.add.reduceat(sample.data["loss_mask"].astype(np.int64), sample.cu_seqlens()[:-1])
+    for name, claimed, found in (
+        ("rewards", meta.rewards, sample.data["rewards"]),
+        ("version_start", meta.version_start, sample.data["version_start"]),
+        ("version_end", meta.version_end, sample.data["version_end"]),
+        ("response_lengths", meta.response_lengths, response_lengths),
+    ):
+        if not np.array_equal(np.asarray(claimed, found.dtype), found, equal_nan=found.dtype.kind == "f"):
+            return f"bad_meta: {name} {claimed}, tensors {found.tolist()}"
+    if not np.isfinite(sample.data["packed_logprobs"]).all() or not np.isfinite(sample.data["rewards"]).all():
+        return "not_finite: logprobs or rewards"
+    return ""

@@ -1,0 +1,167 @@
+"""Replayer: what stands in the place of manager, servers and rollout workers where nothing is generated (mode=train_only).
+
+    trajectories on disk --> [replayer] -- trajectory --> heads          (push-pull, as a rollout worker)
+                                        <-- report, ledger --> master    (HTTP, as the manager)
+
+The master forms its batches by the rule it always has. The ledger that it gets here lists a step's recorded groups with that
+step as their deadline: so each step waits for exactly its own batch, and trains on it. Nothing depends on who is quicker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+from aiohttp import web
+
+from asyncrl.config import ReplayerConfig
+from asyncrl.data.replay import Recorded, plan_replay, translate
+from asyncrl.data.trajectories import read_trajectory
+from asyncrl.messages import LedgerView, Locator, MasterReport, TicketView
+from asyncrl.runtime.push_pull import NameResolvingZmqPusher
+from asyncrl.runtime.worker import Worker
+
+_MAX_WAIT_S = 60.0  # that a report may be held back
+_MAX_BODY_BYTES = 64 << 20
+_SHUTDOWN_S = 1.0
+
+
+class Replayer(Worker):
+    """Sends one recorded batch after another.
+
+    consumes: files; reports of the master (where training is).  produces: trajectories, ledgers.
+    waits for: the master to have trained the batch before (the one before that with eta >= 1), then for the verdicts of the heads.
+    unblocked by: train steps.
+    """
+
+    def __init__(self, config: ReplayerConfig) -> None:
+        super().__init__(config.worker)
+        self.config = config
+        self.plan = plan_replay(
+            config.replay,
+            batch_size=config.batch_size,
+            max_steps=config.max_steps,
+            max_head_offpolicyness=config.max_head_offpolicyness,
+        )
+        self._ahead = min(1, config.max_head_offpolicyness)  # batches sent while another one is trained
+        self._trained = self.plan.first_step  # train steps done, as the master counts
+        self._num_sent = 0  # batches that were begun
+        self._tickets: dict[str, TicketView] = {}
+        self._revision = 0
+        self._changed = asyncio.Condition()
+        self._runner: web.AppRunner | None = None
+
+    async def setup(self) -> None:
+        info = self.info
+        self._pusher = NameResolvingZmqPusher(
+            self.resolver,
+            self.names,
+            pusher_index=0,
+            num_pushers=1,
+            num_pullers=self.config.num_heads,
+            runtime=info.runtime,
+            incarnation=self.incarnation,
+        )
+        await self._pusher.start()
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.router.add_post("/report", self._report)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, info.runtime.host, 0).start()
+        port = self._runner.addresses[0][1]
+        await self.publish(self.names.gserver_manager(), f"http://{info.runtime.host}:{port}")
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if hasattr(self, "_pusher"):
+            await self._pusher.close()
+
+    async def run(self) -> None:
+        """Batch after batch; then it stays, for the master's last reports."""
+        place = 0
+        for number, batch in enumerate(self.plan.batches):
+            await self._until_trained(self.plan.first_step + number - self._ahead)
+            places = range(place, place + len(batch))
+            await self._begin(self.plan.first_step + number, batch, places)
+            for index, (entry, where) in enumerate(zip(batch, places, strict=True)):
+                await self._send(entry, head=index % self.config.num_heads, place=where)
+            place += len(batch)
+        self.logger.info("all %d trajectories are sent", place)
+        await asyncio.Event().wait()  # until it is told to stop
+
+    async def _until_trained(self, version: int) -> None:
+        limit_s = self.config.call_timeout_s
+        if self._trained >= version:
+            return
+        async with self._changed:
+            reached = self._changed.wait_for(lambda: self._trained >= version)
+            await self.board.bounded(reached, what=f"version {version} to be trained", on="master", limit_s=limit_s)
+
+    async def _begin(self, step: int, batch: list[Recorded], places: range) -> None:
+        for entry, place in zip(batch, places, strict=True):
+            ticket = entry.header.meta.ticket_id
+            self._tickets[ticket] = TicketView(
+                ticket_id=ticket,
+                locator=Locator(0, place),
+                deadline=step,
+                state="running",
+                worker=self.name,
+                age_s=0.0,
+            )
+        self._num_sent += 1
+        await self._notify()
+
+    async def _send(self, entry: Recorded, *, head: int, place: int) -> None:
+        trajectory = await asyncio.to_thread(read_trajectory, entry.path)
+        meta, sample = translate(trajectory, attempt=self.info.attempt, head=head, place=place)
+        limit_s = self.config.call_timeout_s
+        with self.board.waiting("a verdict on a trajectory", on=f"head {head}", limit_s=limit_s):
+            verdict = await self._pusher.push(meta, sample, head=head, timeout_s=limit_s)
+        if verdict.verdict != "stored":
+            raise RuntimeError(f"{entry.path} was not taken by head {head}: {verdict.verdict}, {verdict.reason}")
+        if meta.ticket_id in self._tickets:  # trained already otherwise
+            self._tickets[meta.ticket_id] = msgspec.structs.replace(self._tickets[meta.ticket_id], state="stored")
+        self.board.progress()
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._revision += 1
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------------------------------------------- as the manager
+
+    async def _report(self, request: web.Request) -> web.Response:
+        """The ledger, once it is newer than the master's, or after wait_s."""
+        try:
+            report = msgspec.json.decode(await request.read(), type=MasterReport)
+        except msgspec.MsgspecError as error:
+            return web.Response(status=400, text=f"MasterReport: {error}\n")
+        if report.revoke:
+            return web.Response(status=400, text=f"a replay cannot repeat what is taken back: {report.revoke[:4]}\n")
+        gone = [self._tickets.pop(ticket) for ticket in report.consumed if ticket in self._tickets]
+        if gone or report.trained_version != self._trained:
+            self._trained = report.trained_version
+            self.board.version = str(self._trained)
+            await self._notify()
+        deadline = time.monotonic() + min(report.wait_s, _MAX_WAIT_S)
+        async with self._changed:
+            while self._revision <= report.after_revision and (left := deadline - time.monotonic()) > 0:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), left)
+                except asyncio.TimeoutError:
+                    break
+        return web.Response(body=msgspec.json.encode(self._view()), content_type="application/json")
+
+    def _view(self) -> LedgerView:
+        return LedgerView(
+            known=True,
+            revision=self._revision,
+            served_version=-1,
+            exhausted=self._num_sent == len(self.plan.batches),
+            live=list(self._tickets.values()),
+            rejected=[],
+            servers=[],
+        )

@@ -1,0 +1,51 @@
+"""How far the loading of a model has come, for a worker's status: `loading actor, 1.2 of 3.0 GB`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+_SHOWN_FROM_BYTES = 100_000_000  # smaller ones are there at once
+_WEIGHTS_BAR = "Loading weights"  # what transformers calls the progress bar over the tensors of a model
+
+
+class LoadProgress:
+    """Counts the tensors that transformers has put in their place; bytes are in proportion.
+
+    `watched` on the thread that loads, `text` from any.
+    """
+
+    def __init__(self, model_path: str | Path) -> None:
+        files = Path(model_path).glob("*.safetensors")
+        self._num_bytes = sum(file.stat().st_size for file in files)
+        self._done = self._total = 0
+
+    def text(self) -> str:
+        """What to add to the name of the wait; nothing while nothing is known."""
+        if not self._total or self._num_bytes < _SHOWN_FROM_BYTES:
+            return ""
+        return f", {self._num_bytes * self._done / self._total / 1e9:.1f} of {self._num_bytes / 1e9:.1f} GB"
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, from_pretrained is counted. transformers has one hook for the process: models load one after another."""
+        from transformers.utils.logging import set_tqdm_hook
+
+        previous = set_tqdm_hook(self._bar)
+        try:
+            yield
+        finally:
+            set_tqdm_hook(previous)
+
+    def _bar(self, make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and kwargs.get("desc") == _WEIGHTS_BAR:
+            args = (self._counted(args[0], len(args[0])), *args[1:])
+        return make(*args, **kwargs)
+
+    def _counted(self, tensors: Iterable[Any], total: int) -> Iterator[Any]:
+        self._done, self._total = 0, total
+        for tensor in tensors:
+            yield tensor
+            self._done += 1

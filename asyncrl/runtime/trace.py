@@ -1,0 +1,237 @@
+"""Timeline: what each process did when, in the trace event format that chrome://tracing and ui.perfetto.dev read.
+
+    every process of a run with `trace: true` -- Tracer --> trace/attempt_N/<worker>.jsonl -- merge --> trace/attempt_N.json
+
+A Tracer keeps events in memory and writes them when it is flushed (a worker's status reporter does, twice a second). Both are
+bounded: what does not fit is dropped and counted, and tracing never fails a run. Times are those of the monotonic clock, which
+all processes of a machine share; each file also says how far that clock is from the calendar, so that merging puts several
+machines on one clock as well as their calendars agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from asyncrl.config import WorkerInfo
+from asyncrl.messages import DECODE_ERRORS
+
+Value = str | int | float | bool
+_MAX_BUFFERED = 100_000  # events between two flushes
+_MAX_FILE_BYTES = 256_000_000
+_SHORTEST_WAIT_US = 500  # a wait shorter than this is no news
+_KINDS = ("generation_server", "rollout_worker", "gserver_manager", "model_worker", "master")
+_encoder = msgspec.json.Encoder()
+
+
+class TraceHeader(msgspec.Struct, frozen=True):
+    """First line of a process's file."""
+
+    process: str  # e.g. rollout_worker/1
+    pid: int
+    order: int  # where it stands among the processes
+    boot: str  # the machine and its start: processes with the same one share a clock
+    unix_us: int  # calendar minus monotonic clock, microseconds
+
+
+class Tracer:
+    """Records what a process does. Without a path it records nothing, and costs next to nothing. Threads may share one."""
+
+    def __init__(self, path: Path | None = None, *, process: str = "", order: int = 0) -> None:
+        self.enabled = path is not None
+        self.num_dropped = 0
+        self._events: list[dict[str, Any]] = []
+        self._tracks: dict[str, int] = {}
+        self._counters: dict[str, float] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._file: TextIO | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+            header = TraceHeader(process, self._pid, order, _boot(), time.time_ns() // 1000 - _now_us())
+            self._file.write(_encoder.encode(header).decode() + "\n")
+
+    @contextlib.contextmanager
+    def span(self, name: str, *, track: str, **args: Value) -> Iterator[None]:
+        """Something that goes on now. On a track spans follow or enclose one another; what overlaps is for `overlapping`."""
+        start = _now_us()
+        try:
+            yield
+        finally:
+            self.add_span(name, start, track=track, **args)
+
+    @contextlib.contextmanager
+    def overlapping(self, name: str, *, kind: str, **args: Value) -> Iterator[None]:
+        """Something that goes on beside others of its kind. Each gets a line of its own."""
+        start = _now_us()
+        try:
+            yield
+        finally:
+            self.add_overlapping(name, start, kind=kind, **args)
+
+    def add_overlapping(self, name: str, start_us: int, *, kind: str, **args: Value) -> None:
+        """What `overlapping` records, for something that began at start_us (`now_us`) and ends now."""
+        if not self.enabled:
+            return
+        common = {"name": name, "cat": kind, "id2": {"local": hex(next(self._ids))}, "pid": self._pid, "tid": 0}
+        self._append({**common, "ph": "b", "ts": start_us, "args": args})
+        self._append({**common, "ph": "e", "ts": _now_us()})
+
+    def wait(self, what: str, on: str, start_us: int) -> None:
+        """A wait that ends now."""
+        if self.enabled and _now_us() - start_us >= _SHORTEST_WAIT_US:
+            self.add_overlapping(what, start_us, kind="wait", on=on)
+
+    def count(self, name: str, value: float) -> None:
+        """A quantity, from now on."""
+        if self.enabled and self._counters.get(name) != value:
+            self._counters[name] = value
+            self._append(
+                {"ph": "C", "name": name, "ts": _now_us(), "pid": self._pid, "tid": 0, "args": {"value": value}}
+            )
+
+    def now_us(self) -> int:
+        """Now, for a start_us; 0 where nothing is recorded."""
+        return _now_us() if self.enabled else 0
+
+    def flush(self) -> None:
+        """Write what has been recorded. A file that cannot be written ends the tracing, not the run."""
+        with self._lock:
+            events, self._events = self._events, []
+            if self._file is None:
+                return
+            try:
+                self._file.write("".join(_encoder.encode(event).decode() + "\n" for event in events))
+                self._file.flush()
+                if self._file.tell() > _MAX_FILE_BYTES:
+                    self._stop(f"it has reached {_MAX_FILE_BYTES} bytes")
+            except OSError as error:
+                self._stop(str(error))
+
+    def close(self) -> None:
+        self.flush()
+        if self.num_dropped:
+            logging.getLogger(__name__).warning("%d events are not in the timeline: too many at once", self.num_dropped)
+        with self._lock:
+            self.enabled = False
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
+    def add_span(self, name: str, start_us: int, *, track: str, **args: Value) -> None:
+        """What `span` records, for something that began at start_us (`now_us`) and ends now."""
+        if not self.enabled:
+            return
+        tid = self._tracks.get(track)
+        if tid is None:
+            with self._lock:
+                tid = self._tracks.setdefault(track, len(self._tracks) + 1)
+            self._append(_metadata("thread_name", self._pid, {"name": track}, tid))
+        duration = _now_us() - start_us
+        self._append(
+            {"ph": "X", "name": name, "ts": start_us, "dur": duration, "pid": self._pid, "tid": tid, "args": args}
+        )
+
+    def _append(self, event: dict[str, Any]) -> None:
+        if len(self._events) < _MAX_BUFFERED:
+            self._events.append(event)
+        else:
+            self.num_dropped += 1
+
+    def _stop(self, why: str) -> None:
+        logging.getLogger(__name__).warning("no more timeline from here on: %s", why)
+        self.enabled = False
+        assert self._file is not None
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._file = None
+
+
+OFF = Tracer()  # records nothing
+
+
+def trace_dir(run_dir: Path, attempt: int) -> Path:
+    """Where the processes of an attempt write."""
+    return run_dir / "trace" / f"attempt_{attempt}"
+
+
+def trace_file(info: WorkerInfo) -> Path:
+    """Where one of them does."""
+    return trace_dir(Path(info.run_dir), info.attempt) / f"{info.name.replace('/', '_')}.jsonl"
+
+
+def place_of(info: WorkerInfo) -> int:
+    """Where a process stands in the timeline: from generation to training."""
+    return _KINDS.index(info.kind) * 1000 + info.index if info.kind in _KINDS else len(_KINDS) * 1000
+
+
+def merge(folder: Path, out: Path) -> int:
+    """One timeline of all processes' files. Returns the number of events; a broken line is left out."""
+    num_events = 0
+    temporary = out.with_name(f".{out.name}")
+    with temporary.open("w", encoding="utf-8") as target:
+        target.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        reference: TraceHeader | None = None
+        for path in sorted(folder.glob("*.jsonl")):
+            with path.open("rb") as lines:
+                header = _read_header(lines.readline())
+                if header is None:
+                    continue
+                reference = reference or header
+                shift_us = 0 if header.boot == reference.boot else header.unix_us - reference.unix_us
+                events = itertools.chain(_about(header), _read_events(lines, shift_us))
+                for event in events:
+                    target.write((",\n" if num_events else "\n") + _encoder.encode(event).decode())
+                    num_events += 1
+        target.write("\n]}\n")
+    temporary.rename(out)
+    return num_events
+
+
+def _about(header: TraceHeader) -> Iterator[dict[str, Any]]:
+    yield _metadata("process_name", header.pid, {"name": header.process})
+    yield _metadata("process_sort_index", header.pid, {"sort_index": header.order})
+
+
+def _read_header(line: bytes) -> TraceHeader | None:
+    try:
+        return msgspec.json.decode(line, type=TraceHeader)
+    except DECODE_ERRORS:
+        return None
+
+
+def _read_events(lines: Any, shift_us: int) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            event = msgspec.json.decode(line, type=dict[str, Any])
+        except DECODE_ERRORS:  # cut short by the end of its process
+            continue
+        if shift_us and "ts" in event:
+            event["ts"] += shift_us
+        yield event
+
+
+def _metadata(name: str, pid: int, args: Mapping[str, Value], tid: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux: the host's name has to do
+        return os.uname().nodename

@@ -1,0 +1,309 @@
+"""What the benchmarks share: rounds in alternation, medians, processes with limits, and the shape of a result.
+
+A benchmark measures `sides`: asyncrl and the peers it is compared with. A side is a function that measures once, from fresh
+processes where processes matter, and returns one number per case. `alternate` runs them in turn, round after round, so that
+whatever else the machine does falls on all of them. `finish` prints the last line of stdout, one JSON object: name, value, unit,
+ratio (ours over the peer's, of medians), and what a benchmark adds. Tables for people go to stderr.
+
+Peers are optional: one that is not installed is named in `peers_missing` and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib.util
+import json
+import math
+import os
+import platform
+import selectors
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+BASELINES = Path(__file__).parent / "baselines"
+PART = "--part"  # a benchmark started with this is one of its own processes
+_PR_SET_PDEATHSIG = 1
+
+Numbers = Mapping[str, float]  # case -> what was measured
+
+
+# ------------------------------------------------------------------------------------------------------------ the command
+
+
+def parser(description: str, *, rounds: int = 5) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help=f"measured rounds, after a warm-up (default {rounds})"
+    )
+    parser.add_argument("--json-only", action="store_true", help="no table on stderr, only the JSON line on stdout")
+    parser.add_argument("--write-baseline", action="store_true", help="also write the result to benchmarks/baselines/")
+    return parser
+
+
+def say(args: argparse.Namespace, text: str) -> None:
+    """Progress, for people."""
+    if not args.json_only:
+        print(text, file=sys.stderr, flush=True)
+
+
+def missing_peers(modules: Mapping[str, str]) -> list[str]:
+    """Those peers (peer -> the module it needs) that are not installed."""
+    return sorted(peer for peer, module in modules.items() if importlib.util.find_spec(module) is None)
+
+
+# ------------------------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass
+class Rounds:
+    """What was measured: by side, by case, one number a round."""
+
+    values: dict[str, dict[str, list[float]]]
+
+    def median(self, side: str, case: str) -> float:
+        return statistics.median(self.values[side][case])
+
+    def spread(self, side: str, case: str) -> float:
+        """Interquartile range."""
+        values = self.values[side][case]
+        if len(values) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return high - low
+
+    def cases(self, side: str) -> list[str]:
+        return list(self.values[side])
+
+    def ratio(self, ours: str, peer: str, case: str) -> float:
+        """Median of ours over median of the peer's."""
+        return round(self.median(ours, case) / self.median(peer, case), 4)
+
+    def ratios(self, ours: str, peers: Sequence[str], cases: Sequence[str]) -> dict[str, dict[str, float]]:
+        """peer -> case -> ratio, for the cases that both have."""
+        both = {peer: [c for c in cases if c in self.values[peer] and c in self.values[ours]] for peer in peers}
+        return {peer: {case: self.ratio(ours, peer, case) for case in found} for peer, found in both.items()}
+
+    def summary(self) -> dict[str, dict[str, dict[str, float]]]:
+        """side -> case -> median and spread."""
+        return {
+            side: {c: {"median": _digits(self.median(side, c)), "iqr": _digits(self.spread(side, c))} for c in cases}
+            for side, cases in self.values.items()
+        }
+
+
+def alternate(args: argparse.Namespace, sides: Mapping[str, Callable[[], Numbers]], *, warm_up: int = 1) -> Rounds:
+    """Each side once a round, in the order given, for warm_up + args.rounds rounds. The warm-up is not counted."""
+    if args.rounds < 1:
+        raise SystemExit(f"--rounds is {args.rounds}; at least 1 is needed (5 for a figure to quote)")
+    values: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
+    for number in range(-warm_up, args.rounds):
+        for side, measure in sides.items():
+            start = time.monotonic()
+            numbers = measure()
+            took_s = time.monotonic() - start
+            label = "warm-up" if number < 0 else f"round {number + 1}/{args.rounds}"
+            found = "  ".join(f"{case} {_digits(value):g}" for case, value in numbers.items())
+            say(args, f"{label:>12}  {side:<22} {took_s:5.1f} s   {found}")
+            if number >= 0:
+                for case, value in numbers.items():
+                    values[side].setdefault(case, []).append(value)
+    return Rounds(values)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value that `percent` of the values do not exceed (nearest rank)."""
+    ranked = sorted(values)
+    return ranked[max(0, math.ceil(len(ranked) * percent / 100) - 1)]
+
+
+def _digits(value: float) -> float:
+    """Four significant digits: no measurement here has more."""
+    return float(f"{value:.4g}")
+
+
+# -------------------------------------------------------------------------------------------------------------- the result
+
+
+def machine() -> dict[str, Any]:
+    """Where a figure comes from."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "pyzmq": _version("pyzmq"),
+        "system": f"{platform.system()} {platform.release()}",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """The commit that was measured; "+" where the working tree differs from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def finish(
+    args: argparse.Namespace,
+    *,
+    name: str,
+    value: float | None,
+    unit: str,
+    ratio: Mapping[str, float | Mapping[str, float]],
+    **more: Any,
+) -> None:
+    """Print the result as the last line of stdout; write it as the baseline if asked to. `more` are further fields."""
+    figure = None if value is None else _digits(value)  # None: there is none, and the result says why
+    result = {"name": name, "value": figure, "unit": unit, "ratio": ratio, "rounds": args.rounds, **more}
+    result["machine"] = machine()
+    if args.write_baseline:
+        BASELINES.mkdir(exist_ok=True)
+        (BASELINES / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        say(args, f"written: {BASELINES / name}.json")
+    print(json.dumps(result), flush=True)
+
+
+def table(args: argparse.Namespace, title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table on stderr. The first column is text, the others are numbers or text."""
+    cells = [[f"{_digits(cell):g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
+    say(args, f"\n{title}")
+    for row in [list(header), ["-" * width for width in widths], *cells]:
+        first, *others = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        say(args, "  " + "  ".join([first, *others]))
+    say(args, "")
+
+
+# ------------------------------------------------------------------------------------------------------- processes of a side
+
+
+class ChildFailed(Exception):
+    """A process of a benchmark ended, or did not answer in time."""
+
+
+class Child:
+    """One process of a side: this script, started again with PART. It and what it has started are killed at the end.
+
+    They talk in lines of JSON: `send` and `receive` here, `Parent` there.
+    """
+
+    def __init__(self, script: str, part: str, **settings: Any) -> None:
+        self._part = part
+        command = [sys.executable, script, PART, part, json.dumps(settings)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
+        )
+        self._pending = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, **message: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """The next line. Raises ChildFailed after timeout_s, or when the process has ended."""
+        assert self._process.stdout is not None
+        limit = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._pending:
+                if not selector.select(max(0.0, limit - time.monotonic())):
+                    raise ChildFailed(f"{self._part} said nothing for {timeout_s:g} s")
+                read = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not read:
+                    raise ChildFailed(f"{self._part} ended with exit status {self._process.wait(10)}")
+                self._pending += read
+        line, _, self._pending = self._pending.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """End its standard input, which asks it to end; kill its session after grace_s."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
+        self._process.stdout.close()
+
+
+@contextlib.contextmanager
+def children(script: str, *parts: str, grace_s: float = 5.0, **settings: Any) -> Iterator[list[Child]]:
+    """One child a part, all with the same settings; all gone afterwards."""
+    started: list[Child] = []
+    try:
+        for part in parts:
+            started.append(Child(script, part, **settings))
+        yield started
+    finally:
+        for child in reversed(started):
+            child.close(grace_s)
+
+
+class Parent:
+    """The benchmark, as seen by one of its processes."""
+
+    def __init__(self) -> None:
+        # Libraries print to stdout too: they get stderr, and the pipe is ours.
+        self._out = os.fdopen(os.dup(1), "wb", buffering=0)
+        os.dup2(2, 1)
+
+    def send(self, **message: Any) -> None:
+        self._out.write(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None when the benchmark wants no more. The benchmark limits this wait: it closes the pipe."""
+        line = sys.stdin.buffer.readline()
+        return json.loads(line) if line else None
+
+
+def run_part(parts: Mapping[str, Callable[..., None]]) -> bool:
+    """In a script's main: run the part that it was started for, if any. A part is called with a Parent and its settings."""
+    if len(sys.argv) != 4 or sys.argv[1] != PART:
+        return False
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # never outlive the benchmark
+    parts[sys.argv[2]](Parent(), **json.loads(sys.argv[3]))
+    return True
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process, all its threads."""
+    return time.process_time()

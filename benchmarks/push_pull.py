@@ -1,0 +1,515 @@
+"""How fast trajectories go from a rollout worker to a head, beside raw pyzmq, Ray and TransferQueue; and what that costs the head.
+
+    python benchmarks/push_pull.py [--rounds 5] [--seconds 1] [--cases 4x4096,8x512,1x128] [--peers raw_pyzmq,ray]
+
+A case NxL is a group of N sequences of L tokens, built before the clock starts, with all keys of a real trajectory. Every side
+has the same number of groups on the way. A group counts when the sender knows that it is stored. The sides:
+
+    asyncrl               NameResolvingZmqPusher to NameResolvingZmqPuller, a process each: validated, decoded into arrays of
+                          their own, stored, acknowledged with a verdict
+    raw_pyzmq             the same frames from process to process over a blocking PUSH/PULL pair, large ones not copied when sent;
+                          each copied into an array of its own, stored; 8 bytes over a second pair acknowledge it. No validation,
+                          nothing is ever sent again
+    ray                   an actor call with the same numpy arrays; the actor copies them (Ray's are read-only views), stores
+                          them and returns a verdict
+    transfer_queue        TransferQueue 0.1.11, kv_put of one group, then kv_batch_get of it, as tensors (SimpleStorage)
+    transfer_queue_batch  kv_batch_put of 32 groups, already stacked, then kv_batch_get of all 32
+
+TransferQueue's time is put + get; removing groups from it is not counted. Further fields: CPU microseconds per group of the
+sending and the receiving process, and how much slower a train step gets (`slow_down`, 1 = not at all) while the stream runs
+beside it in the same process, at the rate of a real run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+from common import Child, Parent, alternate, children, finish, missing_peers, parser, run_part, say, table
+
+CASES = ("4x4096", "8x512", "1x128")
+PEERS = {"raw_pyzmq": "zmq", "ray": "ray", "transfer_queue": "transfer_queue", "transfer_queue_batch": "transfer_queue"}
+IN_FLIGHT = 32  # groups sent and not acknowledged
+BATCH = 32  # TransferQueue's
+STORED = 64  # groups that a receiver keeps
+POOL = 8  # different groups that are sent in turn
+START_S, CALL_S = 120.0, 60.0  # limits of waits
+# What the quickstart pushes to one head: 64 groups of 8 sequences a train step of 0.7 s, over two heads; and ten times its lengths.
+TRAIN_CASES = {"8x17": 45.0, "8x170": 45.0}
+TRAIN_STEPS = 20
+
+
+# --------------------------------------------------------------------------------------------------------------- the groups
+
+
+def make_sample(case: str, number: int) -> Any:
+    """A group as a rollout worker pushes it: a quarter of each sequence is prompt, and it was sampled by two versions."""
+    from asyncrl.data.sequence import SequenceSample
+
+    sequences, length = map(int, case.split("x"))
+    rng = np.random.default_rng(number)
+    prompt = max(1, length // 4)
+    ids = rng.integers(0, 50_000, sequences * length)
+    ids = ids.reshape(sequences, length)
+    ids[:, :prompt] = ids[0, :prompt]
+    sampled = np.tile(np.arange(length) >= prompt, sequences)
+    data = {
+        "packed_input_ids": ids.reshape(-1),
+        "packed_prompts": ids[0, :prompt].copy(),
+        "packed_logprobs": np.where(sampled, -rng.random(len(sampled)), 0).astype(np.float32),
+        "prompt_mask": ~sampled,
+        "loss_mask": sampled,
+        "seq_no_eos_mask": np.zeros(sequences, np.bool_),
+        "rewards": rng.random(sequences).astype(np.float32),
+        "task_ids": np.zeros(1, np.int64),
+        "versions": np.where(sampled, np.int64(7 + number % 2), -1),
+        "version_start": np.full(sequences, 7, np.int64),
+        "version_end": np.full(sequences, 8, np.int64),
+        "birth_time": np.array([1.7e9 + number]),
+    }
+    runs = {1: [1], prompt: [prompt], sequences: [1] * sequences, len(sampled): [length] * sequences}
+    lengths = {key: [runs[len(array)]] for key, array in data.items()}
+    lengths["packed_prompts"] = [[prompt]]
+    for key in ("seq_no_eos_mask", "rewards", "version_start", "version_end"):
+        lengths[key] = [[1] * sequences]
+    return SequenceSample((f"t1.{number:06d}",), lengths, data)
+
+
+def make_meta(sample: Any) -> Any:
+    from asyncrl.messages import Locator, TrajectoryMeta
+
+    lengths = sample.seqlens["packed_input_ids"][0]
+    return TrajectoryMeta(
+        ticket_id=sample.ids[0],
+        locator=Locator(0, 1),
+        attempt=1,
+        head=0,
+        keys=list(sample.keys),
+        seqlens=lengths,
+        response_lengths=lengths,
+        rewards=sample.data["rewards"].tolist(),
+        version_start=sample.data["version_start"].tolist(),
+        version_end=sample.data["version_end"].tolist(),
+        birth_time=1.7e9,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------ asyncrl
+
+
+def asyncrl_receiver(parent: Parent, trainer: bool = False) -> None:
+    """A head: pulls, stores, acknowledges. With `trainer`, a train step runs beside it on a thread, when asked to."""
+    asyncio.run(_receive(parent, trainer))
+
+
+async def _receive(parent: Parent, trainer: bool) -> None:
+    from asyncrl.config import RuntimeConfig
+    from asyncrl.messages import StoreVerdict
+    from asyncrl.names import Names
+    from asyncrl.runtime.name_resolve import MemoryNameResolver
+    from asyncrl.runtime.push_pull import NameResolvingZmqPuller, puller_stream
+
+    resolver, names = MemoryNameResolver("bench"), Names("bench", "push-pull")
+    puller = NameResolvingZmqPuller(resolver, names, puller_index=0, runtime=RuntimeConfig())
+    await puller.start()
+    stored: deque[Any] = deque(maxlen=STORED)
+    verdict = StoreVerdict(verdict="stored")
+
+    async def take_in() -> None:
+        while True:
+            pulled = await puller.pull()
+            stored.append(pulled.sample)
+            pulled.ack(verdict)
+
+    taking = asyncio.create_task(take_in())
+    parent.send(endpoint=resolver.get(names.stream(puller_stream(0))))
+    step = await asyncio.to_thread(_train_step) if trainer else None
+    while await asyncio.to_thread(parent.receive) is not None:  # the parent bounds this wait: it ends the pipe
+        assert step is not None
+        parent.send(step_s=await asyncio.to_thread(_median_step_s, step))
+    taking.cancel()
+    await puller.close()
+
+
+def asyncrl_sender(parent: Parent, trainer: bool = False) -> None:
+    asyncio.run(_send(parent))
+
+
+async def _send(parent: Parent) -> None:
+    from asyncrl.config import RuntimeConfig
+    from asyncrl.names import Names
+    from asyncrl.runtime.name_resolve import MemoryNameResolver
+    from asyncrl.runtime.push_pull import NameResolvingZmqPusher, puller_stream
+
+    resolver, names = MemoryNameResolver("bench"), Names("bench", "push-pull")
+    resolver.add(names.stream(puller_stream(0)), str((parent.receive() or {})["endpoint"]))
+    pusher = NameResolvingZmqPusher(
+        resolver, names, pusher_index=0, num_pushers=1, num_pullers=1, runtime=RuntimeConfig(), incarnation="bench"
+    )
+    await pusher.start()
+    while (order := await asyncio.to_thread(parent.receive)) is not None:
+        samples = [make_sample(order["case"], number) for number in range(POOL)]
+        metas = [make_meta(sample) for sample in samples]
+        start = time.perf_counter()
+        end = start + order["seconds"]
+        count = 0
+
+        async def push(number: int, metas: list[Any] = metas, samples: list[Any] = samples) -> None:
+            nonlocal count
+            verdict = await pusher.push(metas[number % POOL], samples[number % POOL], head=0, timeout_s=CALL_S)
+            assert verdict.verdict == "stored"
+            count += 1
+
+        async def keep_pushing(number: int, end: float = end) -> None:
+            while time.perf_counter() < end:
+                await push(number)
+
+        if order["rate"]:
+            async with asyncio.TaskGroup() as group:
+                while (now := time.perf_counter()) < end:
+                    group.create_task(push(int((now - start) * order["rate"])))
+                    await asyncio.sleep(1 / order["rate"])
+        else:
+            await asyncio.gather(*(keep_pushing(number) for number in range(IN_FLIGHT)))
+        parent.send(groups=count, seconds=time.perf_counter() - start)
+    await pusher.close()
+
+
+def _train_step() -> Callable[[], None]:
+    """A small transformer's forward, backward and Adam step, about 30 ms on one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    batch = torch.randn(8, 64, 128)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    step()
+    return step
+
+
+def _median_step_s(step: Callable[[], None]) -> float:
+    import torch
+
+    torch.set_num_threads(1)  # counts per thread
+    seconds = []
+    for _ in range(TRAIN_STEPS):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+# ---------------------------------------------------------------------------------------------------------------- raw pyzmq
+
+
+def raw_receiver(parent: Parent) -> None:
+    import zmq
+
+    context = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    port = pull.bind_to_random_port("tcp://127.0.0.1")
+    back = push.bind_to_random_port("tcp://127.0.0.1")
+    parent.send(port=port, back=back)
+    stored: deque[Any] = deque(maxlen=STORED)
+    while True:  # until the benchmark kills it
+        header, *frames = pull.recv_multipart(copy=False)
+        arrays = [np.frombuffer(frame.buffer, np.uint8).copy() for frame in frames]
+        stored.append((header.bytes, arrays))
+        push.send(b"12345678")
+
+
+def raw_sender(parent: Parent) -> None:
+    import zmq
+
+    from asyncrl.data.codec import encode_sample
+
+    context = zmq.Context()
+    push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    pull.setsockopt(zmq.RCVTIMEO, int(CALL_S * 1000))
+    ports = parent.receive() or {}
+    push.connect(f"tcp://127.0.0.1:{ports['port']}")
+    pull.connect(f"tcp://127.0.0.1:{ports['back']}")
+    while (order := parent.receive()) is not None:
+        messages = []
+        for number in range(POOL):
+            sample = make_sample(order["case"], number)
+            header, frames = encode_sample(sample)
+            messages.append([header + msgspec.msgpack.encode(make_meta(sample)), *frames])
+        start = time.perf_counter()
+        end = start + order["seconds"]
+        sent = acknowledged = 0
+        while acknowledged < sent or time.perf_counter() < end:
+            while sent - acknowledged < IN_FLIGHT and time.perf_counter() < end:
+                push.send_multipart(messages[sent % POOL], copy=False)
+                sent += 1
+            if acknowledged < sent:
+                pull.recv()
+                acknowledged += 1
+        parent.send(groups=sent, seconds=time.perf_counter() - start)
+
+
+# ------------------------------------------------------------------------------------------------------ Ray, TransferQueue
+
+
+@contextmanager
+def _ray() -> Iterator[Any]:
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=500_000_000, log_to_driver=False)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def ray_side(parent: Parent) -> None:
+    with _ray() as ray:
+
+        @ray.remote
+        class Head:
+            def __init__(self) -> None:
+                self.stored: deque[Any] = deque(maxlen=STORED)
+
+            def store(self, meta: bytes, arrays: dict[str, Any]) -> str:
+                self.stored.append((meta, {key: array.copy() for key, array in arrays.items()}))
+                return "stored"
+
+        head = Head.remote()
+        parent.send(ready=True)
+        while (order := parent.receive()) is not None:
+            samples = [make_sample(order["case"], number) for number in range(POOL)]
+            messages = [(msgspec.msgpack.encode(make_meta(sample)), sample.data) for sample in samples]
+            ray.get(head.store.remote(*messages[0]), timeout=CALL_S)  # the actor is up
+            start = time.perf_counter()
+            end = start + order["seconds"]
+            sent, pending = 0, []
+            while time.perf_counter() < end:
+                if len(pending) == IN_FLIGHT:
+                    done, pending = ray.wait(pending, timeout=CALL_S)
+                    assert ray.get(done, timeout=CALL_S) == ["stored"]
+                pending.append(head.store.remote(*messages[sent % POOL]))
+                sent += 1
+            ray.get(pending, timeout=CALL_S)
+            parent.send(groups=sent, seconds=time.perf_counter() - start)
+
+
+def transfer_queue_side(parent: Parent) -> None:
+    with _ray():
+        import torch
+        import transfer_queue as tq
+        from tensordict import TensorDict
+
+        tq.init()
+        try:
+            parent.send(ready=True)
+            used = 0
+            while (order := parent.receive()) is not None:
+                samples = [make_sample(order["case"], number) for number in range(BATCH)]
+                groups = [{key: torch.from_numpy(array) for key, array in s.data.items()} for s in samples]
+                batch = TensorDict({key: torch.stack([g[key] for g in groups]) for key in groups[0]}, batch_size=BATCH)
+                count, spent_s, stored = 0, 0.0, None
+                while spent_s < order["seconds"]:
+                    size = order["batch"]
+                    keys = [f"{used + i}" for i in range(size)]
+                    used += size
+                    start = time.perf_counter()
+                    if size == 1:
+                        tq.kv_put(keys[0], "train", groups[count % BATCH], {"stored": 0})
+                    else:
+                        tq.kv_batch_put(keys, "train", batch, [{"stored": 0}] * size)
+                    stored = tq.kv_batch_get(keys, "train")
+                    spent_s += time.perf_counter() - start
+                    assert stored.batch_size[0] == size
+                    count += size
+                    tq.kv_clear(keys, "train")
+                parent.send(groups=count, seconds=spent_s)
+        finally:
+            tq.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ the benchmark
+
+PARTS = {
+    "asyncrl_receiver": asyncrl_receiver,
+    "asyncrl_sender": asyncrl_sender,
+    "raw_receiver": raw_receiver,
+    "raw_sender": raw_sender,
+    "ray": ray_side,
+    "transfer_queue": transfer_queue_side,
+}
+
+
+def order(sender: Child, case: str, seconds: float, *, rate: float = 0.0, batch: int = 1) -> None:
+    sender.send(case=case, seconds=seconds, rate=rate, batch=batch)
+
+
+def groups_per_s(sender: Child, seconds: float) -> float:
+    answer = sender.receive(seconds + CALL_S)
+    return float(answer["groups"]) / float(answer["seconds"])
+
+
+class Pair:
+    """A side with one sending and one receiving process. Also notes the CPU time of both per group, in microseconds."""
+
+    def __init__(self, receiver: str, sender: str, cases: list[str], seconds: float) -> None:
+        self._parts = receiver, sender
+        self._cases = cases
+        self._seconds = seconds
+        self.cpu_us: dict[str, dict[str, list[float]]] = {"receiver": {}, "sender": {}}
+
+    def __call__(self) -> dict[str, float]:
+        rates = {}
+        with children(__file__, *self._parts, grace_s=1.0) as (receiver, sender):
+            sender.send(**receiver.receive(START_S))
+            processes = {"receiver": psutil.Process(receiver.pid), "sender": psutil.Process(sender.pid)}
+            for case in self._cases:
+                order(sender, case, self._seconds / 5)  # connections, allocators and caches are warm
+                groups_per_s(sender, self._seconds)
+                before = {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
+                order(sender, case, self._seconds)
+                rates[case] = groups_per_s(sender, self._seconds)
+                for name, process in processes.items():
+                    used_us = 1e6 * (sum(process.cpu_times()[:2]) - before[name])
+                    self.cpu_us[name].setdefault(case, []).append(used_us / (rates[case] * self._seconds))
+        return rates
+
+    def cpu(self) -> dict[str, dict[str, float]]:
+        """Medians. The first, of the warm-up round, does not count."""
+        return {
+            name: {case: round(statistics.median(values[1:] or values), 1) for case, values in cases.items()}
+            for name, cases in self.cpu_us.items()
+        }
+
+
+def single(part: str, cases: list[str], seconds: float, batch: int = 1) -> Callable[[], dict[str, float]]:
+    """A side that starts its other processes by itself."""
+
+    def measure() -> dict[str, float]:
+        with children(__file__, part, grace_s=30.0) as (side,):
+            side.receive(START_S)
+            rates = {}
+            for case in cases:
+                order(side, case, seconds / 5, batch=batch)
+                groups_per_s(side, seconds)
+                order(side, case, seconds, batch=batch)
+                rates[case] = groups_per_s(side, seconds)
+            return rates
+
+    return measure
+
+
+def train_steps(rounds: int) -> dict[str, dict[str, float]]:
+    """A train step's median milliseconds without the stream and beside it, in alternation."""
+    found: dict[str, dict[str, list[float]]] = {case: {"alone": [], "beside": []} for case in TRAIN_CASES}
+    with children(__file__, "asyncrl_receiver", "asyncrl_sender", trainer=True) as (trainer, sender):
+        sender.send(**trainer.receive(START_S))
+        for number in range(-1, rounds):
+            for case, rate in TRAIN_CASES.items():
+                trainer.send()
+                alone_s = trainer.receive(CALL_S)["step_s"]
+                order(sender, case, TRAIN_STEPS * alone_s * 1.2, rate=rate)
+                trainer.send()
+                beside_s = trainer.receive(CALL_S)["step_s"]
+                sender.receive(CALL_S)
+                if number >= 0:
+                    found[case]["alone"].append(1000 * alone_s)
+                    found[case]["beside"].append(1000 * beside_s)
+    result = {}
+    for case, times in found.items():
+        alone_ms, beside_ms = statistics.median(times["alone"]), statistics.median(times["beside"])
+        slow_down = statistics.median(b / a for a, b in zip(times["alone"], times["beside"], strict=True))
+        result[case] = {
+            "groups_per_s": TRAIN_CASES[case],
+            "step_alone_ms": round(alone_ms, 2),
+            "step_beside_ms": round(beside_ms, 2),
+            "slow_down": round(slow_down, 3),
+        }
+    return result
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--seconds", type=float, default=1.0, help="how long each side sends each case (default 1)")
+    options.add_argument("--cases", default=",".join(CASES), help="cases, separated by commas")
+    options.add_argument("--peers", default=",".join(PEERS), help="peers, separated by commas; others are left out")
+    options.add_argument("--no-train-step", action="store_true", help="leave out the train step beside the stream")
+    args = options.parse_args()
+    cases, seconds = args.cases.split(","), args.seconds
+
+    makers: dict[str, Callable[[], Callable[[], dict[str, float]]]] = {
+        "raw_pyzmq": lambda: Pair("raw_receiver", "raw_sender", cases, seconds),
+        "ray": lambda: single("ray", cases, seconds),
+        "transfer_queue": lambda: single("transfer_queue", cases, seconds),
+        "transfer_queue_batch": lambda: single("transfer_queue", cases, seconds, batch=BATCH),
+    }
+    wanted = [peer for peer in args.peers.split(",") if peer]
+    missing = missing_peers({peer: PEERS[peer] for peer in wanted})
+    peers = [peer for peer in wanted if peer not in missing]
+    ours = Pair("asyncrl_receiver", "asyncrl_sender", cases, seconds)
+    sides: dict[str, Callable[[], dict[str, float]]] = {"asyncrl": ours}
+    sides |= {peer: makers[peer]() for peer in peers}
+    rounds = alternate(args, sides)
+    cpu = {side: measure.cpu() for side, measure in sides.items() if isinstance(measure, Pair)}
+    slow_down: dict[str, Any] = {}
+    if not args.no_train_step:
+        say(args, "a train step beside the stream")
+        slow_down = train_steps(args.rounds)
+
+    ratio = rounds.ratios("asyncrl", peers, cases)
+    table(
+        args,
+        "groups/s (median), and ours over theirs",
+        ["case", "asyncrl", *(cell for peer in peers for cell in (peer, "ratio"))],
+        [
+            [case, rounds.median("asyncrl", case)]
+            + [cell for peer in peers for cell in (rounds.median(peer, case), f"{ratio[peer][case]:.2f}x")]
+            for case in cases
+        ],
+    )
+    table(
+        args,
+        "CPU microseconds per group",
+        ["side", *(f"{case} {name}" for case in cases for name in ("receiver", "sender"))],
+        [
+            [side, *(used[name][case] for case in cases for name in ("receiver", "sender"))]
+            for side, used in cpu.items()
+        ],
+    )
+    if slow_down:
+        header = ["groups", *next(iter(slow_down.values()))]
+        table(args, "train step beside the stream", header, [[c, *row.values()] for c, row in slow_down.items()])
+    finish(
+        args,
+        name="push_pull",
+        value=rounds.median("asyncrl", cases[0]),
+        unit="groups/s",
+        ratio=ratio,
+        cases=cases,
+        groups_per_s=rounds.summary(),
+        cpu_us_per_group=cpu,
+        train_step=slow_down,
+        in_flight=IN_FLIGHT,
+        peers_missing=missing,
+    )
+
+
+if __name__ == "__main__" and not run_part(PARTS):
+    sys.exit(main())

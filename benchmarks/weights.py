@@ -1,0 +1,272 @@
+"""Weights from the trainer to serving, beside copying the same bytes to the same file system.
+
+    python benchmarks/weights.py [--rounds 5] [--sizes 64 256 1024] [--folder DIR] [--write-baseline]
+
+asyncrl: from the call that writes a version (shards, checksums, fsync, rename) through the gserver manager, which verifies it
+and has the generation server load it, until the server has echoed it and serves it. Manager and server are real, in processes of
+their own; the server holds a Qwen2 model of that size in the transformers engine. Warm: not the first version.
+copy_fsync: the version's files copied one by one to another folder, each synced.
+
+`value` is asyncrl's seconds per GB at the largest size. `phases` says where they go: write (trainer), verify (manager), load
+(server: verify again, copy into the model, echo), rest (messages between them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common import Child, Numbers, Parent, Rounds, alternate, children, finish, parser, run_part, say, table
+
+SIZES_MB = (64, 256, 1024)
+PHASES = ("write", "verify", "load", "rest")
+_START_LIMIT_S = 120.0
+_PUBLISH_LIMIT_S = 120.0
+_POLL_S = 0.0005
+
+
+# ------------------------------------------------------------------------------------------------------ parts: manager, server
+
+
+def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
+    """A generation server with the transformers engine, as the launcher would run it."""
+    from asyncrl.config import GenerationConfig, GenerationServerConfig
+    from asyncrl.generation.worker import GenerationServer
+    from asyncrl.runtime.name_resolve import open_name_resolver
+
+    info = _worker_info("generation_server", folder)
+    server = GenerationServer(
+        GenerationServerConfig(
+            worker=info,
+            engine="transformers",
+            model_path=model,
+            tokenizer_path=model,
+            generation=GenerationConfig(num_blocks=64, dtype=dtype),
+            torch_threads=1,
+        )
+    )
+    resolver = open_name_resolver(info.name_resolve)
+
+    def obey() -> None:
+        parent.send(url=resolver.wait(server.names.generation_server(0), _START_LIMIT_S))
+        while parent.receive() is not None:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=obey, daemon=True).start()
+    asyncio.run(server.main())
+
+
+def part_manager(parent: Parent, *, folder: str, server: str, **_: Any) -> None:
+    """The gserver manager. Told of a version it answers when that is served, and with how long the phases took."""
+    from asyncrl.config import GserverManagerConfig, ManagerConfig
+    from asyncrl.manager import fleet
+    from asyncrl.manager.worker import GserverManager
+    from asyncrl.messages import WeightVersion
+    from asyncrl.runtime.name_resolve import open_name_resolver
+
+    verify_s = 0.0
+    verify_version = fleet.verify_version
+
+    def timed_verify(path: Path, expected: WeightVersion | None = None) -> Any:
+        nonlocal verify_s
+        start = time.monotonic()
+        try:
+            return verify_version(path, expected)
+        finally:
+            verify_s = time.monotonic() - start
+
+    fleet.verify_version = timed_verify
+    info = _worker_info("gserver_manager", folder)
+    manager = GserverManager(
+        GserverManagerConfig(
+            worker=info, manager=ManagerConfig(), role="actor", num_heads=1, batch_size=64, num_rollout_workers=1
+        )
+    )
+    resolver = open_name_resolver(info.name_resolve)
+    resolver.add(manager.names.generation_server(0), server)
+
+    def obey() -> None:
+        resolver.wait(manager.names.gserver_manager(), _START_LIMIT_S)
+        parent.send(ready=True)
+        while (message := parent.receive()) is not None:
+            version = WeightVersion(1, message["publish"])
+            before = manager.fleet.update_seconds["generation_server/0"]
+            resolver.add(manager.names.model_version("actor"), str(version), replace=True)
+            while manager.table.served < version.version:  # the benchmark limits this wait
+                time.sleep(_POLL_S)
+            load_s = manager.fleet.update_seconds["generation_server/0"] - before
+            parent.send(served_at=time.monotonic(), verify=verify_s, load=load_s)
+        os._exit(0)
+
+    threading.Thread(target=obey, daemon=True).start()
+    asyncio.run(manager.main())
+
+
+def _worker_info(kind: str, folder: str) -> Any:
+    from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+
+    return WorkerInfo(
+        kind=kind,
+        index=0,
+        count=1,
+        experiment="benchmark",
+        trial="weights",
+        attempt=1,
+        run_dir=folder,
+        seed=1,
+        name_resolve=NameResolveConfig(backend="memory"),
+        runtime=RuntimeConfig(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- the sides
+
+
+class Publisher:
+    """The trainer's side at one size, with a manager and a server that wait for versions."""
+
+    def __init__(self, folder: Path, model: Path, server: Child, manager: Child) -> None:
+        from safetensors.torch import load_file
+
+        self._folder, self._model, self._server, self._manager = folder, model, server, manager
+        # Copies, like a trainer's snapshot: what load_file gives is the file, mapped.
+        self._tensors = [(name, tensor.clone()) for name, tensor in load_file(model / "model.safetensors").items()]
+        self.num_bytes = sum(tensor.nbytes for _, tensor in self._tensors)
+        self._version = 0
+        self.phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
+
+    def asyncrl(self) -> float:
+        """Seconds until the next version is served."""
+        from asyncrl.messages import WeightVersion
+        from asyncrl.weights import prune_versions, role_dir, version_dir, write_version
+
+        version = WeightVersion(1, self._version)
+        start = time.monotonic()
+        path = version_dir(self._folder, "actor", version)
+        write_version(path, self._tensors, source_dir=self._model, version=version)
+        written = time.monotonic()
+        self._manager.send(publish=version.version)
+        told = self._manager.receive(_PUBLISH_LIMIT_S)
+        total_s = told["served_at"] - start
+        spent = {"write": written - start, "verify": told["verify"], "load": told["load"]}
+        for phase, seconds in {**spent, "rest": total_s - sum(spent.values())}.items():
+            self.phases[phase].append(seconds)
+        self._version += 1
+        self._path = path
+        prune_versions(role_dir(self._folder, "actor"), keep=1, in_use=[])
+        return total_s
+
+    def copy_fsync(self) -> float:
+        """Seconds for copying the files of the last version."""
+        target = self._folder / "copy"
+        target.mkdir()
+        files = sorted(self._path.iterdir())
+        start = time.monotonic()
+        for file in files:
+            shutil.copyfile(file, target / file.name)
+            with (target / file.name).open("rb") as copied:
+                os.fsync(copied.fileno())
+        took_s = time.monotonic() - start
+        shutil.rmtree(target)
+        return took_s
+
+
+def make_model(folder: Path, size_mb: int, dtype: str) -> None:
+    """A Qwen2 model of about size_mb with random weights, and a tokenizer."""
+    import torch
+
+    from asyncrl.testing.tiny import make_tiny_model
+
+    hidden = 512 if size_mb < 128 else 1024
+    layer_bytes = 16 * hidden * hidden * getattr(torch, dtype).itemsize
+    model = make_tiny_model(
+        folder,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_layers=max(1, round(size_mb * 1e6 / layer_bytes)),
+        num_heads=hidden // 64,
+        num_kv_heads=hidden // 64,
+    )
+    if dtype != "float32":
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def publisher(args: argparse.Namespace, folder: Path, size_mb: int) -> Iterator[Publisher]:
+    """Everything of one size, warm: version 0 is served."""
+    model = folder / "model"
+    make_model(model, size_mb, args.dtype)
+    common = {"folder": str(folder), "model": str(model), "dtype": args.dtype}
+    with children(__file__, "server", **common) as (server,):
+        url = server.receive(_START_LIMIT_S)["url"]
+        with children(__file__, "manager", folder=str(folder), server=url) as (manager,):
+            manager.receive(_START_LIMIT_S)
+            yield Publisher(folder, model, server, manager)
+
+
+def main() -> None:
+    options = parser(__doc__.split("\n")[0])
+    options.add_argument("--sizes", type=int, nargs="+", default=list(SIZES_MB), help="MB of weights")
+    options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    options.add_argument("--folder", default=None, help="on the file system to measure (default: a temporary folder)")
+    args = options.parse_args()
+    found: dict[int, tuple[Rounds, Publisher]] = {}
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        for size_mb in args.sizes:
+            say(args, f"{size_mb} MB of {args.dtype} in {folder}")
+            with publisher(args, Path(folder) / str(size_mb), size_mb) as side:
+                sides: dict[str, Callable[[], Numbers]] = {
+                    "asyncrl": lambda side=side: {"s": side.asyncrl()},
+                    "copy_fsync": lambda side=side: {"s": side.copy_fsync()},
+                }
+                found[size_mb] = (alternate(args, sides), side)
+            shutil.rmtree(Path(folder) / str(size_mb))
+    report(args, found)
+
+
+def report(args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]]) -> None:
+    rows, cases, ratio, phases = [], {}, {}, {}
+    for size_mb, (rounds, side) in found.items():
+        gb, case = side.num_bytes / 1e9, f"{size_mb}MB"
+        ours, peer = (rounds.median(name, "s") / gb for name in ("asyncrl", "copy_fsync"))
+        ratio[case] = rounds.ratio("asyncrl", "copy_fsync", "s")
+        # The warm-up's are not counted here either.
+        counted = {phase: sorted(values[1:])[len(values[1:]) // 2] / gb for phase, values in side.phases.items()}
+        phases[case] = {phase: round(seconds, 4) for phase, seconds in counted.items()}
+        cases[case] = {
+            "asyncrl_s_per_gb": round(ours, 4),
+            "copy_fsync_s_per_gb": round(peer, 4),
+            "asyncrl_iqr": round(rounds.spread("asyncrl", "s") / gb, 4),
+            "copy_fsync_iqr": round(rounds.spread("copy_fsync", "s") / gb, 4),
+        }
+        rows.append([case, ours, peer, ratio[case], *counted.values()])
+    table(args, "seconds per GB", ["", "asyncrl", "copy_fsync", "ratio", *PHASES], rows)
+    last = f"{args.sizes[-1]}MB"
+    finish(
+        args,
+        name="weights",
+        value=cases[last]["asyncrl_s_per_gb"],
+        unit="s/GB",
+        ratio={"copy_fsync": ratio},
+        spread=cases[last]["asyncrl_iqr"],
+        cases=cases,
+        phases=phases,
+        dtype=args.dtype,
+        peers_missing=[],
+    )
+
+
+if __name__ == "__main__":
+    if not run_part({"server": part_server, "manager": part_manager}):
+        sys.exit(main())

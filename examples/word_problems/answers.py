@@ -1,0 +1,18 @@
+"""How a number is read out of an answer: the format of GSM8K."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_NUMBER = re.compile(r"(-?)\s*[$€£]?\s*(-?)\s*(\d[\d,]*(?:\.\d+)?|\.\d+)", re.ASCII)
+
+
+def final_number(text: str) -> Decimal | None:
+    """The first number after the last `####`: `#### -$1,080.00` is -1080. None where there is none."""
+    _, marker, tail = text.replace("\u2212", "-").rpartition("####")  # a real minus sign
+    match = _NUMBER.search(tail) if marker else None
+    if match is None:
+        return None
+    number = Decimal(match[3].replace(",", ""))
+    return -number if match[1] or match[2] else number

@@ -1,0 +1,113 @@
+"""A small chat model made on the spot: a BPE tokenizer with a chat template, a Llama or Qwen3, a supervised warm start.
+
+Nothing here is special to asyncrl: what comes out is a folder as `save_pretrained` writes it, and any other such folder will do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.testing.warm_start import Recipe, evaluate, train
+
+PAD, TURN_START, TURN_END = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+)  # TURN_END is EOS: an answer ends with its turn
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+Message = dict[str, str]  # role, content
+
+
+def system(content: str) -> Message:
+    return {"role": "system", "content": content}
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on the texts. Digits stay apart, so that numbers can be computed with; any text can be encoded."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> str:
+    """What the model sees of a conversation in which it is its turn: what `prompts.chat_template: true` makes of a line."""
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
+
+def make_model(
+    out: Path, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, *, architecture: str, max_positions: int, seed: int
+) -> None:
+    """Warm-start a model on the recipe's demonstrations, write it to out/model, and say how good it is."""
+    started = time.monotonic()
+    model = make_tiny_model(
+        None, architecture, tokenizer=tokenizer, hidden_size=64, max_positions=max_positions, seed=seed
+    )
+    train(model, tokenizer, recipe, seed=seed)
+    save(out / "model", model, tokenizer)
+    sampled = evaluate(model, tokenizer, recipe, greedy=False, seed=seed)
+    greedy = evaluate(model, tokenizer, recipe, greedy=True)
+    print(
+        f"{out / 'model'}: {architecture}, {model.num_parameters():,} parameters, {len(tokenizer)} tokens; "
+        f"sampled reward {sampled:.3f}, greedy reward {greedy:.3f} ({time.monotonic() - started:.0f} s)"
+    )
+
+
+def save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The folder appears when it is complete, replacing one that was there: an interrupted run leaves none."""
+    disable_progress_bar()  # of the shards; there is one
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.rename(path)
+
+
+def write_lines(path: Path, rows: Iterable[object]) -> None:
+    """A JSONL file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, str]]:
+    """Lines end at a newline byte and nowhere else: str.splitlines would cut the questions of GSM8K that hold a U+2028."""
+    for line in path.read_bytes().split(b"\n"):
+        if line.strip():
+            yield msgspec.json.decode(line)

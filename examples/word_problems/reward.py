@@ -1,0 +1,32 @@
+"""Rewards of the word problems: 1 for the right number after the last `####`, else 0, from a judge that takes its time.
+
+The 100 ms stand for whatever a real judge does: a sandbox, a database, another model. Generation does not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from answers import final_number  # of this folder: asyncrl puts it on sys.path
+
+JUDGE_S = float(os.environ.get("JUDGE_S", "0.1"))
+
+
+def judge(prompt: str, completion: str, answer: str, *, finished: bool = True) -> float:
+    """A plain function: asyncrl runs it in threads, the responses of a group side by side."""
+    time.sleep(JUDGE_S)
+    return score(completion, answer, finished)
+
+
+async def judge_async(prompt: str, completion: str, answer: str, *, finished: bool = True) -> float:
+    """The same as a coroutine function, for a judge that is asked over the network: no threads, no limit but the judge's."""
+    await asyncio.sleep(JUDGE_S)
+    return score(completion, answer, finished)
+
+
+def score(completion: str, answer: str, finished: bool) -> float:
+    """A completion that was cut off at its limit is never right: who knows what it would have said next."""
+    found = final_number(completion)
+    return float(finished and found is not None and found == final_number(f"#### {answer}"))

@@ -1,0 +1,174 @@
+"""Whole runs that are given what will not do: the first cause is told with its remedy, nothing hangs and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch import cli
+from asyncrl.messages import WeightVersion
+from asyncrl.runtime.etcd_server import EtcdServer
+from asyncrl.testing.runs import assert_nothing_left, journal, launch, make_tiny_run
+from asyncrl.weights import list_versions, role_dir, verify_version, version_dir
+
+LIMIT_S = 150.0  # of a run, on a busy machine
+
+pytestmark = pytest.mark.timeout(240)
+
+_REWARD = """\
+import threading
+
+def reward(prompt, completion, answer):
+    if answer == "raise":
+        raise KeyError(completion)
+    if answer == "hang":
+        threading.Event().wait(1000)
+    return {"none": None, "nan": float("nan"), "text": "good", "list": [1.0]}.get(answer, float(len(set(completion))))
+"""
+# What becomes of a prompt, by its answer. The prompt that is too long is one for the tokenizer, "ü" one that it does not know.
+_REASONS = {
+    "raise": "reward_error",
+    "none": "reward_not_finite",
+    "nan": "reward_not_finite",
+    "text": "reward_not_finite",
+    "list": "reward_not_finite",
+    "hang": "reward_timeout",
+    "long": "prompt_too_long",
+    "ü": "bad_prompt",
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
+def test_what_will_not_do_is_rejected_with_its_reason_and_all_else_is_trained(config: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number:04d}", "answer": "fine"} for number in range(16)]
+    for number, answer in enumerate(_REASONS):
+        rows[2 * number] = {"prompt": {"long": "1" * 40, "ü": "ü"}.get(answer, f"{number:04d}"), "answer": answer}
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(_REWARD)
+    with launch(
+        config,
+        f"fileroot={tmp_path}",
+        f"prompts.path={tmp_path / 'prompts.jsonl'}",
+        "prompts.shuffle=false",
+        f"rollout.tasks.default.reward={tmp_path / 'reward.py'}:reward",
+        "rollout.reward_timeout_s=1",
+        "manager.max_rejected_share=1.0",
+        "train.max_steps=0",
+    ) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert_nothing_left(run.run_dir)
+        events = journal(run.run_dir)
+        rejected = {event["prompt"][1]: event["reason"] for event in events if event["event"] == "rejected"}
+        assert rejected == {2 * number: reason for number, reason in enumerate(_REASONS.values())}
+        trained = [group["prompt"][1] for event in events if event["event"] == "trained" for group in event["groups"]]
+        assert sorted([*trained, *rejected]) == list(range(16))  # each prompt, once
+        summary = json.loads((run.run_dir / "summary.json").read_text())
+        assert summary["rejected"] == {
+            "reward_error": 1,
+            "reward_not_finite": 4,
+            "reward_timeout": 1,
+            "prompt_too_long": 1,
+            "bad_prompt": 1,
+        }
+        assert "reward_not_finite: 4" in run.output()
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_error_and_the_remedy(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def reward(prompt, completion, answer):\n    return answer[3]\n")
+    reward = f"rollout.tasks.default.reward={tmp_path / 'reward.py'}:reward"
+    with launch(config, f"fileroot={tmp_path}", reward, "train.max_steps=0") as run:
+        assert run.wait(LIMIT_S) == 1, run.output()
+        output = run.output()
+        assert_nothing_left(run.run_dir)
+    assert "failed: master/0 failed" in output
+    assert "100% of the last 8 prompts were rejected; manager.max_rejected_share=0.9 is what may be" in output
+    assert "reward.py:reward raised IndexError('string index out of range'). Mend the reward function" in output
+    assert "Traceback" not in output
+
+
+def test_a_disk_that_fills_up_while_the_run_goes_on(config: Path, tmp_path: Path, small_disk: Path) -> None:
+    """Weights, journals and logs are on it; etcd, which would die of it too, is the user's."""
+    with (
+        EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log") as etcd,
+        launch(
+            config,
+            f"fileroot={small_disk}",
+            f"name_resolve.endpoints=[{etcd.endpoint}]",
+            "weights.keep=2",
+            "train.max_steps=0",
+            "train.num_epochs=1000",
+        ) as run,
+    ):
+        run.wait_for_step(2, LIMIT_S)
+        with (small_disk / "somebody_elses").open("wb", buffering=0) as file:
+            fill(file)
+        assert run.wait(LIMIT_S) == 1, run.output()
+        output = run.output()
+        assert_nothing_left(run.run_dir)
+        first = next(line for line in output.splitlines() if "could not be written: No space left on device" in line)
+        assert first.startswith(str(run.run_dir))
+        assert "set fileroot=... to a larger disk" in first
+        assert "Traceback" not in output
+        assert_versions_are_whole(run.run_dir)
+
+
+def assert_versions_are_whole(run_dir: Path) -> None:
+    """There are some, and nothing beside them."""
+    versions = role_dir(run_dir, "actor")
+    assert list_versions(versions)
+    assert {path.name for path in versions.iterdir()} == {str(version) for version in list_versions(versions)}
+    for version in list_versions(versions):
+        verify_version(version_dir(run_dir, "actor", version), version)
+
+
+def fill(file) -> None:  # type: ignore[no-untyped-def]
+    """Write until the disk is full."""
+    try:
+        while True:
+            file.write(bytes(65536))
+    except OSError:
+        try:
+            while True:
+                file.write(b"x")
+        except OSError:
+            return
+
+
+def test_a_disk_that_is_full_when_the_model_is_saved(
+    config: Path, tmp_path: Path, mount: Callable[[str], Path]
+) -> None:
+    """Only checkpoints are on it. The weights of the last step are published before, and stay."""
+    run_dir = tmp_path / "tiny" / "t0"
+    run_dir.mkdir(parents=True)
+    disk = mount("size=20k")
+    (run_dir / "checkpoints").symlink_to(disk)
+    with launch(config, f"fileroot={tmp_path}", "train.max_steps=1") as run:
+        assert run.wait(LIMIT_S) == 1, run.output()
+        output = run.output()
+        assert_nothing_left(run_dir)
+    assert (
+        f"model_worker/0 failed\n\n{run_dir}/checkpoints/final could not be written: No space left on device; "
+        in output
+    )
+    assert "20 kB are free on that disk" in output
+    assert list(disk.iterdir()) == []
+    assert_versions_are_whole(run_dir)
+    assert list_versions(role_dir(run_dir, "actor"))[-1] == WeightVersion(1, 1)
+    assert not (run_dir / "summary.json").exists()
+
+
+def test_a_disk_too_small_for_a_run_is_refused_at_its_start(
+    config: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", str(config), f"fileroot={small_disk}"]) == 2
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert f"fileroot='{small_disk}': 8.4 MB are free there, the run needs 130.2 MB" in told
+    assert "make room, use a larger disk, or set weights.keep=1" in told
+    assert list(small_disk.iterdir()) == []

@@ -1,0 +1,194 @@
+"""The examples of a user's own model, data, reward and environment, as shipped, for a few steps.
+
+What the runs recorded is read back: which tasks there were, what the policy read, and what of it was trained.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from whole_runs import ROOT
+
+from asyncrl.config import PromptSourceConfig, load_experiment
+from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.trajectories import read_trajectory
+from asyncrl.rollout.loading import load_object
+from asyncrl.testing.runs import RunHandle, evaluations, launch, train_steps
+
+EXAMPLES = ROOT / "examples"
+STEPS, BATCH, GROUP = 3, 8, 4
+ONCE, TWICE = 0, 1  # task ids: names in order
+SMALL = (
+    f"train.max_steps={STEPS}",
+    f"train.batch_size={BATCH}",
+    f"rollout.group_size={GROUP}",
+    "train.ppo.minibatches=1",
+    "rollout.num_workers=1",
+    "generation.num_blocks=256",
+    "eval.num_prompts=8",
+    "eval.every_steps=0",
+    "weights.fsync=false",
+    "record.trajectories=true",
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def make(example: str, out: Path, *arguments: str) -> Path:
+    """Model and data, with a warm start just long enough for answers to end."""
+    command = [sys.executable, str(EXAMPLES / example / "make.py"), "--out", str(out), *arguments]
+    subprocess.run(command, check=True, timeout=600)
+    return out
+
+
+def launch_example(config: str, made: Path, fileroot: Path, *overrides: str) -> RunHandle:
+    """From the repository's root, where the paths in the config begin."""
+    return launch(
+        EXAMPLES / config,
+        f"fileroot={fileroot}",
+        f"model_path={made / 'model'}",
+        f"prompts.path={made / 'data' / 'train.jsonl'}",
+        f"eval.prompts.path={made / 'data' / 'eval.jsonl'}",
+        *SMALL,
+        *overrides,
+    )
+
+
+def recorded(run_dir: Path) -> list[SequenceSample]:
+    """All groups that were trained."""
+    files = sorted((run_dir / "trajectories" / "attempt_1").glob("*.safetensors"))
+    return [read_trajectory(file).sample for file in files]
+
+
+@pytest.fixture(scope="module")
+def word_problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("word_problems", tmp_path_factory.mktemp("word_problems"), "--steps", "30")
+
+
+@pytest.fixture(scope="module")
+def word_run(word_problems: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHandle]:
+    with launch_example("word_problems/config.yaml", word_problems, tmp_path_factory.mktemp("runs")) as run:
+        assert run.wait(300) == 0, run.output()
+        yield run
+
+
+def rows_of(made: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (made / "data" / "train.jsonl").read_bytes().split(b"\n") if line]
+
+
+def rendered(row: dict[str, Any]) -> str:
+    """What the model is to read of a line, written out."""
+    turns = (f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in row["messages"])
+    return "".join(turns) + "<|im_start|>assistant\n"
+
+
+def prompt_source(made: Path, config: str, tokenizer: Any) -> PromptSource:
+    prompts = load_experiment(EXAMPLES / config).prompts
+    assert prompts.chat_template
+    own = {**vars(prompts), "path": str(made / "data" / "train.jsonl")}
+    return PromptSource(PromptSourceConfig(**own), tokenizer)
+
+
+def test_both_tasks_are_trained_and_evaluated(word_run: RunHandle) -> None:
+    steps = train_steps(word_run.run_dir)
+    assert len(steps) == STEPS
+    samples = recorded(word_run.run_dir)
+    assert len(samples) == STEPS * BATCH
+    assert {int(sample.data["task_ids"][0]) for sample in samples} == {ONCE, TWICE}
+    assert [record["step"] for record in evaluations(word_run.run_dir)] == [0, STEPS]
+    assert json.loads((word_run.run_dir / "summary.json").read_text())["rejected"] == {}
+
+
+def test_rewards_are_what_judge_and_environment_make_of_the_text(word_run: RunHandle, word_problems: Path) -> None:
+    tokenizer = load_tokenizer(word_problems / "model")
+    score = load_object(f"{EXAMPLES}/word_problems/reward.py:score", "reward")
+    answers = {rendered(row): row["answer"] for row in rows_of(word_problems)}
+    seen = []
+    for sample in recorded(word_run.run_dir):
+        answer = answers[tokenizer.decode(sample.data["packed_prompts"])]
+        (ids_of,), (loss_of,) = sample.slices(), sample.slices("loss_mask")
+        for ids, loss, reward in zip(ids_of, loss_of, sample.data["rewards"].tolist(), strict=True):
+            tries = [
+                score(tokenizer.decode(text, skip_special_tokens=True), answer, text[-1] == tokenizer.eos_token_id)
+                for _, text in said_by(loss, ids)
+            ]
+            assert reward == (tries[0] if len(tries) == 1 else 0.5 * tries[1])
+            seen.append(reward)
+    steps = train_steps(word_run.run_dir)
+    assert np.mean([step["reward/mean"] for step in steps]) == pytest.approx(np.mean(seen), abs=1e-5)
+
+
+def test_prompts_are_what_the_chat_template_makes_of_the_messages(word_run: RunHandle, word_problems: Path) -> None:
+    tokenizer = load_tokenizer(word_problems / "model")
+    expected = {rendered(row) for row in rows_of(word_problems)}
+    prompts = {tokenizer.decode(sample.data["packed_prompts"]) for sample in recorded(word_run.run_dir)}
+    assert len(prompts) == STEPS * BATCH
+    assert prompts <= expected
+
+
+def test_what_the_environment_says_is_read_and_not_trained(word_run: RunHandle, word_problems: Path) -> None:
+    """One step: prompt, response, end. Two: what follows the first response is the template's turn of the user."""
+    tokenizer = load_tokenizer(word_problems / "model")
+    eos = tokenizer.eos_token_id
+    hints = 0
+    for sample in recorded(word_run.run_dir):
+        twice = int(sample.data["task_ids"][0]) == TWICE
+        (ids_of,), (loss_of,), (prompt_of,) = (
+            sample.slices(key) for key in ("packed_input_ids", "loss_mask", "prompt_mask")
+        )
+        for ids, loss, prompt, cut in zip(ids_of, loss_of, prompt_of, sample.data["seq_no_eos_mask"], strict=True):
+            assert loss[-1]
+            assert (ids[-1] == eos) != cut
+            said = said_by(~loss & ~prompt, ids)
+            assert len(said) <= int(twice)
+            for start, text in said:
+                assert ids[start - 1] == eos  # the first response ended, and this is trained
+                assert loss[start - 1]
+                assert tokenizer.decode(text) in {
+                    f"\n<|im_start|>user\n{hint}<|im_end|>\n<|im_start|>assistant\n"
+                    for hint in ("No, it is more.", "No, it is less.", "There is no answer. Give it after ####.")
+                }
+                hints += 1
+            for response in said_by(loss, ids):
+                assert eos not in response[1][:-1].tolist()  # a response stops at its first EOS
+    assert hints > 0
+
+
+def said_by(mask: np.ndarray, ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(start, ids) of each run of the mask."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    return [(int(start), ids[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def test_real_gsm8k(tmp_path: Path) -> None:
+    """The excerpt in the repository: unicode, prompts of all lengths (the longest are rejected), commas in the answers."""
+    made = make(
+        "word_problems", tmp_path, "--gsm8k", str(EXAMPLES / "word_problems" / "gsm8k_excerpt.jsonl"), "--steps", "5"
+    )
+    source = prompt_source(made, "word_problems/gsm8k.yaml", load_tokenizer(made / "model"))
+    assert len(source) == 48
+    overrides = ("train.max_steps=1", "prompts.max_prompt_length=150", "eval.prompts=null")
+    with launch_example("word_problems/gsm8k.yaml", made, tmp_path / "runs", *overrides) as run:
+        assert run.wait(300) == 0, run.output()
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert set(summary["rejected"]) <= {"prompt_too_long"}
+    assert len(recorded(run.run_dir)) == BATCH
+
+
+def test_reasoning_gym(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="pip install 'asyncrl[gym]'")
+    made = make("reasoning_gym", tmp_path, "--steps", "30")
+    with launch_example("reasoning_gym/config.yaml", made, tmp_path / "runs") as run:
+        assert run.wait(300) == 0, run.output()
+    samples = recorded(run.run_dir)
+    assert len(samples) == STEPS * BATCH
+    assert max(sample.data["rewards"].max() for sample in samples) > 0  # a short answer is sometimes right by luck
+    assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == {}

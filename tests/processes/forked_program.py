@@ -1,0 +1,18 @@
+"""A fork server whose workers do what the one line of their config says: read by test_fork_server.py."""
+
+import os
+import sys
+from pathlib import Path
+
+from asyncrl.launch import fork_server
+
+
+def run(config: Path) -> int:
+    exec(config.read_text(), {"config": config})
+    return 0
+
+
+if __name__ == "__main__":
+    code = fork_server.main(sys.argv[1], int(sys.argv[2]), run)
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,195 @@
+"""Trajectories that are damaged or forged, over real sockets: the sender gets the reason, the head goes on with the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl.config import RuntimeConfig
+from asyncrl.data.codec import encode_sample
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.messages import Locator, StoreVerdict, TrajectoryMeta
+from asyncrl.names import Names
+from asyncrl.runtime.channel import ChannelRefused
+from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.push_pull import MetaPuller, MetaPusher, NameResolvingZmqPuller, NameResolvingZmqPusher
+
+RUNTIME = RuntimeConfig(push_credit_items=8, resend_after_s=0.2, start_timeout_s=10.0, max_message_bytes=1_000_000)
+NAMES = Names("e", "t")
+STORED = StoreVerdict(verdict="stored")
+LIMIT_S = 20.0
+LENGTHS = [3, 5]
+
+
+@pytest.fixture
+def resolver():
+    with MemoryNameResolver(uuid.uuid4().hex) as resolver:
+        yield resolver
+
+
+@pytest.fixture
+async def stream(resolver):
+    """A rollout worker's end, and a head's."""
+    push = NameResolvingZmqPusher(
+        resolver, NAMES, pusher_index=0, num_pushers=1, num_pullers=1, runtime=RUNTIME, incarnation="i"
+    )
+    pull = NameResolvingZmqPuller(resolver, NAMES, puller_index=0, runtime=RUNTIME)
+    async with contextlib.AsyncExitStack() as stack:
+        for end in (push, pull):
+            stack.push_async_callback(end.close)
+            await end.start()
+        yield push, pull
+
+
+def trajectory(ticket: str) -> tuple[TrajectoryMeta, SequenceSample]:
+    group = {
+        "packed_input_ids": [np.arange(length) for length in LENGTHS],
+        "packed_logprobs": [np.full(length, -0.5, np.float32) for length in LENGTHS],
+        "loss_mask": [np.arange(length) > 1 for length in LENGTHS],
+        "rewards": [0.5, 1.0],
+    }
+    sample = SequenceSample.from_groups([ticket], [group])
+    meta = TrajectoryMeta(
+        ticket_id=ticket,
+        locator=Locator(0, 0),
+        attempt=1,
+        head=0,
+        keys=list(sample.keys),
+        seqlens=LENGTHS,
+        response_lengths=[1, 3],
+        rewards=[0.5, 1.0],
+        version_start=[1, 1],
+        version_end=[1, 1],
+        birth_time=1.0,
+    )
+    return meta, sample
+
+
+KEYS = ["packed_input_ids", "packed_logprobs", "loss_mask", "rewards"]
+
+
+def key_entry(header, name):
+    """[name, dtype, number of its lengths] in the codec's header, [format, ids, lengths, keys]."""
+    return next(entry for entry in header[3] if entry[0] == name)
+
+
+def as_double(header, frames):
+    """The right number of bytes for a dtype that the key must not have."""
+    key_entry(header, "packed_logprobs")[1] = "float64"
+    frames[KEYS.index("packed_logprobs")] = np.zeros(sum(LENGTHS), np.float64).tobytes()
+
+
+def unknown_dtype(header, frames):
+    key_entry(header, "rewards")[1] = "object"
+
+
+def cut_frame(header, frames):
+    frames[0] = frames[0][:-8]
+
+
+def lost_frame(header, frames):
+    del frames[-1]
+
+
+def one_frame_more(header, frames):
+    frames.append(b"more")
+
+
+def no_bool(header, frames):
+    frames[KEYS.index("loss_mask")] = bytes([2] * sum(LENGTHS))
+
+
+def negative_length(header, frames):
+    header[2][0] = [[-3, 11]]
+
+
+def huge_length(header, frames):
+    header[2][0] = [[2**62, 2**62]]
+
+
+def no_such_lengths(header, frames):
+    key_entry(header, "rewards")[2] = 99
+
+
+def other_release(header, frames):
+    header[0] = 99
+
+
+def keys_at_odds(header, frames):
+    """Keys of tokens whose lengths contradict each other."""
+    header[2].append([[1, 1, 1, 5]])
+    key_entry(header, "packed_logprobs")[2] = len(header[2]) - 1
+
+
+@pytest.mark.parametrize(
+    ("tamper", "reason"),
+    [
+        (as_double, "packed_logprobs.*float64"),
+        (unknown_dtype, "key 'rewards': dtype 'object' is unknown; known are "),
+        (cut_frame, "key 'packed_input_ids': 8 values of int64 take 64 bytes, its frame has 56"),
+        (lost_frame, "3 frames for 4 keys"),
+        (one_frame_more, "5 frames for 4 keys"),
+        (no_bool, "key 'loss_mask': a bool is 2; only 0 and 1 are bools"),
+        (negative_length, "a length is negative"),
+        (huge_length, "values of int64 take .* bytes, its frame has 64"),
+        (no_such_lengths, "key 'rewards': no lengths number 99"),
+        (other_release, "format 99, expected 1: both sides must run the same release"),
+        (keys_at_odds, "packed_logprobs"),
+    ],
+)
+async def test_the_sender_is_told_and_the_next_one_arrives(stream, tamper, reason):
+    push, pull = stream
+    meta, sample = trajectory("bad")
+    sample_header, frames = encode_sample(sample)
+    header, frames = msgspec.msgpack.decode(sample_header), [bytes(frame) for frame in frames]
+    tamper(header, frames)
+    forged = msgspec.msgpack.encode([meta, msgspec.msgpack.encode(header)])
+    pulling = asyncio.create_task(pull.pull())
+    with pytest.raises(ChannelRefused, match=rf"puller0 cannot read the trajectory: .*{reason}"):
+        await push._senders[0].send(forged, frames, timeout_s=LIMIT_S, what="a forged trajectory")
+    pushing = asyncio.create_task(push.push(*trajectory("good"), timeout_s=LIMIT_S))
+    pulled = await asyncio.wait_for(pulling, LIMIT_S)
+    assert pulled.meta.ticket_id == "good"
+    pulled.ack(STORED)
+    assert await pushing == STORED
+    assert push.num_pending == 0  # what was refused is not sent again, and holds no credit
+
+
+async def test_frames_of_another_message_are_refused(stream):
+    """Whole, but not what its header announces: another's frames got in."""
+    push, pull = stream
+    meta, sample = trajectory("bad")
+    sample_header, _ = encode_sample(sample)
+    pulling = asyncio.create_task(pull.pull())
+    header = msgspec.msgpack.encode([meta, sample_header])
+    with pytest.raises(ChannelRefused, match="0 frames for 4 keys"):
+        await push._senders[0].send(header, timeout_s=LIMIT_S, what="a header alone")
+    pushing = asyncio.create_task(push.push(*trajectory("good"), timeout_s=LIMIT_S))
+    (await asyncio.wait_for(pulling, LIMIT_S)).ack(STORED)
+    assert await pushing == STORED
+
+
+async def test_metadata_that_cannot_be_read_is_refused_by_the_master(resolver):
+    push = MetaPusher(resolver, NAMES, head=0, runtime=RUNTIME, incarnation="i")
+    pull = MetaPuller(resolver, NAMES, runtime=RUNTIME)
+    async with contextlib.AsyncExitStack() as stack:
+        for end in (push, pull):
+            stack.push_async_callback(end.close)
+            await end.start()
+        pulling = asyncio.create_task(pull.pull_meta())
+        with pytest.raises(ChannelRefused, match="master_meta cannot read the metadata"):
+            await push._sender.send(b"\x93nonsense", timeout_s=LIMIT_S, what="junk")
+        wrong = msgspec.to_builtins(trajectory("t")[0]) | {"attempt": "first"}
+        with pytest.raises(ChannelRefused, match=r"cannot read the metadata: .*Expected `int`, got `str`"):
+            await push._sender.send(msgspec.msgpack.encode(wrong), timeout_s=LIMIT_S, what="wrong types")
+        meta = trajectory("good")[0]
+        pushing = asyncio.create_task(push.push_meta(meta, timeout_s=LIMIT_S))
+        got, ack = await asyncio.wait_for(pulling, LIMIT_S)
+        assert got == meta
+        ack(STORED)
+        assert await pushing == STORED

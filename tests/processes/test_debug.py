@@ -1,0 +1,96 @@
+"""One process alone, from its resolved config, in a terminal of its own."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.config import load_experiment
+from asyncrl.launch.commands import debug as debug_command
+from asyncrl.launch.program import plan, save_config, with_endpoints
+from asyncrl.testing.runs import make_tiny_run
+
+LIMIT_S = 100.0
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"), num_prompts=20)
+
+
+def resolved(tiny, folder, name, endpoints=(), **changes):
+    """The config of one process, on disk."""
+    config = with_endpoints(load_experiment(tiny), list(endpoints))
+    (spec,) = (spec for spec in plan(config, attempt=1, num_prompts=20) if spec.name == name)
+    path = folder / f"{spec.file_stem}.yaml"
+    save_config(replace(spec.config, **changes), path)
+    return path
+
+
+def debug(*arguments, typed="") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "asyncrl.launch.cli", "debug", *map(str, arguments)]
+    return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def test_an_error_is_looked_at_where_it_was_raised(tiny, tmp_path):
+    path = resolved(tiny, tmp_path, "rollout_worker/0", endpoints=["127.0.0.1:1"], tokenizer_path=str(tmp_path))
+    done = debug(path, "--pdb", typed="p 'directory is', directory.name\nq\n")
+    assert done.returncode == 1, done.stderr
+    assert "nothing answers at 127.0.0.1:1; it gets a private etcd" in done.stdout
+    assert f"('directory is', '{tmp_path.name}')" in done.stdout  # of the frame that raised
+    assert "has no tokenizer.json" in done.stderr
+
+
+def with_breakpoint(tiny, tmp_path):
+    """The config of a rollout worker whose reward function stops where it is loaded. It finds nobody: its names are its own."""
+    (tmp_path / "stops.py").write_text("breakpoint()\ndef reward(prompt, completion, answer):\n    return 0.0\n")
+    overrides = [f"rollout.tasks.default.reward={tmp_path}/stops.py:reward", "runtime.start_timeout_s=2"]
+    config = load_experiment(tiny, [*overrides, "name_resolve.backend=memory"])
+    (spec,) = (s for s in plan(config, attempt=1, num_prompts=20) if s.name == "rollout_worker/0")
+    path = tmp_path / "rollout_worker_0.yaml"
+    save_config(spec.config, path)
+    return path
+
+
+def test_a_breakpoint_has_a_terminal(tiny, tmp_path):
+    done = debug(with_breakpoint(tiny, tmp_path), typed="p 'it', 'stopped'\nc\n")
+    assert "('it', 'stopped')" in done.stdout
+    assert "waited 2 s for the address of the gserver manager" in done.stderr  # it went on, alone
+
+
+def test_a_breakpoint_in_a_process_of_the_launcher_says_what_to_do(tiny, tmp_path):
+    path = with_breakpoint(tiny, tmp_path)
+    start = f"run_config(Path({str(path)!r}), launched=True)"
+    code = f"from pathlib import Path; from asyncrl.launch.worker_main import run_config; {start}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert "breakpoint(): this process has no terminal; start the run with debug.leave_out=" in done.stderr
+
+
+def test_what_is_no_process_config_is_refused(tiny, tmp_path):
+    done = debug(tiny)
+    assert done.returncode == 2
+    assert "is no resolved config of a process: " in done.stdout
+    assert "--dry-run" in done.stdout
+    assert debug(tmp_path / "nowhere.yaml").returncode == 2
+
+
+def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path, monkeypatch):
+    """Name resolve of a run in which the process is there: faked by what it published."""
+    import msgspec
+
+    from asyncrl.config import NameResolveConfig
+    from asyncrl.launch.rundir import LaunchError
+    from asyncrl.messages import WorkerStatus
+    from asyncrl.names import Names
+    from asyncrl.runtime.name_resolve import open_name_resolver
+
+    memory = NameResolveConfig(backend="memory", endpoints=["test-debug"])
+    config = debug_command._load(resolved(tiny, tmp_path, "rollout_worker/0"))
+    key = Names(config.worker.experiment, config.worker.trial).status("rollout_worker/0")
+    with open_name_resolver(memory) as resolver:
+        assert debug_command._answers(config, memory)
+        status = WorkerStatus(worker="rollout_worker/0", pid=77, attempt=1, state="running", time=0.0, progress=0)
+        resolver.add(key, msgspec.json.encode(status).decode())
+        with pytest.raises(LaunchError, match=r"runs already \(process 77\); .*debug\.leave_out=\[rollout_worker/0\]"):
+            debug_command._answers(config, memory)

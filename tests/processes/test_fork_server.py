@@ -1,0 +1,212 @@
+"""Workers that are forked are what separate interpreters would be, and a fork server leaves nothing behind."""
+
+import json
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.launch.children import Forked
+from asyncrl.launch.fork_server import PRELOADS, ForkServer, ForkServerEnded, adopt_orphans, is_supported
+from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
+
+LIMIT_S = 100.0  # of a wait, on a busy machine
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not is_supported(), reason="this system has no subreapers: workers are separate interpreters"),
+]
+
+
+class Workers:
+    """A fork server whose workers run a line of Python each, and write what they find into a file."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder = folder
+        env = {"PYTHONPATH": str(Path(__file__).parent), "OF_THE_SERVER": "kept"}
+        self.server = ForkServer(kind, folder / "server.log", env, folder / "longest.yaml", "forked_program")
+        self.num_asked = 0
+
+    def ask(self, line: str, **env: str | None) -> Path:
+        self.num_asked += 1
+        config = self.folder / f"{self.num_asked}.yaml"
+        config.write_text(line)
+        reader, writer = os.pipe()
+        with config.with_suffix(".log").open("ab") as log:
+            self.server.ask(config, env, log=log.fileno(), status=writer)
+        os.close(reader)
+        os.close(writer)
+        return config
+
+    def fork(self, line: str, **env: str | None) -> Forked:
+        config = self.ask(line, **env)
+        return self.wait_for([config])[config]
+
+    def wait_for(self, configs: list[Path]) -> dict[Path, Forked]:
+        found: dict[Path, Forked] = {}
+        deadline = time.monotonic() + LIMIT_S
+        while set(found) != set(configs):
+            assert select.select([self.server], [], [], deadline - time.monotonic())[0], self.log()
+            found |= {config: Forked(pid) for config, pid in self.server.forked().items()}
+        return found
+
+    def find_out(self, expression: str, **env: str | None) -> object:
+        """The value of an expression in a new worker."""
+        line = f"import json, os, sys; config.with_suffix('.json').write_text(json.dumps({expression}))"
+        worker = self.fork(line, **env)
+        assert worker.wait() == 0, self.log()
+        return json.loads((self.folder / f"{self.num_asked}.json").read_text())
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in self.folder.glob("*.log"))
+
+
+@pytest.fixture(scope="module")
+def subreaper():
+    adopt_orphans(True)
+    yield
+    adopt_orphans(False)
+
+
+@pytest.fixture(scope="module")
+def workers(subreaper, tmp_path_factory):
+    found = Workers(tmp_path_factory.mktemp("workers"), "light")
+    yield found
+    assert found.server.close() == {}
+
+
+# ----------------------------------------------------------------------------------------------------------- like a new interpreter
+
+
+def test_how_a_worker_ends_is_known_exactly(workers):
+    assert workers.fork("pass").wait() == 0
+    assert workers.fork("raise SystemExit(7)").wait() == 7
+    assert workers.fork("1 / 0").wait() == 1
+    assert "ZeroDivisionError" in (workers.folder / f"{workers.num_asked}.log").read_text()
+    assert workers.fork("import os; os.kill(os.getpid(), 11)").wait() == -signal.SIGSEGV
+
+
+def test_a_child_of_the_launcher_in_a_session_of_its_own(workers):
+    worker = workers.fork("import time; time.sleep(1000)")
+    process = psutil.Process(worker.pid)
+    assert process.ppid() == os.getpid()
+    assert os.getsid(worker.pid) == os.getpgid(worker.pid) == worker.pid
+    shown = [argument for argument in process.cmdline() if argument]
+    assert shown[1:] == ["-m", "asyncrl.launch.worker_main", str(workers.folder / f"{workers.num_asked}.yaml")]
+    os.killpg(worker.pid, signal.SIGKILL)
+    assert worker.wait() == -signal.SIGKILL
+
+    death_signal = (
+        "(lambda number: (__import__('ctypes').CDLL(None).prctl(2, __import__('ctypes').byref(number)), number.value))"
+    )
+    assert workers.find_out(f"{death_signal}(__import__('ctypes').c_int())") == [0, signal.SIGKILL]
+    assert workers.find_out("os.readlink('/proc/self/fd/0')") == os.devnull
+
+
+def test_each_has_its_own_environment_and_log(workers, monkeypatch):
+    expression = "[os.environ.get(name) for name in ('CUDA_VISIBLE_DEVICES', 'OF_THE_SERVER', 'OPENBLAS_NUM_THREADS')]"
+    assert workers.find_out(expression, CUDA_VISIBLE_DEVICES="0") == [
+        "0",
+        "kept",
+        os.environ.get("OPENBLAS_NUM_THREADS"),
+    ]
+    assert workers.find_out(expression, CUDA_VISIBLE_DEVICES="1", OF_THE_SERVER=None)[:2] == ["1", None]
+
+    configs = [
+        workers.ask(f"import os; print('this is {name}', flush=True); os.system('echo child of {name}')")
+        for name in "AB"
+    ]
+    for worker in workers.wait_for(configs).values():
+        assert worker.wait() == 0
+    logs = [config.with_suffix(".log").read_text() for config in configs]
+    assert logs == ["this is A\nchild of A\n", "this is B\nchild of B\n"]
+
+
+def test_they_draw_different_random_numbers(workers):
+    expression = "[__import__('random').random(), __import__('numpy').random.random()]"
+    first, second = workers.find_out(expression), workers.find_out(expression)
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+@pytest.mark.parametrize("kind", list(PRELOADS))
+def test_what_must_not_be_there_before_a_fork(subreaper, tmp_path, kind):
+    """One thread, no gRPC, no socket context, no CUDA; and what the workers need, imported. Then it is closed."""
+    workers = Workers(tmp_path, kind)
+    found = workers.find_out(
+        "{'threads': int(open('/proc/self/stat').read().rpartition(')')[2].split()[17]),"
+        " 'grpc': 'grpc' in sys.modules,"
+        " 'context': __import__('zmq').Context._instance is not None,"
+        " 'cuda': any('nvidia' in os.path.realpath(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')),"
+        " 'torch': 'torch' in sys.modules,"
+        " 'collects': __import__('gc').isenabled()}"
+    )
+    torch = kind == "computing"
+    assert found == {"threads": 1, "grpc": False, "context": False, "cuda": False, "torch": torch, "collects": True}
+    assert workers.log().split() == [], "it said something, such as a warning about threads"
+
+    config = workers.ask("import time; time.sleep(1000)")
+    assert select.select([workers.server], [], [], LIMIT_S)[0]
+    ((forked, pid),) = workers.server.close().items()  # of a worker that nobody has asked after yet, it tells
+    assert forked == config
+    os.kill(pid, signal.SIGKILL)
+    assert Forked(pid).wait() == -signal.SIGKILL
+
+
+# ------------------------------------------------------------------------------------------------------------------ its own end
+
+
+def test_one_that_cannot_import_says_so(tmp_path):
+    server = ForkServer("no such kind", tmp_path / "server.log", {}, tmp_path / "x.yaml")
+    assert select.select([server], [], [], LIMIT_S)[0]
+    with pytest.raises(ForkServerEnded) as caught:
+        server.forked()
+    assert caught.value.code == 1
+    assert "KeyError: 'no such kind'" in (tmp_path / "server.log").read_text()
+    with pytest.raises(ForkServerEnded), open(os.devnull) as null:
+        server.ask(tmp_path / "x.yaml", {}, log=null.fileno(), status=null.fileno())
+    assert server.close() == {}
+
+
+# ------------------------------------------------------------------------------------------------------------------- in a run
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
+def fork_servers(run):
+    return [process for process in processes_of(run.run_dir) if "asyncrl.launch.fork_server" in process.cmdline()]
+
+
+def test_a_killed_fork_server_is_the_first_cause(config, tmp_path):
+    with launch(config, f"fileroot={tmp_path}") as run:
+        servers = run.wait_until(lambda: fork_servers(run), "there was a fork server", LIMIT_S)
+        next(server for server in servers if "computing" in server.cmdline()).kill()
+        assert run.wait(LIMIT_S) == 1
+        assert "failed: the fork server of the computing processes was killed by signal SIGKILL" in run.output()
+        assert "fork_server_computing.log" in run.output()
+        assert "runtime.fork_server=false" in run.output()
+        assert_nothing_left(run.run_dir)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_nothing_is_left_when_the_launcher_ends_while_they_import(config, tmp_path, number, code):
+    with launch(config, f"fileroot={tmp_path}") as run:
+        run.wait_until(lambda: len(fork_servers(run)) == len(PRELOADS), "there were fork servers", LIMIT_S)
+        run.signal(number)
+        assert run.wait(LIMIT_S) == code, run.output()
+        assert_nothing_left(run.run_dir)
+
+
+def test_a_run_without(config, tmp_path):
+    with launch(config, f"fileroot={tmp_path}", "runtime.fork_server=false") as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert [record["step"] for record in train_steps(run.run_dir)] == [1, 2]
+        assert not list((run.run_dir / "logs" / "latest").glob("fork_server*"))
+        assert_nothing_left(run.run_dir)

@@ -1,0 +1,63 @@
+"""How far the loading of a model has come: counted in transformers itself, shown in a worker's status."""
+
+import logging
+
+import pytest
+
+from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.runtime import loading
+from asyncrl.runtime.loading import LoadProgress
+from asyncrl.runtime.worker import StatusBoard
+from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
+
+INFO = WorkerInfo("model_worker", 0, 1, "e", "t", 1, "/r", 1, NameResolveConfig(), RuntimeConfig())
+
+
+@pytest.fixture
+def model_path(tmp_path):
+    tokenizer = make_char_tokenizer(tmp_path)
+    make_tiny_model(tmp_path, tokenizer=tokenizer, seed=1)
+    return tmp_path
+
+
+def test_a_real_model_is_counted_to_its_last_tensor(model_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    monkeypatch.setattr(loading, "_SHOWN_FROM_BYTES", 0)
+    progress = LoadProgress(model_path)
+    progress._num_bytes = 3_000_000_000
+    board = StatusBoard(INFO, logging.getLogger("test"))
+    shown = []
+    counted = progress._counted
+
+    def seen(tensors, total):
+        for tensor in counted(tensors, total):
+            shown.append(board.snapshot().waits[0].what)
+            yield tensor
+
+    monkeypatch.setattr(progress, "_counted", seen)
+    with board.waiting("loading actor", on="model_worker/0", limit_s=9.0, detail=progress.text):
+        assert board.snapshot().waits[0].what == "loading actor"  # nothing is known yet
+        with progress.watched():
+            AutoModelForCausalLM.from_pretrained(model_path)
+        shown.append(board.snapshot().waits[0].what)
+    assert shown[0] == "loading actor, 0.0 of 3.0 GB"
+    assert shown[-1] == "loading actor, 3.0 of 3.0 GB"
+    assert len(shown) > 10
+    assert transformers_logging.set_tqdm_hook(None) is None  # ours is gone
+
+
+def test_a_small_model_is_there_at_once(model_path):
+    progress = LoadProgress(model_path)
+    assert list(progress._counted("abc", 3)) == ["a", "b", "c"]
+    assert progress.text() == ""
+
+
+def test_other_bars_are_left_alone(model_path):
+    progress = LoadProgress(model_path)
+    items = [1, 2]
+    assert progress._bar(lambda *args, **kwargs: (args, kwargs), (items,), {"desc": "Fetching"}) == (
+        (items,),
+        {"desc": "Fetching"},
+    )

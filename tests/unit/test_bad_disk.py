@@ -1,0 +1,213 @@
+"""Files that cannot be written: the path, the reason, the room and the remedy are told, and what was there stays whole."""
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.messages import WeightVersion
+from asyncrl.runtime import disk
+from asyncrl.runtime.disk import StorageError, explain, nearly_full, writing
+from asyncrl.runtime.metrics import EventFile, JsonLinesWriter, MetricsWriter, read_json_lines
+from asyncrl.runtime.worker import told
+from asyncrl.weights import list_versions, verify_version, version_dir, write_version
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            FULL,
+            r"No space left on device; .* of .* are free on that disk\. Make room there, .*weights\.keep=1.* set fileroot=",
+        ),
+        (OSError(errno.EDQUOT, "?"), r"Disk quota exceeded; .* are free on that disk"),
+        (OSError(errno.EROFS, "?"), r"Read-only file system; make the folder writable for this user, or set fileroot="),
+        (PermissionError(errno.EACCES, "?"), r"Permission denied; make the folder writable"),
+        (OSError(errno.EFBIG, "?"), r"File too large; .*`ulimit -f`, or set weights\.shard_bytes="),
+        (OSError(errno.EIO, "?"), r"Input/output error; .* set fileroot=\.\.\. to another"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), r"No space left on device; "),  # safetensors
+    ],
+)
+def test_the_systems_refusals_are_told_with_path_and_remedy(tmp_path, error, text):
+    path = tmp_path / "not" / "there"
+    with pytest.raises(StorageError, match=rf"{path} could not be written: {text}") as caught, writing(path):
+        raise error
+    assert caught.value.__cause__ is error
+    assert told(caught.value) == str(caught.value)  # to the user without a traceback
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(errno.ENOENT, "gone"), ValueError("no tensors to write"), KeyError("x")]
+)
+def test_what_is_no_matter_of_disks_passes_through(tmp_path, error):
+    assert explain(tmp_path, error) is None
+    with pytest.raises(type(error)) as caught, writing(tmp_path):
+        raise error
+    assert caught.value is error
+
+
+def test_one_path_is_told_not_two(tmp_path):
+    with (
+        pytest.raises(StorageError, match="inner could not be written"),
+        writing(tmp_path / "outer"),
+        writing(tmp_path / "inner"),
+    ):
+        raise FULL
+
+
+def test_a_full_disk_is_seen_whatever_failed(tmp_path, monkeypatch):
+    assert nearly_full(tmp_path / "run") == ""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=8_000_000, free=0))
+    assert nearly_full(tmp_path / "run") == (
+        f"The disk is full or nearly so: 0 B of 8.0 MB are free on that disk, where {tmp_path / 'run'} is. Make room, or set "
+        "fileroot=... to a larger disk"
+    )
+
+
+def test_sizes():
+    assert [disk.size_text(size) for size in (0, 999, 12_345, 1_500_000, 2.5e9, 3e15)] == [
+        "0 B",
+        "999 B",
+        "12 kB",
+        "1.5 MB",
+        "2.5 GB",
+        "3000.0 TB",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- metrics and journals
+
+
+def fill(writer):
+    """From now on the disk under an open file is full."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, writer._file.fileno())
+    os.close(full)
+
+
+def test_a_journal_on_a_disk_that_fills_up(tmp_path):
+    path = tmp_path / "journal" / "master.jsonl"
+    writer = JsonLinesWriter(path)
+    writer.write({"event": "trained", "step": 1})
+    fill(writer)
+    with pytest.raises(StorageError, match=rf"{path} could not be written: No space left on device; "):
+        writer.write({"event": "trained", "step": 2})
+    writer.close()  # nothing is left in a buffer that could fail again
+    assert read_json_lines(path) == [{"event": "trained", "step": 1}]
+
+
+def test_tensorboard_on_a_disk_that_fills_up_is_no_wait_for_ever(tmp_path):
+    writer = MetricsWriter(tmp_path, attempt=1, tensorboard=True)
+    writer.write(1, {"reward/mean": 0.5})
+    fill(writer._events)
+    told = r"tensorboard/attempt_1/events\.out\.tfevents\..* could not be written: No space left"
+    for step in range(2, 30):  # more than a queue would hold
+        with pytest.raises(StorageError, match=told):
+            writer.write(step, {"reward/mean": 0.5})
+    writer.close()
+
+
+def test_event_files_are_tensorflows(tmp_path):
+    """Length, checksum, data, checksum; read by tensorboard itself where it is installed."""
+    events = EventFile(tmp_path)
+    events.write(3, {"reward/mean": 0.5, "length/mean": 7})
+    events.close()
+    (file,) = tmp_path.iterdir()
+    data, records = file.read_bytes(), []
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        records.append(data[12 : 12 + length])
+        data = data[16 + length :]
+    assert len(records) == 2
+    assert b"brain.Event:2" in records[0]
+    assert b"reward/mean" in records[1]
+    assert b"length/mean" in records[1]
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": \xff}\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=rf"{path}:2: not an object of JSON: .*; delete the line"):
+        read_json_lines(path)
+
+
+# --------------------------------------------------------------------------------------------------------------------- weights
+
+
+@contextlib.contextmanager
+def files_limited_to(num_bytes):
+    """As `ulimit -f`: this process may not make files larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def write(path, num_parameters, source):
+    """As the trainer does."""
+    with writing(path):
+        tensors = [("w", torch.ones(num_parameters))]
+        write_version(path, tensors, source_dir=source, version=WeightVersion.parse(path.name))
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_version_that_does_not_fit_leaves_the_ones_before_and_no_half_one(tmp_path, source):
+    first, second = (version_dir(tmp_path, "actor", WeightVersion(1, number)) for number in range(2))
+    write(first, 10, source)
+    told = rf"{second} could not be written: File too large; .*`ulimit -f`"
+    with files_limited_to(50_000), pytest.raises(StorageError, match=told):
+        write(second, 100_000, source)
+    assert list_versions(first.parent) == [WeightVersion(1, 0)]
+    assert [entry.name for entry in first.parent.iterdir()] == [first.name]
+    verify_version(first, WeightVersion(1, 0))
+
+
+def test_a_version_on_a_full_disk(small_disk, source):
+    first, second = (version_dir(small_disk, "actor", WeightVersion(1, number)) for number in range(2))
+    write(first, 1_000_000, source)
+    with pytest.raises(
+        StorageError, match=rf"{second} could not be written: No space left on device; .* of 8\.4 MB are free"
+    ):
+        write(second, 2_000_000, source)
+    assert [entry.name for entry in first.parent.iterdir()] == [first.name]
+    verify_version(first, WeightVersion(1, 0))
+
+
+def test_a_journal_on_a_full_disk(small_disk):
+    writer = JsonLinesWriter(small_disk / "journal.jsonl")
+    records = [{"step": step, "text": "x" * 200_000} for step in range(100)]
+    with pytest.raises(
+        StorageError, match=r"journal\.jsonl could not be written: No space left on device; 0 B of 8\.4 MB"
+    ):
+        list(map(writer.write, records))
+    writer.close()
+    whole = read_json_lines(small_disk / "journal.jsonl")  # half a line at its end counts for nothing
+    assert [record["step"] for record in whole] == list(range(len(whole)))
+    assert len(whole) > 30
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, read_only):
+    with pytest.raises(
+        StorageError, match=r"master\.jsonl could not be written: Read-only file system; make the folder writable"
+    ):
+        JsonLinesWriter(read_only / "journal" / "master.jsonl")
+    with pytest.raises(StorageError, match="Read-only file system"):
+        EventFile(read_only / "tensorboard")
+    assert Path(read_only).is_dir()

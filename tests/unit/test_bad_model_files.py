@@ -1,0 +1,204 @@
+"""A model's folder that cannot be trained is refused before anything starts, by field, value and remedy."""
+
+import json
+import shutil
+
+import pytest
+
+from asyncrl.config import ConfigError, load_experiment
+from asyncrl.data.prompts import load_tokenizer
+from asyncrl.launch import model_files
+from asyncrl.launch.preflight import preflight
+from asyncrl.testing.tiny import make_char_tokenizer
+
+TENSORS = {"a.weight": [2, 3], "b.weight": [4]}
+
+
+def safetensors(tensors):
+    """The bytes of a file with zeros."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in tensors.items():
+        size = 4 * (shape[0] * shape[1] if len(shape) == 2 else shape[0])
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(end)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder that preflight takes for a model: 10 parameters, a tokenizer of 64 tokens."""
+    folder = tmp_path / "model"
+    make_char_tokenizer(folder)
+    edit(folder, "config.json", model_type="qwen2", vocab_size=64, max_position_embeddings=512)
+    (folder / "model.safetensors").write_bytes(safetensors(TENSORS))
+    return folder
+
+
+@pytest.fixture
+def check(tmp_path, model):
+    """Runs preflight on a config whose files are all there, with overrides."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "2"}\n' * 64)
+    (tmp_path / "rewards.py").write_text("def reward(*_):\n    return 1.0\n")
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model_path: {model}\n"
+        f"fileroot: {tmp_path}/runs\n"
+        f"prompts: {{path: {tmp_path}/p.jsonl}}\n"
+        f"rollout: {{tasks: {{default: {{reward: '{tmp_path}/rewards.py:reward'}}}}}}\n"
+    )
+    return lambda *overrides: preflight(load_experiment(file, list(overrides)))
+
+
+def edit(folder, name, **entries):
+    """Set entries of a JSON file; None removes one."""
+    file = folder / name
+    content = json.loads(file.read_text()) if file.exists() else {}
+    content |= entries
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def shard(model):
+    """The same weights in two files and an index."""
+    (model / "model.safetensors").unlink()
+    names = {name: f"model-0000{number}-of-00002.safetensors" for number, name in enumerate(TENSORS, start=1)}
+    for name, file in names.items():
+        (model / file).write_bytes(safetensors({name: TENSORS[name]}))
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def cut(file, to=None):
+    data = file.read_bytes()
+    file.write_bytes(data[:-4] if to is None else data[:to])
+
+
+def test_a_whole_model_is_taken(check, model):
+    assert check() == 64
+    assert model_files.count_parameters(str(model)) == 10
+    shard(model)
+    assert check() == 64
+    assert model_files.count_parameters(str(model)) == 10
+
+
+def test_a_hub_name_is_no_folder(check):
+    with pytest.raises(ConfigError, match=r"model_path='Qwen/Qwen3-0.6B': there is no config\.json; give a folder"):
+        check("model_path=Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda m: (m / "config.json").write_text("{"), r"config\.json cannot be read: .*; copy the model again"),
+        (lambda m: (m / "config.json").write_text("[1]"), r"config\.json holds no object; copy the model again"),
+        (lambda m: edit(m, "config.json", model_type="nosuch"), r"model_type='nosuch', which is no causal .*; upgrade"),
+        (lambda m: edit(m, "config.json", model_type=None), r"model_type=None, which is no causal language model"),
+        (lambda m: (m / "model.safetensors").unlink(), r"there are no weights, neither model\.safetensors nor"),
+        (
+            lambda m: cut(m / "model.safetensors"),
+            r"model\.safetensors has \d+ bytes, its header says \d+: .* copy it again",
+        ),
+        (
+            lambda m: cut(m / "model.safetensors", 20),
+            r"model\.safetensors \(20 bytes\) is no safetensors file, or was cut",
+        ),
+        (
+            lambda m: cut(m / "model.safetensors", 0),
+            r"model\.safetensors \(0 bytes\) is no safetensors file, or was cut",
+        ),
+        (lambda m: (m / "model.safetensors").write_bytes(bytes(100)), r"\(100 bytes\) is no safetensors file"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"\xff" * 100), r"\(100 bytes\) is no safetensors file"),
+        (
+            lambda m: edit(m, "config.json", vocab_size=32),
+            r"go up to id 63, the model's vocabulary has 32 .* own tokenizer",
+        ),
+        (
+            lambda m: edit(m, "config.json", vocab_size=None, text_config={"vocab_size": 32}),
+            r"go up to id 63, the model's vocabulary has 32",
+        ),
+        (lambda m: edit(m, "tokenizer_config.json", eos_token=None), r"has no EOS token, .*; set eos_token"),
+        (
+            lambda m: edit(m, "tokenizer_config.json", eos_token="<end>"),
+            r"EOS token '<end>' is none of its tokens, .*; set eos",
+        ),
+        (lambda m: (m / "tokenizer.json").write_text("{"), r"no tokenizer can be loaded from it"),
+        (lambda m: (m / "tokenizer.json").unlink(), r"has no tokenizer\.json; save the tokenizer with save_pretrained"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(check, model, damage, told):
+    damage(model)
+    with pytest.raises(ConfigError, match=rf"_path='{model}': .*{told}"):
+        check()
+
+
+def test_a_shard_that_is_missing_or_cut_is_named(check, model):
+    shard(model)
+    cut(model / "model-00002-of-00002.safetensors")
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors has \d+ bytes, its header says \d+"):
+        check()
+    (model / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(
+        ConfigError, match=r"names 2 files, and model-00002-of-00002\.safetensors is missing; copy what is"
+    ):
+        check()
+    (model / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"index\.json cannot be read: KeyError\('weight_map'\); copy it again"):
+        check()
+
+
+def test_an_added_token_beyond_the_vocabulary_is_no_matter_unless_it_is_eos(check, model):
+    """Gemma has one for images."""
+    tokenizer = load_tokenizer(model)
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(model)
+    assert check() == 64
+    edit(model, "tokenizer_config.json", eos_token={"content": "<image>", "__type": "AddedToken"})
+    with pytest.raises(ConfigError, match=r"EOS token '<image>' has id 64, the model's vocabulary has 64"):
+        check()
+
+
+def test_the_table_of_architectures_is_transformers_own():
+    known = model_files.causal_architectures()
+    assert {"qwen2", "qwen3", "llama", "mistral", "gemma3_text"} <= known
+    assert "vit" not in known
+
+
+def test_without_the_table_every_architecture_is_taken(check, model, monkeypatch):
+    monkeypatch.setattr(model_files, "causal_architectures", set)
+    edit(model, "config.json", model_type="newer than this")
+    assert check() == 64
+
+
+def test_a_disk_without_room_for_the_weights(check, model, monkeypatch):
+    usage = shutil.disk_usage(model)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000_000))
+    with pytest.raises(
+        ConfigError, match=r"fileroot='.*runs': 100\.0 MB are free there, the run needs 130\.0 MB .*weights\.keep=1"
+    ):
+        check()
+    with_users_etcd = "name_resolve.endpoints=[localhost:2379]"
+    assert check(with_users_etcd) == 64
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=199))
+    with pytest.raises(ConfigError, match=r"199 B are free there, the run needs 200 B \(weights\.keep \+ 2 times 40 B"):
+        check(with_users_etcd)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def reward(:\n", r"rewards\.py:reward': the file is not Python: .*\(rewards\.py, line 1\)"),
+        ("def other(): pass\n", r"rewards\.py has no 'reward'; it has other"),
+    ],
+)
+def test_a_reward_file_that_cannot_be_used(check, tmp_path, text, told):
+    (tmp_path / "rewards.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"rollout\.tasks\.default\.reward=.*{told}"):
+        check()
+
+
+def test_a_module_that_is_not_there(check, tmp_path, monkeypatch):
+    wanted = "rollout.tasks.default.reward=bad_rewards_of_mine.sums:reward"
+    with pytest.raises(ConfigError, match=r"there is no module 'bad_rewards_of_mine'; write path/to/file\.py:name"):
+        check(wanted)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad_rewards_of_mine").mkdir()
+    assert check(wanted) == 64  # found where the run's processes would find it

@@ -1,0 +1,317 @@
+"""How a run ends that does not go as it should: the master between a manager and model workers that are played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.config import (
+    EvalConfig,
+    MasterWorkerConfig,
+    NameResolveConfig,
+    PromptSourceConfig,
+    RuntimeConfig,
+    TrainConfig,
+    WeightsConfig,
+    WorkerInfo,
+)
+from asyncrl.launch.progress import make_console, print_summary
+from asyncrl.master import worker as master_worker
+from asyncrl.master.worker import MasterWorker, RejectedShareError
+from asyncrl.messages import (
+    EvaluateReply,
+    EvaluateRequest,
+    EvaluationResult,
+    LedgerView,
+    Locator,
+    RejectedPrompt,
+    SaveModel,
+)
+from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
+from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.worker import WaitTimeoutError, told
+from asyncrl.testing.runs import journal
+
+LIMIT_S = 10.0
+
+
+def ledger(*, rejected: list[RejectedPrompt] | None = None, exhausted: bool = False, served: int = 0) -> LedgerView:
+    return LedgerView(
+        known=True, revision=1, served_version=served, exhausted=exhausted, live=[], rejected=rejected or [], servers=[]
+    )
+
+
+class FakeManager:
+    """Answers reports with `view`; begins evaluations, which end when the test lets them."""
+
+    def __init__(self) -> None:
+        self.view = ledger()
+        self.later: dict[int, LedgerView] = {}  # what the report of this number is answered
+        self.reports = 0
+        self.evaluating = asyncio.Event()
+        self.evaluations: list[str] = []
+        self.may_end = asyncio.Event()
+        self.fails = False
+
+    async def post(self, path: str, body: Any, _: type, **_limits: Any) -> Any:
+        if isinstance(body, EvaluateRequest):
+            if body.eval_id not in self.evaluations:
+                self.evaluations.append(body.eval_id)
+            self.evaluating.set()
+            if self.fails:
+                raise ConnectionError("the gserver manager is gone")
+            await self.may_end.wait()
+            result = EvaluationResult(
+                mode="greedy",
+                num_prompts=1,
+                num_failed=0,
+                mean_reward=0.5,
+                mean_length=3.0,
+                version_min=0,
+                version_max=2,
+            )
+            return EvaluateReply(done=True, num_finished=1, num_total=1, results=[result])
+        self.reports += 1
+        if self.reports in self.later:
+            return self.later[self.reports]
+        view, self.view = self.view, ledger(exhausted=self.view.exhausted, served=self.view.served_version)
+        return view
+
+
+class FakeMesh:
+    """Model workers that do what they are told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    async def call(self, what: str, body: Any) -> None:
+        self.calls.append(body)
+
+
+MakeMaster = Callable[..., MasterWorker]
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> Any:
+    """A master whose setup is done: make(train={...}, eval={...}, max_rejected_share=...)."""
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": str(i), "answer": ""}) + "\n" for i in range(8)))
+    made: list[MasterWorker] = []
+
+    def make_master(
+        train: dict[str, Any] | None = None, max_rejected_share: float = 0.5, **eval_fields: Any
+    ) -> MasterWorker:
+        name_resolve = NameResolveConfig(backend="memory", endpoints=[str(tmp_path)])
+        info = WorkerInfo("master", 0, 1, "e", "t", 1, str(tmp_path), 1, name_resolve, RuntimeConfig())
+        prompts = PromptSourceConfig(path=str(tmp_path / "p.jsonl"))
+        master = MasterWorker(
+            MasterWorkerConfig(
+                worker=info,
+                num_model_workers=1,
+                data_parallel_size=1,
+                prompts=prompts,
+                train=TrainConfig(**{"batch_size": 2, **(train or {})}),
+                eval=EvalConfig(prompts=prompts, num_prompts=1, modes=["greedy"], **eval_fields),
+                weights=WeightsConfig(),
+                max_head_offpolicyness=1,
+                overdue="wait",
+                overdue_wait_s=1000.0,
+                max_rejected_share=max_rejected_share,
+                tensorboard=False,
+            )
+        )
+        master.resolver = open_name_resolver(name_resolve)
+        master.manager, master.mesh = FakeManager(), FakeMesh()  # type: ignore[assignment]
+        master.metrics = MetricsWriter(tmp_path, attempt=1, tensorboard=False)
+        master.journal = JsonLinesWriter(tmp_path / "journal" / "master.jsonl")
+        master.wandb = None
+        made.append(master)
+        return master
+
+    yield make_master
+    for master in made:
+        for task in master._evaluations:
+            task.cancel()
+        await asyncio.gather(*master._evaluations, return_exceptions=True)
+        master.metrics.close()
+        master.journal.close()
+        master.resolver.close()
+
+
+def rejections(count: int, reason: str = "reward_error") -> list[RejectedPrompt]:
+    """Only the first tells more than its reason, as rollout workers do it."""
+    return [
+        RejectedPrompt(locator=Locator(0, i), reason=reason, detail="judge.py raised KeyError(3)" if i == 0 else "")
+        for i in range(count)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------------ rejections
+
+
+async def test_nothing_but_rejections_ends_the_run_with_reason_and_remedy(make: MakeMaster, tmp_path: Path) -> None:
+    """Also where the window of max_rejected_share is never full: not with a crash of the summary."""
+    master = make(max_rejected_share=1.0)
+    master.manager.view = ledger(rejected=rejections(8), exhausted=True)  # type: ignore[attr-defined]
+    with pytest.raises(RejectedShareError, match="every prompt was rejected, nothing was trained") as caught:
+        await asyncio.wait_for(master.train_one_step(), LIMIT_S)
+    text = told(caught.value)
+    assert "reward_error: 8; the first: judge.py raised KeyError(3). Mend the reward function" in text
+    assert f"{tmp_path}/logs/latest/rollout_worker_*.log" in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "summary.json").exists()
+
+
+async def test_every_rejected_prompt_is_in_the_journal(make: MakeMaster, tmp_path: Path) -> None:
+    master = make()
+    master.manager.view = ledger(rejected=rejections(3))  # type: ignore[attr-defined]
+    await master.report()
+    events = journal(tmp_path)
+    assert [(event["event"], event["prompt"], event["reason"]) for event in events] == [
+        ("rejected", [0, position], "reward_error") for position in range(3)
+    ]
+    assert [event["detail"] for event in events] == ["judge.py raised KeyError(3)", "", ""]
+    assert master.progress.rejected == {"reward_error": 3}
+
+
+async def test_past_the_share_that_may_be_rejected_the_run_ends(make: MakeMaster) -> None:
+    master = make(max_rejected_share=0.5)
+    master._recent_outcomes.extend([True] * 4)  # trained before; the window is 4 batches of 2
+    master.manager.view = ledger(rejected=rejections(4, "too_hard"))  # type: ignore[attr-defined]
+    await master.report()  # half of them: that may be
+    master.manager.view = ledger(rejected=[RejectedPrompt(locator=Locator(0, 7), reason="too_hard")])  # type: ignore[attr-defined]
+    with pytest.raises(
+        RejectedShareError, match=r"62% of the last 8 prompts were rejected; manager\.max_rejected_share=0\.5"
+    ) as e:
+        await master.report()
+    assert (
+        "too_hard: 5; the first: judge.py raised KeyError(3). Use easier prompts, or lower rollout.success_rate_lb"
+        in str(e.value)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------- limits
+
+
+class Clock:
+    """Stands for the master's `time`: a report takes a second."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def monotonic(self) -> float:
+        return float(self._manager.reports)
+
+
+async def test_no_data_for_data_timeout_s_ends_the_run_and_names_whom_it_waited_for(
+    make: MakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master = make(train={"data_timeout_s": 10.0})
+    monkeypatch.setattr(master_worker, "time", Clock(master.manager))
+    told = r"waited 10 s for step 0 waits for data: 0 of 2 prompts are stored.* from gserver manager"
+    with pytest.raises(WaitTimeoutError, match=told):
+        await asyncio.wait_for(master.form_batch(), LIMIT_S)
+    assert master.manager.reports == 11  # type: ignore[attr-defined]
+
+
+async def test_whatever_moves_begins_the_wait_for_data_anew(make: MakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
+    master = make(train={"data_timeout_s": 10.0}, max_rejected_share=1.0)
+    monkeypatch.setattr(master_worker, "time", Clock(master.manager))
+    manager: Any = master.manager
+    manager.later = {
+        number: ledger(rejected=[rejected]) for number, rejected in zip((8, 16), rejections(2), strict=True)
+    }
+    with pytest.raises(WaitTimeoutError):
+        await asyncio.wait_for(master.form_batch(), LIMIT_S)
+    assert manager.reports == 16 + 11
+
+
+async def test_no_more_than_four_evaluations_go_on_at_a_time(
+    make: MakeMaster, caplog: pytest.LogCaptureFixture
+) -> None:
+    master = make(every_steps=1)
+    manager = master.manager
+    for step in range(1, 7):
+        master.step = step
+        master._run_schedules(last=False)
+        await asyncio.sleep(0)
+    assert manager.evaluations == [f"a1-s{step}" for step in range(1, 5)]  # type: ignore[attr-defined]
+    assert [
+        f"no evaluation at step {step}: {master_worker._MAX_EVALUATIONS} still go on" in caplog.text
+        for step in range(1, 7)
+    ] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    manager.may_end.set()  # type: ignore[attr-defined]
+    await asyncio.wait_for(asyncio.gather(*master._evaluations), LIMIT_S)
+    master.step = 7
+    master._run_schedules(last=False)
+    await asyncio.sleep(0)
+    assert manager.evaluations[-1] == "a1-s7"  # type: ignore[attr-defined]
+
+
+# -------------------------------------------------------------------------------------------------------------------- the end
+
+
+async def test_the_model_is_saved_before_the_last_evaluation(make: MakeMaster, tmp_path: Path) -> None:
+    """Whatever becomes of that, the result is on disk."""
+    master = make()
+    master.step = 1
+    master.manager.view = ledger(served=1)  # type: ignore[attr-defined]
+    finishing = asyncio.create_task(master.finish())
+    await asyncio.wait_for(master.manager.evaluating.wait(), LIMIT_S)  # type: ignore[attr-defined]
+    (saved,) = master.mesh.calls  # type: ignore[attr-defined]
+    assert saved == SaveModel(role="actor", path=str(tmp_path / "checkpoints" / "final"))
+    assert not (tmp_path / "summary.json").exists()
+    finishing.cancel()
+    await asyncio.wait({finishing})
+
+
+async def test_a_last_evaluation_that_fails_costs_no_model(make: MakeMaster) -> None:
+    master = make()
+    master.step = 1
+    master.manager.view = ledger(served=1)  # type: ignore[attr-defined]
+    master.manager.fails = True  # type: ignore[attr-defined]
+    with pytest.raises(ConnectionError, match="gserver manager is gone"):
+        await asyncio.wait_for(master.finish(), LIMIT_S)
+    assert [type(call) for call in master.mesh.calls] == [SaveModel]  # type: ignore[attr-defined]
+
+
+async def test_the_summary_says_which_versions_an_evaluation_saw(
+    make: MakeMaster, tmp_path: Path, monkeypatch: Any
+) -> None:
+    master = make(at_end=False)
+    master.summary.add_step(
+        {
+            "batch/num_sequences": 4.0,
+            "batch/num_generated_tokens": 12.0,
+            "batch/num_prompts": 2.0,
+            "batch/num_sequences_of_two_versions": 0.0,
+            "reward/mean": 0.5,
+            "offpolicy/head_mean": 0.0,
+            "offpolicy/head_max": 0.0,
+            "time/wait_data_s": 1.0,
+            "time/train_s": 1.0,
+            "time/wait_weights_s": 0.0,
+        }
+    )
+    master.manager.may_end.set()  # type: ignore[attr-defined]
+    master._evaluate_beside_training()  # of version 0, while training goes on: the manager says 0 to 2
+    await asyncio.wait_for(master.finish(), LIMIT_S)
+    summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
+    (evaluation,) = summary["evaluations"]
+    assert (evaluation["eval/greedy_version_min"], evaluation["eval/greedy_version_max"]) == (0.0, 2.0)
+    console = make_console()
+    with console.capture() as captured:
+        print_summary(tmp_path, console)
+    assert "greedy 0.500 (versions 0 to 2)" in captured.get()

@@ -1,0 +1,437 @@
+"""The command line itself: help that teaches, answers in JSON, what a dry run writes, what `logs` prints. Starts no processes."""
+
+import json
+import os
+import re
+import stat
+
+import pytest
+
+from asyncrl.config import ConfigError, load_experiment
+from asyncrl.launch import cli
+from asyncrl.launch.commands import check as check_command
+from asyncrl.launch.commands import run as run_command
+from asyncrl.launch.doctor import Finding
+from asyncrl.launch.json_view import JsonView
+from asyncrl.launch.program import load_process_config
+from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt, next_attempt, write_record
+from asyncrl.messages import WorkerStatus
+from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
+
+COMMANDS = ("run", "check", "prepare", "status", "logs", "stop", "plot", "inspect")
+OWN = ("run", "check", "prepare", "status", "logs", "stop")
+
+CONFIG = """\
+experiment: small
+fileroot: {folder}/runs
+allocation: transformers.d2+d1
+model_path: {folder}/model
+prompts: {{path: "{folder}/prompts.jsonl"}}
+rollout: {{num_workers: 1, tasks: {{default: {{env: "{folder}/env.py:Own", env_args: {{api_key: hidden}}}}}}}}
+train: {{batch_size: 2}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A config whose model and prompts nobody looks at."""
+    file = tmp_path / "small.yaml"
+    file.write_text(CONFIG.format(folder=tmp_path))
+    for module in (run_command, check_command):
+        monkeypatch.setattr(module, "preflight", lambda config: 10)
+    return file
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs a command; its exit code, stdout and stderr."""
+
+    def call_command(*words):
+        code = cli.main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call_command
+
+
+def answer(out):
+    """The one JSON object on stdout."""
+    (line,) = out.splitlines()
+    return json.loads(line)
+
+
+# ------------------------------------------------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_teaches(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command.split(), "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert f"asyncrl-launch {command}".strip() in text
+    assert "exit code" in text
+    if command:
+        assert "--json" in text
+        examples = re.findall(rf"^  asyncrl-launch {command} .*", text, flags=re.MULTILINE)
+        assert len(examples) >= 2 or command == "stop"
+    else:
+        assert all(f"    {name} " in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", OWN)
+def test_examples_in_the_help_are_command_lines(command, capsys):
+    """Every flag that an example uses is there."""
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    for example in re.findall(r"^  asyncrl-launch (.*)", text, flags=re.MULTILINE):
+        words = re.split(r"\s{2,}| \| ", example)[0].split()
+        cli.parse(words)
+
+
+def test_lists_may_go_on_behind_an_option():
+    assert cli.parse(["logs", "r", "-f", "master", "etcd"]).words == ["master", "etcd"]
+    assert cli.parse(["run", "c", "a=1", "--json", "b=2"]).overrides == ["a=1", "b=2"]
+    assert cli.parse(["check"]).config is None
+
+
+# ------------------------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "told", "code"),
+    [
+        (["check", "nowhere.yaml"], "config", "'nowhere.yaml' is not a file", 2),
+        (["run", "nowhere.yaml"], "config", "is not a file", 2),
+        (["prepare", "nowhere.yaml"], "config", "is not a file", 2),
+        (["status", "nowhere"], "config", "neither the folder of a run nor a config", 2),
+        (["stop", "nowhere"], "config", "neither the folder", 2),
+        (["logs", "."], "failed", "no run has been started in this folder", 1),
+        (["nonsense"], "usage", "invalid choice: 'nonsense'", 2),
+        (["stop", "x", "--nonsense", "y"], "usage", "unrecognized arguments: --nonsense y", 2),
+        (["logs", ".", "--tail", "0"], "usage", "0 is not above 0", 2),
+        (["run"], "usage", "CONFIG", 2),
+        (["run", "x.yaml", "--output", "d"], "config", "--output says where --dry-run writes", 2),
+    ],
+)
+def test_errors_are_for_people_or_for_machines(words, kind, told, code, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found, out, err = call(*words)
+    assert found == code
+    assert told in (out + err).replace("\n", " ")
+    found, out, _ = call(*words, "--json")
+    assert found == code
+    error = answer(out)["error"]
+    assert error["kind"] == kind
+    assert told in error["message"]
+
+
+def test_secrets_are_not_in_errors(config, call, monkeypatch):
+    def refuse(config):
+        raise ConfigError("name_resolve.endpoints=['u:hidden@h:1']: HF_TOKEN=hidden")
+
+    monkeypatch.setattr(check_command, "preflight", refuse)
+    for words in (["check", config], ["check", config, "--json"]):
+        assert "hidden" not in "".join(map(str, call(*words)))
+
+
+# ------------------------------------------------------------------------------------------------------------------- check
+
+
+FINE = [Finding("cores", "ok", "2"), Finding("GPUs", "warn", "old", "buy another")]
+BROKEN = [*FINE, Finding("disk", "fail", "[full]", "make room")]
+
+
+def test_check_without_a_config_examines_the_machine(call, monkeypatch):
+    monkeypatch.setattr(check_command, "examine", lambda *args: FINE)
+    code, out, _ = call("check")
+    assert code == 0
+    assert "buy another" in out
+    assert "ok: this machine is fit; have a look at GPUs" in out
+    code, out, _ = call("check", "--json")
+    assert code == 0
+    found = answer(out)
+    assert found["ok"] is True
+    assert found["machine"][1] == {"name": "GPUs", "state": "warn", "value": "old", "remedy": "buy another"}
+    assert found["versions"]["python"]
+
+
+def test_check_with_a_config_prints_both(config, call, monkeypatch):
+    monkeypatch.setattr(check_command, "examine", lambda *args: BROKEN)
+    code, out, _ = call("check", config)
+    assert code == 1
+    assert "[full]" in out
+    assert "cannot run here until this is mended: disk" in out
+    code, out, err = call("check", config, "--json")
+    assert code == 1
+    found = answer(out)
+    assert [process["name"] for process in found["processes"]][:3] == [
+        "generation_server/0",
+        "generation_server/1",
+        "model_worker/0",
+    ]
+    assert found["sizes"]["total_steps"] == 5
+    assert found["ok"] is False
+    assert "hidden" not in out + err
+
+
+# ------------------------------------------------------------------------------------------------------------ run --dry-run
+
+
+def test_a_dry_run_writes_every_config_and_starts_nothing(config, call, tmp_path):
+    run_dir = tmp_path / "runs" / "small" / "t0"
+    begin_attempt(run_dir)
+    code, out, _ = call("run", config, "--dry-run", "--json")
+    assert code == 0
+    found = answer(out)
+    folder = run_dir / "dry_run"
+    assert found["dry_run"] == str(folder)
+    assert {file.name for file in folder.iterdir()} == {
+        "config.yaml",
+        "generation_server_0.yaml",
+        "generation_server_1.yaml",
+        "model_worker_0.yaml",
+        "master_0.yaml",
+        "gserver_manager_0.yaml",
+        "rollout_worker_0.yaml",
+    }
+    assert load_process_config(folder / "master_0.yaml").worker.attempt == 2
+    assert load_experiment(folder / "config.yaml").train.batch_size == 2
+    assert "hidden" not in "".join(file.read_text() for file in folder.iterdir()) + out
+    assert next_attempt(run_dir) == 2
+    assert {file.name for file in run_dir.iterdir()} == {"logs", "dry_run"}
+
+    (folder / "notes.txt").write_text("mine")
+    assert call("run", config, "allocation=transformers.d1+d1", "--dry-run")[0] == 0
+    assert not (folder / "generation_server_1.yaml").exists()
+    assert (folder / "notes.txt").exists()
+
+
+def test_a_dry_run_goes_where_it_is_told(config, call, tmp_path):
+    code, out, _ = call("run", config, "--dry-run", "--output", tmp_path / "there")
+    assert code == 0
+    assert "model_worker/0" in out
+    assert f"7 resolved configs are in {tmp_path / 'there'}; nothing was started".replace("7", "6") in out
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "file").write_text("")
+    code, out, _ = call("run", config, "--dry-run", "--output", tmp_path / "file")
+    assert code == 1
+    assert "choose --output DIR" in out
+
+
+# --------------------------------------------------------------------------------------------------------------- run --json
+
+
+def status(worker, state):
+    return WorkerStatus(worker=worker, pid=7, attempt=3, state=state, time=0.0, progress=0)
+
+
+def test_events_of_a_run(tmp_path, capsys):
+    view = JsonView(tmp_path)
+    view.emit("start", run_dir="here")
+    view.turn([status("master/0", "starting")])
+    view.turn([status("master/0", "starting")])
+    view.notice("etcd at u:hidden@h:1 runs again")
+    with JsonLinesWriter(tmp_path / METRICS_FILE) as writer:
+        writer.write({"step": 1, "attempt": 3, "reward/mean": 0.5, "actor/loss": float("nan")})
+    view.turn([status("master/0", "running")])
+    view.close()
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in events] == ["start", "worker", "notice", "worker", "metrics"]
+    assert events[1] == {**events[1], "name": "master/0", "state": "starting", "pid": 7, "attempt": 3}
+    assert events[2]["text"] == "etcd at u:***@h:1 runs again"
+    assert events[4] == {**events[4], "step": 1, "reward/mean": 0.5, "actor/loss": None}
+
+
+class FakeLauncher:
+    """Ends at once, in the way of the test."""
+
+    ending: object = 0
+
+    def __init__(self, config, num_prompts, view):
+        self.view = view
+
+    def run(self):
+        self.view.notice("on its way")
+        if isinstance(self.ending, Exception):
+            raise self.ending
+        return self.ending
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "last"),
+    [
+        (0, 0, {"exit_code": 0, "summary": {"steps": 5}}),
+        (143, 143, {"exit_code": 143}),
+        (
+            LaunchError("master/0 failed at http://u:hidden@h"),
+            1,
+            {"exit_code": 1, "error": {"kind": "failed", "message": "master/0 failed at http://u:***@h"}},
+        ),
+    ],
+)
+def test_how_a_run_ends_for_machines(config, call, tmp_path, monkeypatch, ending, code, last):
+    run_dir = tmp_path / "runs" / "small" / "t0"
+    run_dir.mkdir(parents=True)
+    (run_dir / "summary.json").write_text('{"steps": 5}')
+    monkeypatch.setattr(run_command, "LocalLauncher", FakeLauncher)
+    monkeypatch.setattr(FakeLauncher, "ending", ending)
+    found, out, _ = call("run", config, "--json")
+    assert found == code
+    events = [json.loads(line) for line in out.splitlines()]
+    assert [event.pop("event") for event in events] == ["start", "notice", "end"]
+    assert events[-1].pop("time") > 0
+    assert events[-1] == last
+    assert events[0]["sizes"]["batch_size"] == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- status, stop
+
+
+def test_a_run_that_is_over(call, tmp_path):
+    record = RunRecord(pid=4, attempt=2, experiment="e", trial="t", endpoints=["h:1"], started=3.0)
+    code, out, _ = call("status", tmp_path, "--json")
+    assert code == 3
+    assert answer(out) == {"run_dir": str(tmp_path), "running": False, "record": None, "workers": []}
+    write_record(tmp_path, record)
+    assert answer(call("status", tmp_path, "--json")[1])["record"]["attempt"] == 2
+    code, out, _ = call("stop", tmp_path, "--json")
+    assert code == 0
+    assert answer(out) == {"run_dir": str(tmp_path), "was_running": False, "running": False}
+
+
+# ----------------------------------------------------------------------------------------------------------------- prepare
+
+
+def test_prepare(call, tmp_path):
+    file = tmp_path / "small.yaml"
+    file.write_text(CONFIG.format(folder=tmp_path))
+    make = tmp_path / "make.py"
+    make.write_text(
+        "import pathlib, sys\nprint('making')\nfolder = pathlib.Path(sys.argv[1])\nfolder.mkdir()\n"
+        "(folder / 'config.json').write_text('{}')\n"
+    )
+    code, out, _ = call("prepare", file, f"prepare=python {make} {tmp_path / 'model'}", "--json")
+    assert code == 0
+    assert answer(out) == {"model_path": str(tmp_path / "model"), "made": True, "exit_code": 0}
+    assert answer(call("prepare", file, "--json")[1])["made"] is False
+
+
+# -------------------------------------------------------------------------------------------------------------------- logs
+
+
+LINE = "2025-03-01 12:00:{:02d}.000 {:7} {}: {}\n"
+
+
+@pytest.fixture
+def logged(tmp_path):
+    """A folder with the logs of two attempts."""
+    for _ in range(2):
+        begin_attempt(tmp_path)
+    folder = tmp_path / "logs" / "attempt_2"
+    (tmp_path / "logs" / "attempt_1" / "master_0.log").write_text(LINE.format(0, "INFO", "master/0", "of the first"))
+    (folder / "master_0.log").write_text(
+        LINE.format(1, "INFO", "master/0", "running")
+        + LINE.format(5, "ERROR", "master/0", "failed because of [another]")
+    )
+    (folder / "rollout_worker_0.log").write_text(
+        LINE.format(2, "WARNING", "rollout_worker/0", "slow")
+        + LINE.format(3, "ERROR", "rollout_worker/0", "failed")
+        + "Traceback (most recent call last):\n  File x\nValueError: the cause\n"
+    )
+    (folder / "etcd.log").write_text("")
+    return tmp_path
+
+
+def test_the_first_error_stands_out_and_comes_again(logged, call):
+    code, out, _ = call("logs", logged)
+    assert code == 0
+    shown = [re.sub(" +", " ", line).strip("─ ") for line in out.splitlines()]
+    assert shown == [
+        "2025-03-01",
+        "12:00:01.000 INFO master/0: running",
+        "12:00:02.000 WARNING rollout_worker/0: slow",
+        "first error",
+        "12:00:03.000 ERROR rollout_worker/0: failed",
+        "Traceback (most recent call last):",
+        "File x",
+        "ValueError: the cause",
+        "12:00:05.000 ERROR master/0: failed because of [another]",
+        "the first error again (of 2)",
+        "12:00:03.000 ERROR rollout_worker/0: failed",
+        "Traceback (most recent call last):",
+        "File x",
+        "ValueError: the cause",
+    ]
+
+
+def test_some_of_the_logs(logged, call):
+    def shown(*words):
+        code, out, _ = call("logs", logged, *words, "--json")
+        assert code == 0
+        *lines, end = map(json.loads, out.splitlines())
+        assert end["event"] == "end"
+        return [(line["worker"], line["text"].split("\n")[0]) for line in lines], end
+
+    assert shown("master")[0] == [("master/0", "running"), ("master/0", "failed because of [another]")]
+    assert shown("rollout_worker_0", "--level", "error")[0] == [("rollout_worker/0", "failed")]
+    assert shown("--attempt", "1")[0] == [("master/0", "of the first")]
+    assert shown("etcd") == (
+        [],
+        {"event": "end", "attempt": 2, "first_error": None, "counts": shown("etcd")[1]["counts"]},
+    )
+    last, end = shown("--tail", "1")
+    assert last == [("master/0", "failed because of [another]")]
+    assert end["first_error"]["text"].endswith("ValueError: the cause")  # though it is not among the last
+    assert end["counts"] == {"DEBUG": 0, "INFO": 1, "WARNING": 1, "ERROR": 2, "CRITICAL": 0}
+
+
+def test_a_tail_still_tells_the_first_error(logged, call):
+    _, out, _ = call("logs", logged, "--tail", 1)
+    assert out.index("failed because of") < out.index("the first error again") < out.index("ValueError: the cause")
+
+
+def test_logs_that_are_not_there(logged, call):
+    code, out, _ = call("logs", logged, "rollout_worker/9")
+    assert code == 1
+    assert "there is no log of 'rollout_worker/9'" in out
+    assert "etcd, master/0, rollout_worker/0" in out
+    code, out, _ = call("logs", logged, "--attempt", 7)
+    assert code == 1
+    assert "attempts with logs: 1, 2" in out
+
+
+def test_following_ends_with_the_run(logged, call, monkeypatch):
+    """Here the run ends, with last words, when it is looked at for the second time."""
+    lock = RunLock(logged)
+    lock.acquire()
+
+    def pause(seconds):
+        with (logged / "logs" / "attempt_2" / "master_0.log").open("a") as file:
+            file.write(LINE.format(9, "INFO", "master/0", "last words"))
+        lock.release()
+
+    monkeypatch.setattr("asyncrl.launch.logs.time.sleep", pause)
+    code, out, _ = call("logs", logged, "-f", "master", "--json")
+    assert code == 0
+    assert [json.loads(line).get("text") for line in out.splitlines()][:3] == [
+        "running",
+        "failed because of [another]",
+        "last words",
+    ]
+
+
+def test_following_an_attempt_before_is_reading_it(logged, call):
+    lock = RunLock(logged)
+    lock.acquire()
+    try:
+        assert "of the first" in call("logs", logged, "-f", "--attempt", 1)[1]
+    finally:
+        lock.release()
+
+
+def test_a_config_written_for_reading_can_be_read_by_all(config, call, tmp_path):
+    call("run", config, "--dry-run")
+    mode = os.stat(tmp_path / "runs" / "small" / "t0" / "dry_run" / "rollout_worker_0.yaml").st_mode
+    assert mode & stat.S_IRGRP or not os.stat(config).st_mode & stat.S_IRGRP

