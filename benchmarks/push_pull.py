@@ -12,12 +12,12 @@ has the same number of groups on the way. A group counts when the sender knows t
                           nothing is ever sent again
     ray                   an actor call with the same numpy arrays; the actor copies them (Ray's are read-only views), stores
                           them and returns a verdict
-    transfer_queue        TransferQueue 0.1.11, kv_put of one group, then kv_batch_get of it, as tensors (SimpleStorage)
-    transfer_queue_batch  kv_batch_put of 32 groups, already stacked, then kv_batch_get of all 32
+    transfer_queue        TransferQueue 0.1.11 (SimpleStorage): kv_put of one group's tensors, kv_batch_get, a copy of what came
+    transfer_queue_batch  the same by 32: stacked, kv_batch_put, kv_batch_get, a copy of each group
 
-TransferQueue's time is put + get; removing groups from it is not counted. Further fields: CPU microseconds per group of the
-sending and the receiving process, and how much slower a train step gets (`slow_down`, 1 = not at all) while the stream runs
-beside it in the same process, at the rate of a real run.
+TransferQueue's client puts and gets in turn; removing groups from it is not counted. Further fields: CPU microseconds per
+group of the sending and the receiving process, and how much slower a train step gets (`slow_down`, 1 = not at all) while the
+stream runs beside it in the same process, at the rate of a real run.
 """
 
 from __future__ import annotations
@@ -312,6 +312,7 @@ def ray_side(parent: Parent) -> None:
 
 
 def transfer_queue_side(parent: Parent) -> None:
+    os.environ["TQ_LOGGING_LEVEL"] = "ERROR"
     with _ray():
         import torch
         import transfer_queue as tq
@@ -321,23 +322,23 @@ def transfer_queue_side(parent: Parent) -> None:
         try:
             parent.send(ready=True)
             used = 0
+            stored: deque[Any] = deque(maxlen=STORED)
             while (order := parent.receive()) is not None:
                 samples = [make_sample(order["case"], number) for number in range(BATCH)]
                 groups = [{key: torch.from_numpy(array) for key, array in s.data.items()} for s in samples]
-                batch = TensorDict({key: torch.stack([g[key] for g in groups]) for key in groups[0]}, batch_size=BATCH)
-                count, spent_s, stored = 0, 0.0, None
+                count, spent_s, size = 0, 0.0, order["batch"]
                 while spent_s < order["seconds"]:
-                    size = order["batch"]
                     keys = [f"{used + i}" for i in range(size)]
                     used += size
                     start = time.perf_counter()
                     if size == 1:
                         tq.kv_put(keys[0], "train", groups[count % BATCH], {"stored": 0})
                     else:
-                        tq.kv_batch_put(keys, "train", batch, [{"stored": 0}] * size)
-                    stored = tq.kv_batch_get(keys, "train")
+                        columns = {key: torch.stack([group[key] for group in groups]) for key in groups[0]}
+                        tq.kv_batch_put(keys, "train", TensorDict(columns, batch_size=size), [{"stored": 0}] * size)
+                    found = tq.kv_batch_get(keys, "train")
+                    stored.extend({key: found[key][i].clone() for key in groups[0]} for i in range(size))
                     spent_s += time.perf_counter() - start
-                    assert stored.batch_size[0] == size
                     count += size
                     tq.kv_clear(keys, "train")
                 parent.send(groups=count, seconds=spent_s)

@@ -110,7 +110,7 @@ class Report(Struct, frozen=True, array_like=True, tag="report"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_forward_decoder = msgspec.msgpack.Decoder(Data | Probe)
+_forward_decoder: msgspec.msgpack.Decoder[Data | Probe] = msgspec.msgpack.Decoder(Data | Probe)
 _report_decoder = msgspec.msgpack.Decoder(Report)
 
 
@@ -139,7 +139,8 @@ def _checked(frame: bytes) -> bytes:
 
 def pack(frames: Sequence[Buffer], sizes: Sequence[int]) -> list[Buffer]:
     """Frames as they travel: the small ones joined, then the others as they are. `sizes` are their sizes in bytes."""
-    small, large = [], []
+    small: list[Buffer] = []
+    large: list[Buffer] = []
     for frame, size in zip(frames, sizes, strict=True):
         (small if size <= _JOINED_BYTES else large).append(frame)
     return [b"".join(small), *large] if len(small) > 1 else [*small, *large]

@@ -124,7 +124,9 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
         finally:
             following.kill()
     assert {line["worker"] for line in lines if line["text"] == "done"} == set(WORKERS)
-    assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+    for worker in WORKERS:  # among them the order is best effort where a process is held up: test_logs.py has the rule
+        times = [line["time"] for line in lines if line["worker"] == worker]
+        assert times == sorted(times)
     assert end["event"] == "end"
     assert run.wait(10) == 128 + signal.SIGTERM, run.output()
     assert_nothing_left(run.run_dir)
