@@ -7,9 +7,9 @@ has the same number of groups on the way. A group counts when the sender knows t
 
     asyncrl               NameResolvingZmqPusher to NameResolvingZmqPuller, a process each: validated, decoded into arrays of
                           their own, stored, acknowledged with a verdict
-    raw_pyzmq             the same frames from process to process over a blocking PUSH/PULL pair, large ones not copied when sent;
-                          each copied into an array of its own, stored; 8 bytes over a second pair acknowledge it. No validation,
-                          nothing is ever sent again
+    raw_pyzmq             the very frames that asyncrl puts on the wire (the small ones joined before the clock starts), over a
+                          blocking PUSH/PULL pair, large ones not copied when sent; the same arrays copied out of them and
+                          stored; 8 bytes over a second pair acknowledge a group. No validation, nothing is ever sent again
     ray                   an actor call with the same numpy arrays; the actor copies them (Ray's are read-only views), stores
                           them and returns a verdict
     transfer_queue        TransferQueue 0.1.11 (SimpleStorage): kv_put of one group's tensors, kv_batch_get, a copy of what came
@@ -222,16 +222,23 @@ def _median_step_s(step: Callable[[], None]) -> float:
 def raw_receiver(parent: Parent) -> None:
     import zmq
 
+    from asyncrl.runtime.channel_wire import unpack
+
     context = zmq.Context()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     port = pull.bind_to_random_port("tcp://127.0.0.1")
     back = push.bind_to_random_port("tcp://127.0.0.1")
     parent.send(port=port, back=back)
     stored: deque[Any] = deque(maxlen=STORED)
+    sizes_by_header: dict[bytes, list[int]] = {}
     while True:  # until the benchmark kills it
-        header, *frames = pull.recv_multipart(copy=False)
-        arrays = [np.frombuffer(frame.buffer, np.uint8).copy() for frame in frames]
-        stored.append((header.bytes, arrays))
+        first, *frames = pull.recv_multipart(copy=False)
+        header = first.bytes
+        sizes = sizes_by_header.get(header)
+        if sizes is None:
+            sizes = sizes_by_header[header] = msgspec.msgpack.decode(header, type=tuple[list[int], bytes, bytes])[0]
+        arrays = [np.frombuffer(view, np.uint8).copy() for view in unpack([frame.buffer for frame in frames], sizes)]
+        stored.append((header, arrays))
         push.send(b"12345678")
 
 
@@ -239,6 +246,7 @@ def raw_sender(parent: Parent) -> None:
     import zmq
 
     from asyncrl.data.codec import encode_sample
+    from asyncrl.runtime.channel_wire import pack
 
     context = zmq.Context()
     push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
@@ -251,7 +259,9 @@ def raw_sender(parent: Parent) -> None:
         for number in range(POOL):
             sample = make_sample(order["case"], number)
             header, frames = encode_sample(sample)
-            messages.append([header + msgspec.msgpack.encode(make_meta(sample)), *frames])
+            sizes = [frame.nbytes for frame in frames]
+            header = msgspec.msgpack.encode((sizes, header, msgspec.msgpack.encode(make_meta(sample))))
+            messages.append([header, *pack(frames, sizes)])
         start = time.perf_counter()
         end = start + order["seconds"]
         sent = acknowledged = 0
@@ -337,7 +347,8 @@ def transfer_queue_side(parent: Parent) -> None:
                         columns = {key: torch.stack([group[key] for group in groups]) for key in groups[0]}
                         tq.kv_batch_put(keys, "train", TensorDict(columns, batch_size=size), [{"stored": 0}] * size)
                     found = tq.kv_batch_get(keys, "train")
-                    stored.extend({key: found[key][i].clone() for key in groups[0]} for i in range(size))
+                    rows = {key: found[key].unbind(0) for key in groups[0]}
+                    stored.extend({key: row[i].clone() for key, row in rows.items()} for i in range(size))
                     spent_s += time.perf_counter() - start
                     count += size
                     tq.kv_clear(keys, "train")

@@ -24,7 +24,8 @@ from asyncrl.runtime.channel import (
     ReceiverRestarted,
 )
 from asyncrl.runtime.channel_state import MAX_SENDS, WINDOW_SPAN, InOrder, PeerLedger, SendWindow, Verdict
-from asyncrl.runtime.transport import Faults, MemoryTransport
+from asyncrl.runtime.channel_wire import pack, unpack
+from asyncrl.runtime.transport import Faults, MemoryTransport, ZmqTransport
 
 LIMITS = ChannelLimits(
     credit_items=8, credit_bytes=100_000, resend_after_s=0.01, max_message_bytes=50_000, start_timeout_s=5.0
@@ -707,6 +708,88 @@ async def test_a_socket_that_breaks_fails_the_sends_and_receives(net):
         await sender.send(b"x", timeout_s=5, what="it")
     with pytest.raises(OSError, match="the socket is broken"):
         await receiver.receive()
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [0], [5], [40_000], [3, 0, 7], [3, 40_000, 7, 50_000], [40_000, 50_000], [32_768, 32_769]]
+)
+def test_frames_come_apart_as_they_were_put_together(sizes):
+    frames = [bytes([i]) * size for i, size in enumerate(sizes)]
+    travelling = pack(frames, sizes)
+    assert len(travelling) <= len(frames)
+    assert [bytes(frame) for frame in unpack(travelling, sizes)] == frames
+    with pytest.raises(ValueError, match="malformed: frames of"):
+        unpack([*travelling, b"x"], sizes)
+    with pytest.raises(ValueError, match="malformed: frames of"):
+        unpack(travelling, [*sizes, 1])
+
+
+def test_no_size_is_negative():
+    with pytest.raises(ValueError, match="malformed: frames of"):
+        unpack([b"12"], [3, -1])
+
+
+async def test_verdicts_of_one_turn_travel_together_and_the_last_does_not_wait(net):
+    receiver, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT)
+    await sender.wait_answered()
+    sends = [await running(sender.send(b"x", timeout_s=5, what="it")) for _ in range(5)]
+    deliveries = [await receiver.receive() for _ in sends]
+    before = net.transport.num_sent
+    for delivery in deliveries[:-1]:
+        delivery.ack()
+    assert net.transport.num_sent == before
+    deliveries[-1].ack()
+    assert net.transport.num_sent == before + 1
+    await asyncio.gather(*sends)
+    assert net.transport.num_sent == before + 1
+
+
+async def test_a_verdict_does_not_wait_for_messages_that_are_still_worked_on(net):
+    receiver, endpoint = await net.receiver(PATIENT)
+    sender = await net.sender(endpoint, PATIENT)
+    sends = [await running(sender.send(b"%d" % i, timeout_s=5, what="it")) for i in range(2)]
+    first, second = await receiver.receive(), await receiver.receive()
+    first.ack(b"one")
+    assert await sends[0] == b"one"
+    second.ack(b"two")
+    assert await sends[1] == b"two"
+
+
+async def test_a_paused_socket_delivers_what_came_meanwhile_when_it_is_resumed():
+    transport = ZmqTransport()
+    pull = transport.bind_pull("127.0.0.1", queue_messages=100, max_frame_bytes=1000)
+    push = transport.connect_push(pull.address, queue_messages=100)
+    seen, came = [], asyncio.Event()
+
+    def deliver(frames):
+        seen.append(int(bytes(frames[0])))
+        if len(seen) in (30, 60):  # in the middle of a flood
+            pull.pause()
+        came.set()
+
+    async def until(count):
+        while len(seen) < count:
+            came.clear()
+            await asyncio.wait_for(came.wait(), 10)
+
+    try:
+        assert push.send_nowait([b"0"])  # arrives before anybody listens
+        pull.listen(deliver, pytest.fail)
+        for number in range(1, 60):
+            assert push.send_nowait([b"%d" % number])
+        await until(30)
+        await turns()
+        assert len(seen) == 30
+        pull.resume()
+        await until(60)
+        assert push.send_nowait([b"60"])
+        pull.resume()
+        await until(61)
+        assert seen == list(range(61))
+    finally:
+        pull.close()
+        push.close()
 
 
 def test_the_window_fits_into_what_a_probe_asks():

@@ -89,6 +89,16 @@ def test_lengths_that_keys_share_are_sent_once() -> None:
     assert len(header) < len(encode_sample(sample.select_keys(["x"]))[0]) + 20
 
 
+def test_the_same_keys_with_other_lengths_are_checked_anew() -> None:
+    keys = [["packed_input_ids", "int64", 0], ["rewards", "float32", 1]]
+    good = header_of(keys=keys, lengths=[[[3, 2], [4]], [[1, 1], [1]]])
+    assert decode_sample(good, [bytes(72), bytes(12)]).num_sequences() == 3
+    with pytest.raises(CodecError, match="key 'rewards', id 'b': expected one value for each of the 1 sequences"):
+        decode_sample(header_of(keys=keys, lengths=[[[3, 2], [4]], [[1, 1], [1, 1]]]), [bytes(72), bytes(16)])
+    with pytest.raises(CodecError, match="key 'rewards': no lengths number 1; there are 1"):
+        decode_sample(header_of(keys=keys, lengths=[[[3, 2], [4]]]), [bytes(72), bytes(12)])
+
+
 # ----------------------------------------------------------------------------------------------------------------- hostile
 
 
