@@ -66,7 +66,11 @@ class NameService:
                 self._claim_name()
             self._resolver.clear_subtree(self._names.root)
         except (NameResolveError, ValueError) as error:
-            hint = "" if self._etcd else "; see that an etcd listens there, or leave name_resolve.endpoints out for a private one"
+            hint = (
+                ""
+                if self._etcd
+                else "; see that an etcd listens there, or leave name_resolve.endpoints out for a private one"
+            )
             raise LaunchError(f"name_resolve.endpoints={self.endpoints}: {error}{hint}") from error
         self._publisher = _Publisher(self._resolver, self._names)
 
