@@ -271,16 +271,17 @@ def test_a_folder_that_cannot_be_written(config, tmp_path, capsys):
 def test_a_run_for_machines(config, tmp_path):
     """Every line of stdout is one JSON object, and from them alone one sees how the run went."""
     command = [sys.executable, "-m", "asyncrl.launch.cli", "run", str(config), f"fileroot={tmp_path}", "--json"]
+    command.append("train.max_steps=20")  # long enough to be seen running: states are told twice a second
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[0]["event"] == "start"
     assert [process["name"] for process in events[0]["processes"]] != []
     states = [(event["name"], event["state"]) for event in events if event["event"] == "worker"]
     assert {name for name, state in states if state == "running"} == set(WORKERS)
-    assert [event["step"] for event in events if event["event"] == "metrics"] == [1, 2]
+    assert [event["step"] for event in events if event["event"] == "metrics"] == list(range(1, 21))
     assert events[-1]["event"] == "end"
     assert events[-1]["exit_code"] == 0
-    assert events[-1]["summary"]["steps"] == 2
+    assert events[-1]["summary"]["steps"] == 20
 
 
 # ------------------------------------------------------------------------------------------------------- the user's own etcd
