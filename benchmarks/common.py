@@ -63,6 +63,24 @@ def missing_peers(modules: Mapping[str, str]) -> list[str]:
     return sorted(peer for peer, module in modules.items() if importlib.util.find_spec(module) is None)
 
 
+def worker_info(kind: str, folder: str) -> Any:
+    """Who a worker of ours is that a benchmark runs by itself, with name resolve in memory."""
+    from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+
+    return WorkerInfo(
+        kind=kind,
+        index=0,
+        count=1,
+        experiment="benchmark",
+        trial="t0",
+        attempt=1,
+        run_dir=folder,
+        seed=1,
+        name_resolve=NameResolveConfig(backend="memory"),
+        runtime=RuntimeConfig(),
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- measuring
 
 

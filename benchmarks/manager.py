@@ -40,6 +40,7 @@ from common import (
     run_part,
     say,
     table,
+    worker_info,
 )
 
 CLIENTS = (1, 16, 64, 256)
@@ -57,24 +58,13 @@ _SERVED_POLL_S = 0.02  # seldom: it takes the interpreter's lock from what is me
 
 def part_asyncrl(parent: Parent, *, core: int, folder: str, servers: list[str], **_: Any) -> None:
     """The manager, as the launcher would run it, but for name resolve in memory."""
-    from asyncrl.config import GserverManagerConfig, ManagerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
+    from asyncrl.config import GserverManagerConfig, ManagerConfig
     from asyncrl.manager.worker import GserverManager
     from asyncrl.messages import WeightVersion
     from asyncrl.runtime.name_resolve import open_name_resolver
 
     _pin(core)
-    info = WorkerInfo(
-        kind="gserver_manager",
-        index=0,
-        count=1,
-        experiment="benchmark",
-        trial="manager",
-        attempt=1,
-        run_dir=folder,
-        seed=1,
-        name_resolve=NameResolveConfig(backend="memory"),
-        runtime=RuntimeConfig(),
-    )
+    info = worker_info("gserver_manager", folder)
     config = GserverManagerConfig(
         worker=info,
         manager=ManagerConfig(max_head_offpolicyness=ETA),

@@ -175,10 +175,11 @@ async def _send(parent: Parent) -> None:
                 await push(number)
 
         if order["rate"]:
-            async with asyncio.TaskGroup() as group:
-                while (now := time.perf_counter()) < end:
-                    group.create_task(push(int((now - start) * order["rate"])))
-                    await asyncio.sleep(1 / order["rate"])
+            pushes = []
+            while (now := time.perf_counter()) < end:
+                pushes.append(asyncio.create_task(push(int((now - start) * order["rate"]))))
+                await asyncio.sleep(1 / order["rate"])
+            await asyncio.gather(*pushes)
         else:
             await asyncio.gather(*(keep_pushing(number) for number in range(IN_FLIGHT)))
         parent.send(groups=count, seconds=time.perf_counter() - start)

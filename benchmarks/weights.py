@@ -26,7 +26,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Child, Numbers, Parent, Rounds, alternate, children, finish, parser, run_part, say, table
+from common import (
+    Child,
+    Numbers,
+    Parent,
+    Rounds,
+    alternate,
+    children,
+    finish,
+    parser,
+    run_part,
+    say,
+    table,
+    worker_info,
+)
 
 SIZES_MB = (64, 256, 1024)
 PHASES = ("write", "verify", "load", "rest")
@@ -44,7 +57,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     from asyncrl.generation.worker import GenerationServer
     from asyncrl.runtime.name_resolve import open_name_resolver
 
-    info = _worker_info("generation_server", folder)
+    info = worker_info("generation_server", folder)
     server = GenerationServer(
         GenerationServerConfig(
             worker=info,
@@ -87,7 +100,7 @@ def part_manager(parent: Parent, *, folder: str, server: str, **_: Any) -> None:
             verify_s = time.monotonic() - start
 
     fleet.verify_version = timed_verify
-    info = _worker_info("gserver_manager", folder)
+    info = worker_info("gserver_manager", folder)
     manager = GserverManager(
         GserverManagerConfig(
             worker=info, manager=ManagerConfig(), role="actor", num_heads=1, batch_size=64, num_rollout_workers=1
@@ -111,23 +124,6 @@ def part_manager(parent: Parent, *, folder: str, server: str, **_: Any) -> None:
 
     threading.Thread(target=obey, daemon=True).start()
     asyncio.run(manager.main())
-
-
-def _worker_info(kind: str, folder: str) -> Any:
-    from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
-
-    return WorkerInfo(
-        kind=kind,
-        index=0,
-        count=1,
-        experiment="benchmark",
-        trial="weights",
-        attempt=1,
-        run_dir=folder,
-        seed=1,
-        name_resolve=NameResolveConfig(backend="memory"),
-        runtime=RuntimeConfig(),
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------- the sides

@@ -124,10 +124,17 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
         finally:
             following.kill()
     assert {line["worker"] for line in lines if line["text"] == "done"} == set(WORKERS)
-    for worker in WORKERS:  # among them the order is best effort where a process is held up: test_logs.py has the rule
+    for worker in WORKERS:
         times = [line["time"] for line in lines if line["worker"] == worker]
         assert times == sorted(times)
     assert end["event"] == "end"
+    capsys.readouterr()
+    assert (
+        cli.main(["logs", str(run.run_dir), "--json"]) == 0
+    )  # all is there now: nothing can come too late for its place
+    *whole, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [line["time"] for line in whole] == sorted(line["time"] for line in whole)
+    assert len(whole) >= len(lines)
     assert run.wait(10) == 128 + signal.SIGTERM, run.output()
     assert_nothing_left(run.run_dir)
     assert not is_open(read_record(run.run_dir).endpoints[0])
