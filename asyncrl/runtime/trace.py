@@ -53,7 +53,8 @@ class Tracer:
         self._tracks: dict[str, int] = {}
         self._counters: dict[str, float] = {}
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of events and tracks; held for a moment only
+        self._file_lock = threading.Lock()
         self._pid = os.getpid()
         self._file: TextIO | None = None
         if path is not None:
@@ -107,8 +108,9 @@ class Tracer:
 
     def flush(self) -> None:
         """Write what has been recorded. A file that cannot be written ends the tracing, not the run."""
-        with self._lock:
-            events, self._events = self._events, []
+        with self._file_lock:
+            with self._lock:  # not while writing: the threads that compute append
+                events, self._events = self._events, []
             if self._file is None:
                 return
             try:
@@ -123,7 +125,7 @@ class Tracer:
         self.flush()
         if self.num_dropped:
             logging.getLogger(__name__).warning("%d events are not in the timeline: too many at once", self.num_dropped)
-        with self._lock:
+        with self._file_lock:
             self.enabled = False
             if self._file is not None:
                 self._file.close()
@@ -144,10 +146,11 @@ class Tracer:
         )
 
     def _append(self, event: dict[str, Any]) -> None:
-        if len(self._events) < _MAX_BUFFERED:
-            self._events.append(event)
-        else:
-            self.num_dropped += 1
+        with self._lock:
+            if len(self._events) < _MAX_BUFFERED:
+                self._events.append(event)
+            else:
+                self.num_dropped += 1
 
     def _stop(self, why: str) -> None:
         logging.getLogger(__name__).warning("no more timeline from here on: %s", why)
