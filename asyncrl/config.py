@@ -29,9 +29,11 @@ class PromptSourceConfig:
 
     path: str = ""  # a .jsonl or .parquet file, or a Hub dataset name (extra `hub`)
     split: str = "train"  # Hub datasets only
+    subset: str = ""  # Hub datasets of several, e.g. openai/gsm8k has `main`
     prompt_key: str = "prompt"  # a string, or a list of chat messages
     answer_key: str = "answer"  # given to the reward; "" where there is none
     task_key: str = ""  # field that names the task of a line; "" means one task
+    default_task: str = ""  # the task of lines without the field task_key; "" means they are refused
     chat_template: bool = False  # render through the tokenizer's chat template
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # variables of the template, e.g. enable_thinking
     system_prompt: str = ""  # put before chats that begin with no system message of their own
@@ -55,7 +57,8 @@ class TaskConfig:
     """One kind of problem: how its responses are judged. task_ids number these in the order of their names."""
 
     reward: str = ""  # `package.module:function` or `path/to/file.py:function`: (prompt, completion, answer) -> float
-    agent: str = ""  # `...:Class`; default: the single-step agent, which calls the reward once per response
+    # `...:Class`, an Agent, or a ChatAgent (for OpenAI's client); default: the single-step agent, one response a group member
+    agent: str = ""
     env: str = ""  # `...:Class`; default: an environment of one step around `reward`
     agent_args: dict[str, Any] = field(default_factory=dict)
     env_args: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +87,7 @@ class RolloutConfig:
 class GenerationConfig:
     """Generation servers and their engine."""
 
-    dtype: str = "float32"  # float32 | bfloat16 | float16
+    dtype: str = "float32"  # float32 | bfloat16 | float16 | auto: bfloat16 where there is a GPU, else float32
     max_running_requests: int = 256  # sampled from at the same time; more wait in the queue
     max_queue: int = 2048  # requests that may wait (busy or paused); beyond it the answer is 503 with Retry-After
     max_wait_s: float = 300.0  # a request that waited this long, for a slot or the end of a pause, is answered 503
@@ -97,9 +100,20 @@ class GenerationConfig:
     # padded (ours, any device) | sdpa | eager | flash_attention_2 | flash_attention_3. sdpa and eager are slower and hold a mask
     # of max_batch_tokens x (num_blocks * page_size): use a small max_batch_tokens with them.
     attention: str = "padded"
+    # What a weight update does to running requests. abort: they answer with what they have, and rollout workers resume them.
+    # retract: the server keeps them and computes their KV cache anew. wait: they finish first. in_place: they go on with the old
+    # KV cache: approximate, their logprobs are those of no version.
+    interrupt: str = "abort"
     load_timeout_s: float = (
         120.0  # limit of the first load, and of waiting for running requests in an update without a pause
     )
+    # The engine sglang. page_size, num_blocks: its KV cache on a CPU; on a GPU it sizes that itself. max_batch_tokens and attention
+    # are not its own: see server_args.
+    python: str = ""  # interpreter of SGLang's environment, as launcher/setup_sglang.sh prints it; "": that of this run
+    # Of sglang.launch_server, e.g. {mem-fraction-static: "0.8"}; "" is a flag, "false" takes away one that asyncrl sets.
+    server_args: dict[str, str] = field(default_factory=dict)
+    # The engine external: servers that somebody else runs, one for each d
+    urls: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -107,8 +121,12 @@ class ManagerConfig:
     """Gserver manager: how far generation may run ahead, and how servers are chosen and updated."""
 
     max_head_offpolicyness: int = 2  # eta; 0 is synchronous
-    max_concurrent_rollouts: int = 0  # prompts in flight; 0: (1 + eta) * batch size
+    # Prompts in flight; 0: (1 + eta) * batch size. What fills the servers 1.5 times is best: more grows old in their queues
+    max_concurrent_rollouts: int = 0
     routing: str = "least_requests"  # round_robin | least_requests | least_token_usage
+    max_groups_per_server: int = 0  # where all servers have so many, nothing is admitted (`servers_full`); 0: no limit
+    # What a server that leaves (`asyncrl-launch scale`) has not ended by then goes on at others
+    drain_timeout_s: float = 30.0
     head_policy: str = "balanced"  # the head of a trajectory: balanced | grouping (fixed groups of rollout workers)
     update_fraction: float = 1.0  # share of the servers updated at the same time
     update_timeout_s: float = 60.0
@@ -185,7 +203,7 @@ class TrainConfig:
     max_steps: int = 0  # 0: as many as the epochs give
     total_steps: int = 0  # what the learning rate decays over; filled in when the processes are planned
     target_reward: float | None = None  # stop when the mean sampled reward of the last 5 steps reaches it
-    dtype: str = "float32"
+    dtype: str = "float32"  # float32 | bfloat16 (weights to be trained stay float32) | auto: as generation.dtype
     max_tokens_per_mb: int = 16384  # token budget of a micro-batch
     logprob_chunk_tokens: int = 1024  # logits exist for this many tokens at a time
     gradient_checkpointing: bool = False
@@ -208,7 +226,7 @@ class EvalConfig:
     """Evaluation beside training, through eval tickets."""
 
     prompts: PromptSourceConfig | None = None  # None: no evaluation
-    num_prompts: int = 512
+    num_prompts: int = 512  # the first of them; 0: all
     modes: list[str] = field(default_factory=lambda: ["sampled", "greedy"])
     at_start: bool = True
     at_end: bool = True
@@ -223,6 +241,16 @@ class WeightsConfig:
     keep: int = 3  # newest versions kept on disk, besides those a server reports
     shard_bytes: int = 2_000_000_000
     fsync: bool = True
+    # disk: generation servers load each version's files. broadcast: rank 0 of training sends it to them over the network, from
+    # memory; the files are still written, for servers that come later or fail in a broadcast.
+    transport: str = "disk"
+    broadcast_backend: str = "auto"  # gloo | nccl | auto: nccl where the trainer has a GPU
+    broadcast_timeout_s: float = 30.0  # one broadcast to the servers of a wave; what takes longer is loaded from disk
+    bucket_bytes: int = 256_000_000  # tensors are sent in buckets of this size
+    # After each update, before it serves, a server scores a short text; its logprobs must be the trainer's. Finds what checksums
+    # cannot: an engine that says it has loaded, and computes with other weights. Costs a forward pass of 32 tokens on both sides.
+    verify_logprobs: bool = False
+    verify_tolerance: float = 0.0  # of a single logprob, a sixth of it on average; 0: 0.001, with 16 bits anywhere 0.3
 
 
 @dataclass(frozen=True)
@@ -241,6 +269,9 @@ class RuntimeConfig:
     start_timeout_s: float = 120.0  # start-up barrier
     stop_timeout_s: float = 10.0
     lease_ttl_s: float = 30.0
+    # A generation server that fails or is killed after it has served is started again, at most so often in an hour, and loads the
+    # newest weights; past it the run ends with the cause. Whatever else ends, ends the run.
+    max_restarts: int = 3
     frozen_after_s: float = 60.0  # a worker whose progress counter stands still this long is reported as frozen
     push_credit_items: int = 64  # trajectories a pusher may have unacknowledged, per head
     push_credit_bytes: int = 256_000_000
@@ -364,6 +395,7 @@ class MasterWorkerConfig:
     max_rejected_share: float
     tensorboard: bool
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    tasks: list[str] = field(default_factory=list)  # rollout.tasks by task_id: names in order
     mode: str = "async"
     first_step: int = 0  # train_only: the recorded step that the replay begins with
     num_replayed: int = 0  # train_only: groups to be replayed; they take the place of the prompts
@@ -411,11 +443,13 @@ class ReplayerConfig:
 @dataclass(frozen=True)
 class GenerationServerConfig:
     worker: WorkerInfo
-    engine: str  # transformers
+    engine: str  # one of topology.ENGINES
     model_path: str
     tokenizer_path: str
     generation: GenerationConfig
     torch_threads: int
+    verify_tolerance: float = 0.0  # of weights.verify_logprobs; 0: that is off
+    tensor_parallel: int = 1  # of a SGLang server
 
 
 @dataclass(frozen=True)
@@ -426,6 +460,9 @@ class GserverManagerConfig:
     num_heads: int
     batch_size: int
     num_rollout_workers: int = 1  # head_policy `grouping` divides them among the heads
+    interrupt: str = "abort"  # generation.interrupt
+    transport: str = "disk"  # weights.transport
+    broadcast_timeout_s: float = 30.0  # weights.broadcast_timeout_s
 
 
 @dataclass(frozen=True)
@@ -442,6 +479,28 @@ class RolloutWorkerConfig:
 # ---------------------------------------------------------------------------------------------------- loading and checking
 
 
+AUTO = "auto"  # a dtype that the machine decides
+# reward/<this>, beside reward/<task>
+REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "equal_group_share")
+TRANSPORTS = ("disk", "broadcast")
+BROADCAST_BACKENDS = ("auto", "gloo", "nccl")
+INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
+_OURS = "is set by asyncrl"
+OWN_SERVER_ARGS = {  # what generation.server_args must not hold, and what to set instead
+    "model-path": "use model_path",
+    "host": _OURS,
+    "port": _OURS,
+    "tp-size": "use m of the allocation, such as sglang.d1p1m2+d1p1m1",
+    "tensor-parallel-size": "use m of the allocation, such as sglang.d1p1m2+d1p1m1",
+    "dp-size": "use d of the allocation: a server each",
+    "data-parallel-size": "use d of the allocation: a server each",
+    "nnodes": "a server runs on one machine",
+    "skip-tokenizer-init": _OURS,
+    "incremental-streaming-output": _OURS,
+    "weight-version": _OURS,
+    "api-key": "the server listens on loopback, for its generation server alone",
+    "admin-api-key": "the server listens on loopback, for its generation server alone",
+}
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 MFC_KINDS = ("inference", "train_step")
 MFC_ROLES = ("actor", "ref")
@@ -518,9 +577,10 @@ def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     except ValueError as error:
         yield "allocation", config.allocation, str(error)
     else:
-        for part, grid in (("generation", allocation.generation), ("training", allocation.training)):
-            if grid.pipe * grid.tensor != 1:
-                yield "allocation", config.allocation, f"{part} runs data parallel only so far: use d{grid.data}p1m1"
+        if allocation.training.pipe * allocation.training.tensor != 1:
+            grid = f"d{allocation.training.data}p1m1"
+            yield "allocation", config.allocation, f"training runs data parallel only so far: use {grid}"
+        yield from _bad_generation(config, allocation)
     replays = config.mode == "train_only"  # without prompts: what is trained on is recorded
     for name, value in (("model_path", config.model_path), ("prompts.path", config.prompts.path)):
         if not value and not (replays and name == "prompts.path"):
@@ -537,12 +597,60 @@ def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         for kind, spec in (("reward", task.reward), ("agent", task.agent), ("env", task.env)):
             if spec and ":" not in spec:
                 yield f"rollout.tasks.{name}.{kind}", spec, "write package.module:name or path/to/file.py:name"
-        if not (task.reward or task.env):
+        if not (task.reward or task.env or task.agent):  # a ChatAgent may give its rewards itself
             yield f"rollout.tasks.{name}", task, "needs a reward function or an env"
+        if name in REWARD_METRICS and len(config.rollout.tasks) > 1:
+            yield f"rollout.tasks.{name}", task, f"choose another name: reward/{name} is a metric of all tasks together"
+
+
+def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterator[tuple[str, object, str]]:
+    """What the engine of an allocation needs, and what is not its own."""
+    generation, engine, grid = config.generation, allocation.engine, allocation.generation
+    if grid.pipe != 1 or (grid.tensor != 1 and engine != "sglang"):
+        fitting = f"d{grid.data}p1m{grid.tensor if engine == 'sglang' else 1}"
+        why = {"sglang": "has no pipeline stages", "external": "has the parallelism that it was started with"}
+        yield (
+            "allocation",
+            config.allocation,
+            f"the engine {engine} {why.get(engine, 'runs data parallel only')}: use {fitting}",
+        )
+    if engine == "external" and len(generation.urls) != grid.data:
+        yield (
+            "generation.urls",
+            generation.urls,
+            f"name {grid.data}, one for each server of allocation={config.allocation}",
+        )
+    for url in generation.urls:
+        if not url.startswith(("http://", "https://")):
+            yield "generation.urls", url, "write it as http://host:port"
+    if generation.urls and engine != "external":
+        yield "generation.urls", generation.urls, f"is for the engine external; this is allocation={config.allocation}"
+    if generation.server_args and engine != "sglang":  # python says where SGLang is, should it be used
+        yield (
+            "generation.server_args",
+            generation.server_args,
+            f"is for the engine sglang; this is allocation={config.allocation}",
+        )
+    for name in generation.server_args:
+        if name.startswith("--") or "_" in name or not name:
+            shown = name.removeprefix("--").replace("_", "-")
+            yield (
+                f"generation.server_args.{name}",
+                generation.server_args[name],
+                f"write {shown}, as on a command line without --",
+            )
+        if name in OWN_SERVER_ARGS:
+            yield f"generation.server_args.{name}", generation.server_args[name], OWN_SERVER_ARGS[name]
+    if generation.interrupt == "in_place" and config.weights.verify_logprobs and engine != "transformers":
+        yield (
+            "weights.verify_logprobs",
+            True,
+            "SGLang scores nothing while it is paused in place; use another generation.interrupt",
+        )
 
 
 def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
-    dtypes = ("float32", "bfloat16", "float16")
+    dtypes = ("float32", "bfloat16", "float16", AUTO)
     choices = (
         ("manager.routing", config.manager.routing, ("round_robin", "least_requests", "least_token_usage")),
         ("manager.head_policy", config.manager.head_policy, ("balanced", "grouping")),
@@ -552,9 +660,12 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("train.ppo.advantage_norm", config.train.ppo.advantage_norm, ("group", "batch", "none")),
         ("train.ppo.kl_estimator", config.train.ppo.kl_estimator, ("k1", "k2", "k3")),
         ("train.ppo.loss_normalization", config.train.ppo.loss_normalization, ("token", "sequence")),
-        ("train.dtype", config.train.dtype, ("float32", "bfloat16")),
+        ("train.dtype", config.train.dtype, ("float32", "bfloat16", AUTO)),
         ("generation.dtype", config.generation.dtype, dtypes),
         ("generation.attention", config.generation.attention, ATTENTIONS),
+        ("generation.interrupt", config.generation.interrupt, INTERRUPT_MODES),
+        ("weights.transport", config.weights.transport, TRANSPORTS),
+        ("weights.broadcast_backend", config.weights.broadcast_backend, BROADCAST_BACKENDS),
         ("name_resolve.backend", config.name_resolve.backend, ("etcd", "memory")),
         ("runtime.log_level", config.runtime.log_level, ("DEBUG", "INFO", "WARNING", "ERROR")),
         ("mode", config.mode, MODES),
@@ -585,12 +696,12 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("rollout.sampling.max_new_tokens", rollout.sampling.max_new_tokens),
         ("manager.max_issues", config.manager.max_issues),
         ("weights.keep", config.weights.keep),
+        ("weights.bucket_bytes", config.weights.bucket_bytes),
         ("runtime.push_credit_items", config.runtime.push_credit_items),
         ("runtime.push_credit_bytes", config.runtime.push_credit_bytes),
         ("generation.max_running_requests", config.generation.max_running_requests),
         ("generation.num_blocks", config.generation.num_blocks),
         ("generation.page_size", config.generation.page_size),
-        ("eval.num_prompts", config.eval.num_prompts),
         ("record.every", config.record.every),
         ("record.max_bytes", config.record.max_bytes),
     )
@@ -603,6 +714,7 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("manager.lease_s", config.manager.lease_s),
         ("manager.heartbeat_s", config.manager.heartbeat_s),
         ("manager.update_fraction", config.manager.update_fraction),
+        ("weights.broadcast_timeout_s", config.weights.broadcast_timeout_s),
         ("rollout.request_timeout_s", rollout.request_timeout_s),
         ("rollout.rollout_timeout_s", rollout.rollout_timeout_s),
         ("runtime.start_timeout_s", config.runtime.start_timeout_s),
@@ -623,11 +735,18 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("eval.every_epochs", config.eval.every_epochs),
         ("eval.every_s", config.eval.every_s),
         ("manager.max_concurrent_rollouts", config.manager.max_concurrent_rollouts),
+        ("manager.max_groups_per_server", config.manager.max_groups_per_server),
         ("replay.first_step", config.replay.first_step),
+        ("runtime.max_restarts", config.runtime.max_restarts),
+        ("weights.verify_tolerance", config.weights.verify_tolerance),
     )
     for name, number in not_negative:
         if number < 0:
             yield name, number, "must not be negative; 0 switches it off"
+    if config.manager.drain_timeout_s < 0:
+        yield "manager.drain_timeout_s", config.manager.drain_timeout_s, "must be 0 (move what runs at once) or more"
+    if config.eval.num_prompts < 0:
+        yield "eval.num_prompts", config.eval.num_prompts, "must be at least 1, or 0 for all"
     if config.manager.update_fraction > 1:
         yield (
             "manager.update_fraction",
@@ -691,6 +810,29 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     elif replay.path or replay.first_step:
         name, value = ("replay.path", replay.path) if replay.path else ("replay.first_step", replay.first_step)
         yield name, value, f"is read with mode=train_only only, this is mode={config.mode}"
+    if config.mode != "async" and config.weights.transport == "broadcast":
+        yield (
+            "weights.transport",
+            "broadcast",
+            f"sends weights from a trainer to servers, and mode={config.mode} has only one of them; use disk",
+        )
+    limit_s, whole_s = config.weights.broadcast_timeout_s, config.manager.update_timeout_s
+    if config.weights.transport == "broadcast" and limit_s >= whole_s:
+        remedy = f"must be below manager.update_timeout_s={whole_s:g}, the limit of a whole update"
+        yield "weights.broadcast_timeout_s", limit_s, remedy
+    if config.mode != "async" and config.weights.verify_logprobs:
+        yield (
+            "weights.verify_logprobs",
+            True,
+            f"compares servers with a trainer, and mode={config.mode} has only one of them; set it to false",
+        )
+    theirs = config.allocation.startswith(("sglang.", "external."))
+    if config.weights.verify_logprobs and theirs and config.generation.interrupt == "in_place":
+        yield (
+            "weights.verify_logprobs",
+            True,
+            "SGLang scores nothing while its requests stand still; use another generation.interrupt than in_place",
+        )
     if config.mode == "rollout_only" and config.train.target_reward is not None:
         yield (
             "train.target_reward",

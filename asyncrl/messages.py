@@ -7,7 +7,7 @@ that came from a socket is unpickled. Tensors never travel here but in raw frame
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Struct
@@ -130,19 +130,31 @@ class HeartbeatRequest(Struct, frozen=True, kw_only=True):
     held: list[str]
 
 
+class MovedTicket(Struct, frozen=True, kw_only=True):
+    """A ticket that goes on at another server, with the tokens it has: its own one leaves the run."""
+
+    ticket_id: str
+    server: str
+    server_url: str
+
+
 class HeartbeatReply(Struct, frozen=True, kw_only=True):
-    """revoked: tickets of this worker that the manager has taken back; drop them."""
+    """revoked: tickets of this worker that the manager has taken back; drop them. moved: said again in every reply."""
 
     revoked: list[str] = []
+    moved: list[MovedTicket] = []
+    dead: list[str] = []  # URLs of generation servers from which nothing will come: gone, frozen, without weights
     heartbeat_s: float = 2.0
 
 
 class ScheduleRequest(Struct, frozen=True, kw_only=True):
-    """POST /schedule_request: another server for a ticket whose server was lost or drained."""
+    """POST /schedule_request: another server for a ticket whose server was lost, or has its queue full."""
 
     ticket_id: str
     worker: str
     lost_server: str = ""
+    lost_url: str = ""  # where it was: one that was started again has the same name, and is not lost
+    busy: bool = False  # it answers, but takes no more: nothing is wrong with it, and the answer may name it again
 
 
 class ScheduleReply(Struct, frozen=True, kw_only=True):
@@ -201,9 +213,10 @@ class ServerView(Struct, frozen=True, kw_only=True):
 
     server: str
     url: str
-    state: Literal["stale", "healthy", "updating", "suspect", "dead"]
+    state: Literal["stale", "healthy", "updating", "suspect", "draining", "dead"]
     version: str  # WeightVersion as text; while updating the one it loads; "" if none
     running: int
+    update_s: float = 0.0  # for so long it was interrupted by updates that succeeded, since the manager began
 
 
 class LedgerView(Struct, frozen=True, kw_only=True):
@@ -271,6 +284,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     rid: str
     return_logprob: bool = True
+    priority: int = 0  # above 0: before those that wait
 
 
 class FinishReason(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -321,6 +335,7 @@ class UpdateWeightsReply(Struct, frozen=True, kw_only=True):
     success: bool
     message: str
     num_paused_requests: int = 0
+    mismatch: bool = False  # loaded, but the logprobs of the version's probe are others than the trainer's
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
@@ -328,6 +343,116 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
 
     model_path: str
     weight_version: str
+
+
+class TensorSpecs(Struct, frozen=True, kw_only=True):
+    """Tensors in order: names as in a checkpoint, dtypes as torch calls them."""
+
+    names: list[str] = []
+    dtypes: list[str] = []
+    shapes: list[list[int]] = []
+
+    def __post_init__(self) -> None:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise ValueError(
+                f"{len(self.names)} names, {len(self.dtypes)} dtypes, {len(self.shapes)} shapes: as many of each"
+            )
+
+
+class JoinUpdateGroup(Struct, frozen=True, kw_only=True):
+    """POST /init_weights_update_group. The receiver takes the ranks from rank_offset on, one for each tensor parallel rank."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+    limit_s: float = 60.0  # ours: to meet the others
+
+
+class BeginWeightUpdate(Struct, frozen=True, kw_only=True):
+    """POST /begin_weight_update. SGLang reads none of this: it says what will come, so that it can be refused before it comes."""
+
+    weight_version: str = ""
+    specs: TensorSpecs = TensorSpecs()
+    probe_ids: list[int] = []  # what weights.verify_logprobs compares (weights.Probe)
+    probe_logprobs: list[float] = []
+
+
+class ReceiveWeights(TensorSpecs, frozen=True, kw_only=True):
+    """POST /update_weights_from_distributed: a bucket comes from rank 0 of the group now."""
+
+    group_name: str = "weight_update_group"
+    flush_cache: bool = True
+    weight_version: str | None = None  # with the last bucket
+    load_format: str | None = None  # flattened_bucket is the only one that is sent
+    limit_s: float = 60.0  # ours
+
+
+class EndWeightUpdate(Struct, frozen=True, kw_only=True):
+    """POST /end_weight_update. SGLang reads nothing of it."""
+
+    xxh3: list[str] = []  # of the buckets that were sent, in order
+
+
+class LeaveUpdateGroup(Struct, frozen=True, kw_only=True):
+    """POST /destroy_weights_update_group."""
+
+    group_name: str = "weight_update_group"
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    """Of one scheduler (SGLang has one a data-parallel rank), those of SGLang's fields that are used here."""
+
+    dp_rank: int = 0
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int  # of the KV cache
+    num_total_tokens: int  # and what waiting requests will hold at first
+
+
+class LoadsReply(Struct, frozen=True, kw_only=True):
+    """GET /v1/loads."""
+
+    timestamp: str
+    version: str  # of the program that answers
+    loads: list[Load]
+
+
+# ------------------------------------------------------------------------------------------------ servers that come and go
+
+
+class ScaleWish(Struct, frozen=True, kw_only=True):
+    """How many generation servers a run is to have, as `asyncrl-launch scale` puts it into name resolve."""
+
+    generation: Annotated[int, msgspec.Meta(ge=1)]
+    wish: str  # its identity: what was found out under an older wish does not count under this one
+
+
+# ---------------------------------------------------------------------------- weights over the network (manager -> trainer)
+
+
+class BroadcastTarget(Struct, frozen=True, kw_only=True):
+    """A server that is paused and waits for weights."""
+
+    server: str
+    url: str
+
+
+class BroadcastRequest(Struct, frozen=True, kw_only=True):
+    """POST /broadcast_weights, to the model worker that holds the newest weights in memory."""
+
+    weight_version: str
+    targets: list[BroadcastTarget]
+    limit_s: float
+
+
+class BroadcastReply(Struct, frozen=True, kw_only=True):
+    """What went wrong, by server; a server that is not named has loaded the version."""
+
+    errors: dict[str, str] = {}
+    mismatched: list[str] = []  # of these: loaded, but it scores the version's probe otherwise than the trainer
 
 
 # ------------------------------------------------------------------------------------------ trajectories (head -> master)
@@ -376,6 +501,13 @@ class WriteWeights(Struct, frozen=True, kw_only=True, tag=True):
     path: str
 
 
+class HoldWeights(Struct, frozen=True, kw_only=True, tag=True):
+    """Keep the role's weights in memory, to be sent over the network. The reply comes when they are there."""
+
+    role: str
+    weight_version: str
+
+
 class SaveModel(Struct, frozen=True, kw_only=True, tag=True):
     """Write the role's model in Hugging Face format to path, for the user. The reply comes when it is there."""
 
@@ -393,7 +525,7 @@ class Ping(Struct, frozen=True, kw_only=True, tag=True):
     """Answered in order, by the compute thread."""
 
 
-CallBody = ExecuteMFC | WriteWeights | SaveModel | ClearData | Ping
+CallBody = ExecuteMFC | HoldWeights | WriteWeights | SaveModel | ClearData | Ping
 
 
 class CallResult(Struct, frozen=True, kw_only=True):
@@ -430,3 +562,4 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     queues: dict[str, int] = {}
     version: str = ""
     error: str = ""
+    restarts: int = 0  # how often the launcher has started it again

@@ -40,6 +40,14 @@ class Names:
         """Newest published weight version of a role: the string form of a WeightVersion."""
         return f"{self.root}/model_version/{role}"
 
+    def weights_held(self, role: str) -> str:
+        """Newest weight version that the trainer holds in memory, to be sent over the network; on disk it may come later."""
+        return f"{self.root}/weights_held/{role}"
+
+    def weight_sender(self, role: str) -> str:
+        """URL of the model worker that sends a role's weights over the network."""
+        return f"{self.root}/weight_sender/{role}"
+
     def experiment_status(self) -> str:
         """RUNNING or COMPLETE; written by the master. It goes with the master."""
         return f"{self.root}/experiment_status"
@@ -51,6 +59,21 @@ class Names:
     def generation_server(self, index: int) -> str:
         """URL of a generation server, published after its socket is bound."""
         return f"{self.generation_servers()}/{index}"
+
+    def generation_wish(self) -> str:
+        """How many generation servers somebody wants (a ScaleWish, JSON); missing: as many as the allocation says.
+
+        Written by `asyncrl-launch scale`; read by the launcher, which starts and stops them, and by the gserver manager.
+        """
+        return f"{self.root}/generation_wish"
+
+    def generation_drained(self) -> str:
+        """Subtree: one entry a generation server that leaves and has nothing left to do, by the gserver manager."""
+        return f"{self.root}/generation_drained"
+
+    def generation_server_drained(self, index: int) -> str:
+        """The `wish` under which a server has drained."""
+        return f"{self.generation_drained()}/{index}"
 
     def gserver_manager(self) -> str:
         """URL of the gserver manager."""

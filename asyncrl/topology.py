@@ -13,7 +13,9 @@ from dataclasses import dataclass
 Handler = Hashable
 
 _GRID = re.compile(r"(?:[dpm][1-9]\d*){1,3}")
-ENGINES = ("transformers",)
+# transformers: in the generation server's own process. sglang: a SGLang server that it starts and owns, m GPUs each.
+# external: a SGLang server that somebody else runs, at one of generation.urls.
+ENGINES = ("transformers", "sglang", "external")
 
 
 @dataclass(frozen=True)

@@ -65,17 +65,30 @@ class FileEntry(msgspec.Struct, frozen=True):
     xxh3: str
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Probe(msgspec.Struct, frozen=True):
+    """A short text as the trainer scores it under these weights: what a server that has loaded them must score, too."""
+
+    input_ids: list[int]
+    logprobs: list[float]  # at temperature 1; of the last len(logprobs) tokens, each given those before it
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """manifest.json of a version."""
 
     attempt: int
     version: int
     kind: Literal["full"]
     files: dict[str, FileEntry]
+    probe: Probe | None = None  # weights.verify_logprobs
 
     @property
     def weight_version(self) -> WeightVersion:
         return WeightVersion(self.attempt, self.version)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tensors alone: equal for versions that hold the same weights in the same files."""
+        return ",".join(entry.xxh3 for name, entry in sorted(self.files.items()) if name.endswith(".safetensors"))
 
 
 def role_dir(run_dir: str | Path, role: str) -> Path:
@@ -113,6 +126,7 @@ def write_version(
     version: WeightVersion,
     shard_bytes: int = 2_000_000_000,
     fsync: bool = True,
+    probe: Probe | None = None,
 ) -> Manifest:
     """Write a full version to path: tensors in Hugging Face names, side files (config, tokenizer) copied from source_dir.
 
@@ -125,11 +139,18 @@ def write_version(
         source_dir=source_dir,
         version=version,
         fsync=fsync,
+        probe=probe,
     )
 
 
 def _make_version(
-    path: Path, fill: Callable[[_FileWriter], None], *, source_dir: Path, version: WeightVersion, fsync: bool
+    path: Path,
+    fill: Callable[[_FileWriter], None],
+    *,
+    source_dir: Path,
+    version: WeightVersion,
+    fsync: bool,
+    probe: Probe | None = None,
 ) -> Manifest:
     """Weights by `fill`, side files, manifest; synced, then renamed."""
     if path.exists():
@@ -145,7 +166,7 @@ def _make_version(
                 for side in sorted(source_dir.glob(pattern)):
                     writer.write(side.name, [side.read_bytes()])
         files = dict(sorted(writer.files.items()))
-        manifest = Manifest(attempt=version.attempt, version=version.version, kind="full", files=files)
+        manifest = Manifest(attempt=version.attempt, version=version.version, kind="full", files=files, probe=probe)
         (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         if fsync:
             _sync(temporary / MANIFEST)

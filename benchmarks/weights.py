@@ -1,4 +1,4 @@
-"""Weights from the trainer to serving, beside copying the same bytes to the same file system.
+"""Weights from the trainer to serving, over the disk and over the network, beside moving the same bytes without more.
 
     python benchmarks/weights.py [--rounds 5] [--sizes 64 256 1024] [--folder DIR] [--write-baseline]
 
@@ -6,9 +6,11 @@ asyncrl: from the call that writes a version (shards, checksums, fsync, rename) 
 and has the generation server load it, until the server has echoed it and serves it. Manager and server are real, in processes of
 their own; the server holds a Qwen2 model of that size in the transformers engine. Warm: not the first version.
 copy_fsync: the version's files copied one by one to another folder, each synced.
+broadcast: weights.transport=broadcast; from the snapshot in the trainer's memory, through the same manager and server, to the echo.
+raw_gloo: one broadcast of as many bytes in torch.distributed's gloo, between two processes that do nothing else.
 
-`value` is asyncrl's seconds per GB at the largest size. `phases` says where they go: write (trainer), verify (manager), load
-(server: verify again, copy into the model, echo), rest (messages between them).
+`value` is asyncrl's seconds per GB at the largest size, over the disk. `phases` says where they go: write (trainer), verify
+(manager), load (server: verify again, copy into the model, echo), rest (messages between them).
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,7 @@ from common import (
 )
 
 SIZES_MB = (64, 256, 1024)
+SIDES = ("asyncrl", "copy_fsync", "broadcast", "raw_gloo")
 PHASES = ("write", "verify", "load", "rest")
 _START_LIMIT_S = 120.0
 _PUBLISH_LIMIT_S = 120.0
@@ -80,7 +85,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     asyncio.run(server.main())
 
 
-def part_manager(parent: Parent, *, folder: str, server: str, **_: Any) -> None:
+def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: Any) -> None:
     """The gserver manager. Told of a version it answers when that is served, and with how long the phases took."""
     from asyncrl.config import GserverManagerConfig, ManagerConfig
     from asyncrl.manager import fleet
@@ -103,19 +108,22 @@ def part_manager(parent: Parent, *, folder: str, server: str, **_: Any) -> None:
     info = worker_info("gserver_manager", folder)
     manager = GserverManager(
         GserverManagerConfig(
-            worker=info, manager=ManagerConfig(), role="actor", num_heads=1, batch_size=64, num_rollout_workers=1
+            worker=info, manager=ManagerConfig(), role="actor", num_heads=1, batch_size=64, num_rollout_workers=1,
+            transport="broadcast",
         )
-    )
+    )  # fmt: skip
     resolver = open_name_resolver(info.name_resolve)
     resolver.add(manager.names.generation_server(0), server)
 
     def obey() -> None:
         resolver.wait(manager.names.gserver_manager(), _START_LIMIT_S)
         parent.send(ready=True)
+        resolver.add(manager.names.weight_sender("actor"), sender)
         while (message := parent.receive()) is not None:
-            version = WeightVersion(1, message["publish"])
+            version = WeightVersion(1, message["version"])
             before = manager.fleet.update_seconds["generation_server/0"]
-            resolver.add(manager.names.model_version("actor"), str(version), replace=True)
+            key = manager.names.weights_held if message["in_memory"] else manager.names.model_version
+            resolver.add(key("actor"), str(version), replace=True)
             while manager.table.served < version.version:  # the benchmark limits this wait
                 time.sleep(_POLL_S)
             load_s = manager.fleet.update_seconds["generation_server/0"] - before
@@ -126,19 +134,78 @@ def part_manager(parent: Parent, *, folder: str, server: str, **_: Any) -> None:
     asyncio.run(manager.main())
 
 
+def part_raw_receiver(parent: Parent, *, address: str, num_bytes: int) -> None:
+    """The other end of a raw broadcast, as often as it is told."""
+    import torch
+
+    torch.set_num_threads(1)
+    group, buffer = raw_group(address, 1), torch.zeros(num_bytes, dtype=torch.uint8)
+    while parent.receive() is not None:
+        group.broadcast([buffer]).wait()
+        parent.send(received_at=time.monotonic())
+
+
+def raw_group(address: str, rank: int) -> Any:
+    """A gloo group of two; rank 0 serves the store, at the address."""
+    from datetime import timedelta
+
+    from torch.distributed import ProcessGroupGloo, TCPStore
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    host, _, port = address.rpartition(":")
+    limit = timedelta(seconds=_START_LIMIT_S)
+    store = TCPStore(host, int(port), is_master=rank == 0, timeout=limit, wait_for_workers=False)
+    return ProcessGroupGloo(store, rank, 2, limit)
+
+
 # ------------------------------------------------------------------------------------------------------------- the sides
+
+
+class Trainer:
+    """A sender of weights on a thread with an event loop of its own, as rank 0 of the training side has it."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from asyncrl.config import WeightsConfig
+        from asyncrl.model.broadcast import WeightSender
+
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.sender = WeightSender(
+            name="benchmark",
+            host="127.0.0.1",
+            device=torch.device("cpu"),
+            options=WeightsConfig(transport="broadcast"),
+            logger=logging.getLogger("benchmark"),
+        )
+        self.url = self.run(self.sender.start())
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_PUBLISH_LIMIT_S)
+
+    async def hold(self, held: Any) -> None:
+        self.sender.hold(held)
+
+    def close(self) -> None:
+        self.run(self.sender.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 class Publisher:
     """The trainer's side at one size, with a manager and a server that wait for versions."""
 
-    def __init__(self, folder: Path, model: Path, server: Child, manager: Child) -> None:
+    def __init__(self, folder: Path, model: Path, trainer: Trainer, manager: Child) -> None:
         from safetensors.torch import load_file
 
-        self._folder, self._model, self._server, self._manager = folder, model, server, manager
+        from asyncrl.update_group import pack
+
+        self._folder, self._model, self._trainer, self._manager = folder, model, trainer, manager
         # Copies, like a trainer's snapshot: what load_file gives is the file, mapped.
         self._tensors = [(name, tensor.clone()) for name, tensor in load_file(model / "model.safetensors").items()]
         self.num_bytes = sum(tensor.nbytes for _, tensor in self._tensors)
+        bucket_bytes = trainer.sender.bucket_bytes
+        self._buckets = pack(((name, tensor, tensor.dtype) for name, tensor in self._tensors), bucket_bytes)
         self._version = 0
         self.phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
 
@@ -152,7 +219,7 @@ class Publisher:
         path = version_dir(self._folder, "actor", version)
         write_version(path, self._tensors, source_dir=self._model, version=version)
         written = time.monotonic()
-        self._manager.send(publish=version.version)
+        self._manager.send(version=version.version, in_memory=False)
         told = self._manager.receive(_PUBLISH_LIMIT_S)
         total_s = told["served_at"] - start
         spent = {"write": written - start, "verify": told["verify"], "load": told["load"]}
@@ -162,6 +229,38 @@ class Publisher:
         self._path = path
         prune_versions(role_dir(self._folder, "actor"), keep=1, in_use=[])
         return total_s
+
+    def broadcast(self) -> float:
+        """Seconds until the next version is served, sent from memory."""
+        from asyncrl.messages import WeightVersion
+        from asyncrl.model.sending import Held
+
+        version = WeightVersion(1, self._version)
+        start = time.monotonic()
+        self._trainer.run(self._trainer.hold(Held(version, self._buckets)))
+        self._manager.send(version=version.version, in_memory=True)
+        told = self._manager.receive(_PUBLISH_LIMIT_S)
+        self._version += 1
+        return float(told["served_at"] - start)
+
+    def raw_gloo(self) -> float:
+        """Seconds for broadcasting as many bytes."""
+        self._receiver.send(go=True)
+        start = time.monotonic()
+        self._group.broadcast([self._bytes]).wait()
+        return float(self._receiver.receive(_PUBLISH_LIMIT_S)["received_at"] - start)
+
+    @contextlib.contextmanager
+    def raw_receiver(self) -> Iterator[None]:
+        """Another process, and a group with it."""
+        import torch
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self._bytes = torch.zeros(self.num_bytes, dtype=torch.uint8)
+        with children(__file__, "raw_receiver", address=address, num_bytes=self.num_bytes) as (self._receiver,):
+            self._group = raw_group(address, 0)
+            yield
 
     def copy_fsync(self) -> float:
         """Seconds for copying the files of the last version."""
@@ -206,9 +305,13 @@ def publisher(args: argparse.Namespace, folder: Path, size_mb: int) -> Iterator[
     common = {"folder": str(folder), "model": str(model), "dtype": args.dtype}
     with children(__file__, "server", **common) as (server,):
         url = server.receive(_START_LIMIT_S)["url"]
-        with children(__file__, "manager", folder=str(folder), server=url) as (manager,):
+        trainer = Trainer()
+        with children(__file__, "manager", folder=str(folder), server=url, sender=trainer.url) as (manager,):
             manager.receive(_START_LIMIT_S)
-            yield Publisher(folder, model, server, manager)
+            side = Publisher(folder, model, trainer, manager)
+            with side.raw_receiver():
+                yield side
+        trainer.close()
 
 
 def main() -> None:
@@ -225,6 +328,8 @@ def main() -> None:
                 sides: dict[str, Callable[[], Numbers]] = {
                     "asyncrl": lambda side=side: {"s": side.asyncrl()},
                     "copy_fsync": lambda side=side: {"s": side.copy_fsync()},
+                    "broadcast": lambda side=side: {"s": side.broadcast()},
+                    "raw_gloo": lambda side=side: {"s": side.raw_gloo()},
                 }
                 found[size_mb] = (alternate(args, sides), side)
             shutil.rmtree(Path(folder) / str(size_mb))
@@ -232,29 +337,26 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]]) -> None:
-    rows, cases, ratio, phases = [], {}, {}, {}
+    rows, cases, phases = [], {}, {}
+    ratio: dict[str, dict[str, float]] = {"copy_fsync": {}, "raw_gloo": {}}
     for size_mb, (rounds, side) in found.items():
         gb, case = side.num_bytes / 1e9, f"{size_mb}MB"
-        ours, peer = (rounds.median(name, "s") / gb for name in ("asyncrl", "copy_fsync"))
-        ratio[case] = rounds.ratio("asyncrl", "copy_fsync", "s")
+        ratio["copy_fsync"][case] = rounds.ratio("asyncrl", "copy_fsync", "s")
+        ratio["raw_gloo"][case] = rounds.ratio("broadcast", "raw_gloo", "s")
         # The warm-up's are not counted here either.
         counted = {phase: sorted(values[1:])[len(values[1:]) // 2] / gb for phase, values in side.phases.items()}
         phases[case] = {phase: round(seconds, 4) for phase, seconds in counted.items()}
-        cases[case] = {
-            "asyncrl_s_per_gb": round(ours, 4),
-            "copy_fsync_s_per_gb": round(peer, 4),
-            "asyncrl_iqr": round(rounds.spread("asyncrl", "s") / gb, 4),
-            "copy_fsync_iqr": round(rounds.spread("copy_fsync", "s") / gb, 4),
-        }
-        rows.append([case, ours, peer, ratio[case], *counted.values()])
-    table(args, "seconds per GB", ["", "asyncrl", "copy_fsync", "ratio", *PHASES], rows)
+        medians = {f"{name}_s_per_gb": round(rounds.median(name, "s") / gb, 4) for name in SIDES}
+        cases[case] = medians | {f"{name}_iqr": round(rounds.spread(name, "s") / gb, 4) for name in SIDES}
+        rows.append([case, *medians.values(), ratio["copy_fsync"][case], ratio["raw_gloo"][case], *counted.values()])
+    table(args, "seconds per GB", ["", *SIDES, "ratio disk", "ratio network", *PHASES], rows)
     last = f"{args.sizes[-1]}MB"
     finish(
         args,
         name="weights",
         value=cases[last]["asyncrl_s_per_gb"],
         unit="s/GB",
-        ratio={"copy_fsync": ratio},
+        ratio=ratio,
         spread=cases[last]["asyncrl_iqr"],
         cases=cases,
         phases=phases,
@@ -264,5 +366,5 @@ def report(args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]])
 
 
 if __name__ == "__main__":
-    if not run_part({"server": part_server, "manager": part_manager}):
+    if not run_part({"server": part_server, "manager": part_manager, "raw_receiver": part_raw_receiver}):
         sys.exit(main())

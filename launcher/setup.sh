@@ -1,4 +1,4 @@
-# Sourced by the other scripts: puts a virtual environment with asyncrl and the extras in $1 (may be empty) in front.
+# Sourced by the other scripts. asyncrl_setup puts a virtual environment with asyncrl and the extras in $1 (may be empty) in front.
 #
 # Environment: ASYNCRL_VENV  where the environment is (default: .venv in the repository)
 #              ASYNCRL_EXTRAS what a run needs besides, such as gym (pyproject.toml names them)
@@ -22,10 +22,7 @@ asyncrl_setup() {
 # Uses the variables of asyncrl_setup. Durations are those of a machine with 2 cores and a good network.
 _asyncrl_install() {
     local log step=0 steps=2 seconds=150 pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off)
-    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-        echo "asyncrl needs Python 3.10 or newer; '$python' is $("$python" --version 2>&1). Set PYTHON=/path/to/python3" >&2
-        return 1
-    fi
+    _asyncrl_check_python || return 1
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || steps=3
     log="$(mktemp "${TMPDIR:-/tmp}/asyncrl-setup.XXXXXX")" || log=/dev/null
     echo "== setting up asyncrl${extras:+[$extras]} in $venv: $steps steps, some $((seconds / 60)) minutes the first time"
@@ -36,6 +33,13 @@ _asyncrl_install() {
     _asyncrl_step 50 "installing asyncrl and all else that it needs" "${pip[@]}" -e "$ASYNCRL_ROOT${extras:+[$extras]}" || return 1
     touch "$stamp"
     [ "$log" = /dev/null ] || rm -f "$log"
+}
+
+_asyncrl_check_python() {
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+        echo "asyncrl needs Python 3.10 or newer; '$python' is $("$python" --version 2>&1). Set PYTHON=/path/to/python3" >&2
+        return 1
+    fi
 }
 
 # _asyncrl_step SECONDS WHAT COMMAND...: run the command, its output in $log, showing how long it takes.
@@ -76,13 +80,13 @@ _asyncrl_tick() {
 }
 
 _asyncrl_remedy() {
-    local version
+    local version option="${ASYNCRL_VENV_OPTION:-ASYNCRL_VENV=}"
     if grep -q 'No space left on device\|Disk quota exceeded' "$log"; then
-        echo "the disk is full: make room, or ASYNCRL_VENV=/larger/disk/venv (pip's own files: TMPDIR=... PIP_CACHE_DIR=...)"
+        echo "the disk is full: make room, or ${option}/larger/disk/venv (pip's own files: TMPDIR=... PIP_CACHE_DIR=...)"
     elif grep -q 'name resolution\|new connection\|unreachable\|timed out\|Max retries\|ProxyError\|not known\|SSLError' "$log"; then
         echo "the package index cannot be reached: check the network, set https_proxy, or PIP_INDEX_URL to a mirror; then start again"
     elif grep -q 'Permission denied\|Read-only file system' "$log"; then
-        echo "$venv cannot be written: set ASYNCRL_VENV to a folder that can"
+        echo "$venv cannot be written: set ${option%[= ]} to a folder that can"
     elif grep -q 'ensurepip\|No module named venv' "$log"; then
         echo "'$python' cannot make virtual environments; on Debian: apt-get install python3-venv"
     elif grep -q 'different Python\|No matching distribution' "$log"; then

@@ -79,7 +79,7 @@ class PromptSource:
     @property
     def tasks(self) -> set[str]:
         """Names of the tasks of its prompts."""
-        return {row[self.config.task_key] for row in self._rows} if self.config.task_key else {DEFAULT_TASK}
+        return {self._task_of(row) for row in self._rows}
 
     def locate(self, epoch: int, position: int) -> int:
         """Index of the line at this position of this epoch's order."""
@@ -98,10 +98,15 @@ class PromptSource:
             text=text,
             input_ids=input_ids,
             answer=row[self.config.answer_key] if self.config.answer_key else "",
-            task=row[self.config.task_key] if self.config.task_key else DEFAULT_TASK,
+            task=self._task_of(row),
             row=row,
             too_long=len(input_ids) > self.config.max_prompt_length,
         )
+
+    def _task_of(self, row: Row) -> str:
+        key = self.config.task_key
+        task: str = row[key] if key and key in row else self.config.default_task or DEFAULT_TASK
+        return task
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         """A permutation of the lines, drawn from (seed, epoch). Two are kept: epochs stream into each other."""
@@ -129,6 +134,11 @@ class PromptSource:
             raise PromptError(f"the chat template refuses {messages!r}: {error}") from error
         assert isinstance(text, str)
         return text, _encode(tokenizer, text, special_tokens=False)  # the template has put in what it wants
+
+
+def is_file_name(path: str) -> bool:
+    """Of prompts in a file; anything else is the name of a Hub dataset."""
+    return Path(path).suffix in {".jsonl", ".parquet"}
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
@@ -162,14 +172,14 @@ def _read_rows(config: PromptSourceConfig) -> Iterator[tuple[str, Any]]:
     path = Path(config.path)
     if not config.path:
         raise ValueError("prompts.path is empty; name a .jsonl file, a .parquet file or a Hub dataset")
-    if path.suffix in {".jsonl", ".parquet"}:
+    if is_file_name(config.path):
         if not path.is_file():
             raise FileNotFoundError(f"there is no prompt file {path}")
         yield from _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
     elif path.exists():
         raise ValueError(f"prompts.path {path}: a prompt file ends in .jsonl or .parquet")
     else:
-        yield from _read_hub(config.path, config.split)
+        yield from _read_hub(config.path, config.subset, config.split)
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -196,14 +206,14 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}, row {number}", row
 
 
-def _read_hub(name: str, split: str) -> Iterator[tuple[str, Any]]:
+def _read_hub(name: str, subset: str, split: str) -> Iterator[tuple[str, Any]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError(
             f"there is no file {name}; to read it as a Hub dataset, pip install 'asyncrl[hub]' (files end in .jsonl or .parquet)"
         ) from error
-    for number, row in enumerate(load_dataset(name, split=split)):
+    for number, row in enumerate(load_dataset(name, subset or None, split=split)):
         yield f"{name}[{split}], row {number}", row
 
 
@@ -212,15 +222,14 @@ def _check_row(config: PromptSourceConfig, place: str, row: Any) -> None:
         raise ValueError(f"{place}: expected an object with the key {config.prompt_key!r}, found {type(row).__name__}")
     for option in ("prompt_key", "answer_key", "task_key"):
         key = getattr(config, option)
-        if key and key not in row:
+        if key and key not in row and not (option == "task_key" and config.default_task):
             remedy = "" if option == "prompt_key" else ' (or to "" if there is none)'
             raise ValueError(
                 f"{place}: no key {key!r}, only {sorted(row)}; set prompts.{option} to the right one{remedy}"
             )
-    if config.task_key and not isinstance(row[config.task_key], str):
-        raise ValueError(
-            f"{place}: the task under {config.task_key!r} must be a string, found {row[config.task_key]!r}"
-        )
+    task = row.get(config.task_key, config.default_task) if config.task_key else DEFAULT_TASK
+    if not isinstance(task, str):
+        raise ValueError(f"{place}: the task under {config.task_key!r} must be a string, found {task!r}")
     prompt = row[config.prompt_key]
     if isinstance(prompt, list) and not config.chat_template:
         raise ValueError(

@@ -1,16 +1,17 @@
 """SGLang's HTTP protocol over a GenerationEngine: what rollout workers and the gserver manager talk to.
 
     POST /generate                   GenerateRequest -> GenerateReply; a list of prompts in, a list of replies out
-    POST /pause_generation           {"mode": "abort"}: running requests answer 200 with what they have, new ones wait
+    POST /pause_generation           {"mode": "abort"}: new requests wait; the mode (engine.py) says what becomes of running ones
     POST /update_weights_from_disk   UpdateWeightsRequest -> UpdateWeightsReply, 200 or 400 (then nothing has changed)
+    POST /init_weights_update_group  and what follows it, for weights over the network: receive.py
     POST /continue_generation        {}
     POST /abort_request              {"rid": ...} or {"abort_all": true}
     POST /flush_cache                200, or 400 while requests run
-    GET  /health /health_generate /get_model_info /model_info /get_server_info /server_info /metrics
+    GET  /health /health_generate /get_model_info /model_info /get_server_info /server_info /v1/loads /metrics
 
 Status codes: 400 the request is wrong (the body says how), 503 not now (Retry-After says when), 500 the engine failed. A client
 that goes away aborts its requests. Other deviations from SGLang: before the first update /generate answers 503; `stream` is
-refused; pause knows only the mode `abort`.
+refused; a paused server answers what concerns it; pause also knows `wait`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import dataclasses
 import uuid
 from collections.abc import Callable, Coroutine, Iterable
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +31,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from asyncrl import __version__
 from asyncrl.generation.engine import (
     EngineFailed,
     EngineRequest,
@@ -36,17 +39,21 @@ from asyncrl.generation.engine import (
     Generated,
     GenerationEngine,
     RequestRefused,
+    WeightReceiver,
     WeightsRefused,
 )
+from asyncrl.generation.receive import ReceivingHTTP
+from asyncrl.generation.verify import LogprobMismatch, VerifiedLoads
 from asyncrl.messages import (
     DECODE_ERRORS,
     GenerateMeta,
     GenerateReply,
+    Load,
+    LoadsReply,
     ModelInfo,
     SamplingParams,
     UpdateWeightsReply,
     UpdateWeightsRequest,
-    VersionSpan,
     WeightVersion,
 )
 
@@ -67,6 +74,7 @@ class _One(Struct, frozen=True, kw_only=True):
     rid: str | None = None
     return_logprob: bool = False
     stream: bool = False
+    priority: int = 0
 
 
 class _Many(Struct, frozen=True, kw_only=True):
@@ -105,8 +113,13 @@ class GenerationHTTP:
         engine_name: str,
         settings: dict[str, Any],
         decode_text: Callable[[list[int]], str] | None = None,
+        verified: VerifiedLoads | None = None,
+        receiver: WeightReceiver | None = None,
     ) -> None:
+        """verified: loads versions in the engine's place (weights.verify_logprobs). receiver: of weights over the network."""
         self._engine = engine
+        self._load_weights = engine.load_weights if verified is None else verified.load
+        self._receiving = ReceivingHTTP(receiver, verified)
         self._engine_name, self._settings = engine_name, settings
         self._decode_text = decode_text or (lambda ids: "")
         self._registry = CollectorRegistry()
@@ -123,6 +136,7 @@ class GenerationHTTP:
                 web.post("/pause_generation", self._pause),
                 web.post("/continue_generation", self._continue),
                 web.post("/update_weights_from_disk", self._update_weights),
+                *self._receiving.routes(),
                 web.post("/abort_request", self._abort_request),
                 web.post("/flush_cache", self._flush_cache),
                 web.get("/flush_cache", self._flush_cache),
@@ -132,6 +146,7 @@ class GenerationHTTP:
                 web.get("/model_info", self._model_info),
                 web.get("/get_server_info", self._server_info),
                 web.get("/server_info", self._server_info),
+                web.get("/v1/loads", self._loads),
                 web.get("/metrics", self._metrics),
             ]
         )
@@ -146,6 +161,7 @@ class GenerationHTTP:
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+        self._receiving.close()
         for task in self._tasks:
             task.cancel()
 
@@ -157,7 +173,9 @@ class GenerationHTTP:
             return await self._generate_many(_decode_many(body))
         one = _decode_one(body)
         _refuse_stream(one.stream)
-        engine_request = EngineRequest(one.rid or uuid.uuid4().hex, one.input_ids, one.sampling_params)
+        engine_request = EngineRequest(
+            one.rid or uuid.uuid4().hex, one.input_ids, one.sampling_params, one.priority > 0
+        )
         generated = await self._engine.submit(engine_request)
         return _json(self._reply(engine_request, generated, one.return_logprob))
 
@@ -183,7 +201,6 @@ class GenerationHTTP:
     def _reply(self, request: EngineRequest, generated: Generated, with_logprobs: bool) -> GenerateReply:
         tokens = generated.token_ids
         pairs = zip(generated.logprobs, tokens, strict=True) if with_logprobs else ()
-        spans = [VersionSpan(version=generated.version, start=0, end=len(tokens))] if tokens else []
         return GenerateReply(
             text=self._decode_text(tokens),
             output_ids=tokens,
@@ -192,8 +209,8 @@ class GenerationHTTP:
                 finish_reason=generated.finish,
                 prompt_tokens=len(request.input_ids),
                 completion_tokens=len(tokens),
-                weight_version=generated.version or self._engine.stats().version,
-                weight_versions=spans,
+                weight_version=generated.spans[-1].version if generated.spans else self._engine.stats().version,
+                weight_versions=generated.spans,
                 output_token_logprobs=[(logprob, token, None) for logprob, token in pairs],
             ),
         )
@@ -202,13 +219,11 @@ class GenerationHTTP:
 
     async def _pause(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read() or b"{}", type=_Pause)
-        if wanted.mode != "abort":
-            raise RequestRefused(f"mode {wanted.mode!r} is not supported by this engine; supported: 'abort'")
-        count = await self._to_the_end(self._engine.pause())
-        return _json({"success": True, "message": f"paused; {count} running requests were ended", "num_aborted": count})
+        count = await self._to_the_end(self._engine.pause(wanted.mode))
+        return _json({"success": True, "message": f"paused ({wanted.mode}); {count} requests were running"})
 
     async def _continue(self, request: web.Request) -> web.Response:
-        self._engine.resume()
+        await self._to_the_end(self._engine.resume())
         return _json({"success": True, "message": "generation continues"})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
@@ -216,10 +231,11 @@ class GenerationHTTP:
         try:
             version = WeightVersion.parse(wanted.weight_version)
             count = await self._to_the_end(
-                self._engine.load_weights(Path(wanted.model_path), version, abort_running=wanted.abort_all_requests)
+                self._load_weights(Path(wanted.model_path), version, abort_running=wanted.abort_all_requests)
             )
         except (WeightsRefused, ValueError) as error:
-            return _json(UpdateWeightsReply(success=False, message=str(error)), status=400)
+            mismatch = isinstance(error, LogprobMismatch)
+            return _json(UpdateWeightsReply(success=False, message=str(error), mismatch=mismatch), status=400)
         return _json(UpdateWeightsReply(success=True, message=f"serving {version}", num_paused_requests=count))
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
@@ -272,9 +288,24 @@ class GenerationHTTP:
                 "model_path": self._engine.model_path,
                 "settings": self._settings,
                 "state": dataclasses.asdict(self._engine.stats()),
-                "pause_modes": ["abort"],
+                "pause_modes": self._engine.pause_modes,
+                "num_weight_ranks": self._receiving.num_ranks,
             }
         )
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        """Asked several times a second where the gserver manager routes by it, so no more than that is computed."""
+        stats = self._engine.stats()
+        # A waiting request will hold about what a running one does: its tokens are not counted one by one
+        total = stats.used_tokens * (stats.running + stats.waiting) // max(stats.running, 1)
+        load = Load(
+            num_running_reqs=stats.running,
+            num_waiting_reqs=stats.waiting,
+            num_used_tokens=stats.used_tokens,
+            num_total_tokens=total,
+        )
+        now = datetime.now(timezone.utc).isoformat()
+        return _json(LoadsReply(timestamp=now, version=__version__, loads=[load]))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": "text/plain; version=0.0.4"})
@@ -339,6 +370,7 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("running", "Requests being generated", stats.running),
             ("waiting", "Requests waiting for a slot or the end of a pause", stats.waiting),
+            ("num_used_tokens", "Tokens that running requests hold of the KV cache", stats.used_tokens),
             ("paused", "1 while paused", int(stats.paused)),
         ):
             yield GaugeMetricFamily(f"asyncrl_generation_{name}", text, value=value)

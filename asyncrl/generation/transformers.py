@@ -14,6 +14,7 @@ Ours on top of transformers' manager, each in a class below:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers import GenerationConfig as SamplingDefaults
@@ -37,10 +38,11 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
-from asyncrl import weights
 from asyncrl.config import ATTENTIONS, ConfigError, GenerationConfig
 from asyncrl.generation import padded_attention
+from asyncrl.generation.checks import check_params, check_prompt
 from asyncrl.generation.engine import (
+    INTERRUPT_MODES,
     EngineFailed,
     EngineRequest,
     EngineStats,
@@ -48,9 +50,12 @@ from asyncrl.generation.engine import (
     Generated,
     GenerationEngine,
     RequestRefused,
+    WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.messages import FinishReason, SamplingParams, WeightVersion
+from asyncrl.generation.in_place import LiveTensors
+from asyncrl.generation.receive import StagedReceiver
+from asyncrl.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
 from asyncrl.runtime.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)
@@ -237,72 +242,15 @@ class _Manager(ContinuousBatchingManager):
         self._trace.add_span("forward", began_us, track="engine", new_tokens=num_new_tokens, tokens=num_query_tokens)
 
 
-# ------------------------------------------------------------------------------------------------------------- weights
-
-
-def _load_in_place(model: torch.nn.Module, directory: Path, version: WeightVersion) -> None:
-    """Copy a version's tensors into the live model. Everything is checked before the first copy; raises WeightsRefused."""
-    try:
-        weights.verify_version(directory, version)
-        files = weights.tensor_files(directory)
-    except (weights.WeightsError, OSError) as error:
-        raise WeightsRefused(f"{directory}: {error}") from error
-    live: dict[str, Tensor] = dict(model.state_dict())
-    aliases: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # tied weights: several names, one memory
-    for name, tensor in live.items():
-        aliases.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)
-    try:
-        where = _check_tensors(live, list(aliases.values()), files)
-        opened: dict[Path, Any] = {file: safe_open(str(file), framework="pt", device="cpu") for file in files}
-    except (SafetensorError, OSError) as error:
-        raise WeightsRefused(f"{directory}: {error}") from error
-    for names in aliases.values():
-        given = [name for name in names if name in where]
-        for other in given[1:]:
-            if not torch.equal(opened[where[given[0]]].get_tensor(given[0]), opened[where[other]].get_tensor(other)):
-                raise WeightsRefused(
-                    f"{directory}: {given[0]} and {other} are one tensor in this model (tied) but differ here"
-                )
-    with torch.no_grad():
-        for names in aliases.values():
-            name = next(name for name in names if name in where)
-            live[name].copy_(opened[where[name]].get_tensor(name))
-    if next(iter(live.values())).is_cuda:
-        torch.cuda.synchronize()  # the passes run on a stream of their own
-
-
-def _check_tensors(live: dict[str, Tensor], aliases: list[list[str]], files: list[Path]) -> dict[str, Path]:
-    """Do the files hold exactly this model? Returns the file of each tensor; reads headers only."""
-    where: dict[str, Path] = {}
-    problems: list[str] = []
-    for file in files:
-        with safe_open(str(file), framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                if name in where:
-                    problems.append(f"{name} is in {where[name].name} and in {file.name}")
-                where[name] = file
-                if name not in live:
-                    problems.append(f"{name} does not belong to this model")
-                    continue
-                entry = tensors.get_slice(name)
-                found, expected = tuple(entry.get_shape()), tuple(live[name].shape)
-                if found != expected:
-                    problems.append(f"{name} has shape {found}, expected {expected}")
-                if entry.get_dtype() not in {"F32", "F16", "BF16"} and live[name].dtype.is_floating_point:
-                    problems.append(f"{name} has dtype {entry.get_dtype()}, expected floating point")
-    problems.extend(f"{names[0]} is missing" for names in aliases if not any(name in where for name in names))
-    if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise WeightsRefused(f"the tensors in {files[0].parent if files else '?'} do not fit the model: {shown}")
-    return where
-
-
 # -------------------------------------------------------------------------------------------------------------- engine
 
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A request in flight. `key` names it to the manager: our own, so that a rid may come again once it was answered."""
+    """A request in flight. `key` names it to the manager: our own, so that a rid may come again once it was answered.
+
+    What it had generated when it was last retracted is in `token_ids` and `logprobs`; the manager then sees a longer prompt.
+    """
 
     key: str
     request: EngineRequest
@@ -310,6 +258,18 @@ class _Pending:
     stop_ids: list[int]
     since: float
     future: asyncio.Future[Generated] = field(repr=False)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)  # of versions before the one that is served
+
+    def close_span(self, version: WeightVersion | None, end: int) -> None:
+        """What came after the last span, up to token `end`, was sampled by this version."""
+        start = self.spans[-1].end if self.spans else 0
+        if end == start:
+            return
+        if self.spans and self.spans[-1].version == str(version):
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(version=str(version), start=start, end=end))
 
 
 class TransformersEngine(GenerationEngine):
@@ -341,6 +301,8 @@ class TransformersEngine(GenerationEngine):
         self._idle.set()
         self._update_lock = asyncio.Lock()
         self._paused = self._updating = self._closing = False
+        self._standstill = contextlib.ExitStack()  # holds the manager between two passes, after a pause in place
+        self._stands_still = False
         self._version: WeightVersion | None = None
         self._path = model_path
         self._num = dict.fromkeys(("requests", "aborted", "tokens", "prompt_tokens", "steps", "updates"), 0)
@@ -383,7 +345,8 @@ class TransformersEngine(GenerationEngine):
                 num_blocks=config.num_blocks,
                 max_batch_tokens=config.max_batch_tokens,
                 max_requests_per_batch=config.max_running_requests,
-                allow_block_sharing=config.prefix_sharing,
+                allow_block_sharing=config.prefix_sharing
+                and config.interrupt != "in_place",  # old pages outlive an update
                 return_logprobs=True,
                 seed=self._seed,
                 use_async_batching=False,  # a pass in flight would blur which version sampled a token
@@ -403,6 +366,7 @@ class TransformersEngine(GenerationEngine):
             return
         self._closing = True
         if hasattr(self, "_manager"):
+            await self._in_control(self._move_on)
             await self._in_control(lambda: self._manager.stop(hard_stop=True, timeout=_STOP_TIMEOUT_S))
         self._control.shutdown(wait=False)
         for pending in [*self._running.values(), *self._waiting.values()]:
@@ -432,6 +396,8 @@ class TransformersEngine(GenerationEngine):
         pending.future.add_done_callback(lambda future: self._forget(pending) if future.cancelled() else None)
         self._rids.add(request.rid)
         self._waiting[request.rid] = pending
+        if request.first:
+            self._waiting.move_to_end(request.rid, last=False)
         self._num["requests"] += 1
         self._num["prompt_tokens"] += len(request.input_ids)
         self._admit()
@@ -441,34 +407,30 @@ class TransformersEngine(GenerationEngine):
         return [*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids]
 
     def _check_prompt(self, request: EngineRequest) -> None:
-        ids, wanted = request.input_ids, request.params.max_new_tokens
         if request.rid in self._rids:
             raise RequestRefused(f"rid {request.rid!r} is in flight already")
-        if not ids:
-            raise RequestRefused("input_ids is empty")
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
-            raise RequestRefused(f"input_ids holds {wrong}; the vocabulary has {self._vocab_size} tokens")
-        if len(ids) + wanted > self._max_length:
-            raise RequestRefused(
-                f"{len(ids)} prompt tokens and {wanted} new ones do not fit: this server holds {self._max_length} tokens a"
-                " request (the model's max_position_embeddings or the KV cache, generation.num_blocks * page_size)"
-            )
+        check_prompt(
+            request,
+            vocab_size=self._vocab_size,
+            max_prompt=self._max_length,
+            max_length=self._max_length,
+            why="the model's max_position_embeddings or the KV cache, generation.num_blocks * page_size",
+        )
 
     def _admit(self) -> None:
         """Waiting requests go to the manager while there is room."""
         while (
             self._waiting
             and len(self._running) < self._config.max_running_requests
-            and not (self._paused or self._updating or self._closing)
+            and not (self._paused or self._updating or self._closing or self._version is None)
         ):
             _, pending = self._waiting.popitem(last=False)
             self._running[pending.key] = pending
             self._idle.clear()
             accepted = self._manager.add_request(
-                pending.request.input_ids,
+                pending.request.input_ids + pending.token_ids,
                 request_id=pending.key,
-                max_new_tokens=pending.request.params.max_new_tokens,
+                max_new_tokens=pending.request.params.max_new_tokens - len(pending.token_ids),
                 eos_token_id=pending.stop_ids,
                 sampling=pending.sampling,
             )
@@ -489,15 +451,18 @@ class TransformersEngine(GenerationEngine):
             elif tokens and tokens[-1] in pending.stop_ids:
                 self._finish(pending, tokens, logprobs, FinishReason(type="stop", matched=tokens[-1]))
             else:
-                self._finish(pending, tokens, logprobs, FinishReason(type="length", length=len(tokens)))
+                length = len(pending.token_ids) + len(tokens)
+                self._finish(pending, tokens, logprobs, FinishReason(type="length", length=length))
         self._admit()
 
     def _finish(self, pending: _Pending, tokens: list[int], logprobs: list[float], finish: FinishReason) -> None:
-        ran = pending.key in self._running
+        """Answer it with what it had and these."""
         self._forget(pending)
         if not pending.future.done():
-            version = str(self._version) if ran else ""
-            pending.future.set_result(Generated(tokens, logprobs, finish, version))
+            pending.token_ids.extend(tokens)
+            pending.logprobs.extend(logprobs)
+            pending.close_span(self._version, len(pending.token_ids))
+            pending.future.set_result(Generated(pending.token_ids, pending.logprobs, finish, pending.spans))
 
     def _fail(self, pending: _Pending, error: Exception) -> None:
         self._forget(pending)
@@ -531,13 +496,73 @@ class TransformersEngine(GenerationEngine):
     async def abort_all(self) -> int:
         return await self._abort(list(self._rids))
 
-    async def pause(self) -> int:
-        self._paused = True
-        return await self._abort([pending.request.rid for pending in self._running.values()])
+    @property
+    def pause_modes(self) -> tuple[str, ...]:
+        return INTERRUPT_MODES
 
-    def resume(self) -> None:
+    async def pause(self, mode: str = "abort") -> int:
+        if mode not in INTERRUPT_MODES:
+            raise RequestRefused(f"mode {mode!r} is not known; use one of {', '.join(INTERRUPT_MODES)}")
+        if mode == "in_place" and self._config.interrupt != "in_place":
+            raise RequestRefused(
+                "mode 'in_place' needs generation.interrupt=in_place, which keeps prefixes from being shared"
+            )
+        self._paused = True
+        num_running = len(self._running)
+        if mode == "abort":
+            return await self._abort([pending.request.rid for pending in self._running.values()])
+        if mode == "retract":
+            await self._retract()
+        elif mode == "wait":
+            await self._until_idle()
+        elif num_running:
+            await self._in_control(self._stand_still)
+        return num_running
+
+    async def resume(self) -> None:
+        if self._stands_still:
+            await self._in_control(self._move_on)
         self._paused = False
         self._admit()
+
+    async def _retract(self) -> None:
+        """Running requests go back to the front of the queue, with what they have; their pages are freed."""
+        running = list(self._running.values())
+        states = await self._in_control(lambda: self._collect([pending.key for pending in running])) if running else {}
+        for pending in reversed(running):
+            if pending.key not in self._running:
+                continue  # it has finished meanwhile
+            del self._running[pending.key]
+            tokens, logprobs = states.get(pending.key, ([], []))
+            pending.token_ids.extend(tokens)
+            pending.logprobs.extend(logprobs)
+            pending.close_span(self._version, len(pending.token_ids))
+            pending.key = str(next(self._keys))  # what the manager may still say about the old one is void
+            pending.since = time.monotonic()
+            self._waiting[pending.request.rid] = pending
+            self._waiting.move_to_end(pending.request.rid, last=False)
+        if not self._running:
+            self._idle.set()
+
+    def _stand_still(self) -> None:
+        """In the control thread: the manager stops between two passes until `resume`."""
+        if self._manager.is_running() and not self._stands_still:
+            self._standstill.enter_context(self._manager.pause())
+            self._stands_still = True
+
+    def _move_on(self) -> None:
+        """In the control thread."""
+        self._stands_still = False
+        self._standstill.close()
+
+    async def _until_idle(self) -> None:
+        try:
+            await asyncio.wait_for(self._idle.wait(), self._config.load_timeout_s)
+        except asyncio.TimeoutError:
+            raise WeightsRefused(
+                f"{len(self._running)} requests still run after {self._config.load_timeout_s} s (generation.load_timeout_s);"
+                " pause with mode abort, or set abort_all_requests"
+            ) from None
 
     async def _abort(self, rids: list[str]) -> int:
         """End these requests with what they have. What finishes by itself meanwhile is delivered as finished."""
@@ -587,42 +612,101 @@ class TransformersEngine(GenerationEngine):
     # ------------------------------------------------------------------------------------------------ weights and cache
 
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
+        num_aborted = await self._update(
+            version, lambda: LiveTensors(self._model).load_version(path, version), abort_running=abort_running
+        )
+        self._path = str(path)
+        return num_aborted
+
+    def weight_receiver(self, host: str) -> WeightReceiver:
+        return StagedReceiver(self, host)
+
+    @property
+    def weights_device(self) -> torch.device:
+        return torch.device(self._device)
+
+    def check_version(self, version: WeightVersion) -> None:
+        if self._version is not None and version < self._version:
+            raise WeightsRefused(
+                f"version {version} is older than {self._version}, which is served; versions only grow"
+            )
+
+    def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
+        LiveTensors(self._model).check(specs, complete=complete)
+
+    def uses(self, flat: Tensor) -> bool:
+        return LiveTensors(self._model).uses(flat)
+
+    async def load_tensors(self, tensors: dict[str, Tensor], version: WeightVersion) -> None:
+        await self._update(version, lambda: LiveTensors(self._model).load(tensors))
+
+    async def _update(self, version: WeightVersion, load: Callable[[], None], *, abort_running: bool = False) -> int:
+        """Have the control thread load a version while nothing runs; returns how many requests were ended for it."""
         async with self._update_lock:
             self._check_alive()
-            if self._version is not None and version < self._version:
-                raise WeightsRefused(
-                    f"version {version} is older than {self._version}, which is served; versions only grow"
-                )
+            self.check_version(version)
             self._updating = True
             try:
                 num_aborted = await self._abort([p.request.rid for p in self._running.values()]) if abort_running else 0
-                try:
-                    await asyncio.wait_for(self._idle.wait(), self._config.load_timeout_s)
-                except asyncio.TimeoutError:
-                    raise WeightsRefused(
-                        f"{len(self._running)} requests still run after {self._config.load_timeout_s} s; pause first, or"
-                        " set abort_all_requests"
-                    ) from None
-                await self._in_control(lambda: self._load(path, version))
-                self._version, self._path = version, str(path)
+                if not self._stands_still:
+                    await self._until_idle()
+                kept = await self._in_control(lambda: self._load(load, version))
+                for key, num_tokens in kept.items():
+                    pending = self._running[key]
+                    pending.close_span(self._version, len(pending.token_ids) + num_tokens)
+                self._version = version
                 self._num["updates"] += 1
                 return num_aborted
             finally:
                 self._updating = False
                 self._admit()
 
-    def _load(self, path: Path, version: WeightVersion) -> None:
-        """In the control thread, while no request is admitted or runs."""
+    def _load(self, load: Callable[[], None], version: WeightVersion) -> dict[str, int]:
+        """In the control thread, while no request is admitted, and none runs but those that stand still.
+
+        Returns how many tokens each of those has.
+        """
         with self._manager.pause():
             try:
                 with self._trace.span("load weights", track="engine", version=str(version)):
-                    _load_in_place(self._model, path, version)
+                    load()
             except WeightsRefused:
                 raise
             except BaseException:
                 self._version = None  # a copy broke off half-way: serve nothing until a load succeeds
                 raise
-            self._empty_cache()
+            if not self._stands_still:
+                self._empty_cache()
+                return {}
+            active: Any = self._manager.processor.scheduler.active_requests
+            return {
+                key: len(active[key].to_generation_output().generated_tokens) if key in active else 0
+                for key in self._running
+            }
+
+    async def score(self, input_ids: list[int]) -> list[float]:
+        self._check_alive()
+        if min(input_ids, default=-1) < 0 or max(input_ids) >= self._vocab_size:
+            raise RequestRefused(f"tokens to score must be 0 to {self._vocab_size - 1}, at least one")
+        return await self._in_control(lambda: self._score(input_ids))  # type: ignore[no-any-return]
+
+    def _score(self, input_ids: list[int]) -> list[float]:
+        """In the control thread, between two passes: the model as it is in memory, without the manager's cache."""
+        attention = self._model.config._attn_implementation
+        with self._manager.pause(), torch.inference_mode():
+            self._model.set_attn_implementation("sdpa")  # the one in use wants the manager's pages
+            try:
+                ids_T = torch.tensor(input_ids, device=self._device)
+                logits_TV = self._model(input_ids=ids_T[None], use_cache=False).logits[0].float()
+                logprobs_T = torch.log_softmax(logits_TV[:-1], dim=-1).gather(1, ids_T[1:, None]).squeeze(1)
+            except (RuntimeError, ValueError) as error:
+                raise EngineFailed(f"scoring failed: {error}") from error
+            finally:
+                self._model.set_attn_implementation(attention)
+        return [0.0, *logprobs_T.tolist()]
+
+    def forget_version(self) -> None:
+        self._version = None
 
     async def flush_cache(self) -> bool:
         async with self._update_lock:
@@ -675,6 +759,7 @@ class TransformersEngine(GenerationEngine):
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
+            used_tokens=self._used_tokens(),
             paused=self._paused,
             version="" if self._version is None else str(self._version),
             num_requests=num["requests"],
@@ -684,6 +769,14 @@ class TransformersEngine(GenerationEngine):
             num_steps=num["steps"],
             num_updates=num["updates"],
         )
+
+    def _used_tokens(self) -> int:
+        """Read beside the generation thread: a pass old at most."""
+        if not self._running:
+            return 0
+        active: Any = self._manager.processor.scheduler.active_requests
+        states = [active.get(key) for key in list(self._running)]
+        return sum(int(state.position_offset) for state in states if state is not None)
 
     @property
     def model_path(self) -> str:
@@ -707,14 +800,7 @@ class TransformersEngine(GenerationEngine):
 
 def _check_params(params: SamplingParams) -> tuple[float, float, int]:
     """(temperature, top_p, top_k) as the sampler wants them. Raises RequestRefused."""
-    if params.max_new_tokens < 1:
-        raise RequestRefused(f"max_new_tokens is {params.max_new_tokens}; it must be at least 1")
-    if not (params.temperature >= 0.0 and math.isfinite(params.temperature)):
-        raise RequestRefused(f"temperature is {params.temperature}; it must be 0 (greedy) or more")
-    if not 0.0 < params.top_p <= 1.0:
-        raise RequestRefused(f"top_p is {params.top_p}; it must be in (0, 1]")
-    if params.top_k < 1 and params.top_k != -1:
-        raise RequestRefused(f"top_k is {params.top_k}; it must be at least 1, or -1 for all")
+    check_params(params)
     if params.temperature == 0.0:
         return (0.0, 1.0, 0)
     return (params.temperature, params.top_p, max(params.top_k, 0))

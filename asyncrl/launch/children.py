@@ -73,6 +73,8 @@ class Child:
     started: float = field(default_factory=time.time)
     progress_time: float = field(default_factory=time.monotonic)  # when its progress counter last moved
     said_frozen: bool = False
+    was_running: bool = False  # it has come through its start
+    restarts: int = 0  # processes of this name before it
     _progress: int = -1
     _partial: bytes = b""
 
@@ -91,6 +93,7 @@ class Child:
         for line in lines:
             with contextlib.suppress(*DECODE_ERRORS):  # one that was cut short: the next one will do
                 self.status = msgspec.json.decode(line, type=WorkerStatus)
+                self.was_running = self.was_running or self.status.state == "running"
         if self.status is not None and self.status.progress != self._progress:
             self._progress, self.progress_time, self.said_frozen = self.status.progress, time.monotonic(), False
         return bool(data)
@@ -132,7 +135,7 @@ class Child:
     def visible_status(self, import_limit_s: float) -> WorkerStatus:
         """Its newest status; before the first one what is known without it."""
         if self.status is not None:
-            return self.status
+            return msgspec.structs.replace(self.status, restarts=self.restarts) if self.restarts else self.status
         importing = Wait(what="its imports", on=self.name, since_s=time.time() - self.started, limit_s=import_limit_s)
         return WorkerStatus(
             worker=self.name,
@@ -142,6 +145,7 @@ class Child:
             time=self.started,
             progress=0,
             waits=[importing],
+            restarts=self.restarts,
         )
 
 
@@ -199,6 +203,15 @@ def _what_happened(child: Child) -> str:
         return f"failed\n\n{child.status.error.rstrip()}"
     assert child.returncode is not None
     return how_it_ended(child.returncode, child.log)
+
+
+def short_end(child: Child) -> str:
+    """How a process ended that is started again: in a line, or its error."""
+    if child.status is not None and child.status.error:
+        lines = child.status.error.rstrip().splitlines()
+        return f"failed: {lines[-1]}"
+    assert child.returncode is not None
+    return "ended by itself" if child.returncode == 0 else how_it_ended(child.returncode, child.log).split(";", 1)[0]
 
 
 def how_it_ended(code: int, log: Path) -> str:

@@ -10,14 +10,14 @@ from typing import NoReturn
 from rich.console import Console
 
 from asyncrl.config import ConfigError
-from asyncrl.launch.commands import check, debug, inspect, logs, plot, prepare, run, status, stop, trace
+from asyncrl.launch.commands import check, debug, inspect, logs, plot, prepare, run, scale, status, stop, trace
 from asyncrl.launch.commands.common import CONFIG_ERROR, FAILED, error_object, print_json
 from asyncrl.launch.progress import make_console
 from asyncrl.launch.redact import redact_text, redact_urls
 from asyncrl.launch.rundir import LaunchError
 
 _INTERRUPTED = 130
-_COMMANDS = (run, check, prepare, status, logs, plot, inspect, trace, debug, stop)
+_COMMANDS = (run, check, prepare, status, scale, logs, plot, inspect, trace, debug, stop)
 
 _LISTS = ("words", "overrides", "runs")  # positional arguments that take any number, under these names
 
@@ -33,6 +33,7 @@ _EPILOG = """examples, in the order of a first hour:
   asyncrl-launch status runs/sloppy-sorter/second                   from another terminal: who waits for whom
   asyncrl-launch logs   runs/sloppy-sorter/second -f                what all its processes say, in one stream
   asyncrl-launch plot   runs/sloppy-sorter/second                   its curves: in the terminal, and as a picture
+  asyncrl-launch scale  runs/sloppy-sorter/second generation=3      more or fewer generation servers, while it goes on
   asyncrl-launch stop   runs/sloppy-sorter/second                   as Ctrl-C would
 
 to look closer:
@@ -42,7 +43,7 @@ to look closer:
   asyncrl-launch debug   CONFIG_OF_PROCESS --pdb                    one process by itself
 
 exit codes of all commands: 0 done; 1 failed, the cause is printed; 2 the config or the command line cannot
-work, what to change is printed; 3 (status) no run goes on there; 128 + N stopped by signal N (130: Ctrl-C).
+work, what to change is printed; 3 (status, scale) no run goes on there; 128 + N stopped by signal N (130: Ctrl-C).
 With --json every command answers in JSON on stdout, errors as {"error": {"kind": ..., "message": ...}}.
 
 `asyncrl-launch COMMAND --help` says more of each."""

@@ -30,11 +30,12 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from asyncrl.config import ConfigError, ExperimentConfig, NameResolveConfig, RuntimeConfig
+from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SGLangEnvironment, find_sglang
 from asyncrl.launch.model_files import count_parameters
-from asyncrl.launch.preflight import visible_devices
-from asyncrl.launch.program import ProcessSpec, run_directory
+from asyncrl.launch.program import ProcessSpec, run_directory, with_dtypes
 from asyncrl.launch.redact import redact, redact_urls
 from asyncrl.launch.rundir import LaunchError, holder, next_attempt
+from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import existing_parent, size_text
 from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
 from asyncrl.topology import Allocation
@@ -48,6 +49,7 @@ GIB = 1 << 30
 # What a process takes before it holds anything: measured in the quickstart, rounded up
 COMPUTING_BYTES = 600 << 20  # torch and transformers
 OTHER_BYTES = 130 << 20
+SGLANG_BYTES = 2 << 30  # a SGLang server: its front and, for each tensor parallel rank, nearly as much again
 FIXED_BYTES = 200 << 20  # launcher and etcd
 LOGS_BYTES = 200 << 20  # on disk: logs, and the data of a private etcd
 _TRAINED_PARAMETER_BYTES = 16  # weights, gradients and two moments in float32
@@ -89,6 +91,7 @@ class Finding:
 def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec] = ()) -> list[Finding]:
     """Everything about this machine, and what a config and its processes ask of it. A fraction of a second, seconds at worst."""
     devices = visible_devices()
+    config = with_dtypes(config, on_gpu=bool(devices)) if config else None
     runtime = config.runtime if config else RuntimeConfig()
     name_resolve = config.name_resolve if config else NameResolveConfig()
     fileroot = Path(config.fileroot if config else "runs").expanduser().absolute()
@@ -105,8 +108,13 @@ def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec]
         judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE), need.open_files),
         find_port(runtime.host),
         judge_gpus(devices, query_gpus(), installed_version("torch") or ""),
+        *([judge_num_gpus(len(devices), config)] if config else []),
         *(find_endpoints(name_resolve) if name_resolve.endpoints else [find_etcd_binary(name_resolve.binary)]),
-        judge_sglang(Allocation.parse(config.allocation).engine if config else "", sglang_version()),
+        judge_sglang(
+            Allocation.parse(config.allocation).engine if config else "",
+            find_sglang(config.generation.python if config else ""),
+            config.generation.python if config else "",
+        ),
         *([find_run(run_directory(config))] if config else []),
         find_environment(os.environ),
     ]
@@ -195,6 +203,9 @@ class Need:
         count = Counter(spec.kind for spec in specs)
         computing = sum(spec.computes for spec in specs)
         memory = FIXED_BYTES + computing * COMPUTING_BYTES + (len(specs) - computing) * OTHER_BYTES
+        allocation = Allocation.parse(config.allocation)
+        if allocation.engine == "sglang":
+            memory += count["generation_server"] * allocation.generation.tensor * SGLANG_BYTES
         if not on_gpu:
             value = _DTYPE_BYTES.get(generation.dtype, 4)
             cache = generation.num_blocks * generation.page_size * model.kv_values_per_token
@@ -361,6 +372,39 @@ def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version:
     return Finding("GPUs", "ok", value)
 
 
+def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
+    """Whether there is a GPU for each that the allocation asks for. Without any a run is one on the CPU."""
+    allocation, name = Allocation.parse(config.allocation), "GPUs asked for"
+    generation = allocation.generation.size if config.mode != "train_only" and allocation.engine != "external" else 0
+    training = allocation.training.size if config.mode != "rollout_only" else 0
+    needed = generation + training
+    value = f"allocation={config.allocation}: {generation} for generation, {training} for training; {found} found"
+    if not found and allocation.engine != "sglang":
+        return Finding(name, "ok", f"{value}: {needed} processes compute on cores")
+    if not found:
+        remedy = (
+            f"start it where there are {needed} GPUs; on cores, for trying out: allocation=transformers.d1p1m1+d1p1m1 and a "
+            "small model"
+        )
+        return Finding(name, "warn", value, remedy)
+    if found < needed:
+        whole = (
+            allocation.generation.data + allocation.training.data
+            == allocation.generation.size + allocation.training.size
+        )
+        fitting = (
+            f"allocation={allocation.engine}.d{found // 2}p1m1+d{found - found // 2}p1m1, or "
+            if found > 1 and whole
+            else ""
+        )
+        remedy = (
+            f"{fitting}{needed} GPUs; or else processes share GPUs in turn, and must leave each other room (memory of "
+            "SGLang: its mem_fraction_static)"
+        )
+        return Finding(name, "warn", value, remedy)
+    return Finding(name, "ok", value)
+
+
 def _because() -> str:
     return " (CUDA_VISIBLE_DEVICES hides them)" if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() == "" else ""
 
@@ -423,19 +467,21 @@ def _requirements() -> list[Requirement]:
     return [entry for entry in parsed if entry.marker is None or entry.marker.evaluate({"extra": ""})]
 
 
-def sglang_version() -> str | None:
-    """None where it is not installed. Asks for its metadata, and imports nothing of it."""
-    return installed_version("sglang") or ("unknown version" if importlib.util.find_spec("sglang") else None)
-
-
-def judge_sglang(engine: str, version: str | None) -> Finding:
-    """engine: of the config; empty without one."""
-    found = f"{version} is installed" if version else "not installed"
-    if engine == "sglang":
-        if version is None:
-            return Finding("SGLang", "fail", found, "pip install sglang, or allocation=transformers....")
-        return Finding("SGLang", "ok", found)
-    return Finding("SGLang", "ok", f"{found}; not used by this config (engine {engine})" if engine else found)
+def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "") -> Finding:
+    """engine: of the config; empty without one. found: what generation.python has, or without that this environment."""
+    where = f" in {python}" if python else ""
+    if found is None:
+        value = f"not installed{where}"
+    else:
+        value = f"{found.version}{where}{f', with torch {found.torch}' if found.torch else ''}"
+    if engine != "sglang":
+        return Finding("SGLang", "ok", f"{value}; not used by this config (engine {engine})" if engine else value)
+    if found is None:
+        return Finding("SGLang", "fail", value, f"{SETUP_HINT}; or allocation=transformers....")
+    if found.version != TESTED_VERSION:
+        remedy = f"asyncrl is tested with SGLang {TESTED_VERSION}: another may have another protocol"
+        return Finding("SGLang", "warn", value, remedy)
+    return Finding("SGLang", "ok", value)
 
 
 # --------------------------------------------------------------------------------------------------------------- name resolve

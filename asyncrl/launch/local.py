@@ -13,6 +13,7 @@ import selectors
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -21,12 +22,14 @@ from asyncrl.config import ExperimentConfig
 from asyncrl.launch.children import Child, first_cause
 from asyncrl.launch.left_out import LeftOut
 from asyncrl.launch.name_service import NameService
-from asyncrl.launch.preflight import visible_devices
-from asyncrl.launch.program import plan, run_directory, save_config, with_endpoints
+from asyncrl.launch.program import plan, run_directory, save_config, server_spec, with_endpoints
 from asyncrl.launch.reaper import Reaper
+from asyncrl.launch.restarts import ServerRestarts
 from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, RunLock, RunRecord, begin_attempt, logs_dir, write_record
+from asyncrl.launch.scaling import Scaling, make_scaling
 from asyncrl.launch.starter import Starter
 from asyncrl.messages import WorkerStatus
+from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import explain, nearly_full
 from asyncrl.runtime.trace import merge, trace_dir
 
@@ -64,6 +67,8 @@ class LocalLauncher:
         self._reaper: Reaper | None = None
         self._name_service: NameService | None = None
         self._starter: Starter | None = None
+        self._restarts: ServerRestarts | None = None
+        self._scaling: Scaling | None = None  # None: the run has no servers of its own
         self._stop_signal: int | None = None
         self._impatient = False
         self._next_publish = 0.0
@@ -97,8 +102,9 @@ class LocalLauncher:
         save_config(self.config, self.run_dir / "config.yaml", redacted=True)
         self._reaper = Reaper(f"{RUN_DIR_ENV}={self.run_dir}")
         devices, runtime = visible_devices(), self.config.runtime
+        planned = plan(self.config, attempt=attempt, num_prompts=self._num_prompts, devices=devices)
         self._starter = Starter(
-            plan(self.config, attempt=attempt, num_prompts=self._num_prompts, devices=devices),
+            [spec for spec in planned if spec.name not in self.config.debug.leave_out],
             self.run_dir,
             self._selector,
             fork=runtime.fork_server,
@@ -108,6 +114,13 @@ class LocalLauncher:
         service = NameService(self.config, self.run_dir, etcd_log, self._view.notice)
         self._name_service = service
         service.open()
+        self._restarts = ServerRestarts(
+            runtime.max_restarts,
+            start=self._starter.start,
+            grant_lease_soon=service.grant_lease_soon,
+            revoke=service.revoke,
+            notice=self._view.notice,
+        )
         config = with_endpoints(self.config, service.endpoints)
         record = RunRecord(
             pid=os.getpid(),
@@ -126,11 +139,23 @@ class LocalLauncher:
                 service.watch_status(spec.name, left_out.observe)
                 self._left_out.append(left_out)
                 continue
-            child = self._starter.start(spec, service.grant_lease())
-            self._children.append(child)
-            if child.process is not None:
-                self._begin(child)
+            self._take_in(self._starter.start(spec, service.grant_lease()))
         self._starter.all_asked_for()
+        self._scaling = make_scaling(
+            config,
+            spec_of=partial(
+                server_spec, config=config, attempt=attempt, num_prompts=self._num_prompts, devices=devices
+            ),
+            start=self._starter.start,
+            service=service,
+            notice=self._view.notice,
+        )
+
+    def _take_in(self, child: Child) -> None:
+        """A child that was started, or asked for."""
+        self._children.append(child)
+        if child.process is not None:
+            self._begin(child)
 
     def _begin(self, child: Child) -> None:
         """It has a process now."""
@@ -160,11 +185,59 @@ class LocalLauncher:
                 return 0
             if any(process.spec.kind == "master" and process.is_done for process in self._left_out):
                 return 0
-            if any(child.failure_time is not None for child in self._children):
+            self._scale()
+            self._replace_servers()
+            if any(child.failure_time is not None and not self._outlives(child) for child in self._children):
                 raise LaunchError(self._first_cause())
             for child in self._children:
                 if child.returncode == 0 and child.spec.kind != "rollout_worker":  # those may run out of prompts
                     raise LaunchError(f"{child.name} ended before the run was over; see {child.log}")
+
+    def _replace_servers(self) -> None:
+        """Generation servers that have ended are started again. Raises LaunchError for one that ends too often."""
+        assert self._restarts is not None
+        for child in [child for child in self._children if self._replaces(child)]:
+            if child.returncode is not None:
+                self._restarts.replace(child)
+                self._forget(child)
+            elif (
+                child.failure_time is not None and time.time() - child.failure_time > self.config.runtime.stop_timeout_s
+            ):
+                child.kill()  # it has said that it failed, and does not end
+        for child in self._restarts.turn():
+            self._take_in(child)
+
+    def _scale(self) -> None:
+        """Generation servers join and leave, as `asyncrl-launch scale` wishes."""
+        if self._scaling is None:
+            return
+        assert self._restarts is not None
+        for name in self._restarts.names():
+            if not self._scaling.wants(name):
+                self._restarts.cancel(name)
+        elsewhere = [*self._restarts.names(), *(process.name for process in self._left_out)]
+        joined, gone = self._scaling.turn(self._children, elsewhere)
+        for child in gone:
+            self._forget(child)
+        for child in joined:
+            self._take_in(child)
+
+    def _outlives(self, child: Child) -> bool:
+        """Whether the run goes on without this child: another takes its place, or none is wanted."""
+        return self._replaces(child) or (self._scaling is not None and self._scaling.outlives(child))
+
+    def _replaces(self, child: Child) -> bool:
+        """Whether another takes the place of this child."""
+        assert self._restarts is not None
+        leaves = self._scaling is not None and self._scaling.outlives(child)
+        return self._restarts.concerns(child) and not leaves
+
+    def _forget(self, child: Child) -> None:
+        """A child that has ended, and is no matter any more."""
+        self._children.remove(child)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(child.pipe)
+        os.close(child.pipe)
 
     def _turn(self) -> None:
         """Take in statuses and ends, and show them. Waits for a pipe, at most _TURN_S; unblocked by statuses and deaths."""
@@ -185,15 +258,20 @@ class LocalLauncher:
         self._reaper.turn()
         self._name_service.turn()
         alive = [child for child in self._children if child.returncode is None]
-        import_limit_s = self.config.runtime.frozen_after_s
         for process in self._left_out:
             process.turn()
         by_hand = [process.visible_status() for process in self._left_out]
-        self._view.turn([child.visible_status(import_limit_s) for child in alive] + by_hand)
+        coming = self._restarts.statuses() if self._restarts is not None else {}
+        shown = {child.lease.id: self._shown(child) for child in alive}
+        self._view.turn([*shown.values(), *by_hand, *coming.values()])
         if time.monotonic() >= self._next_publish:
             self._next_publish = time.monotonic() + _PUBLISH_STATUS_S
             self._note_frozen(alive)
-            self._name_service.publish({child.lease.id: child.visible_status(import_limit_s) for child in alive})
+            self._name_service.publish(shown | coming)
+
+    def _shown(self, child: Child) -> WorkerStatus:
+        status = child.visible_status(self.config.runtime.frozen_after_s)
+        return self._scaling.shown(child, status) if self._scaling is not None else status
 
     def _note_frozen(self, alive: Sequence[Child]) -> None:
         """That a process does not move is shown, and not acted upon: its lease lives as long as the process."""
@@ -208,7 +286,7 @@ class LocalLauncher:
         deadline = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < deadline and self._stop_signal is None:
             self._turn()
-        return first_cause(self._children)
+        return first_cause([child for child in self._children if not self._outlives(child)] or self._children)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._impatient = self._stop_signal is not None  # asked twice

@@ -45,6 +45,7 @@ _HEADERS = tuple(
         rf"{_DAY} {_SECOND}[,.](?P<milli>\d{{3}})\d* - (?P<text>\S+ - {_LEVEL} - .*)",  # of libraries
         rf"{_DAY} {_SECOND}\.(?P<milli>\d{{3}})\d* (?P<level>[DIWEC]) \| (?P<text>.*)",  # etcd 3.4 and older
         rf"{_LEVEL}: {_DAY} {_SECOND} (?P<text>.*)",  # gRPC in etcd
+        rf"\[{_DAY} {_SECOND}(?: [A-Z0-9 ]+)?\] (?:{_LEVEL}: )?(?P<text>.*)",  # SGLang, with its rank; it names few levels
     )
 )
 _LEVEL_OF_LETTER = {level[0]: level for level in LEVELS}
@@ -187,7 +188,7 @@ def _parse_header(line: str) -> tuple[str, str, str] | None:
         if match := header.fullmatch(line):
             part = match.groupdict()
             at = f"{part['day'].replace('/', '-')} {part['second']}.{part.get('milli', '000')}"
-            return at, _LEVEL_OF_LETTER[part["level"][0]], part["text"]
+            return at, _LEVEL_OF_LETTER[(part["level"] or "INFO")[0]], part["text"]
     return None
 
 
@@ -377,7 +378,12 @@ def stream_logs(
 
 
 def worker_of(stem: str) -> str:
-    """rollout_worker_1 (the name of a file) -> rollout_worker/1 (the name of the worker); others, such as etcd, stay."""
+    """rollout_worker_1 (the name of a file) -> rollout_worker/1 (the name of the worker); others, such as etcd, stay.
+
+    generation_server_0_sglang, what that worker's own SGLang server says, is generation_server/0/sglang.
+    """
+    if stem.endswith("_sglang"):
+        return f"{worker_of(stem.removesuffix('_sglang'))}/sglang"
     kind, underscore, index = stem.rpartition("_")
     return f"{kind}/{index}" if underscore and index.isdigit() else stem
 

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,11 +83,32 @@ class NameService:
         except NameResolveError as error:
             raise LaunchError(f"name resolve at {', '.join(self.endpoints)}: {error}") from error
 
+    def grant_lease_soon(self) -> Future[Lease]:
+        """The same on a thread, for the launcher's loop."""
+        lease: Future[Lease] = Future()
+
+        def grant() -> None:
+            try:
+                lease.set_result(self.grant_lease())
+            except BaseException as error:
+                lease.set_exception(error)
+
+        threading.Thread(target=grant, name="grant lease", daemon=True).start()
+        return lease
+
     def watch_status(self, worker: str, callback: WatchCallback) -> None:
         """Have the callback told, on a thread of name resolve, of what a worker that we did not start publishes of itself."""
+        self._watch(self._names.status(worker), callback)
+
+    def watch_scaling(self, on_wish: WatchCallback, on_drained: WatchCallback) -> None:
+        """Have the callbacks told, likewise, of how many generation servers are wanted, and which have drained."""
+        self._watch(self._names.generation_wish(), on_wish)
+        self._watch(self._names.generation_drained(), on_drained, subtree=True)
+
+    def _watch(self, key: str, callback: WatchCallback, *, subtree: bool = False) -> None:
         assert self._resolver is not None
         try:
-            self._resolver.watch(self._names.status(worker), callback)
+            self._resolver.watch(key, callback, subtree=subtree)
         except NameResolveError as error:
             raise LaunchError(f"name resolve at {', '.join(self.endpoints)}: {error}") from error
 

@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -14,15 +13,18 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from asyncrl.config import ConfigError, ExperimentConfig, PromptSourceConfig
-from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
 from asyncrl.dataflow import build_dataflow
+from asyncrl.generation.sglang_environment import SETUP_HINT, find_sglang
 from asyncrl.launch.model_files import check_vocabulary, count_parameters, read_config
-from asyncrl.launch.program import run_directory
+from asyncrl.launch.program import run_directory, with_dtypes
 from asyncrl.launch.task_arguments import check_task_arguments
+from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import existing_parent, size_text
 from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
+from asyncrl.topology import Allocation
 from asyncrl.weights import MANIFEST, read_manifest, tensor_files
 
 _ETCD_BYTES = 130_000_000  # two files of its log, which it allocates as it starts
@@ -45,6 +47,7 @@ def preflight(config: ExperimentConfig) -> int:
     _check_length(config, model)
     _check_room(config, num_parameters)
     _check_dataflow(config)
+    _check_engine(config)
     _check_wandb(config)
     if config.mode == "train_only":
         return _check_replay(config, model)
@@ -193,7 +196,8 @@ def _check_replay(config: ExperimentConfig, model: Mapping[str, object]) -> int:
 def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
     """The run's disk has room for what is sure to be written: the versions kept, one in the making, the model, etcd's log."""
     run_dir = run_directory(config)
-    weights = num_parameters * (2 if config.train.dtype == "bfloat16" else 4)
+    dtype = with_dtypes(config, on_gpu=bool(visible_devices())).train.dtype
+    weights = num_parameters * (2 if dtype == "bfloat16" else 4)
     needed = (config.weights.keep + 2) * weights + (0 if config.name_resolve.endpoints else _ETCD_BYTES)
     try:
         free = shutil.disk_usage(existing_parent(run_dir)).free
@@ -240,8 +244,10 @@ def _check_name_resolve(config: ExperimentConfig) -> None:
 def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) -> int:
     try:
         source = PromptSource(prompts, None, config.seed)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}.path={prompts.path!r}: {error}") from error
+    except (OSError, ValueError, ImportError) as error:
+        missing = config.prepare and is_file_name(prompts.path) and isinstance(error, FileNotFoundError)
+        hint = f"; make it with `{config.prepare}`" if missing else ""
+        raise ConfigError(f"{field}.path={prompts.path!r}: {error}{hint}") from error
     unknown = sorted(map(str, source.tasks - config.rollout.tasks.keys()))
     if unknown:
         raise ConfigError(
@@ -251,10 +257,11 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
     return len(source)
 
 
-def visible_devices() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. Asks the file system: no torch, no driver."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [device for device in chosen.split(",") if device.strip()]
-    nodes = [match[1] for path in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", path.name))]
-    return [str(index) for index in range(len(nodes))]
+def _check_engine(config: ExperimentConfig) -> None:
+    """SGLang's interpreter is one, and has SGLang. Asks its files, not itself: that would take a second."""
+    if config.mode == "train_only" or Allocation.parse(config.allocation).engine != "sglang":
+        return
+    python = config.generation.python
+    if find_sglang(python) is None:
+        where = python or f"this environment ({sys.executable})"
+        raise ConfigError(f"generation.python={python!r}: there is no SGLang in {where}; {SETUP_HINT}")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from asyncrl.config import (
+    AUTO,
     ConfigError,
     EvalConfig,
     ExperimentConfig,
@@ -86,10 +87,10 @@ def total_steps(config: ExperimentConfig, num_prompts: int) -> int:
 def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: Sequence[str] = ()) -> list[ProcessSpec]:
     """All processes of a run, in the order in which they are started. num_prompts: as `preflight` counts.
 
-    devices: the GPUs of the machine as CUDA_VISIBLE_DEVICES names them. Generation servers get the first ones, model workers
-    those after; where there are fewer than processes that compute, they are shared in turn.
+    devices: the GPUs of the machine as CUDA_VISIBLE_DEVICES names them. Generation servers get the first ones, as many each as
+    they have tensor parallel ranks, model workers those after; where there are too few, they are shared in turn.
     """
-    config = _patient(config)
+    config = with_dtypes(_patient(config), on_gpu=bool(devices))
     allocation = Allocation.parse(config.allocation)
     manager = config.manager
     rolls_out, trains = config.mode != "train_only", config.mode != "rollout_only"
@@ -123,8 +124,10 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
             engine=allocation.engine,
             model_path=model_path,
             tokenizer_path=tokenizer_path,
-            generation=config.generation,
+            generation=replace(config.generation, python=_absolute(config.generation.python)),
             torch_threads=config.train.torch_threads,
+            verify_tolerance=_verify_tolerance(config),
+            tensor_parallel=allocation.generation.tensor,
         )
         for index in range(allocation.num_servers)
     ]
@@ -165,6 +168,7 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
         max_rejected_share=manager.max_rejected_share,
         tensorboard=config.tensorboard,
         wandb=config.wandb,
+        tasks=sorted(config.rollout.tasks),
         mode=config.mode,
         first_step=config.replay.first_step,
         num_replayed=0 if rolls_out else num_prompts,
@@ -179,6 +183,9 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
         num_heads=num_heads,
         num_rollout_workers=num_workers,
         batch_size=train.batch_size,
+        interrupt=config.generation.interrupt,
+        transport=config.weights.transport,
+        broadcast_timeout_s=config.weights.broadcast_timeout_s,
     )
     rollout_workers = [
         RolloutWorkerConfig(
@@ -212,7 +219,44 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
     if not devices:
         return specs
     slots = itertools.cycle(devices)
-    return [replace(s, env={**s.env, "CUDA_VISIBLE_DEVICES": next(slots) if s.computes else ""}) for s in specs]
+    return [replace(s, env={**s.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, _num_devices(s)))}) for s in specs]
+
+
+def with_dtypes(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:
+    """The config with dtypes in place of `auto`."""
+    chosen = "bfloat16" if on_gpu else "float32"
+    generation, train = config.generation, config.train
+    return replace(
+        config,
+        generation=replace(generation, dtype=chosen if generation.dtype == AUTO else generation.dtype),
+        train=replace(train, dtype=chosen if train.dtype == AUTO else train.dtype),
+    )
+
+
+def can_scale(config: ExperimentConfig) -> bool:
+    """Whether the run starts generation servers, so that more or fewer of them can be had."""
+    return config.mode != "train_only" and Allocation.parse(config.allocation).engine != "external"
+
+
+def server_spec(
+    index: int, config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: Sequence[str] = ()
+) -> ProcessSpec:
+    """The process of any generation server, those included that the allocation does not have.
+
+    These get the GPUs after the last model worker's, as far as there are; then all are shared in turn.
+    """
+    planned = plan(config, attempt=attempt, num_prompts=num_prompts, devices=devices)
+    allocation = Allocation.parse(config.allocation)
+    if index < allocation.num_servers:
+        return next(spec for spec in planned if spec.name == f"generation_server/{index}")
+    wide = f"{allocation.engine}.{replace(allocation.generation, data=index + 1)}+{allocation.training}"
+    more = plan(replace(config, allocation=wide), attempt=attempt, num_prompts=num_prompts, devices=devices)
+    spec = next(spec for spec in more if spec.name == f"generation_server/{index}")
+    if not devices:
+        return spec
+    num_taken = sum(map(_num_devices, planned)) + (index - allocation.num_servers) * _num_devices(spec)
+    slots = itertools.islice(itertools.cycle(devices), num_taken, None)
+    return replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, _num_devices(spec)))})
 
 
 def with_endpoints(config: ExperimentConfig, endpoints: list[str]) -> ExperimentConfig:
@@ -243,9 +287,19 @@ def load_process_config(path: Path) -> ProcessConfig:
     return loaded
 
 
+def _num_devices(spec: ProcessSpec) -> int:
+    """GPUs of a process."""
+    return getattr(spec.config, "tensor_parallel", 1) if spec.computes else 0
+
+
+def _take(slots: Iterator[str], count: int) -> list[str]:
+    """The next ones, each once."""
+    return list(dict.fromkeys(itertools.islice(slots, count)))
+
+
 def _spec(process: ProcessConfig, torch_threads: int) -> ProcessSpec:
     kind = process.worker.kind
-    computes = kind in {"model_worker", "generation_server"}
+    computes = kind in {"model_worker", "generation_server"} and getattr(process, "engine", "") != "external"
     env = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     threads = torch_threads if computes else 1
     if threads:
@@ -258,6 +312,12 @@ def _resolve_train(config: ExperimentConfig, num_prompts: int) -> TrainConfig:
     temperature = ppo.temperature or (1.0 if sampling.greedy else sampling.temperature)
     steps = config.train.total_steps or total_steps(config, num_prompts)
     return replace(config.train, total_steps=steps, ppo=replace(ppo, temperature=temperature))
+
+
+def _verify_tolerance(config: ExperimentConfig) -> float:
+    """How far a server's logprobs may be from the trainer's; 0: weights.verify_logprobs is off."""
+    exact = config.train.dtype == config.generation.dtype == "float32"
+    return (config.weights.verify_tolerance or (1e-3 if exact else 0.3)) if config.weights.verify_logprobs else 0.0
 
 
 def _without_saving(train: TrainConfig) -> TrainConfig:

@@ -37,7 +37,7 @@ class Starter:
         self._servers: dict[str, ForkServer] = {}
         self._unborn: dict[Path, Child] = {}
         self._complete = False
-        if not fork or not is_supported():
+        if not fork or not specs or not is_supported():
             return
         adopt_orphans(True)
         longest_config = max((config_file(spec, run_dir) for spec in specs), key=lambda path: len(path.name))

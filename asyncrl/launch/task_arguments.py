@@ -10,7 +10,7 @@ import ast
 import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -23,6 +23,7 @@ _ROLES = {
     "env": (("prompt", "reward"), "asyncrl.rollout.env:RewardEnv"),
     "agent": (("tokenizer", "sampling", "group_size"), "asyncrl.rollout.agent:SingleStepAgent"),
 }
+_QUEUE_AGENTS = "asyncrl.rollout.agent"
 _MAX_BASES = 10  # from class to base to base
 
 
@@ -43,6 +44,13 @@ def check_task_arguments(field: str, task: TaskConfig) -> None:
         parameters = find_parameters(spec)
         if parameters is not None:
             _check_fit(f"{field}.{role}_args", given[role], spec, parameters, own)
+    judged = task.reward or task.env or not task.agent
+    if not judged and any(location == _QUEUE_AGENTS for location, _ in _classes(task.agent)):
+        name = task.agent.rpartition(":")[2]
+        raise ConfigError(
+            f"{field}.agent={task.agent!r}: {name} needs {field}.reward or {field}.env; only a ChatAgent may give its rewards "
+            "itself"
+        )
 
 
 def _check_fit(field: str, given: Mapping[str, Any], spec: str, parameters: Parameters, own: tuple[str, ...]) -> None:
@@ -69,29 +77,39 @@ def _check_fit(field: str, given: Mapping[str, Any], spec: str, parameters: Para
 
 def find_parameters(spec: str) -> Parameters | None:
     """Parameters of `path/to/file.py:Class` or `package.module:Class`. None where reading does not tell."""
-    location, _, name = spec.rpartition(":")
-    for _ in range(_MAX_BASES):
-        file = Path(location).expanduser() if location.endswith(".py") else module_file(location)
-        tree = _parse(file) if file is not None else None
-        if tree is None:
-            return None
-        found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
-        if found is None:  # imported there from elsewhere?
-            imported = _imports(tree, location).get(name)
-            if imported is None:
-                return None
-            location, name = imported
-            continue
+    for _, found in _classes(spec):
         init = next(
             (node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None
         )
         if init is not None:
             return _parameters(init)
-        # a dataclass makes its __init__ itself; of several bases the first that has one counts, which is not followed here
-        if found.decorator_list or len(found.bases) != 1 or not isinstance(found.bases[0], ast.Name):
+        if found.decorator_list:  # a dataclass makes its __init__ itself
             return None
-        name = found.bases[0].id
     return None
+
+
+def _classes(spec: str) -> Iterator[tuple[str, ast.ClassDef]]:
+    """The class of that name, its base, the base of that, each with where it is defined; as far as reading tells.
+
+    Of several bases the first that has what is looked for counts, which is not followed here.
+    """
+    location, _, name = spec.rpartition(":")
+    for _ in range(_MAX_BASES):
+        file = Path(location).expanduser() if location.endswith(".py") else module_file(location)
+        tree = _parse(file) if file is not None else None
+        if tree is None:
+            return
+        found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+        if found is None:  # imported there from elsewhere?
+            imported = _imports(tree, location).get(name)
+            if imported is None:
+                return
+            location, name = imported
+            continue
+        yield location, found
+        if len(found.bases) != 1 or not isinstance(found.bases[0], ast.Name):
+            return
+        name = found.bases[0].id
 
 
 def module_file(module: str) -> Path | None:

@@ -12,11 +12,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,14 @@ import msgspec
 
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.update_plan import Update, UpdatePlan
-from asyncrl.messages import ModelInfo, UpdateWeightsReply, UpdateWeightsRequest, WeightVersion
+from asyncrl.manager.wave import Wave, broadcast_request
+from asyncrl.messages import (
+    BroadcastReply,
+    ModelInfo,
+    UpdateWeightsReply,
+    UpdateWeightsRequest,
+    WeightVersion,
+)
 from asyncrl.runtime.clock import Clock, SystemClock
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.runtime.worker import RunEndedError
@@ -35,11 +41,12 @@ from asyncrl.weights import WeightsError, verify_version
 
 M = TypeVar("M", bound=msgspec.Struct)
 
-_USED_TOKENS = re.compile(r"^\w+:num_used_tokens(?:\{[^}]*\})? ([0-9.eE+]+)$", re.MULTILINE)
 _FIRST_RETRY_S = 0.2
 _LONGEST_RETRY_S = 10.0
 _IDLE_S = 5.0
 _VERIFY_NICENESS = 5
+_SENDER_SLACK_S = 2.0  # the trainer answers within the limit that it is given
+_MAX_MISMATCHES = 3  # in a row, by every server that lives: then the weights or the servers are wrong, and the run ends
 _FAILURES = (
     aiohttp.ClientError,
     OSError,
@@ -59,6 +66,10 @@ class UpdateError(ValueError):
     """A server did not do what it was asked."""
 
 
+class MismatchError(UpdateError):
+    """A server has loaded a version, but does not compute with its weights (weights.verify_logprobs)."""
+
+
 class Fleet:
     """Runs three loops: `verify_loop` (newest publication), `update_loop` (waves), `probe_loop` (health)."""
 
@@ -73,6 +84,8 @@ class Fleet:
         probe_limit_s: float,
         verify_limit_s: float,
         logger: logging.Logger,
+        interrupt: str = "abort",
+        broadcast_limit_s: float = 30.0,
         clock: Clock | None = None,
         trace: Tracer = OFF,
     ) -> None:
@@ -86,6 +99,9 @@ class Fleet:
         self._probe_limit_s = probe_limit_s
         self._verify_limit_s = verify_limit_s
         self._logger = logger
+        self._pause_body = msgspec.json.encode({"mode": interrupt})
+        self._broadcast_limit_s = broadcast_limit_s
+        self._sender_url = ""
         self._trace = trace
         self._clock = clock or SystemClock()
         self._session: aiohttp.ClientSession | None = None
@@ -94,6 +110,8 @@ class Fleet:
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
+        self._mismatches: Counter[str] = Counter()  # in a row, by server
+        self._fatal: RunEndedError | None = None
 
     async def start(self) -> None:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
@@ -121,14 +139,37 @@ class Fleet:
         self._published = version
         self._publication.set()
 
+    def hold(self, text: str) -> None:
+        """`weights_held` was put: the trainer can broadcast this version.
+
+        There is nothing to verify: the sender knows what it has, and receivers check what they get.
+        """
+        try:
+            version = WeightVersion.parse(text)
+        except ValueError as error:
+            self._logger.error("weights_held ignored: %s", error)
+            return
+        if self.plan.hold(version):
+            self._changed()
+
+    def sender_at(self, url: str) -> None:
+        """Where the trainer takes requests for broadcasts."""
+        self._sender_url = url
+
     def announce(self, name: str, url: str) -> None:
         """A server was announced in name resolve."""
+        self._logger.info("%s is at %s", name, url)
         self.table.announce(name, url, self._clock.monotonic())
         self._changed()
 
     def withdraw(self, name: str) -> None:
         """A server's announcement is gone."""
+        self._logger.warning("%s is gone: its process has ended", name)
         self.table.withdraw(name)
+        self._changed()
+
+    def members_changed(self) -> None:
+        """Servers leave, or are wanted again: the table says which."""
         self._changed()
 
     def _changed(self) -> None:
@@ -172,11 +213,17 @@ class Fleet:
                 self._changed()
 
     async def update_loop(self) -> None:
-        """Begin the updates that the plan says are due, each as a task of its own."""
+        """Begin the updates that the plan says are due, each as a task of its own. Raises RunEndedError where none can help."""
         while True:
+            if self._fatal is not None:
+                raise self._fatal
             now = self._clock.monotonic()
-            for update in self.plan.due(now):
-                task = asyncio.create_task(self._update(update), name=f"update {update.server}")
+            updates = self.plan.due(now)
+            together = [update for update in updates if update.broadcast]
+            wave = Wave(together, self._broadcast, wait_s=self._broadcast_limit_s / 4) if together else None
+            for update in updates:
+                load_with = wave if update.broadcast else None
+                task = asyncio.create_task(self._update(update, load_with), name=f"update {update.server}")
                 self._updates.add(task)
                 task.add_done_callback(self._updates.discard)
             next_s = self.plan.next_change(now)
@@ -203,32 +250,33 @@ class Fleet:
     async def _probe(self, server: Server) -> None:
         life = server.life
         try:
-            info, used = await asyncio.wait_for(self._ask(server), self._probe_limit_s)
+            info = await asyncio.wait_for(self._ask(server), self._probe_limit_s)
         except _FAILURES as error:
             if server.life == life:
                 self.table.silent(server.name, f"probe failed: {error!r}", self._clock.monotonic())
             return
         if server.life == life and server.listed and server.state is not ServerState.UPDATING:
-            self.table.answered(server.name, info.weight_version, self._clock.monotonic(), used)
+            self.table.answered(server.name, info.weight_version, self._clock.monotonic())
 
-    async def _ask(self, server: Server) -> tuple[ModelInfo, int | None]:
+    async def _ask(self, server: Server) -> ModelInfo:
         info = await self._get(f"{server.url}/get_model_info", ModelInfo)
-        used = await self._used_tokens(server.url) if self.table.policy == "least_token_usage" else None
         if server.state is not ServerState.STALE:  # a stale one is paused: it may not be able to say
             await self._request("GET", f"{server.url}/health")
-        return info, used
+        return info
 
-    async def _update(self, update: Update) -> None:
+    async def _update(self, update: Update, wave: Wave | None) -> None:
         """Interrupt, load, check the echo, resume. A server that fails stays interrupted: what it would serve is unknown."""
         began = self._clock.monotonic()
         try:
             with self._trace.overlapping(f"update {update.server}", kind="update", version=str(update.version)):
-                await asyncio.wait_for(self._load(update), update.limit_s)
+                await asyncio.wait_for(self._load(update, wave), update.limit_s)
         except _FAILURES as error:
             slow = isinstance(error, asyncio.TimeoutError)
             reason = f"took longer than {update.limit_s:g} s" if slow else f"{error!r}"
             pause_s = self.plan.failed(update, f"loading {update.version} failed: {reason}", self._clock.monotonic())
             self.counters["failed", update.server] += 1
+            if isinstance(error, MismatchError):
+                self._count_mismatch(update, error)
             self._logger.warning(
                 "%s did not load %s: %s; trying again in %.1f s", update.server, update.version, reason, pause_s
             )
@@ -236,30 +284,65 @@ class Fleet:
             now = self._clock.monotonic()
             if self.plan.succeeded(update, now):
                 self.counters["succeeded", update.server] += 1
+                self._mismatches.pop(update.server, None)
                 self.update_seconds[update.server] += now - began
                 self._logger.info("%s serves %s (%.2f s)", update.server, update.version, now - began)
                 asyncio.get_running_loop().call_later(self.table.companions_wait_s(now), self._changed)
         self._changed()
 
-    async def _load(self, update: Update) -> None:
+    def _count_mismatch(self, update: Update, error: MismatchError) -> None:
+        self.counters["mismatched", update.server] += 1
+        self._mismatches[update.server] += 1
+        away = (ServerState.DEAD, ServerState.DRAINING)
+        alive = [server.name for server in self.table.servers.values() if server.state not in away]
+        if all(self._mismatches[name] >= _MAX_MISMATCHES for name in alive):
+            self._fatal = RunEndedError(
+                f"no server computes with weights {update.version} as the trainer does, after {_MAX_MISMATCHES} loads each: "
+                f"{update.server} says: {error}. Where the two differ by nothing but precision, raise weights.verify_tolerance"
+            )
+
+    async def _load(self, update: Update, wave: Wave | None) -> None:
         url, version = update.url, str(update.version)
-        await self._post(f"{url}/pause_generation", b'{"mode":"abort"}')
-        request = UpdateWeightsRequest(model_path=str(self._path_of(update.version)), weight_version=version)
-        answer = await self._post(f"{url}/update_weights_from_disk", msgspec.json.encode(request), also_ok=400)
-        reply = msgspec.json.decode(answer, type=UpdateWeightsReply)
-        if not reply.success:
-            raise UpdateError(f"refused: {reply.message}")
+        try:
+            await self._post(f"{url}/pause_generation", self._pause_body)
+            if wave is not None:
+                await self._load_from_memory(update, wave)
+            else:
+                await self._load_from_disk(update)
+        finally:
+            if wave is not None:
+                wave.leave(update)
         info = await self._get(f"{url}/get_model_info", ModelInfo)
         if info.weight_version != version:
             raise UpdateError(f"echoes {info.weight_version!r} instead of {version!r}")
         await self._post(f"{url}/continue_generation", b"{}")
 
-    async def _used_tokens(self, url: str) -> int | None:
-        """Tokens in the KV cache, from the server's metrics; None where it does not say."""
-        assert self._session is not None
-        async with self._session.get(f"{url}/metrics") as response:
-            found = _USED_TOKENS.search(await response.text()) if response.status == 200 else None
-            return int(float(found[1])) if found else None
+    async def _load_from_memory(self, update: Update, wave: Wave) -> None:
+        reply = await wave.ready(update)
+        if update.server in reply.errors:
+            mismatch = update.server in reply.mismatched
+            raise (MismatchError if mismatch else UpdateError)(f"broadcast: {reply.errors[update.server]}")
+        self.counters["broadcast", update.server] += 1
+
+    async def _broadcast(self, updates: Sequence[Update]) -> BroadcastReply:
+        """Ask the trainer to send a version to servers that are paused for it."""
+        request, limit_s = (
+            broadcast_request(updates, self._broadcast_limit_s),
+            self._broadcast_limit_s + _SENDER_SLACK_S,
+        )
+        try:
+            call = self._post(f"{self._sender_url}/broadcast_weights", msgspec.json.encode(request))
+            return msgspec.json.decode(await asyncio.wait_for(call, limit_s), type=BroadcastReply)
+        except _FAILURES as error:
+            return BroadcastReply(errors={update.server: f"the trainer did not send: {error!r}" for update in updates})
+
+    async def _load_from_disk(self, update: Update) -> None:
+        url, version = update.url, str(update.version)
+        request = UpdateWeightsRequest(model_path=str(self._path_of(update.version)), weight_version=version)
+        answer = await self._post(f"{url}/update_weights_from_disk", msgspec.json.encode(request), also_ok=400)
+        reply = msgspec.json.decode(answer, type=UpdateWeightsReply)
+        if not reply.success:
+            raise (MismatchError if reply.mismatch else UpdateError)(f"refused: {reply.message}")
 
     async def _get(self, url: str, kind: type[M]) -> M:
         return msgspec.json.decode(await self._request("GET", url), type=kind)

@@ -46,7 +46,7 @@ from asyncrl.runtime.clock import Clock, SystemClock
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 Reply = msgspec.Struct
-Handler = Callable[[web.BaseRequest], Awaitable[web.Response]]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 MAX_WAIT_S = 60.0
 _MAX_WAITING = 4096  # allocate requests that wait; more are refused with 503
@@ -54,6 +54,8 @@ _MAX_BODY_BYTES = 64 << 20
 _MAX_NAME = 200
 _COALESCE_S = 0.01  # an answer that waited takes in what changes this shortly after: no message per finished rollout
 _VIEW_SHARE = 0.05  # of the time, at most, goes into views for a master that waits
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+_encode = msgspec.json.Encoder().encode
 _FINAL_REFUSALS = ("superseded", "expired")  # waiting does not help
 
 
@@ -265,9 +267,9 @@ class ManagerService:
 
     # ----------------------------------------------------------------------------------------------------- for people
 
-    async def _model_version(self, request: web.BaseRequest) -> web.Response:
+    async def _model_version(self, request: web.BaseRequest) -> web.StreamResponse:
         ledger = self.ledger
-        return _json(
+        return _Json(
             VersionReply(
                 trained_version=ledger.trained_version,
                 served_version=ledger.served_version,
@@ -286,10 +288,11 @@ def _typed(kind: type[Message], handle: Callable[[Message], Awaitable[Reply]]) -
     """A handler of one message type: 400 with the reason for what is not one, 409 for an attempt that is over."""
     decoder = msgspec.json.Decoder(kind)
 
-    async def run(request: web.BaseRequest) -> web.Response:
-        body = await request.read()
+    async def run(request: web.BaseRequest) -> web.StreamResponse:
+        content = request.content
+        body = content.read_nowait() if content.is_eof() else await request.read()  # small ones are all there
         try:
-            return _json(await handle(decoder.decode(body)))
+            return _Json(await handle(decoder.decode(body)))
         except StaleAttemptError as error:
             return web.Response(status=409, text=f"{error}\n")
         except ValueError as error:  # msgspec's errors too: what, and at which field
@@ -315,8 +318,24 @@ def _settled(reply: AllocateReply) -> bool:
     return bool(reply.tickets) or reply.finished or reply.refusal in _FINAL_REFUSALS
 
 
-def _json(message: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(message), content_type="application/json")
+class _Json(web.StreamResponse):
+    """A message as an answer: 200, two headers and the body, in one piece.
+
+    aiohttp's own responses make a table of headers for each answer, for more than deciding and encoding it costs here.
+    """
+
+    def __init__(self, message: msgspec.Struct) -> None:
+        super().__init__()
+        self._message = message
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        self._keep_alive = request.keep_alive
+        body = _encode(self._message)
+        connection = b"" if self._keep_alive else b"Connection: close\r\n"
+        await request.writer.write_eof(b"%b%bContent-Length: %d\r\n\r\n%b" % (_HEAD, connection, len(body), body))
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """All is sent."""
 
 
 def _check_name(value: str, field: str) -> None:
@@ -370,11 +389,19 @@ class _Metrics:
     def _of_servers(self) -> Iterator[Metric]:
         state = GaugeMetricFamily("asyncrl_manager_server_state", "1 for its state", labels=["server", "state"])
         running = GaugeMetricFamily("asyncrl_manager_server_running", "groups it was given", labels=["server"])
+        tokens = GaugeMetricFamily(
+            "asyncrl_manager_server_tokens",
+            "what it said that it holds, and what it was promised since",
+            labels=["server"],
+        )
+        servers = self._ledger.servers.servers
         for view in self._ledger.servers.views():
             state.add_metric([view.server, view.state], 1)
             running.add_metric([view.server], view.running)
+            tokens.add_metric([view.server], servers[view.server].used_tokens + servers[view.server].promised_tokens)
         yield state
         yield running
+        yield tokens
         if self._fleet is None:
             return
         events = CounterMetricFamily("asyncrl_manager_updates", "weight updates", labels=["event", "server"])

@@ -5,9 +5,10 @@ The gate admits a train ticket while
     live + B * (trained_version - served_version) < (1 + eta) * B        (else refused: `staleness`)
     running < max_concurrent                                             (else refused: `capacity`)
 
-with B the train batch in prompts and live = running, in transit, stored, or in the current train step. A ticket stays live from
-its grant until the master says `consumed`, or until it is rejected, released or lost; nothing is forgotten in between. The
-rule for when a step may start is the other half of the bound: asyncrl/master/batch.py.
+and a server of the newest version has room for a group (else refused: `no_server`, `servers_full`), with B the train batch in
+prompts and live = running, in transit, stored, or in the current train step. A ticket stays live from its grant until the
+master says `consumed`, or until it is rejected, released or lost; nothing is forgotten in between. The rule for when a step may
+start is the other half of the bound: asyncrl/master/batch.py.
 
 Every call may come twice, late, or from a worker that has been given up; all fields that the master reports are absolute. Time
 is passed in. The HTTP side (http.py) calls these methods between two awaits, so each is atomic.
@@ -36,6 +37,7 @@ from asyncrl.messages import (
     LedgerView,
     Locator,
     MasterReport,
+    MovedTicket,
     RejectedPrompt,
     RolloutResult,
     ScheduleReply,
@@ -101,6 +103,8 @@ class _Live:
     state: Literal["running", "stored"] = "running"
     seen_by_master: bool = False  # the master has reported it as stored
     num_missed: int = 0  # heartbeats in a row that did not list it
+    lost_url: str = ""  # the worker has said that it lost the server there, and has none since
+    moved: bool = False  # to another server, of which the worker does not know from an answer of its own
     item: EvalItem | None = None  # of an eval ticket
 
 
@@ -229,7 +233,7 @@ class Ledger:
         """At most so many tickets would be granted now, of training and of evaluations, however many ask."""
         served = self.served_version
         evals = 0
-        if self._evaluations.num_waiting and served >= 0 and self.servers.has(served):
+        if self._evaluations.num_waiting and served >= 0 and self.servers.has_room(served):
             evals = max(0, self.eval_limit - len(self._evals))
         return self._train_room(now)[0] + evals
 
@@ -251,7 +255,12 @@ class Ledger:
             return 0, refusal
         if not self.servers.has(served):
             return 0, "no_server"
-        return (0, "updating") if self.servers.awaits_companions(now) else (room, "")
+        if self.servers.awaits_companions(now):
+            return 0, "updating"
+        free = self.servers.room(served)
+        if free == 0:
+            return 0, "servers_full"
+        return room if free is None else min(room, free), ""
 
     # ------------------------------------------------------------------------------------- calls of rollout workers
 
@@ -260,6 +269,8 @@ class Ledger:
 
         A request id that the worker was answered before gets the same tickets, as far as they still run.
         """
+        if len(requests) == 1:  # nearly always: there is nobody to take turns with
+            return [self._allocate_alone(requests[0], now)]
         granted: dict[tuple[str, str], list[Ticket]] = {}
         turn: deque[tuple[AllocateRequest, list[Ticket]]] = deque()
         known: dict[int, AllocateReply] = {}  # by index: answered without asking for admission
@@ -294,6 +305,23 @@ class Ledger:
                 reply = AllocateReply(tickets=tickets, refusal="" if tickets else refusal, finished=self.finished)
             replies.append(reply)
         return replies
+
+    def _allocate_alone(self, request: AllocateRequest, now: float) -> AllocateReply:
+        """What `allocate` answers to one request."""
+        holder = self._holder(request.worker, request.incarnation, now, touch=False)
+        if holder is None:
+            return AllocateReply(tickets=[], refusal="superseded", finished=self.finished)
+        if request.request_id in holder.answers:
+            return self._repeat(holder.answers[request.request_id])
+        tickets: list[Ticket] = []
+        refusal = self.refusal(now)
+        while len(tickets) < request.count and (live := self._grant_one(request, refusal, now)) is not None:
+            tickets.append(live.ticket)
+            if len(tickets) < request.count:
+                refusal = self.refusal(now)
+        if tickets:
+            self._remember(holder, request.request_id, tickets)
+        return AllocateReply(tickets=tickets, refusal="" if tickets else refusal, finished=self.finished)
 
     def finish(self, request: FinishRequest, now: float) -> FinishReply:
         """Rollouts have ended. Raises ValueError, before anything changes, for an outcome that cannot be."""
@@ -331,27 +359,59 @@ class Ledger:
                 live.num_missed = 0 if live.ticket.ticket_id in held else live.num_missed + 1
                 if live.num_missed >= 2:
                     self._lose(live, "not_listed")
-        return HeartbeatReply(revoked=revoked, heartbeat_s=self._heartbeat_s)
+        moved = self._moved_of(request.worker)
+        dead = self.servers.dead_urls()
+        return HeartbeatReply(revoked=revoked, moved=moved, dead=dead, heartbeat_s=self._heartbeat_s)
 
     def schedule(self, request: ScheduleRequest, now: float) -> ScheduleReply:
-        """Another server for a ticket whose server is lost. Its tokens so far keep their versions."""
+        """Another server for a ticket whose server is lost or has its queue full. Its tokens so far keep their versions.
+
+        From a full one it goes to another that has room, if there is one; else the answer names the full one again.
+        """
         live = self._live.get(request.ticket_id) or self._evals.get(request.ticket_id)
         if live is None or live.state != "running" or live.worker != request.worker:
             return ScheduleReply(reason="unknown_ticket")
-        if request.lost_server in self.servers.servers:
+        named = self.servers.servers.get(request.lost_server)
+        replaced = named is not None and request.lost_url not in ("", named.url)  # by a new process of that name
+        told_before = live.lost_url != "" and live.lost_url == request.lost_url
+        if named is not None and not (replaced or told_before or request.busy):
             self.servers.silent(request.lost_server, f"{request.worker} could not reach it", now)
-        if live.server != request.lost_server:
-            here = self.servers.servers.get(live.server)  # it was moved before: this is the same call again
-            if here is not None and self.servers.can_serve(here, live.ticket.min_version):
-                return ScheduleReply(server=here.name, server_url=here.url)
-        server = self.servers.pick(live.ticket.min_version, exclude=request.lost_server)
+        live.lost_url = request.lost_url
+        min_version = live.ticket.min_version
+        here = self.servers.servers.get(live.server)
+        stays = here is not None and self.servers.can_serve(here, min_version)
+        # Moved before: the same call again. Or under the old name there is a new process.
+        if here is not None and stays and (live.server != request.lost_server or replaced):
+            live.lost_url = ""
+            return ScheduleReply(server=here.name, server_url=here.url)
+        if request.busy and stays:
+            server = self.servers.pick(min_version, exclude=request.lost_server) or here
+        else:
+            server = self.servers.pick_for_moved(min_version, exclude="" if replaced else request.lost_server)
+            if server is None and stays and told_before:  # no other; and it has answered a probe since it was lost
+                server = here
         if server is None:
             return ScheduleReply(reason="no_server")
-        self.servers.ended(live.server, live.expected_tokens)
-        self.servers.granted(server.name, live.expected_tokens)
-        live.server = server.name
-        self.counters["moved", ""] += 1
+        live.lost_url = ""
+        if server is not here:
+            self._move(live, server, "busy" if request.busy else "")
         return ScheduleReply(server=server.name, server_url=server.url)
+
+    def move_leavers(self, now: float) -> int:
+        """What a leaving server has not ended in its time goes on elsewhere. Workers learn it with their next heartbeat; one
+        that cannot go now is tried again with the next call. Returns how many went."""
+        num_moved = 0
+        for leaver in self.servers.overdue_leavers(now):
+            for live in [*self._live.values(), *self._evals.values()]:
+                if live.server != leaver.name or live.state != "running":
+                    continue
+                server = self.servers.pick_for_moved(live.ticket.min_version, exclude=leaver.name)
+                if server is not None:
+                    self._move(live, server, "drained")
+                    live.moved = True
+                    num_moved += 1
+            self.servers.handed_over(leaver.name)
+        return num_moved
 
     def expire(self, now: float) -> None:
         """Give up the workers that have been silent for a lease, and what they hold. Call it several times a lease: after a
@@ -536,6 +596,12 @@ class Ledger:
         self._num_running += live.state == "running"
         self.revision += 1
 
+    def _move(self, live: _Live, server: Server, reason: str) -> None:
+        self.servers.ended(live.server, live.expected_tokens)
+        self.servers.granted(server.name, live.expected_tokens)
+        live.server = server.name
+        self.counters["moved", reason] += 1
+
     def _remove(self, live: _Live) -> None:
         ticket = live.ticket
         self._leave_running(live)
@@ -714,6 +780,15 @@ class Ledger:
             live
             for live in [*self._live.values(), *self._evals.values()]
             if live.worker == worker and live.state == "running"
+        ]
+
+    def _moved_of(self, worker: str) -> list[MovedTicket]:
+        """Where the worker's tickets go on that were moved without its asking. All of them each time: an answer may be lost."""
+        servers = self.servers.servers
+        return [
+            MovedTicket(ticket_id=live.ticket.ticket_id, server=live.server, server_url=servers[live.server].url)
+            for live in self._running_at(worker)
+            if live.moved and live.server in servers
         ]
 
     def _holds(self, request: HeartbeatRequest, ticket_id: str) -> bool:

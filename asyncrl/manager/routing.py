@@ -1,13 +1,17 @@
 """Generation servers as the manager sees them, and which of them a group goes to (pure).
 
     announced -> STALE -> UPDATING -> HEALTHY <-> SUSPECT -> DEAD -> STALE -> ...
+                   any but DEAD -> DRAINING -> DEAD, or STALE where it is wanted again
 
 Only a HEALTHY server gets groups: it has loaded a version whose checksums hold, in this attempt, and has echoed it. The only
 way into HEALTHY from STALE (and so from DEAD) is a load; SUSPECT comes back where the server still echoes what it loaded.
+A server that leaves the run is DRAINING: it gets no groups and no weights, and ends those it has; what lasts too long is moved.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,17 +24,21 @@ class ServerState(Enum):
     HEALTHY = "healthy"
     UPDATING = "updating"  # interrupted, loads
     SUSPECT = "suspect"  # was healthy, does not answer now
+    DRAINING = "draining"  # leaves the run
     DEAD = "dead"
 
 
+_ENDS = frozenset({ServerState.DRAINING, ServerState.DEAD})  # whatever lives may come to these
 _NEXT: dict[ServerState, frozenset[ServerState]] = {
-    ServerState.STALE: frozenset({ServerState.UPDATING, ServerState.DEAD}),
-    ServerState.HEALTHY: frozenset({ServerState.UPDATING, ServerState.SUSPECT, ServerState.STALE, ServerState.DEAD}),
-    ServerState.UPDATING: frozenset({ServerState.HEALTHY, ServerState.STALE, ServerState.DEAD}),
-    ServerState.SUSPECT: frozenset({ServerState.HEALTHY, ServerState.STALE, ServerState.DEAD}),
+    ServerState.STALE: _ENDS | {ServerState.UPDATING},
+    ServerState.HEALTHY: _ENDS | {ServerState.UPDATING, ServerState.SUSPECT, ServerState.STALE},
+    ServerState.UPDATING: _ENDS | {ServerState.HEALTHY, ServerState.STALE},
+    ServerState.SUSPECT: _ENDS | {ServerState.HEALTHY, ServerState.STALE},
+    ServerState.DRAINING: frozenset({ServerState.STALE, ServerState.DEAD}),
     ServerState.DEAD: frozenset({ServerState.STALE}),
 }
 
+_MAX_DEAD_URLS = 16
 LEAST_COMPANIONS_S, MOST_COMPANIONS_S = 0.1, 5.0  # see awaits_companions
 
 
@@ -48,12 +56,29 @@ class Server:
     listed: bool = True  # in name resolve
     reason: str = ""  # why it is in a state other than HEALTHY
     running: int = 0  # groups it was given and that have not ended
-    used_tokens: int = 0  # of its KV cache, as last polled
+    used_tokens: int = 0  # of its KV cache, waiting requests included, as last polled
+    num_requests: int | None = None  # running and waiting, as last polled; None: not known
     promised_tokens: float = 0.0  # expected of the groups given since that poll
+    update_s: float = 0.0  # in updates that succeeded
+    failed_load: bool = False  # it stays interrupted until a load succeeds
+    leaving: bool = False  # it is not wanted any more: DRAINING, or DEAD for good
+    drains_since: float = 0.0
 
     def view(self) -> ServerView:
         version = str(self.version or self.loading or "")
-        return ServerView(server=self.name, url=self.url, state=self.state.value, version=version, running=self.running)
+        return ServerView(
+            server=self.name,
+            url=self.url,
+            state=self.state.value,
+            version=version,
+            running=self.running,
+            update_s=self.update_s,
+        )
+
+    @property
+    def is_gone(self) -> bool:
+        """It has left the run: nobody waits for it to come back."""
+        return self.leaving and self.state is ServerState.DEAD
 
 
 @dataclass
@@ -62,10 +87,13 @@ class ServerTable:
 
     policy: str = "least_requests"
     dead_after_s: float = 15.0
+    max_groups: int = 0  # of one server; 0: no limit
+    drain_timeout_s: float = 30.0
     attempt: int = 1
     served: int = -1  # newest version that a server of this attempt has served; never goes back within the attempt
     servers: dict[str, Server] = field(default_factory=dict)
     _last_picked: str = ""
+    _dead_urls: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _companions_until: float = float("-inf")
 
     def __post_init__(self) -> None:
@@ -86,7 +114,7 @@ class ServerTable:
         if server.state is not ServerState.STALE:
             if server.state is not ServerState.DEAD:
                 self._move(server, ServerState.DEAD, "replaced by a new process")
-            self._move(server, ServerState.STALE, "announced again")
+            self._come_back(server, "announced again", now)
         server.url = url
         server.life += 1
         server.last_answer = now
@@ -100,14 +128,12 @@ class ServerTable:
         if server.state is not ServerState.DEAD:
             self._move(server, ServerState.DEAD, "its name is gone")
 
-    def answered(self, name: str, echo: str, now: float, used_tokens: int | None = None) -> None:
+    def answered(self, name: str, echo: str, now: float) -> None:
         """It answered a probe and says that it serves `echo`."""
         server = self.servers[name]
         server.last_answer = now
-        if used_tokens is not None:
-            server.used_tokens, server.promised_tokens = used_tokens, 0.0
         if server.state is ServerState.DEAD:
-            self._move(server, ServerState.STALE, "back from the dead")
+            self._come_back(server, "back from the dead", now)
         elif server.state in (ServerState.HEALTHY, ServerState.SUSPECT):
             if echo != str(server.version):
                 self._move(server, ServerState.STALE, f"serves {echo or 'nothing'} instead of {server.version}")
@@ -119,8 +145,74 @@ class ServerTable:
         server = self.servers[name]
         if server.state is ServerState.HEALTHY:
             self._move(server, ServerState.SUSPECT, reason)
-        if server.state in (ServerState.SUSPECT, ServerState.STALE) and now - server.last_answer > self.dead_after_s:
+        waiting_for = (ServerState.SUSPECT, ServerState.STALE, ServerState.DRAINING)
+        if server.state in waiting_for and now - server.last_answer > self.dead_after_s:
             self._move(server, ServerState.DEAD, f"silent for {now - server.last_answer:.1f} s: {reason}")
+
+    def dead_urls(self) -> list[str]:
+        """Where who waits for an answer waits in vain: the latest servers that died, unless they are back there, and those that
+        stay interrupted because a load has failed."""
+        alive = {server.url for server in self.servers.values() if server.state is not ServerState.DEAD}
+        interrupted = [server.url for server in self.servers.values() if server.url in alive and server.failed_load]
+        return [url for url in self._dead_urls if url not in alive] + interrupted
+
+    def load_told(self, name: str, used_tokens: int, num_requests: int, promised_before: float) -> None:
+        """It said how loaded it is. promised_before: promised_tokens when it was asked; these are in its own count now."""
+        server = self.servers[name]
+        server.used_tokens, server.num_requests = used_tokens, num_requests
+        server.promised_tokens = max(0.0, server.promised_tokens - promised_before)
+
+    # ----------------------------------------------------------------------------------------------- members that leave
+
+    def leave(self, name: str, now: float) -> None:
+        """It is not wanted any more: no new groups, no new weights; what is being loaded is void."""
+        server = self.servers[name]
+        if server.leaving:
+            return
+        server.leaving = True
+        if server.state is not ServerState.DEAD:
+            self._drain(server, now)
+
+    def stay(self, name: str) -> None:
+        """It is wanted again, and serves once it has loaded what is served."""
+        server = self.servers[name]
+        server.leaving = False
+        if server.state is ServerState.DRAINING:
+            self._move(server, ServerState.STALE, "wanted again")
+
+    def overdue_leavers(self, now: float) -> list[Server]:
+        """Those that have had drain_timeout_s to end their groups and have not."""
+        return [
+            server
+            for server in self.servers.values()
+            if server.state is ServerState.DRAINING
+            and server.running
+            and now - server.drains_since >= self.drain_timeout_s
+        ]
+
+    def handed_over(self, name: str) -> None:
+        """Its groups go on elsewhere, but their requests may still be with it: it must say anew what it has."""
+        self.servers[name].num_requests = None
+
+    def has_drained(self, name: str) -> bool:
+        """It leaves, and nothing is lost when it stops: it has no group, and says that it has no request."""
+        server = self.servers.get(name)
+        if server is None or server.state is ServerState.DEAD:
+            return True
+        return server.state is ServerState.DRAINING and not server.running and server.num_requests == 0
+
+    def _drain(self, server: Server, now: float) -> None:
+        if server.state is ServerState.UPDATING:
+            server.life += 1
+            server.version = None
+        self._move(server, ServerState.DRAINING, "leaves the run")
+        server.drains_since, server.num_requests = now, None
+
+    def _come_back(self, server: Server, reason: str, now: float) -> None:
+        """From the dead."""
+        self._move(server, ServerState.STALE, reason)
+        if server.leaving:
+            self._drain(server, now)
 
     # ------------------------------------------------------------------------------------------------- updates
 
@@ -142,6 +234,7 @@ class ServerTable:
             return False
         self._move(server, ServerState.HEALTHY, "")
         server.version = version
+        server.update_s += took_s
         if version.version > self.served:
             self.served = version.version
             self._companions_until = now + min(took_s + LEAST_COMPANIONS_S, MOST_COMPANIONS_S)
@@ -170,6 +263,7 @@ class ServerTable:
         if server.life != life or server.state is not ServerState.UPDATING:
             return False
         self._move(server, ServerState.STALE, reason)
+        server.failed_load = True
         return True
 
     def begin_attempt(self, attempt: int) -> None:
@@ -198,13 +292,29 @@ class ServerTable:
         """Some server can serve."""
         return any(self.can_serve(server, min_version) for server in self.servers.values())
 
-    def pick(self, min_version: int, *, exclude: str = "") -> Server | None:
-        """The server for a group that needs min_version or newer; None where no healthy server has it."""
+    def room(self, min_version: int) -> int | None:
+        """How many more groups the servers that can serve may get; None: any number."""
+        if not self.max_groups:
+            return None
+        serving = (server for server in self.servers.values() if self.can_serve(server, min_version))
+        return sum(max(0, self.max_groups - server.running) for server in serving)
+
+    def has_room(self, min_version: int) -> bool:
+        """`pick` would find one."""
+        return self.has(min_version) and self.room(min_version) != 0
+
+    def pick_for_moved(self, min_version: int, *, exclude: str) -> Server | None:
+        """For a group that runs and loses its server: past max_groups rather than nowhere."""
+        return self.pick(min_version, exclude=exclude) or self.pick(min_version, exclude=exclude, max_groups=0)
+
+    def pick(self, min_version: int, *, exclude: str = "", max_groups: int | None = None) -> Server | None:
+        """The server for a group that needs min_version or newer; None where no healthy server has it, or room for it."""
+        limit = (self.max_groups if max_groups is None else max_groups) or sys.maxsize
         load_of, last = POLICIES[self.policy], self._last_picked
         best: Server | None = None
         best_key: tuple[float, bool, str] = (0.0, False, "")
         for name, server in self.servers.items():  # once a ticket: one pass, nothing sorted or copied
-            if name != exclude and self.can_serve(server, min_version):
+            if name != exclude and server.running < limit and self.can_serve(server, min_version):
                 # Ties (and round robin, where all tie) go to the next one after the last picked.
                 key = (load_of(server), name <= last, name)
                 if best is None or key < best_key:
@@ -228,14 +338,21 @@ class ServerTable:
             server.promised_tokens = max(0.0, server.promised_tokens - expected_tokens)
 
     def views(self) -> list[ServerView]:
-        return [server.view() for _, server in sorted(self.servers.items())]
+        """For people and for the master: those that have left are not mentioned."""
+        return [server.view() for _, server in sorted(self.servers.items()) if not server.is_gone]
 
     def _move(self, server: Server, state: ServerState, reason: str) -> None:
         assert state in _NEXT[server.state], f"{server.name}: no way from {server.state.name} to {state.name}"
         if state is ServerState.DEAD:
             server.life += 1
+            self._dead_urls[server.url] = None
+            self._dead_urls.move_to_end(server.url)
+            while len(self._dead_urls) > _MAX_DEAD_URLS:
+                self._dead_urls.popitem(last=False)
         if state in (ServerState.STALE, ServerState.UPDATING, ServerState.DEAD):
             server.version = None
+        if state in (ServerState.HEALTHY, ServerState.DEAD):
+            server.failed_load = False
         server.loading = None
         server.state, server.reason = state, reason
 

@@ -4,17 +4,22 @@ The newest published version is the target. Servers that serve an older one are 
 them (at least one) is out of service at a time, the rest keep serving. Servers that serve nothing cost nothing to take, so
 they load at once. One that is slow leaves its wave (others go on) and has until `update_timeout_s`; one that fails is tried
 again after a growing pause. Nothing here waits for any particular server.
+
+Weights may come over the network (`hold`: the trainer has them in memory): then servers that serve get them by broadcast, and
+those that serve nothing load the newest version that is on disk. A server that fails in a broadcast loads that version or a newer
+one from disk, and the next few versions, too: twice as many each time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.manager.routing import ServerState, ServerTable
+from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.messages import WeightVersion
 
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
+_MOST_FROM_DISK = 31  # versions that a server loads from disk because broadcasts to it fail
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Update:
     life: int
     version: WeightVersion
     limit_s: float
+    broadcast: bool = False  # from the trainer's memory, else from disk
 
 
 @dataclass
@@ -39,6 +45,15 @@ class _Running:
 class _Failures:
     count: int
     not_before: float
+
+
+@dataclass
+class _Distrust:
+    """Of broadcasts to a server."""
+
+    failures: int  # in a row
+    from_disk: int  # versions that it is still to load from disk
+    not_below: WeightVersion  # what it may have in part: it loads this version or a newer one
 
 
 class UpdatePlan:
@@ -60,19 +75,35 @@ class UpdatePlan:
         self._fraction = update_fraction
         self._timeout_s = update_timeout_s
         self._slow_after_s = update_timeout_s / 4 if slow_after_s is None else slow_after_s
-        self.target: WeightVersion | None = None
+        self.target: WeightVersion | None = None  # the newest, wherever it is
+        self._on_disk: WeightVersion | None = None
+        self._in_memory: WeightVersion | None = None
+        self._distrusted: dict[str, _Distrust] = {}
         self._running: dict[str, _Running] = {}
         self._failures: dict[str, _Failures] = {}
 
     def publish(self, version: WeightVersion) -> bool:
-        """A version is published and its manifest holds. False (and no effect) unless it is newer than the target and of
+        """A version is published and its manifest holds. False (and no effect) unless it is newer than those before and of
         no attempt that is over."""
-        if version.attempt < self._table.attempt or (self.target is not None and version <= self.target):
+        if version.attempt < self._table.attempt or (self._on_disk is not None and version <= self._on_disk):
             return False
-        self.target = version
-        self._table.begin_attempt(version.attempt)
+        self._on_disk = version
+        self._aim_at(version)
         self._failures.clear()  # other files: nobody has failed with these
         return True
+
+    def hold(self, version: WeightVersion) -> bool:
+        """The trainer has a version in memory, and can broadcast it. False as for `publish`."""
+        if version.attempt < self._table.attempt or (self._in_memory is not None and version <= self._in_memory):
+            return False
+        self._in_memory = version
+        self._aim_at(version)
+        return True
+
+    def _aim_at(self, version: WeightVersion) -> None:
+        if self.target is None or version > self.target:
+            self.target = version
+        self._table.begin_attempt(version.attempt)
 
     def due(self, now: float) -> list[Update]:
         """The updates to begin now; the servers are UPDATING from here on."""
@@ -81,7 +112,8 @@ class UpdatePlan:
         servers = self._table.servers
         for name in [name for name, running in self._running.items() if running.life != servers[name].life]:
             del self._running[name]  # that process is gone; its update ends by itself, and is void
-        alive = sum(server.state is not ServerState.DEAD for server in servers.values())
+        away = (ServerState.DEAD, ServerState.DRAINING)
+        alive = sum(server.state not in away for server in servers.values())
         room = max(1, int(self._fraction * alive)) - sum(
             running.took_from_service and now < running.since + self._slow_after_s for running in self._running.values()
         )
@@ -92,15 +124,29 @@ class UpdatePlan:
             if name in self._running or (failed is not None and now < failed.not_before):
                 continue
             serving = server.state is ServerState.HEALTHY and server.version is not None
-            if serving and (server.version == self.target or room < 1):
+            if server.state not in (ServerState.STALE, ServerState.HEALTHY) or (serving and room < 1):
                 continue
-            if server.state not in (ServerState.STALE, ServerState.HEALTHY):
+            version, broadcast = self._source(server)
+            if version is None or (server.version is not None and version <= server.version):
                 continue
             room -= serving
-            life = self._table.begin_update(name, self.target)
+            life = self._table.begin_update(name, version)
             self._running[name] = _Running(life, now, serving)
-            updates.append(Update(name, server.url, life, self.target, self._timeout_s))
+            updates.append(Update(name, server.url, life, version, self._timeout_s, broadcast))
         return updates
+
+    def _source(self, server: Server) -> tuple[WeightVersion | None, bool]:
+        """What a server can load now, and whether by broadcast. A broadcast needs a server that is known to be sound."""
+        serves = server.state is ServerState.HEALTHY and server.version is not None
+        distrust = self._distrusted.get(server.name)
+        trusted = distrust is None or distrust.from_disk <= 0
+        if serves and trusted and self._in_memory is not None and self._in_memory == self.target:
+            return self._in_memory, True
+        on_disk = self._on_disk
+        least = distrust.not_below if distrust is not None else WeightVersion(self._table.attempt, 0)
+        if on_disk is None or on_disk.attempt != self._table.attempt or on_disk < least:
+            return None, False  # it comes
+        return on_disk, False
 
     def succeeded(self, update: Update, now: float) -> bool:
         """The server has echoed the version. False where that came too late to count."""
@@ -108,16 +154,30 @@ class UpdatePlan:
         took_s = now - running.since if running is not None else 0.0
         self._end(update)
         self._failures.pop(update.server, None)
+        if (distrust := self._distrusted.get(update.server)) is not None:
+            distrust.from_disk -= 1
+            if update.broadcast:
+                del self._distrusted[update.server]
         return self._table.loaded(update.server, update.life, update.version, now, took_s)
 
     def failed(self, update: Update, reason: str, now: float) -> float:
         """It has not (refused, silent, slow, wrong echo). Returns after how many seconds it is tried again."""
         self._end(update)
+        if update.broadcast:
+            return self._failed_in_broadcast(update, reason)
         count = self._failures[update.server].count + 1 if update.server in self._failures else 1
         pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(count - 1, 16))
         self._failures[update.server] = _Failures(count, now + pause)
         self._table.load_failed(update.server, update.life, reason)
         return pause
+
+    def _failed_in_broadcast(self, update: Update, reason: str) -> float:
+        """From disk as soon as it is there: there is nothing to wait for."""
+        failures = self._distrusted[update.server].failures + 1 if update.server in self._distrusted else 1
+        from_disk = min(2 ** min(failures, 16) - 1, _MOST_FROM_DISK)
+        self._distrusted[update.server] = _Distrust(failures, from_disk, update.version)
+        self._table.load_failed(update.server, update.life, reason)
+        return 0.0
 
     def num_failures(self, server: str) -> int:
         """How often in a row it has failed to load the target."""

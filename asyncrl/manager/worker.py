@@ -1,23 +1,28 @@
 """GserverManager: admits rollouts, routes them, and keeps the generation servers on the newest verified weights.
 
-It joins the pure parts (ledger.py, routing.py, update_plan.py) with what touches the world: the HTTP side (http.py), the
-generation servers (fleet.py) and name resolve (here). All on one event loop, on which nothing waits for a server: updates and
-probes are tasks of their own, checksums are computed on a thread.
+It joins the pure parts (ledger.py, routing.py, update_plan.py, members.py) with what touches the world: the HTTP side
+(http.py), the generation servers (fleet.py, load.py) and name resolve (here). All on one event loop, on which nothing waits for a
+server: updates and probes are tasks of their own, checksums are computed on a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from asyncrl.config import GserverManagerConfig
 from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
+from asyncrl.manager.load import LoadPoller
+from asyncrl.manager.members import Members
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
+from asyncrl.messages import DECODE_ERRORS, ScaleWish
 from asyncrl.runtime.clock import SystemClock
 from asyncrl.runtime.name_resolve import NameEntryExists
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.worker import WaitTimeoutError, Worker
 from asyncrl.weights import version_dir
 
 _ENDED = ("COMPLETE",)
@@ -30,10 +35,18 @@ class GserverManager(Worker):
         super().__init__(config.worker)
         self.config = config
         self.clock = SystemClock()
+        self._drain_news = asyncio.Event()  # a leaving server may have nothing left to do
 
     async def setup(self) -> None:
         config, options = self.config, self.config.manager
-        self.table = ServerTable(options.routing, dead_after_s=options.lease_s, attempt=self.info.attempt)
+        self.table = ServerTable(
+            options.routing,
+            dead_after_s=options.lease_s,
+            max_groups=options.max_groups_per_server,
+            drain_timeout_s=options.drain_timeout_s,
+            attempt=self.info.attempt,
+        )
+        self.members = Members(self.table)
         self.plan = UpdatePlan(
             self.table, update_fraction=options.update_fraction, update_timeout_s=options.update_timeout_s
         )
@@ -59,8 +72,17 @@ class GserverManager(Worker):
             probe_every_s=options.heartbeat_s,
             probe_limit_s=options.lease_s / 3,
             verify_limit_s=options.update_timeout_s,
+            interrupt=config.interrupt,
+            broadcast_limit_s=config.broadcast_timeout_s,
             logger=self.logger,
             trace=self.trace,
+        )
+        self.loads = LoadPoller(
+            self.table,
+            heartbeat_s=options.heartbeat_s,
+            limit_s=options.lease_s / 3,
+            on_told=self._drain_news.set,
+            logger=self.logger,
         )
         self.service = ManagerService(self.ledger, clock=self.clock, fleet=self.fleet)
         await self.fleet.start()
@@ -71,13 +93,21 @@ class GserverManager(Worker):
     async def run(self) -> None:
         """consumes: time. produces: expired leases, status. Cancelled when the run is over."""
         self.spawn(self._watch_servers(), "watch generation servers")
+        self.spawn(self._watch_wish(), "watch the number of servers")
+        self.spawn(self._tell_drained(), "tell who has drained")
+        self.spawn(self.loads.run(), "ask for loads")
         self.spawn(self._watch_versions(), "watch model version")
+        if self.config.transport == "broadcast":
+            self.spawn(self._watch_sender(), "watch the sender of weights")
+            self.spawn(self._watch_held(), "watch weights in the trainer's memory")
         self.spawn(self._watch_experiment(), "watch experiment status")
         self.spawn(self.fleet.verify_loop(), "verify weights")
         self.spawn(self.fleet.update_loop(), "update servers")
         self.spawn(self.fleet.probe_loop(), "probe servers")
         while True:
             self.ledger.expire(self.clock.monotonic())
+            if moved := self.ledger.move_leavers(self.clock.monotonic()):
+                self.logger.info("%d groups go on at other servers: theirs leave the run", moved)
             self.service.changed()
             self._show()
             await asyncio.sleep(self.config.manager.heartbeat_s / 2)
@@ -94,13 +124,50 @@ class GserverManager(Worker):
             name = f"generation_server/{event.key.rsplit('/', 1)[-1]}"
             if event.kind == "put":
                 self.fleet.announce(name, event.value)
+                self.members.see(name, self.clock.monotonic())
             else:
                 self.fleet.withdraw(name)
+
+    async def _watch_wish(self) -> None:
+        """`asyncrl-launch scale`: how many servers there are to be."""
+        async for event in self.watch(self.names.generation_wish()):
+            try:
+                wish = msgspec.json.decode(event.value, type=ScaleWish) if event.kind == "put" else None
+            except DECODE_ERRORS as error:
+                self.logger.error("%s ignored: %s", event.key, error)
+                continue
+            self.members.set_wish(wish, self.clock.monotonic())
+            self.logger.info("generation servers wanted: %s", wish.generation if wish else "all")
+            self.fleet.members_changed()
+
+    async def _tell_drained(self) -> None:
+        """produces: an entry in name resolve for each leaving server that may be stopped. waits for: news of one."""
+        while True:
+            await self._drain_news.wait()
+            self._drain_news.clear()
+            for name, wish in self.members.drained():
+                try:
+                    await self.publish(self.names.generation_server_drained(int(name.rpartition("/")[2])), wish)
+                except WaitTimeoutError as error:  # the launcher does not wait for ever, either
+                    self.logger.warning("%s", error)
+                    continue
+                self.members.told(name, wish)
+                self.logger.info("%s has nothing left to do", name)
 
     async def _watch_versions(self) -> None:
         async for event in self.watch(self.names.model_version(self.config.role)):
             if event.kind == "put":  # a missing version means hold
                 self.fleet.publish(event.value)
+
+    async def _watch_sender(self) -> None:
+        async for event in self.watch(self.names.weight_sender(self.config.role)):
+            if event.kind == "put":
+                self.fleet.sender_at(event.value)
+
+    async def _watch_held(self) -> None:
+        async for event in self.watch(self.names.weights_held(self.config.role)):
+            if event.kind == "put":
+                self.fleet.hold(event.value)
 
     async def _watch_experiment(self) -> None:
         async for event in self.watch(self.names.experiment_status()):
@@ -112,6 +179,7 @@ class GserverManager(Worker):
     def _servers_changed(self) -> None:
         self.ledger.revision += 1
         self.service.changed()
+        self._drain_news.set()
         self._show()
 
     def _show(self) -> None:

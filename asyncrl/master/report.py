@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.messages import EvaluationResult, TrajectoryMeta, WeightVersion
+from asyncrl.messages import EvaluationResult, ServerView, TrajectoryMeta, WeightVersion
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, read_json_lines
 
 _SHORTEST_SPAN_S = 10.0
@@ -54,8 +54,13 @@ def tail_offpolicyness(meta: TrajectoryMeta, version: int) -> int:
     return version - WeightVersion.unpack(max(meta.version_end)).version
 
 
-def step_metrics(metas: Sequence[TrajectoryMeta], version: int, times: StepTimes) -> dict[str, float]:
-    """Metrics of a batch trained at `version` that only the master knows: rewards, lengths, off-policyness, times."""
+def step_metrics(
+    metas: Sequence[TrajectoryMeta], version: int, times: StepTimes, tasks: Sequence[str] = ()
+) -> dict[str, float]:
+    """Metrics of a batch trained at `version` that only the master knows: rewards, lengths, off-policyness, times.
+
+    tasks: names by task_id; where there are several, each has its mean reward and its count of responses.
+    """
     rewards = [reward for meta in metas for reward in meta.rewards]
     lengths = [length for meta in metas for length in meta.response_lengths]
     heads = [head_offpolicyness(meta, version) for meta in metas]
@@ -83,7 +88,31 @@ def step_metrics(metas: Sequence[TrajectoryMeta], version: int, times: StepTimes
     }
     for distance, count in sorted(Counter(heads).items()):
         metrics[f"offpolicy/head_count/{distance}"] = float(count)
+    return metrics | (_task_metrics(metas, tasks) if len(tasks) > 1 else {})
+
+
+def _task_metrics(metas: Sequence[TrajectoryMeta], tasks: Sequence[str]) -> dict[str, float]:
+    """A task without a response in the batch has a count of 0 and no mean."""
+    metrics: dict[str, float] = {}
+    for task_id, task in enumerate(tasks):
+        rewards = [reward for meta in metas if meta.task_id == task_id for reward in meta.rewards]
+        metrics[f"count/{task}"] = float(len(rewards))
+        if rewards:
+            metrics[f"reward/{task}"] = _mean(rewards)
     return metrics
+
+
+class UpdateSeconds:
+    """What weight updates cost generation: seconds that servers were interrupted for them, a mean over the servers."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def since_last(self, servers: Sequence[ServerView]) -> float:
+        """Since the last call. A manager that has begun anew counts from 0."""
+        new = [max(0.0, server.update_s - self._before.get(server.server, 0.0)) for server in servers]
+        self._before = {server.server: server.update_s for server in servers}
+        return _mean(new) if new else 0.0
 
 
 def rejection_lines(rejected: Mapping[str, int], details: Mapping[str, str]) -> list[str]:
@@ -116,6 +145,7 @@ class RunSummary:
     wait_data_s: float = 0.0
     train_s: float = 0.0
     wait_weights_s: float = 0.0
+    servers_updating_s: float = 0.0
     evaluations: list[dict[str, float | int | str]] = field(default_factory=list)
 
     def add_trajectory(self, meta: TrajectoryMeta) -> None:
@@ -137,6 +167,7 @@ class RunSummary:
         self.wait_data_s += metrics["time/wait_data_s"]
         self.train_s += metrics["time/train_s"]
         self.wait_weights_s += metrics["time/wait_weights_s"]
+        self.servers_updating_s += metrics.get("time/servers_updating_s", 0.0)
 
     def add_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> dict[str, float]:
         """Metrics of an evaluation; kept for the summary too."""
@@ -181,6 +212,7 @@ class RunSummary:
             "trainer_waits_data_share": self.wait_data_s / training_s,
             "trainer_waits_weights_share": self.wait_weights_s / training_s,
             "generation_idle_share": generation_idle,
+            "generation_interrupted_share": self.servers_updating_s / training_s,
             "head_offpolicyness_mean": self.head_sum / max(self.num_prompts, 1),
             "head_offpolicyness_max": self.head_max,
             "sequences_of_two_versions": self.num_mixed,

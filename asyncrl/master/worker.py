@@ -21,12 +21,20 @@ from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.executor import FunctionExecutor, MeshCaller, StepResult
 from asyncrl.master.progress import PromptProgress
-from asyncrl.master.report import RunSummary, StepTimes, generation_idle_share, rejection_lines, step_metrics
+from asyncrl.master.report import (
+    RunSummary,
+    StepTimes,
+    UpdateSeconds,
+    generation_idle_share,
+    rejection_lines,
+    step_metrics,
+)
 from asyncrl.master.schedule import Schedule
 from asyncrl.messages import (
     ClearData,
     EvaluateReply,
     EvaluateRequest,
+    HoldWeights,
     LedgerView,
     MasterReport,
     Ping,
@@ -86,6 +94,9 @@ class MasterWorker(Worker):
             overdue_wait_s=config.overdue_wait_s,
             wait_for_full_lag=train.wait_for_full_lag,
         )
+        self._num_eval_prompts = 0  # where all are evaluated
+        if config.eval.prompts is not None and not config.eval.num_prompts:
+            self._num_eval_prompts = len(PromptSource(config.eval.prompts, None, config.worker.seed))
         self.trains = config.mode != "rollout_only"
         self.step = config.first_step  # batches done
         self.summary = RunSummary()
@@ -110,6 +121,7 @@ class MasterWorker(Worker):
         self._evaluations: list[asyncio.Task[None]] = []
         self._baseline: asyncio.Task[None] | None = None
         self._view: LedgerView | None = None
+        self._update_seconds = UpdateSeconds()
         self._full_report_due = True
         self._started = self._training_began = time.time()
 
@@ -204,7 +216,7 @@ class MasterWorker(Worker):
             self._publishing = self.spawn(weights, "publish weights")
         await cleared
         times = StepTimes(formed - start, trained - formed, time.monotonic() - trained)
-        metrics = {**step_metrics(metas, version, times), **result.stats}
+        metrics = {**step_metrics(metas, version, times, self.config.tasks), **result.stats}
         self._write_books(metas, metrics, result, (train_start, train_end))
         last = self._is_last(metrics)
         self._run_schedules(last)
@@ -304,17 +316,24 @@ class MasterWorker(Worker):
     # ----------------------------------------------------------------------------------------------------------- weights
 
     async def _publish_weights(self, version: WeightVersion) -> None:
-        """Have a version written (off the critical path: the reply comes when it is on disk), then tell the world."""
+        """Have a version written (off the critical path: the reply comes when it is on disk), then tell the world.
+
+        With weights.transport=broadcast the world is told twice, of the weights in memory before.
+        """
         path = version_dir(self.run_dir, ACTOR, version)
+        sends = self.trains and self.config.weights.transport == "broadcast"
+        hold = HoldWeights(role=ACTOR, weight_version=str(version))
+        held = self.mesh.start(f"weights {version} to be in memory", hold) if sends else None
         written = self.mesh.start(
             f"weights {version} to be written", WriteWeights(role=ACTOR, weight_version=str(version), path=str(path))
         )
+        if held is not None:
+            await held
+            await self._baseline_first(version)
+            await self.publish(self.names.weights_held(ACTOR), str(version))
         with self.trace.overlapping(f"publish {version}", kind="weights"):
             await written
-        if self._baseline is not None and version.version == 1:
-            limit_s = self.config.eval.timeout_s + _CALL_LIMIT_S
-            with self.board.waiting("the evaluation of the initial weights", on="gserver manager", limit_s=limit_s):
-                await self._baseline  # training goes on meanwhile
+        await self._baseline_first(version)
         await self.publish(self.names.model_version(ACTOR), str(version))
         served = [server.version for server in self._view.servers if server.version] if self._view else []
         await asyncio.to_thread(
@@ -324,6 +343,13 @@ class MasterWorker(Worker):
             in_use=[WeightVersion.parse(text) for text in served],
         )
         self.journal.write({"event": "published", "version": version.version, "time": time.time()})
+
+    async def _baseline_first(self, version: WeightVersion) -> None:
+        """No server moves on before the initial weights have been evaluated. Training goes on meanwhile."""
+        if self._baseline is not None and version.version == 1:
+            limit_s = self.config.eval.timeout_s + _CALL_LIMIT_S
+            with self.board.waiting("the evaluation of the initial weights", on="gserver manager", limit_s=limit_s):
+                await self._baseline
 
     async def _wait_for_publisher(self) -> None:
         if self._publishing is not None:
@@ -448,7 +474,7 @@ class MasterWorker(Worker):
         request = EvaluateRequest(
             eval_id=eval_id,
             modes=list(config.modes),  # type: ignore[arg-type]  # checked when the config was loaded
-            num_prompts=config.num_prompts,
+            num_prompts=config.num_prompts or self._num_eval_prompts,
             wait_s=_LONG_POLL_S,
         )
         deadline = time.monotonic() + config.timeout_s
@@ -494,6 +520,8 @@ class MasterWorker(Worker):
         result: StepResult,
         train_span: tuple[float, float],
     ) -> None:
+        servers = self._view.servers if self._view is not None else []
+        metrics = {**metrics, "time/servers_updating_s": self._update_seconds.since_last(servers)}
         self.summary.add_step(metrics)
         rejected = {f"rejected/{reason}": float(count) for reason, count in self.progress.rejected.items()}
         seconds = {f"time/{name}_s": value for name, value in result.seconds.items()}

@@ -35,6 +35,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.interfaces import LossFn
 from asyncrl.model.logprobs import token_logprobs
 from asyncrl.model.packing import MicroBatch, Rows, SequenceBatch, cu_seqlens_of, plan_micro_batches
+from asyncrl.update_group import Bucket, pack
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,14 @@ class TrainEngine:
                 result[starts[i] : starts[i + 1]] = values[at : at + batch.lengths[i]]
                 at += batch.lengths[i]
         return result
+
+    @torch.no_grad()
+    def next_token_logits(self, input_ids: Sequence[int]) -> Tensor:
+        """Logits of the token after these, float32, on the CPU."""
+        with self._autocast():
+            input_ids_1T = torch.tensor([input_ids], device=self.device)
+            logits_V: Tensor = self.model(input_ids=input_ids_1T, use_cache=False).logits[0, -1]
+        return logits_V.float().cpu()
 
     def _forward(
         self, packed_ids: npt.NDArray[np.int64], batch: SequenceBatch, micro_batch: MicroBatch, temperature: float
@@ -223,9 +232,17 @@ class TrainEngine:
         Training may go on while the snapshot is written.
         """
         return [
-            (name, tensor.to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous())
+            (name, tensor.to("cpu", self._handed_out(tensor), copy=True).contiguous())
             for name, tensor in self._state().items()
         ]
+
+    def buckets(self, bucket_bytes: int) -> list[Bucket]:
+        """Like named_tensors, laid out for the network (update_group.py): buckets of at most bucket_bytes."""
+        state = self._state().items()
+        return pack(((name, tensor, self._handed_out(tensor)) for name, tensor in state), bucket_bytes)
+
+    def _handed_out(self, tensor: Tensor) -> torch.dtype:
+        return self.dtype if tensor.is_floating_point() else tensor.dtype
 
     def save(self, path: str | Path, tensors: Sequence[tuple[str, Tensor]] | None = None) -> None:
         """Write Hugging Face format; `AutoModelForCausalLM.from_pretrained(path)` loads it.

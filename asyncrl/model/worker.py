@@ -3,6 +3,7 @@
     rollout workers -- trajectory --> [puller] -> store -- metadata --> master
     master -- calls --> [reply server] -> compute thread: MFCs on what the store holds, weight snapshots
                                           writer thread: snapshots to disk
+    gserver manager -- /broadcast_weights --> [sender, on rank 0]: snapshots to generation servers
 
 Sockets live on the event loop; everything that touches a tensor runs on one compute thread, one call after another in the
 order of the master's calls, which is the same on all ranks: so collectives meet. Writing weights is off that path.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,21 +42,26 @@ from asyncrl.messages import (
     CallResult,
     ClearData,
     ExecuteMFC,
+    HoldWeights,
     Ping,
     SaveModel,
     StoreVerdict,
     WeightVersion,
     WriteWeights,
 )
+from asyncrl.model.broadcast import WeightSender
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.intake import Intake
 from asyncrl.model.interfaces import make_interface
+from asyncrl.model.probe import LogprobProbe
+from asyncrl.model.sending import Held
 from asyncrl.model.store import DataStore
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker
-from asyncrl.weights import write_version
+from asyncrl.update_group import serve_store
+from asyncrl.weights import Probe, write_version
 
 T = TypeVar("T")
 
@@ -88,6 +93,8 @@ class ModelWorker(Worker):
         self.engines: dict[str, TrainEngine] = {}
         self.store = DataStore(config.store_capacity)
         self.recorder = self._make_recorder() if config.record.trajectories else None
+        self._probe = LogprobProbe(config.worker.seed) if config.weights.verify_logprobs else None
+        self.sender: WeightSender | None = None  # rank 0, with weights.transport=broadcast
         self._store_tcp: TCPStore | None = None  # rank 0 serves it; it must outlive the process group
         self._compute = ThreadPoolExecutor(1, f"{self.name}-compute", initializer=self._set_torch_threads)
         self._writer = ThreadPoolExecutor(1, f"{self.name}-writer")
@@ -120,6 +127,8 @@ class ModelWorker(Worker):
                 limit_s=runtime.start_timeout_s,
                 detail=loading.text,
             )
+        if self.head == 0 and self.config.weights.transport == "broadcast":
+            await self._open_sender(device)
         self.spawn(self.intake.run(), "take in")
         self.logger.info("rank %d of %d on %s", self.head, self.config.data_parallel_size, device)
 
@@ -143,6 +152,8 @@ class ModelWorker(Worker):
         for name in ("server", "intake"):
             if hasattr(self, name):
                 await getattr(self, name).close()
+        if self.sender is not None:
+            await self.sender.close()
         if self._writing is not None:  # a version half written has no final name: a wait would only be politeness
             self._writing.cancel()
         self._writer.shutdown(wait=False, cancel_futures=True)
@@ -155,6 +166,9 @@ class ModelWorker(Worker):
         if isinstance(body, ExecuteMFC):
             result = await self._on_compute(partial(self._run_mfc_traced, body), f"MFC {body.mfc}")
             call.reply(result)
+        elif isinstance(body, HoldWeights):
+            await self._hold(body)
+            call.reply(CallResult(seconds=time.monotonic() - start))
         elif isinstance(body, (WriteWeights, SaveModel)):
             await self._write(call, body)
         else:
@@ -209,17 +223,39 @@ class ModelWorker(Worker):
         if self.head != 0:
             call.reply(CallResult())
             return
-        if self._writing is not None:
-            limit_s = self.config.train.call_timeout_s
-            await self.board.bounded(self._writing, what="the write before", on=self.name, limit_s=limit_s)
+        await self._end_of_writing()
         engine = self.engines[body.role]
-        with self.trace.overlapping("snapshot", kind="weights", role=body.role):
-            tensors = await self._on_compute(engine.named_tensors, f"snapshot of {body.role}")
+        held = self.sender.held if self.sender is not None else None
+        if held is not None and isinstance(body, WriteWeights) and body.weight_version == str(held.version):
+            tensors, probe = held.tensors(), held.probe
+        else:
+            with self.trace.overlapping("snapshot", kind="weights", role=body.role):
+                tensors, probe = await self._on_compute(partial(self._snapshot, engine), f"snapshot of {body.role}")
         if isinstance(body, WriteWeights):
-            write = partial(self._write_version, body, tensors)
+            write = partial(self._write_version, body, tensors, probe)
         else:
             write = partial(self._save_model, body, engine, tensors)
         self._writing = self.spawn(self._write_and_reply(call, write), "write")
+
+    async def _hold(self, body: HoldWeights) -> None:
+        """Snapshot for the sender, which rank 0 has. The same snapshot is what WriteWeights writes."""
+        if self.sender is None:
+            return
+        await self._end_of_writing()
+        engine, version = self.engines[body.role], WeightVersion.parse(body.weight_version)
+
+        def snapshot() -> Held:
+            buckets = engine.buckets(self.config.weights.bucket_bytes)
+            return Held(version, buckets, self._probe.measure(engine) if self._probe is not None else None)
+
+        with self.trace.overlapping("snapshot", kind="weights", role=body.role):
+            self.sender.hold(await self._on_compute(snapshot, f"snapshot of {body.role}"))
+
+    async def _end_of_writing(self) -> None:
+        """So that what is written and what is newest are the only snapshots in memory, and one that is being sent."""
+        if self._writing is not None:
+            limit_s = self.config.train.call_timeout_s
+            await self.board.bounded(self._writing, what="the write before", on=self.name, limit_s=limit_s)
 
     async def _write_and_reply(self, call: Call, write: Callable[[], None]) -> None:
         start = time.monotonic()
@@ -232,7 +268,11 @@ class ModelWorker(Worker):
             raise
         call.reply(CallResult(seconds=time.monotonic() - start))
 
-    def _write_version(self, body: WriteWeights, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _snapshot(self, engine: TrainEngine) -> tuple[list[tuple[str, torch.Tensor]], Probe | None]:
+        """On the compute thread: the weights, and what servers must find when they have loaded them."""
+        return engine.named_tensors(), self._probe.measure(engine) if self._probe is not None else None
+
+    def _write_version(self, body: WriteWeights, tensors: list[tuple[str, torch.Tensor]], probe: Probe | None) -> None:
         path = Path(body.path)
         with writing(path):
             write_version(
@@ -242,6 +282,7 @@ class ModelWorker(Worker):
                 version=WeightVersion.parse(body.weight_version),
                 shard_bytes=self.config.weights.shard_bytes,
                 fsync=self.config.weights.fsync,
+                probe=probe,
             )
 
     def _save_model(self, body: SaveModel, engine: TrainEngine, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -269,6 +310,18 @@ class ModelWorker(Worker):
         return await self.board.bounded(
             future, what=what, on=self.name, limit_s=limit_s or self.config.train.call_timeout_s, detail=detail
         )
+
+    async def _open_sender(self, device: torch.device) -> None:
+        info = self.info
+        self.sender = WeightSender(
+            name=f"{info.experiment}/{info.trial}/a{info.attempt}",
+            host=info.runtime.host,
+            device=device,
+            options=self.config.weights,
+            logger=self.logger,
+            trace=self.trace,
+        )
+        await self.publish(self.names.weight_sender("actor"), await self.sender.start())
 
     def _make_recorder(self) -> BackgroundRecorder:
         config = self.config
@@ -333,21 +386,6 @@ class ModelWorker(Worker):
             timeout=timedelta(seconds=self.config.train.call_timeout_s),
         )
         return dist.group.WORLD
-
-
-def serve_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
-    """A torch.distributed store on a free port of one interface, and its address."""
-    listener = socket.create_server((host, 0), backlog=1024)
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, f"{host}:{port}"
 
 
 def interface_of(host: str) -> str:

@@ -2,7 +2,8 @@
 
 An agent puts an Observation (what the policy is to continue) into obs_queue and gets the responses, in the same order, from
 act_queue; the worker (worker.py) generates them in between. One agent object serves all prompts of a task at the same time,
-so what belongs to one rollout lives in `collect_trajectory`, not on the object.
+so what belongs to one rollout lives in `collect_trajectory`, not on the object. Agents written for OpenAI's client are in
+chat_agent.py.
 """
 
 from __future__ import annotations

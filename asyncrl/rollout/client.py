@@ -2,8 +2,8 @@
 
 One HTTP request per group member and piece. A piece has at most new_tokens_per_chunk tokens; a response is resumed with the
 prefix it has after a full piece, after an interruption (the server was updated; finish reason `abort`) on the same server, and
-after the loss of its server on another one that the gserver manager names. Every token keeps the logprob and the weight
-version that its server reported for it.
+on another one that the gserver manager names where its server is lost, has its queue full for long, or leaves the run. A group
+goes as one. Every token keeps the logprob and the weight version that its server reported for it.
 
 Each request is bounded by request_timeout_s and each response by the number of times it may fail without a new token, so no
 wait here lasts for ever; while requests are out, the status board says per server how long it has brought nothing.
@@ -16,6 +16,8 @@ import contextlib
 import functools
 import itertools
 import logging
+import time
+import weakref
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -35,7 +37,7 @@ from asyncrl.messages import (
     WeightVersion,
 )
 from asyncrl.rollout.outcome import RolloutRejected, RolloutReleased
-from asyncrl.rollout.trajectory import Response
+from asyncrl.rollout.trajectory import OnPiece, Response
 from asyncrl.runtime.service_client import ServiceError
 from asyncrl.runtime.worker import StatusBoard, WaitTimeoutError
 
@@ -65,23 +67,40 @@ _DECODER = msgspec.json.Decoder(GenerateReply)
 class ServerChooser(Protocol):
     """Names another server for a ticket: the gserver manager's /schedule_request."""
 
-    async def schedule(self, ticket_id: str, lost_server: str) -> ScheduleReply: ...
+    async def schedule(
+        self, ticket_id: str, lost_server: str, *, lost_url: str, busy: bool = False
+    ) -> ScheduleReply: ...
 
 
 class Route:
     """Where a ticket's requests go now. Shared by the group: the first member to lose the server moves all."""
 
-    __slots__ = ("generate_url", "lock", "moves", "oldest_allowed", "server", "ticket", "url")
+    __slots__ = (
+        "__weakref__",
+        "generate_url",
+        "lock",
+        "moves",
+        "oldest_allowed",
+        "out",
+        "server",
+        "server_url",
+        "ticket",
+        "url",
+    )
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.go_to(ticket.server, ticket.server_url)
         self.oldest_allowed = WeightVersion(ticket.attempt, max(0, ticket.min_version)).pack()
         self.moves = 0
+        self.out: dict[
+            str, URL
+        ] = {}  # requests without an answer yet, and where they are; bounded by the client's slots
         self.lock = asyncio.Lock()
 
     def go_to(self, server: str, url: str) -> None:
         self.server = server
+        self.server_url = url  # as the manager wrote it
         self.url = URL(url)
         self.generate_url = self.url / "generate"
 
@@ -99,6 +118,10 @@ class ClientCounts:
 
 class _ServerLostError(Exception):
     """The server did not answer as it should, short retries included."""
+
+
+class _ServerBusyError(_ServerLostError):
+    """It takes no more requests now, and has not for as long as the short retries last."""
 
 
 class PartialRolloutManager:
@@ -126,6 +149,8 @@ class PartialRolloutManager:
         self._waits = _ServerWaits(board, request_timeout_s)
         self._request_numbers = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
+        self._posts: dict[str, set[asyncio.Task[tuple[int, bytes]]]] = {}  # by the server's URL; bounded by _slots
+        self._routes: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()  # by ticket
         self._session: aiohttp.ClientSession | None = None
         self.counts = ClientCounts()
 
@@ -152,18 +177,36 @@ class PartialRolloutManager:
     ) -> list[Response]:
         """One response for each of the inputs, in order.
 
-        Raises RolloutReleased (`stale_server`, `server_lost`, `no_server`) or RolloutRejected (`generation_refused`); the first
-        failure ends the others. Cancelling it aborts the requests on their servers.
+        Raises RolloutReleased (`stale_server`, `server_lost`, `servers_busy`, `no_server`) or RolloutRejected
+        (`generation_refused`); the first failure ends the others. Cancelling it aborts the requests on their servers.
         """
+        return await gather_or_cancel(
+            [self.respond(route, input_ids, sampling, stop_token_ids) for input_ids in inputs]
+        )
+
+    async def respond(
+        self,
+        route: Route,
+        input_ids: Sequence[int],
+        sampling: SamplingConfig,
+        stop_token_ids: Sequence[int],
+        on_piece: OnPiece | None = None,
+    ) -> Response:
+        """One response, as `generate` gives it; on_piece sees it grow, and may end it."""
+        self._routes[route.ticket.ticket_id] = route
         if sampling.max_new_tokens < 1:
             raise ValueError(f"rollout.sampling.max_new_tokens is {sampling.max_new_tokens}; it must be at least 1")
-        stops = list(stop_token_ids)
-        return await _all([self._respond(route, list(input_ids), sampling, stops) for input_ids in inputs])
+        return await self._respond(route, list(input_ids), sampling, list(stop_token_ids), on_piece)
 
     # -------------------------------------------------------------------------------------------------------- one response
 
     async def _respond(
-        self, route: Route, input_ids: list[int], sampling: SamplingConfig, stops: list[int]
+        self,
+        route: Route,
+        input_ids: list[int],
+        sampling: SamplingConfig,
+        stops: list[int],
+        on_piece: OnPiece | None,
     ) -> Response:
         """Piece after piece until EOS or max_new_tokens.
 
@@ -172,6 +215,7 @@ class PartialRolloutManager:
         """
         response = Response(input_ids)
         failures = aborts = 0  # in a row, without a new token
+        busy_since = 0.0  # likewise
         while (missing := sampling.max_new_tokens - len(response.output_ids)) > 0:
             asked = min(missing, self._chunk)
             moves = route.moves
@@ -183,20 +227,32 @@ class PartialRolloutManager:
                 stop_token_ids=stops,
             )
             try:
-                reply = await self._request(route, input_ids + response.output_ids, params)
+                first = bool(response.output_ids)  # begun: it keeps its place before those that wait
+                reply = await self._request(route, input_ids + response.output_ids, params, first=first)
                 got = _add_piece(response, reply, asked)
                 reason = reply.meta_info.finish_reason.type
                 if reason == "abort" and not got and aborts == len(_EMPTY_ABORT_DELAYS_S):
                     raise _ServerLostError(f"interrupted {aborts} times in a row without a token")
+            except _ServerBusyError as error:
+                busy_since = busy_since or time.monotonic()
+                if time.monotonic() - busy_since > self._timeout_s:
+                    raise RolloutReleased(
+                        "servers_busy", f"no server took a request within {self._timeout_s:g} s: {error}"
+                    ) from error
+                await self._move(route, moves, 0, error)
+                continue
             except _ServerLostError as error:
                 failures += 1
                 await self._move(route, moves, failures, error)
                 continue
             if got:
                 failures = aborts = 0
+                busy_since = 0.0
                 self.counts.tokens += got
                 if response.oldest_version < route.oldest_allowed:
                     self._refuse_stale(route, response)
+                if on_piece is not None and on_piece(response):
+                    break
             if reason == "abort":
                 self.counts.interrupted += 1
                 if not got:
@@ -215,19 +271,23 @@ class PartialRolloutManager:
             "stale_server", f"{route.server} sampled with {found}, the ticket allows {allowed} or newer"
         )
 
-    async def _request(self, route: Route, input_ids: list[int], params: SamplingParams) -> GenerateReply:
+    async def _request(
+        self, route: Route, input_ids: list[int], params: SamplingParams, *, first: bool = False
+    ) -> GenerateReply:
         """POST /generate, with short retries. Raises _ServerLostError, or RolloutRejected where the server refuses the prompt."""
-        server, url, generate_url = route.server, route.url, route.generate_url
         delays_s = iter(_RETRY_DELAYS_S)
         busy_delays_s = iter(_BUSY_DELAYS_S)
         async with self._slots:
             while True:
+                server, server_url, url, generate_url = route.server, route.server_url, route.url, route.generate_url
                 # Ends in a dot, so that no id is a prefix of another (SGLang aborts by prefix); new for each try.
                 rid = f"{route.ticket.ticket_id}.{next(self._request_numbers)}."
-                body = _ENCODER.encode(GenerateRequest(input_ids=input_ids, sampling_params=params, rid=rid))
+                request = GenerateRequest(input_ids=input_ids, sampling_params=params, rid=rid, priority=int(first))
+                body = _ENCODER.encode(request)
                 status, failure = 0, ""
+                route.out[rid] = url
                 try:
-                    status, content = await self._post(server, generate_url, body)
+                    status, content = await self._post_unless_left(server, server_url, generate_url, body)
                 except asyncio.TimeoutError as error:
                     raise _ServerLostError(f"no answer: {error!r}") from error
                 except aiohttp.ClientConnectorError as error:
@@ -237,6 +297,8 @@ class PartialRolloutManager:
                 except asyncio.CancelledError:
                     self._abort_soon(url, rid)
                     raise
+                finally:
+                    del route.out[rid]
                 if status == 200:
                     try:
                         return _DECODER.decode(content)
@@ -248,9 +310,55 @@ class PartialRolloutManager:
                     raise RolloutRejected("generation_refused", f"{server}: {failure}")
                 delay_s = next(busy_delays_s if status in _BUSY else delays_s, None)
                 if delay_s is None:
-                    raise _ServerLostError(failure)
+                    raise (_ServerBusyError if status in _BUSY else _ServerLostError)(failure)
                 self.counts.retried += 1
                 await asyncio.sleep(delay_s)
+
+    def move(self, ticket_id: str, server: str, server_url: str) -> bool:
+        """The ticket's server leaves the run: its responses go on at another, with what they have. False: they do already.
+
+        Requests that are out are aborted, which has them answered with their tokens so far. Calling it again aborts again those
+        that are left behind.
+        """
+        route = self._routes.get(ticket_id)
+        if route is None:
+            return False
+        new = route.server_url != server_url
+        if new:
+            route.go_to(server, server_url)
+            route.moves += 1
+            self.counts.moved += 1
+        for rid, url in route.out.items():
+            if url != route.url:
+                self._abort_soon(url, rid)
+        return new
+
+    def leave(self, server_urls: Sequence[str]) -> int:
+        """From these servers nothing more will come: end the requests that are out to them, whose responses go on elsewhere.
+
+        Returns how many that were.
+        """
+        posts = [post for url in server_urls for post in self._posts.get(url, ())]
+        for post in posts:
+            post.cancel()
+        return len(posts)
+
+    async def _post_unless_left(self, server: str, server_url: str, url: URL, body: bytes) -> tuple[int, bytes]:
+        """_post, in a task that `leave` may cancel: waiting for it does not end by that, so nobody's cancellation is mistaken."""
+        post = asyncio.get_running_loop().create_task(self._post(server, url, body))
+        posts = self._posts.setdefault(server_url, set())
+        posts.add(post)
+        try:
+            await asyncio.wait({post})
+        finally:
+            if not post.cancel() and not post.cancelled():
+                post.exception()  # retrieved, should this task have been cancelled at that moment
+            posts.discard(post)
+            if not posts:
+                self._posts.pop(server_url, None)
+        if post.cancelled():
+            raise _ServerLostError("the gserver manager says that it is dead")
+        return post.result()
 
     async def _post(self, server: str, url: URL, body: bytes) -> tuple[int, bytes]:
         assert self._session is not None, "start() first"
@@ -275,10 +383,11 @@ class PartialRolloutManager:
         async with route.lock:
             if route.moves != moves:
                 return
-            lost = route.server
+            lost, busy = route.server, isinstance(error, _ServerBusyError)
             try:
+                asked = self._ask_for_server(route, busy)
                 reply = await self._board.bounded(
-                    self._ask_for_server(route), what="another server", on="gserver manager", limit_s=self._timeout_s
+                    asked, what="another server", on="gserver manager", limit_s=self._timeout_s
                 )
             except WaitTimeoutError:
                 raise RolloutReleased("no_server", f"{lost} was lost ({error}), and no other became healthy") from error
@@ -286,16 +395,21 @@ class PartialRolloutManager:
                 raise RolloutReleased("server_lost", f"{lost} was lost ({error}); {refusal}") from error
             route.go_to(reply.server, reply.server_url)
             route.moves += 1
+            if busy and reply.server == lost:
+                return  # all are busy: wait on here
             self.counts.moved += 1
+        what = "left" if busy else "lost"
         self._logger.warning(
-            "ticket %s: lost %s (%s), goes on at %s", route.ticket.ticket_id, lost, error, route.server
+            "ticket %s: %s %s (%s), goes on at %s", route.ticket.ticket_id, what, lost, error, route.server
         )
         if failures > 1:
             await asyncio.sleep(_SCHEDULE_DELAYS_S[min(failures, len(_SCHEDULE_DELAYS_S)) - 1])
 
-    async def _ask_for_server(self, route: Route) -> ScheduleReply:
+    async def _ask_for_server(self, route: Route, busy: bool) -> ScheduleReply:
         for delay_s in itertools.chain(_SCHEDULE_DELAYS_S, itertools.repeat(_SCHEDULE_DELAYS_S[-1])):
-            reply = await self._chooser.schedule(route.ticket.ticket_id, route.server)
+            reply = await self._chooser.schedule(
+                route.ticket.ticket_id, route.server, lost_url=route.server_url, busy=busy
+            )
             if reply.server:
                 return reply
             await asyncio.sleep(delay_s)
@@ -352,7 +466,7 @@ def _add_piece(response: Response, reply: GenerateReply, asked: int) -> int:
     return got
 
 
-async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Like gather, but the first failure (or being cancelled) cancels the others and waits for their end."""
     if len(coroutines) == 1:
         return [await coroutines[0]]

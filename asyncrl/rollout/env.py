@@ -61,6 +61,19 @@ class RewardEnv(Env):
         return None, await self._reward.score(self.prompt, action), True, False, {}
 
 
+class UnjudgedEnv(Env):
+    """The environment of an agent that gives its rewards itself, where the config names neither reward nor env."""
+
+    async def reset(self) -> tuple[str, dict[str, Any]]:
+        return self.prompt.text, {}
+
+    async def step(self, action: Any) -> StepResult:
+        raise ValueError(
+            f"the agent of task {self.prompt.task!r} leaves the reward to the task, which has neither reward nor env; set "
+            "rollout.tasks.<name>.reward, or return a number from chat"
+        )
+
+
 class FeedbackEnv(RewardEnv):
     """Asks again until the reward is good enough: several steps around a reward function.
 

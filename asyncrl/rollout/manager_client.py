@@ -66,9 +66,11 @@ class ManagerClient:
         request = HeartbeatRequest(worker=self._worker.name, incarnation=self._worker.incarnation, held=list(held))
         return await self._service.post("/heartbeat", request, HeartbeatReply, limit_s=self._limit_s)
 
-    async def schedule(self, ticket_id: str, lost_server: str) -> ScheduleReply:
+    async def schedule(self, ticket_id: str, lost_server: str, *, lost_url: str, busy: bool = False) -> ScheduleReply:
         """Another server for a ticket."""
-        request = ScheduleRequest(ticket_id=ticket_id, worker=self._worker.name, lost_server=lost_server)
+        request = ScheduleRequest(
+            ticket_id=ticket_id, worker=self._worker.name, lost_server=lost_server, lost_url=lost_url, busy=busy
+        )
         return await self._service.post("/schedule_request", request, ScheduleReply, limit_s=self._limit_s)
 
     async def finish(self, result: RolloutResult) -> None:

@@ -107,7 +107,7 @@ class Reward:
             self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
             if len(self._abandoned) >= _MAX_ABANDONED:
                 raise self._rejected("reward_timeout", f"{len(self._abandoned)} calls of {self.spec} still hang")
-            thread, future = _start_thread(run, f"reward {self.spec}")
+            thread, future = start_thread(run, f"reward {self.spec}")
             try:
                 return await asyncio.wait_for(future, self._timeout_s)
             finally:
@@ -161,7 +161,7 @@ def _optional_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     )
 
 
-def _start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, asyncio.Future[Any]]:
+def start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, asyncio.Future[Any]]:
     """Run in a new daemon thread; the future gets what it returns or raises, unless nobody waits any more."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()

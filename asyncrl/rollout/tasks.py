@@ -11,7 +11,8 @@ from typing import Any
 from asyncrl.config import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.rollout.agent import Agent, SingleStepAgent
-from asyncrl.rollout.env import Env, RewardEnv
+from asyncrl.rollout.chat_agent import ChatAgent
+from asyncrl.rollout.env import Env, RewardEnv, UnjudgedEnv
 from asyncrl.rollout.loading import load_object
 from asyncrl.rollout.outcome import RolloutRejected
 from asyncrl.rollout.reward import Reward
@@ -37,21 +38,23 @@ class Task:
         self.name = name
         self.task_id = task_id
         self._config = config
-        if not config.reward and not config.env:
-            raise ConfigError(f"rollout.tasks.{name} has neither reward nor env; set one of them")
         self._reward = (
             Reward(config.reward, timeout_s=rollout.reward_timeout_s, board=board, logger=logger)
             if config.reward
             else None
         )
-        self._env_class = _load_class(config.env, RewardEnv, Env, f"rollout.tasks.{name}.env")
-        agent_class = _load_class(config.agent, SingleStepAgent, Agent, f"rollout.tasks.{name}.agent")
+        agent_class = _load_class(config.agent, SingleStepAgent, (Agent, ChatAgent), f"rollout.tasks.{name}.agent")
+        judges_itself = issubclass(agent_class, ChatAgent) and not config.reward
+        if not (config.reward or config.env or judges_itself):
+            raise ConfigError(f"rollout.tasks.{name} has neither reward nor env; set one of them")
+        default_env = UnjudgedEnv if judges_itself else RewardEnv
+        self._env_class = _load_class(config.env, default_env, (Env,), f"rollout.tasks.{name}.env")
         modes: dict[str, tuple[SamplingConfig, int]] = {
             TRAIN: (rollout.sampling, rollout.group_size),
             "sampled": (replace(rollout.sampling, greedy=False), 1),
             "greedy": (replace(rollout.sampling, greedy=True), 1),
         }
-        self.agents: Mapping[str, Agent] = {
+        self.agents: Mapping[str, Agent | ChatAgent] = {
             mode: _make(
                 agent_class,
                 f"rollout.tasks.{name}.agent_args",
@@ -88,6 +91,11 @@ class TaskTable:
             for task_id, name in enumerate(sorted(rollout.tasks))
         }
 
+    @property
+    def chat(self) -> bool:
+        """Is there an agent that asks through the OpenAI API?"""
+        return any(isinstance(agent, ChatAgent) for task in self._tasks.values() for agent in task.agents.values())
+
     def of(self, prompt: Prompt) -> Task:
         """The prompt's task. Raises RolloutRejected (`unknown_task`) where the config has none of that name."""
         try:
@@ -99,12 +107,13 @@ class TaskTable:
             ) from None
 
 
-def _load_class(spec: str, default: type, base: type, what: str) -> type:
+def _load_class(spec: str, default: type, bases: tuple[type, ...], what: str) -> type:
     if not spec:
         return default
     loaded = load_object(spec, what)
-    if not (inspect.isclass(loaded) and issubclass(loaded, base)):
-        raise ConfigError(f"{what} {spec!r} is {loaded!r}; it must be a subclass of {base.__module__}.{base.__name__}")
+    if not (inspect.isclass(loaded) and issubclass(loaded, bases)):
+        wanted = " or ".join(f"{base.__module__}.{base.__name__}" for base in bases)
+        raise ConfigError(f"{what} {spec!r} is {loaded!r}; it must be a subclass of {wanted}")
     return loaded
 
 

@@ -7,7 +7,7 @@ environment said into Episodes, one a group member; `build_sample` packs the gro
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,10 +42,24 @@ class Response:
             elif count:
                 self.versions.append((version, count))
 
+    def truncate(self, count: int) -> None:
+        """Forget all but the first so many tokens."""
+        del self.output_ids[count:], self.logprobs[count:]
+        left = count
+        runs: list[tuple[int, int]] = []
+        for version, length in self.versions:
+            if left > 0:
+                runs.append((version, min(length, left)))
+            left -= length
+        self.versions = runs
+
     @property
     def oldest_version(self) -> int:
         """Packed version; NOT_SAMPLED where there is no token."""
         return min((version for version, _ in self.versions), default=NOT_SAMPLED)
+
+
+OnPiece = Callable[[Response], bool]  # sees a response after each new piece; may shorten it; True: it is enough
 
 
 class Episode:

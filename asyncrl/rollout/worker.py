@@ -2,7 +2,7 @@
 
 It asks the gserver manager for as many tickets as it has room, rolls each out in a task of its own (an agent that meets an
 environment, its responses from generation servers), pushes the trajectory to the ticket's head, and tells the manager how
-the ticket ended. It computes nothing on tensors and imports no torch.
+the ticket ended. Where a task has a ChatAgent it serves the OpenAI API to it. It computes nothing on tensors and imports no torch.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import resource
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from asyncrl.config import ConfigError, RolloutWorkerConfig
+from asyncrl.config import ConfigError, RolloutWorkerConfig, SamplingConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
 from asyncrl.rollout.agent import ActQueue, ObsQueue
+from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.rollout.manager_client import ManagerClient
+from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.outcome import RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.rollout.tasks import TRAIN, Task, TaskTable
-from asyncrl.rollout.trajectory import SampleSummary, complete_sample
+from asyncrl.rollout.trajectory import OnPiece, Response, SampleSummary, complete_sample
 from asyncrl.runtime.channel import ChannelRefused
 from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
@@ -80,7 +83,13 @@ class RolloutWorker(Worker):
             logger=self.logger,
             new_tokens_per_chunk=rollout.new_tokens_per_chunk,
             request_timeout_s=rollout.request_timeout_s,
-            max_requests=_connection_limit(rollout.max_concurrent_per_worker * (rollout.group_size + 1), self.logger),
+            max_requests=_connection_limit(
+                rollout.max_concurrent_per_worker * (rollout.group_size + 1),
+                self.logger,
+                files_each=3
+                if self._tasks.chat
+                else 1,  # an agent's connection to the OpenAI API has both its ends here
+            ),
         )
         self._closers.append(self.client)
         self._pusher = NameResolvingZmqPusher(
@@ -93,6 +102,11 @@ class RolloutWorker(Worker):
             incarnation=self.incarnation,
         )
         self._closers.append(self._pusher)
+        self._endpoint = ChatEndpoint(board=self.board, logger=self.logger)
+        self._closers.append(self._endpoint)
+        if self._tasks.chat:
+            await self._endpoint.start(info.runtime.host)
+            self.logger.info("OpenAI API at %s", self._endpoint.url)
         await self.client.start()
         await self._pusher.start()
         await self.manager.start()
@@ -155,7 +169,7 @@ class RolloutWorker(Worker):
         self._changed.set()
 
     async def _heartbeat_loop(self) -> None:
-        """produces: the list of held tickets. consumes: revocations. waits for: the manager, at most call_limit_s."""
+        """produces: the list of held tickets. consumes: revocations, dead servers. waits for: the manager, at most call_limit_s."""
         interval_s = self.config.heartbeat_s
         while True:
             await asyncio.sleep(interval_s)
@@ -163,6 +177,11 @@ class RolloutWorker(Worker):
             interval_s = reply.heartbeat_s
             for ticket_id in reply.revoked:
                 self._cancel(self._held.get(ticket_id), "revoked")
+            for moved in reply.moved:
+                if self.client.move(moved.ticket_id, moved.server, moved.server_url):
+                    self.logger.info("ticket %s goes on at %s: its server leaves", moved.ticket_id, moved.server)
+            if num_left := self.client.leave(reply.dead):
+                self.logger.warning("%d requests left servers that are dead (%s)", num_left, ", ".join(reply.dead))
 
     def _cancel(self, held: _Held | None, why: str) -> None:
         if held is None or held.task is None or held.reporting or held.taken_back:
@@ -255,9 +274,10 @@ class RolloutWorker(Worker):
         overdue ticket back.
         """
         limit_s = self.config.rollout.rollout_timeout_s
+        route = Route(ticket)
         obs_queue, act_queue = ObsQueue(1), ActQueue(1)
-        collecting = asyncio.ensure_future(_play(task, ticket.eval_mode or TRAIN, prompt, obs_queue, act_queue))
-        answering = asyncio.ensure_future(self._answer(Route(ticket), obs_queue, act_queue))
+        collecting = asyncio.ensure_future(self._play(task, route, prompt, obs_queue, act_queue))
+        answering = asyncio.ensure_future(self._answer(route, obs_queue, act_queue))
         try:
             both = {collecting, answering}
             done, _ = await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -277,6 +297,28 @@ class RolloutWorker(Worker):
                 "agent_error", f"the agent of task {task.name!r} gave {len(samples)} samples, expected one"
             )
         return samples[0]
+
+    async def _play(
+        self, task: Task, route: Route, prompt: Prompt, obs_queue: ObsQueue, act_queue: ActQueue
+    ) -> list[SequenceSample]:
+        """The agent's part of a rollout: all of it is the user's code."""
+        env = task.make_env(prompt)
+        agent = task.agents[route.ticket.eval_mode or TRAIN]
+        try:
+            if isinstance(agent, ChatAgent):
+                return await agent.collect_sessions(prompt, env, self._endpoint, partial(self._respond, route))
+            return await agent.collect_trajectory(prompt, env, obs_queue, act_queue)
+        except SystemExit as error:  # of code that an environment runs: it would end the worker
+            raise RuntimeError(f"SystemExit: {error}") from error
+        finally:
+            await env.close()
+
+    async def _respond(
+        self, route: Route, input_ids: list[int], sampling: SamplingConfig, on_piece: OnPiece
+    ) -> Response:
+        """The policy as the OpenAI API reaches it."""
+        with self.trace.overlapping("generate", kind="generate", ticket=route.ticket.ticket_id):
+            return await self.client.respond(route, input_ids, sampling, self._stop_token_ids, on_piece)
 
     async def _answer(self, route: Route, obs_queue: ObsQueue, act_queue: ActQueue) -> None:
         """consumes: an agent's observations. produces: the policy's responses to each. Cancelled when the agent is done."""
@@ -337,19 +379,6 @@ class RolloutWorker(Worker):
         return text[:_MAX_DETAIL_CHARS] if first else ""
 
 
-async def _play(
-    task: Task, mode: str, prompt: Prompt, obs_queue: ObsQueue, act_queue: ActQueue
-) -> list[SequenceSample]:
-    """The agent's part of a rollout: all of it is the user's code."""
-    env = task.make_env(prompt)
-    try:
-        return await task.agents[mode].collect_trajectory(prompt, env, obs_queue, act_queue)
-    except SystemExit as error:  # of code that an environment runs: it would end the worker
-        raise RuntimeError(f"SystemExit: {error}") from error
-    finally:
-        await env.close()
-
-
 async def _agent_result(collecting: Awaitable[list[SequenceSample]]) -> list[SequenceSample]:
     """What a finished agent returned. Its errors are the rollout's: RolloutRejected (`agent_error`)."""
     try:
@@ -391,16 +420,16 @@ def _result(
     )
 
 
-def _connection_limit(wanted: int, logger: logging.Logger) -> int:
+def _connection_limit(wanted: int, logger: logging.Logger, *, files_each: int) -> int:
     """How many generation requests may be out: as many as rollouts can make, if the process may open that many files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _SPARE_FILES
+    needed = wanted * files_each + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
-    limit = max(1, soft - _SPARE_FILES)
+    limit = max(1, (soft - _SPARE_FILES) // files_each)
     logger.warning(
         "only %d of %d generation requests can be out at once: the limit of open files is %d (ulimit -n)",
         limit,

@@ -10,10 +10,8 @@ import importlib.util
 import json
 import logging
 import os
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,11 +20,12 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.runtime.ports import free_ports
+
 logger = logging.getLogger(__name__)
 
 _START_TRIES = 5
 _POLL_S = 0.02
-_LOWEST_PORT = 10_000
 
 # Runs before etcd in its process: asks for SIGKILL at the parent's death, looks whether the parent has died already, becomes
 # etcd. (A preexec_fn would run Python between fork and exec, which can hang where the parent has threads.)
@@ -246,24 +245,9 @@ def find_etcd(binary: str = "") -> str:
 
 
 def _free_ports(host: str) -> tuple[int, int]:
-    """Two ports nobody listens on, below those that outgoing connections take: they are still free after a restart."""
+    """For clients and for peers."""
     try:
-        highest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) - 1
-    except (OSError, ValueError):
-        highest = 32_767
-    if highest < _LOWEST_PORT + 1000:
-        highest = 65_535
-    ports: list[int] = []
-    for _ in range(1000):
-        port = _LOWEST_PORT + secrets.randbelow(highest - _LOWEST_PORT + 1)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as etcd binds
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-        if port not in ports:
-            ports.append(port)
-        if len(ports) == 2:
-            return ports[0], ports[1]
-    raise EtcdServerError(f"no free port between {_LOWEST_PORT} and {highest} on {host}")
+        client, peer = free_ports(host, 2)
+    except OSError as error:
+        raise EtcdServerError(str(error)) from error
+    return client, peer

@@ -59,6 +59,8 @@ class Tracer:
         self._file: TextIO | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():  # of a process before this one, under the same name
+                path = path.with_name(f"{path.stem}.{self._pid}{path.suffix}")
             self._file = path.open("w", encoding="utf-8")
             header = TraceHeader(process, self._pid, order, _boot(), time.time_ns() // 1000 - _now_us())
             self._file.write(_encoder.encode(header).decode() + "\n")

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 
 EOS_TOKEN = "<|endoftext|>"  # Qwen2Tokenizer would add this one, had we another name for EOS
 ALPHABET = string.digits + string.ascii_letters + "="  # with EOS: 64 tokens
+CHAT_TEMPLATE = (  # ChatML, with tool calls as Qwen and Hermes write them
+    "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    '\n<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 
 
@@ -36,6 +44,28 @@ def make_char_tokenizer(path: str | Path | None, alphabet: str = ALPHABET) -> Pr
     backend.decoder = decoders.Fuse()
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, eos_token=EOS_TOKEN, pad_token=EOS_TOKEN, clean_up_tokenization_spaces=False
+    )
+    if path is not None:
+        tokenizer.save_pretrained(path)
+    return tokenizer
+
+
+def make_chat_tokenizer(path: str | Path | None, chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token a byte, which encodes any text, and a chat template that knows tools; EOS ends a turn."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
     )
     if path is not None:
         tokenizer.save_pretrained(path)

@@ -21,6 +21,7 @@ from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import read_trajectory
 from asyncrl.rollout.loading import load_object
+from asyncrl.rollout.tool_calls import parse_tool_calls
 from asyncrl.testing.runs import RunHandle, evaluations, launch, train_steps
 
 EXAMPLES = ROOT / "examples"
@@ -192,3 +193,62 @@ def test_reasoning_gym(tmp_path: Path) -> None:
     assert len(samples) == STEPS * BATCH
     assert max(sample.data["rewards"].max() for sample in samples) > 0  # a short answer is sometimes right by luck
     assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == {}
+
+
+def test_math_on_a_cpu(tmp_path: Path) -> None:
+    """configs/async_ppo_math.yaml: model, data and allocation are overridden; the rest but the sizes is as it is for 8 GPUs."""
+    excerpt = EXAMPLES / "word_problems" / "gsm8k_excerpt.jsonl"
+    made = make("math", tmp_path, "--gsm8k", str(excerpt), "--fractions", "48", "--model", "--steps", "12")
+    config = "../configs/async_ppo_math.yaml"
+    allocation = ("allocation=transformers.d1p1m1+d1p1m1", "eval.num_prompts=0", "rollout.sampling.max_new_tokens=32")
+    with launch_example(config, made, tmp_path / "runs", *allocation) as run:
+        assert run.wait(300) == 0, run.output()
+    tokenizer = load_tokenizer(made / "model")
+    names = ("fractions", "gsm8k")  # by task id
+    for step in train_steps(run.run_dir):
+        assert sum(step[f"count/{name}"] for name in names) == BATCH * GROUP
+        means = {name: step.get(f"reward/{name}", 0.0) for name in names}
+        assert sum(means[name] * step[f"count/{name}"] for name in names) / (BATCH * GROUP) == pytest.approx(
+            step["reward/mean"]
+        )
+    samples = recorded(run.run_dir)
+    assert len(samples) == STEPS * BATCH
+    assert {int(sample.data["task_ids"][0]) for sample in samples} == {0, 1}
+    for sample in samples:
+        assert tokenizer.decode(sample.data["packed_prompts"]).startswith(
+            "<|im_start|>system\nPlease reason step by step"
+        )
+    assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == {}
+    assert [record["eval/greedy_num_prompts"] for record in evaluations(run.run_dir)] == [16, 16]  # all
+
+
+def test_an_agent_of_openais_client(tmp_path: Path) -> None:
+    """Both turns are one sequence: a call, what the calculator says to it (which nobody trains), an answer."""
+    made = make("openai_agent", tmp_path, "--steps", "60")
+    with launch_example("openai_agent/config.yaml", made, tmp_path / "runs") as run:
+        assert run.wait(300) == 0, run.output()
+    assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == {}
+    samples = recorded(run.run_dir)
+    assert len(samples) == STEPS * BATCH
+    tokenizer = load_tokenizer(made / "model")
+    calculate = load_object(f"{EXAMPLES}/openai_agent/agent.py:calculate", "tool")
+    final_number = load_object(f"{EXAMPLES}/openai_agent/agent.py:final_number", "answer")
+    answers = {row["messages"][0]["content"]: int(row["answer"]) for row in rows_of(made)}
+    called = 0
+    for sample in samples:
+        prompt = tokenizer.decode(sample.data["packed_prompts"])
+        assert prompt.startswith("<|im_start|>tool\ncalculator: adds or subtracts<|im_end|>\n<|im_start|>user\n")
+        answer = answers[prompt.split("\n")[3].removesuffix("<|im_end|>")]
+        (ids_of,), (loss_of,), (prompt_of,) = (
+            sample.slices(key) for key in ("packed_input_ids", "loss_mask", "prompt_mask")
+        )
+        for ids, loss, given, reward in zip(ids_of, loss_of, prompt_of, sample.data["rewards"].tolist(), strict=True):
+            turns = [tokenizer.decode(text, skip_special_tokens=True) for _, text in said_by(loss, ids)]
+            said = parse_tool_calls(turns[0])
+            assert reward == float(final_number(turns[-1]) == answer)
+            results = "".join(f"\n<|im_start|>tool\n{calculate(call.arguments)}<|im_end|>" for call in said.tool_calls)
+            between = [tokenizer.decode(text) for _, text in said_by(~loss & ~given, ids)]
+            assert between == [f"{results}\n<|im_start|>assistant\n"] * (len(turns) - 1)
+            assert len(turns) == 1 + bool(results)
+            called += bool(results)
+    assert called > 0

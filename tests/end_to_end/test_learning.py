@@ -1,6 +1,12 @@
-"""The quickstart as it is: sixty steps, in which a model that sorts badly learns to sort. All by steps, nothing by time."""
+"""The quickstart as it is: sixty steps, in which a model that sorts badly learns to sort. All by steps, nothing by time.
+
+ASYNCRL_LEARNING_WITH changes it, for the same bar: "allocation=sglang.d1p1m1+d1p1m1 generation.python=.venv-sglang/bin/python" is
+the quickstart with SGLang.
+"""
 
 import json
+import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +26,8 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture(scope="module")
 def run(sorter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHandle]:
-    with launch_sorter(sorter, tmp_path_factory.mktemp("learning")) as run:
+    changes = shlex.split(os.environ.get("ASYNCRL_LEARNING_WITH", ""))
+    with launch_sorter(sorter, tmp_path_factory.mktemp("learning"), *changes) as run:
         assert run.wait(1500) == 0, run.output()
         assert_nothing_left(run.run_dir)
         yield run

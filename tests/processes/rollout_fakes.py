@@ -90,6 +90,8 @@ class FakeGenerationServer(HttpService):
         self.in_flight = self.most_in_flight = 0
         self.hold = asyncio.Event()  # cleared: requests wait, but for the first hold_after ones
         self.hold_after = 0
+        self.abort_after = 5  # tokens that one has that is aborted while it waits
+        self._held: dict[str, asyncio.Event] = {}  # set: it was aborted
         self.hold.set()
         self.arrived = asyncio.Condition()
         self.app.router.add_post("/generate", self._generate)
@@ -105,6 +107,8 @@ class FakeGenerationServer(HttpService):
 
     async def _abort(self, http: web.Request) -> web.Response:
         self.aborted.append(msgspec.json.decode(await http.read())["rid"])
+        if held := self._held.get(self.aborted[-1]):
+            held.set()
         async with self.arrived:
             self.arrived.notify_all()
         return web.Response()
@@ -120,8 +124,8 @@ class FakeGenerationServer(HttpService):
         async with self.arrived:
             self.arrived.notify_all()
         try:
-            if number > self.hold_after:
-                await asyncio.wait_for(self.hold.wait(), 30)
+            if number > self.hold_after and await self._was_aborted(request.rid):
+                event = self.abort_after
         finally:
             self.in_flight -= 1
         if isinstance(event, web.Response):
@@ -133,6 +137,18 @@ class FakeGenerationServer(HttpService):
         if event == "garbage":
             return web.Response(body=b'{"output_ids": "no"}')
         return web.Response(body=msgspec.json.encode(self._sample(request, event)), content_type="application/json")
+
+    async def _was_aborted(self, rid: str) -> bool:
+        """Wait for hold to be set, or for the request to be aborted."""
+        aborted = self._held[rid] = asyncio.Event()
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.hold, aborted)]
+        try:
+            await asyncio.wait(waits, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._held[rid]
+            for wait in waits:
+                wait.cancel()
+        return aborted.is_set()
 
     def _sample(self, request: GenerateRequest, interrupt_after: int | None) -> GenerateReply:
         asked = request.sampling_params.max_new_tokens

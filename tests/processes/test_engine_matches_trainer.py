@@ -96,7 +96,7 @@ async def server_url(model_path: Path, tmp_path: Path, resolver: NameResolver) -
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[PartialRolloutManager]:
     class NoOtherServer:
-        async def schedule(self, ticket_id: str, lost_server: str) -> ScheduleReply:
+        async def schedule(self, ticket_id: str, lost_server: str, **_: object) -> ScheduleReply:
             raise AssertionError(f"{lost_server} was not to be lost")
 
     client = PartialRolloutManager(

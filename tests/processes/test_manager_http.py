@@ -35,6 +35,7 @@ from asyncrl.messages import (
     WeightVersion,
 )
 from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights import FileEntry, Manifest, _xxh3, version_dir
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -56,6 +57,7 @@ class FakeServer:
         self.loading = asyncio.Event()
         self.echo: Callable[[str], str] = lambda version: version
         self.broken = False
+        self.mismatch = False  # it loads, and computes with other weights
 
     async def start(self) -> str:
         app = web.Application()
@@ -90,6 +92,9 @@ class FakeServer:
         if self.broken:
             return web.json_response({"success": False, "message": "broken", "num_paused_requests": 0}, status=400)
         self.loads.append(wanted.weight_version)
+        if self.mismatch:
+            told = {"success": False, "message": "logprobs differ by 3.1", "mismatch": True}
+            return web.json_response(told, status=400)
         self.version = self.echo(wanted.weight_version)
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
 
@@ -419,6 +424,28 @@ async def test_unknown_paths_and_wrong_methods_are_told(setup: Setup) -> None:
         assert response.status == 200
 
 
+async def test_answers_are_plain_http_whatever_the_client_does(setup: Setup) -> None:
+    """A body that comes in pieces, a connection that is used again, and one that ends with its answer."""
+    body = b'{"worker": "rollout_worker/0", "incarnation": "a", "held": []}'
+    reader, writer = await asyncio.open_connection(*setup.url.removeprefix("http://").split(":"))
+    answers = []
+    for connection in ("keep-alive", "close"):
+        head = f"POST /heartbeat HTTP/1.1\r\nHost: x\r\nConnection: {connection}\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body[:9])
+        await writer.drain()
+        await setup.heartbeat()  # meanwhile others are answered
+        writer.write(body[9:])
+        lines = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode().split("\r\n")
+        headers = dict(line.split(": ") for line in lines[1:] if line)
+        content = await asyncio.wait_for(reader.readexactly(int(headers.pop("Content-Length"))), 10)
+        assert msgspec.json.decode(content, type=HeartbeatReply).revoked == []
+        answers.append((lines[0], headers))
+    json = {"Content-Type": "application/json"}
+    assert answers == [("HTTP/1.1 200 OK", json), ("HTTP/1.1 200 OK", {**json, "Connection": "close"})]
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+
+
 async def test_a_report_of_a_large_batch_is_taken_in(setup: Setup) -> None:
     """Longer than the 1 MiB that aiohttp allows by itself."""
     (ticket,) = ids(await setup.allocate(1))
@@ -543,6 +570,34 @@ async def test_a_server_that_refuses_is_tried_again(tmp_path: Path) -> None:
         assert (await setup.allocate()).refusal == "no_server"
         server.broken = False
         await setup.all_serve(0)
+
+
+async def test_a_server_that_computes_with_other_weights_is_left_out_while_others_serve(tmp_path: Path) -> None:
+    async with running(tmp_path) as setup:
+        wrong, _ = await setup.add_server(), await setup.add_server()
+        wrong.mismatch = True
+        setup.publish(0)
+        await setup.until_served(0)
+        await setup.poll(lambda: setup.manager.fleet.counters["mismatched", "generation_server/0"] >= 3)
+        assert {ticket.server for ticket in (await setup.allocate(4)).tickets} == {"generation_server/1"}
+        assert (await setup.heartbeat()).dead == [setup.manager.table.servers["generation_server/0"].url]
+        wrong.mismatch = False
+        await setup.all_serve(0)
+
+
+async def test_weights_that_no_server_computes_with_end_the_run(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    await setup.start()
+    server = await setup.add_server()
+    server.mismatch = True
+    setup.publish(0)
+    with pytest.raises(RunEndedError, match=r"no server computes with weights a0001-v00000000 .* differ by 3\.1"):
+        await asyncio.wait_for(setup.task, 20.0)
+    assert len(server.loads) == 3
+    await setup.session.close()
+    await server.stop()
+    setup.resolver.clear_subtree(setup.names.root)
+    setup.resolver.close()
 
 
 async def test_broken_weights_never_reach_a_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,9 +33,11 @@ class Chooser:
     def __init__(self) -> None:
         self.servers: list[FakeGenerationServer] = []
         self.lost: list[str] = []
+        self.busy = 0  # calls for a server that only was busy
 
-    async def schedule(self, ticket_id: str, lost_server: str) -> ScheduleReply:
+    async def schedule(self, ticket_id: str, lost_server: str, *, busy: bool, **_: object) -> ScheduleReply:
         self.lost.append(lost_server)
+        self.busy += busy
         if not self.servers:
             return ScheduleReply(reason="no_server")
         server = self.servers.pop(0)
@@ -143,8 +145,93 @@ async def test_an_interruption_resumes_on_the_same_server_with_versions_exact(
     assert response.logprobs == [logprob_of(token) for token in response.output_ids]
     assert response.versions == [(V1, 21), (V2, 11)]
     assert [len(request.input_ids) for request in server.requests] == [3, 19, 24]
+    assert [request.priority for request in server.requests] == [0, 1, 1]  # it keeps its place before those that wait
     assert client.counts.interrupted == 1
     assert chooser.lost == []
+
+
+async def test_a_group_stays_on_one_server_over_pieces_updates_and_steps(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
+) -> None:
+    """There are its prefixes in the cache."""
+    server, other = servers
+    server.script.extend([None, 7, 3, 0])  # updates in the middle
+    server.version_after_interrupt = 2
+    client = await make_client()
+    route = Route(ticket_at(server))
+    inputs = [[index, *PROMPT] for index in range(6)]
+    first = await client.generate(route, inputs, SAMPLING, [0])
+    second = await client.generate(route, [response.output_ids for response in first], SAMPLING, [0])
+    assert [response.output_ids for response in first] == [continuation(input_ids, 32) for input_ids in inputs]
+    assert len(second) == 6
+    assert len(server.requests) == 6 * 2 * 2 + client.counts.interrupted
+    assert client.counts.interrupted == 3
+    assert (other.requests, chooser.lost, route.server) == ([], [], server.name)
+
+
+async def test_a_ticket_whose_server_leaves_goes_on_elsewhere_with_what_it_has(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
+) -> None:
+    """No token is generated twice: those that the leaving server has sampled by then are kept."""
+    first, second = servers
+    first.version, second.version = 1, 2
+    first.hold_after = 3
+    first.hold.clear()
+    client = await make_client()
+    inputs = [[index, *PROMPT] for index in range(3)]
+    route = Route(ticket_at(first))
+    generating = asyncio.ensure_future(client.generate(route, inputs, SAMPLING, [0]))
+    await first.wait_for_requests(6)  # the second piece of all is out
+    assert not client.move("another ticket", second.name, second.url)
+    assert client.move("t0", second.name, second.url)
+    assert not client.move("t0", second.name, second.url)  # told again
+    responses = await asyncio.wait_for(generating, 20)
+    for input_ids, response in zip(inputs, responses, strict=True):
+        assert response.output_ids == continuation(input_ids, 32)
+        assert response.versions == [(V1, 16 + 5), (V2, 11)]
+    assert {len(request.input_ids) for request in second.requests} == {4 + 16 + 5}
+    assert set(first.aborted) == {request.rid for request in first.requests[3:]}
+    assert (route.server, client.counts.moved, chooser.lost, route.out) == (second.name, 1, [], {})
+
+
+async def test_a_full_queue_is_waited_for_and_then_left(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_BUSY_DELAYS_S", (0.0, 0.0))
+    first, second = servers
+    first.script.extend([None, None, *(web.Response(status=503) for _ in range(6))])
+    chooser.servers = [second]
+    client = await make_client()
+    route = Route(ticket_at(first))
+    responses = await client.generate(route, [[1, *PROMPT], [2, *PROMPT]], SAMPLING, [0])
+    assert [response.output_ids for response in responses] == [continuation([n, *PROMPT], 32) for n in (1, 2)]
+    assert (chooser.lost, chooser.busy, route.server) == ([first.name], 1, second.name)
+    assert {len(request.input_ids) for request in second.requests} == {4 + 16}
+
+
+async def test_servers_that_are_full_for_long_lose_no_ticket(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than a lost server would be tried."""
+    monkeypatch.setattr(client_module, "_BUSY_DELAYS_S", (0.0,))
+    servers[0].script.extend(web.Response(status=503) for _ in range(40))
+    chooser.servers = [servers[0]] * 20  # no other has room, says the manager
+    client = await make_client()
+    (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert response.output_ids == continuation(PROMPT, 32)
+    assert (chooser.busy, client.counts.moved) == (20, 0)
+
+
+async def test_a_server_that_stays_full_gives_the_ticket_back_in_the_end(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_BUSY_DELAYS_S", (0.02, 0.02))
+    servers[0].script.extend(web.Response(status=503) for _ in range(1000))
+    chooser.servers = [servers[0]] * 1000
+    client = await make_client(request_timeout_s=0.3)
+    with pytest.raises(RolloutReleased, match=r"no server took a request within 0\.3 s") as caught:
+        await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
+    assert caught.value.reason == "servers_busy"
 
 
 async def test_interruptions_without_a_token_are_bounded(
@@ -243,6 +330,45 @@ async def test_a_frozen_server_is_left_after_the_timeout(
     client = await make_client(request_timeout_s=0.2)
     (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
     assert response.output_ids == continuation(PROMPT, 32)
+    servers[0].hold.set()
+
+
+async def test_a_server_that_is_said_to_be_dead_is_left_at_once(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
+) -> None:
+    """Long before the timeout; what was not answered there is generated anew elsewhere, what was is kept."""
+    first, second = servers
+    first.hold_after = 3
+    first.hold.clear()
+    chooser.servers = [second]
+    client = await make_client(request_timeout_s=1000.0)
+    inputs = [[index, *PROMPT] for index in range(3)]
+    other = asyncio.ensure_future(client.generate(Route(ticket_at(second)), [PROMPT], SAMPLING, [0]))
+    generating = asyncio.ensure_future(client.generate(Route(ticket_at(first)), inputs, SAMPLING, [0]))
+    await first.wait_for_requests(6)
+    assert client.leave(["http://127.0.0.1:1"]) == 0
+    assert client.leave([first.url]) == 3
+    responses = await asyncio.wait_for(generating, 20)
+    assert [response.output_ids for response in responses] == [continuation(input_ids, 32) for input_ids in inputs]
+    assert chooser.lost == [first.name]
+    assert {len(request.input_ids) for request in second.requests if len(request.input_ids) > 3} >= {4 + 16}
+    assert (await other)[0].output_ids == continuation(PROMPT, 32)
+    assert client.leave([first.url, second.url]) == 0
+    first.hold.set()
+
+
+async def test_cancelled_and_left_at_the_same_time_is_cancelled(
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
+) -> None:
+    servers[0].hold.clear()
+    client = await make_client()
+    generating = asyncio.ensure_future(client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0]))
+    await servers[0].wait_for_requests(1)
+    client.leave([servers[0].url])
+    generating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await generating
+    assert chooser.lost == []
     servers[0].hold.set()
 
 

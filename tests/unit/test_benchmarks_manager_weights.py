@@ -55,6 +55,8 @@ def test_weights_measures_phases(tmp_path):
     assert found["unit"] == "s/GB"
     assert found["value"] > 0
     assert found["ratio"]["copy_fsync"]["1MB"] > 0
+    assert found["ratio"]["raw_gloo"]["1MB"] > 0
+    assert found["cases"]["1MB"]["broadcast_s_per_gb"] > 0
     phases = found["phases"]["1MB"]
     assert list(phases) == ["write", "verify", "load", "rest"]
     assert sum(phases.values()) == pytest.approx(found["cases"]["1MB"]["asyncrl_s_per_gb"], rel=0.01)

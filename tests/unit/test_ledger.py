@@ -503,6 +503,90 @@ def test_another_server_for_a_ticket_whose_server_is_lost() -> None:
     assert [desk.table.servers[name].running for name in (ticket.server, other)] == [0, 0]
 
 
+def moved_of(desk: Desk, *held: Ticket) -> dict[str, str]:
+    """Ticket -> server, as the next heartbeat tells."""
+    desk.now += 2.0
+    request = HeartbeatRequest(worker="rollout_worker/0", incarnation="a", held=[ticket.ticket_id for ticket in held])
+    return {moved.ticket_id: moved.server for moved in desk.ledger.heartbeat(request, desk.now).moved}
+
+
+def test_full_servers_are_a_refusal_of_its_own() -> None:
+    desk = Desk(num_servers=2, eval_share=1.0)
+    desk.table.max_groups = 2
+    tickets = desk.take(4)
+    assert sorted(ticket.server for ticket in tickets) == ["generation_server/0"] * 2 + ["generation_server/1"] * 2
+    assert desk.ask().refusal == "servers_full"
+    desk.ledger.evaluate(EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=3))
+    assert (desk.ask().refusal, desk.ledger.room(desk.now)) == ("servers_full", 0)
+    desk.finish(tickets[0])
+    (evaluated,) = desk.take(1)  # evaluations are groups like others
+    assert (evaluated.kind, evaluated.server) == ("eval", tickets[0].server)
+    assert desk.ask(5).refusal == "servers_full"
+    desk.finish(evaluated, outcome="evaluated")
+    desk.finish(*tickets[1:])
+    assert desk.ledger.room(desk.now) > 1
+    desk.table.withdraw("generation_server/0")
+    assert len(desk.ask(5).tickets) == 2
+    desk.table.withdraw("generation_server/1")
+    assert desk.ask().refusal == "no_server"
+
+
+def test_a_ticket_leaves_a_full_queue_for_a_server_with_room_or_stays() -> None:
+    desk = Desk(num_servers=2)
+    (ticket,) = desk.take(1)
+    here = ticket.server
+    (other,) = {"generation_server/0", "generation_server/1"} - {here}
+    request = ScheduleRequest(ticket_id=ticket.ticket_id, worker="rollout_worker/0", lost_server=here, busy=True)
+    assert desk.ledger.schedule(request, 0.0).server == other
+    assert desk.table.servers[here].state.value == "healthy"  # nothing is wrong with it
+    assert [desk.table.servers[name].running for name in (here, other)] == [0, 1]
+    desk.table.max_groups = 1
+    desk.take(1)
+    back = ScheduleRequest(ticket_id=ticket.ticket_id, worker="rollout_worker/0", lost_server=other, busy=True)
+    assert desk.ledger.schedule(back, 0.0).server == other  # no room elsewhere
+    lost = ScheduleRequest(ticket_id=ticket.ticket_id, worker="rollout_worker/0", lost_server=other)
+    assert desk.ledger.schedule(lost, 0.0).server == here  # rather too many than nowhere
+
+
+def test_what_a_leaving_server_does_not_end_in_time_is_moved_and_its_worker_told() -> None:
+    desk = Desk(num_servers=3, num_heads=1)
+    desk.table.drain_timeout_s = 10.0
+    tickets = desk.take(6)
+    leaver = tickets[0].server
+    left, stay = [[t for t in tickets if (t.server == leaver) is gone] for gone in (True, False)]
+    desk.table.leave(leaver, desk.now)
+    assert desk.ledger.move_leavers(9.0) == 0
+    assert leaver not in {ticket.server for ticket in desk.take(2)}
+    desk.finish(left[1])
+    assert desk.ledger.move_leavers(10.0) == 1
+    assert desk.table.servers[leaver].running == 0
+    assert desk.ledger.counters["moved", "drained"] == 1
+    for _ in range(2):  # an answer may be lost
+        (told,) = moved_of(desk, left[0], *stay).items()
+        assert told[0] == left[0].ticket_id
+        assert told[1] not in (leaver, "")
+    # the worker has not heard of it yet, and finds the server gone
+    lost = ScheduleRequest(ticket_id=left[0].ticket_id, worker="rollout_worker/0", lost_server=leaver)
+    assert desk.ledger.schedule(lost, desk.now).server == told[1]
+    desk.finish(left[0])
+    assert moved_of(desk, *stay) == {}
+
+
+def test_a_ticket_that_nobody_else_can_serve_stays_until_somebody_can() -> None:
+    desk = Desk(num_servers=2)
+    desk.table.drain_timeout_s = 0.0
+    (ticket,) = desk.take(1)
+    (other,) = {"generation_server/0", "generation_server/1"} - {ticket.server}
+    desk.table.begin_update(other, WeightVersion(1, 1))
+    desk.table.leave(ticket.server, 0.0)
+    assert desk.ledger.move_leavers(1.0) == 0
+    assert moved_of(desk, ticket) == {}
+    life = desk.table.servers[other].life
+    assert desk.table.loaded(other, life, WeightVersion(1, 1), 1.0)
+    assert desk.ledger.move_leavers(2.0) == 1
+    assert moved_of(desk, ticket) == {ticket.ticket_id: other}
+
+
 def test_evaluation_passes_beside_the_gate_within_its_share() -> None:
     desk = Desk(eta=1, eval_share=0.25)  # 2 of 8
     for _ in range(2):

@@ -7,13 +7,13 @@ import pytest
 from asyncrl.dataflow import MFCDef
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.progress import PromptProgress
-from asyncrl.master.report import StepTimes, head_offpolicyness, step_metrics, tail_offpolicyness
+from asyncrl.master.report import StepTimes, UpdateSeconds, head_offpolicyness, step_metrics, tail_offpolicyness
 from asyncrl.master.schedule import Schedule
-from asyncrl.messages import Locator, TrajectoryMeta, WeightVersion
+from asyncrl.messages import Locator, ServerView, TrajectoryMeta, WeightVersion
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
 
 
-def make_meta(ticket, position=0, *, epoch=0, attempt=1, versions=((0, 0),), rewards=(1.0,)):
+def make_meta(ticket, position=0, *, epoch=0, attempt=1, versions=((0, 0),), rewards=(1.0,), task_id=0):
     return TrajectoryMeta(
         ticket_id=ticket,
         locator=Locator(epoch, position),
@@ -26,6 +26,7 @@ def make_meta(ticket, position=0, *, epoch=0, attempt=1, versions=((0, 0),), rew
         version_start=[WeightVersion(attempt, first).pack() for first, _ in versions],
         version_end=[WeightVersion(attempt, last).pack() for _, last in versions],
         birth_time=0.0,
+        task_id=task_id,
     )
 
 
@@ -146,3 +147,32 @@ def test_half_a_line_of_a_crash_is_cut_off(tmp_path):
         writer.write({"a": 2})
     assert read_json_lines(file) == [{"a": 1}, {"a": 2}]
     assert read_json_lines(tmp_path / "none") == []
+
+
+def test_metrics_of_each_task_where_there_are_several():
+    metas = [
+        make_meta("a", versions=((4, 4),) * 2, rewards=(1.0, 0.0), task_id=1),
+        make_meta("b", versions=((4, 4),), rewards=(1.0,), task_id=1),
+    ]
+    times = StepTimes(1.0, 2.0, 1.0)
+    metrics = step_metrics(metas, 5, times, ["fractions", "gsm8k"])
+    assert (metrics["reward/gsm8k"], metrics["count/gsm8k"]) == (pytest.approx(2 / 3), 3.0)
+    assert metrics["count/fractions"] == 0.0
+    assert "reward/fractions" not in metrics
+    for tasks in (["default"], []):
+        assert not any(key.startswith("count/") for key in step_metrics(metas, 5, times, tasks))
+
+
+def test_seconds_that_servers_were_interrupted():
+    def servers(**update_s):
+        return [
+            ServerView(server=name, url="", state="healthy", version="", running=0, update_s=seconds)
+            for name, seconds in update_s.items()
+        ]
+
+    seconds = UpdateSeconds()
+    assert seconds.since_last([]) == 0.0
+    assert seconds.since_last(servers(a=1.0, b=3.0)) == 2.0
+    assert seconds.since_last(servers(a=1.5, b=3.0)) == 0.25
+    assert seconds.since_last(servers(a=0.5, b=0.5)) == 0.0  # another manager
+    assert seconds.since_last(servers(a=0.5, b=1.0, c=1.0)) == 0.5

@@ -114,16 +114,17 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path, jsonl: str) -> None:
 def test_hub_names_go_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load_dataset(name: str, split: str) -> list[dict[str, Any]]:
-        asked.append((name, split))
+    def load_dataset(name: str, subset: str | None, split: str) -> list[dict[str, Any]]:
+        asked.append((name, subset, split))
         return ROWS
 
     module = ModuleType("datasets")
     module.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
     source = PromptSource(PromptSourceConfig(path="someone/sums", split="test", shuffle=False))
-    assert asked == [("someone/sums", "test")]
     assert order(source, 0) == TEXTS
+    PromptSource(PromptSourceConfig(path="someone/sums", subset="main"))
+    assert asked == [("someone/sums", None, "test"), ("someone/sums", "main", "train")]
     with pytest.raises(ValueError, match=r"someone/sums\[train\], row 0: no key 'question'"):
         PromptSource(PromptSourceConfig(path="someone/sums", prompt_key="question"))
 
@@ -189,6 +190,19 @@ def test_a_task_is_a_string(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "answer": 1, "kind": 2}])
     with pytest.raises(ValueError, match=r"p\.jsonl:1: the task under 'kind' must be a string, found 2"):
         PromptSource(PromptSourceConfig(path=path, task_key="kind"))
+
+
+def test_lines_without_a_task_are_of_the_default_one(tmp_path: Path) -> None:
+    path = write_jsonl(
+        tmp_path / "p.jsonl", [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2, "kind": "odd"}]
+    )
+    with pytest.raises(ValueError, match=r"p\.jsonl:1: no key 'kind'"):
+        PromptSource(PromptSourceConfig(path=path, task_key="kind"))
+    source = PromptSource(PromptSourceConfig(path=path, task_key="kind", default_task="even", shuffle=False))
+    assert source.tasks == {"even", "odd"}
+    assert [source.get(Locator(0, i)).task for i in range(2)] == ["even", "odd"]
+    assert PromptSource(PromptSourceConfig(path=path, default_task="even")).tasks == {"even"}
+    assert PromptSource(PromptSourceConfig(path=path)).tasks == {"default"}
 
 
 def test_paths_that_are_no_prompts(tmp_path: Path) -> None:

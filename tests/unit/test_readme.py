@@ -17,6 +17,8 @@ from asyncrl.config import ExperimentConfig, NameResolveConfig, RuntimeConfig, W
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.launch.cli import _parser, main
 from asyncrl.messages import Locator
+from asyncrl.rollout.chat_agent import ChatAgent
+from asyncrl.rollout.loading import load_object
 from asyncrl.rollout.reward import Completion
 from asyncrl.rollout.tasks import TRAIN, TaskTable
 from asyncrl.runtime.worker import StatusBoard
@@ -115,11 +117,17 @@ def test_its_commands_exist() -> None:
             assert all((README.parent / path).is_file() for path in line[script : script + 2])
 
 
+def test_its_agent_of_openais_client_is_one(folder: Path) -> None:
+    agent = load_object(str(folder / "my_agent.py:MyAgent"), "agent")
+    assert issubclass(agent, ChatAgent)
+    assert inspect.iscoroutinefunction(agent.chat)
+
+
 def test_what_it_says_of_rewards_is_so() -> None:
     """The keywords it names are those there are."""
     from asyncrl.rollout import reward
 
-    (python,) = blocks("python")
+    python = "".join(blocks("python"))
     judged = re.search(r"async def judged\((.*?)\)", python)
     assert judged
     assert [word.strip() for word in judged[1].split("*,")[1].split(",")] == list(reward._OPTIONAL_ARGUMENTS)

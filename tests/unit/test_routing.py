@@ -55,13 +55,125 @@ def test_least_requests(table: ServerTable) -> None:
 
 
 def test_least_token_usage(table: ServerTable) -> None:
-    """What was polled, plus what was promised since."""
+    """What was polled, plus what was promised since it was asked."""
     table.policy = "least_token_usage"
     for name, used in zip(NAMES, (100, 75, 90), strict=True):
-        table.answered(name, str(v(0)), 1.0, used)
+        table.load_told(name, used, 1, 0.0)
     assert picked(table, 4) == [1, 1, 2, 1]
-    table.answered(NAMES[1], str(v(0)), 2.0, 0)
+    asked = table.servers[NAMES[1]].promised_tokens
+    assert asked == 30.0
+    table.granted(NAMES[1], 10.0)  # while the question is out: not in the answer
+    table.load_told(NAMES[1], 75, 4, asked)
+    assert table.servers[NAMES[1]].promised_tokens == 10.0
     assert picked(table, 2) == [1, 1]
+    assert picked(table, 1) == [2]
+
+
+def test_a_full_server_gets_no_more(table: ServerTable) -> None:
+    table.max_groups = 2
+    assert table.room(0) == 6
+    assert sorted(picked(table, 6)) == [0, 0, 1, 1, 2, 2]
+    assert (table.room(0), table.pick(0)) == (0, None)
+    assert table.has(0)
+    moved = table.pick_for_moved(0, exclude=NAMES[0])  # rather too many than nowhere
+    assert moved is not None
+    assert moved.name != NAMES[0]
+    table.ended(NAMES[1])
+    assert table.room(0) == 1
+    assert picked(table, 1) == [1]
+    load(table, NAMES[0], v(1))
+    assert table.room(1) == 0
+    table.max_groups = 0
+    assert table.room(0) is None
+
+
+# ---------------------------------------------------------------------------------------------------- servers that leave
+
+
+def test_a_leaving_server_gets_no_groups_and_drains(table: ServerTable) -> None:
+    assert picked(table, 3) == [0, 1, 2]
+    table.leave(NAMES[1], 1.0)
+    server = table.servers[NAMES[1]]
+    assert server.view().state == "draining"
+    assert server.view().version == str(v(0))  # it serves what it has
+    assert 1 not in picked(table, 6)
+    table.load_told(NAMES[1], 50, 0, 0.0)
+    assert not table.has_drained(NAMES[1])  # idle between two steps of an agent
+    table.ended(NAMES[1], 10.0)
+    table.handed_over(NAMES[1])
+    assert not table.has_drained(NAMES[1])  # it must say that nothing runs
+    table.load_told(NAMES[1], 50, 1, 0.0)
+    assert not table.has_drained(NAMES[1])
+    table.load_told(NAMES[1], 0, 0, 0.0)
+    assert table.has_drained(NAMES[1])
+    table.withdraw(NAMES[1])
+    assert server.is_gone
+    assert [view.server for view in table.views()] == [NAMES[0], NAMES[2]]
+
+
+def test_what_a_leaving_server_has_not_ended_in_time_is_overdue(table: ServerTable) -> None:
+    table.drain_timeout_s = 5.0
+    picked(table, 3)
+    table.leave(NAMES[1], 1.0)
+    table.leave(NAMES[1], 4.0)  # said again: its time goes on
+    assert table.overdue_leavers(5.9) == []
+    assert table.overdue_leavers(6.0) == [table.servers[NAMES[1]]]
+    table.ended(NAMES[1])
+    assert table.overdue_leavers(6.0) == []
+
+
+def test_a_server_that_is_wanted_again_must_load(table: ServerTable) -> None:
+    table.leave(NAMES[1], 1.0)
+    table.stay(NAMES[1])
+    assert table.servers[NAMES[1]].state is ServerState.STALE
+    assert 1 not in picked(table, 4)
+    assert load(table, NAMES[1], v(0))
+    assert 1 in picked(table, 4)
+    table.stay(NAMES[1])  # it never left
+    assert table.servers[NAMES[1]].state is ServerState.HEALTHY
+
+
+def test_views_tell_for_how_long_servers_were_interrupted(table: ServerTable) -> None:
+    for number in (1, 2):
+        assert table.loaded(NAMES[0], table.begin_update(NAMES[0], v(number)), v(number), 10.0, took_s=0.5)
+    table.load_failed(NAMES[1], table.begin_update(NAMES[1], v(2)), "refused")
+    assert [view.update_s for view in table.views()] == [1.0, 0.0, 0.0]
+
+
+def test_what_a_leaving_server_loads_is_void(table: ServerTable) -> None:
+    life = table.begin_update(NAMES[1], v(1))
+    table.leave(NAMES[1], 1.0)
+    assert not table.loaded(NAMES[1], life, v(1), 2.0)
+    assert not table.load_failed(NAMES[1], life, "late")
+    assert table.servers[NAMES[1]].state is ServerState.DRAINING
+    assert table.served == 0
+
+
+def test_a_leaving_server_never_serves_again_whatever_happens(table: ServerTable) -> None:
+    server = table.servers[NAMES[1]]
+    for now in (20.0, 40.0):
+        table.leave(NAMES[1], now)
+        table.answered(NAMES[1], "something else", now)
+        table.begin_attempt(table.attempt + 1)
+        assert server.state is ServerState.DRAINING
+        table.silent(NAMES[1], "no answer", now + 10.1)
+        assert server.state is ServerState.DEAD
+        assert table.has_drained(NAMES[1])
+        table.answered(NAMES[1], str(v(0)), now + 11.0)
+        assert server.state is ServerState.DRAINING
+    table.announce(NAMES[1], "http://elsewhere", 60.0)
+    assert (server.state, server.url) == (ServerState.DRAINING, "http://elsewhere")
+
+
+def test_a_name_that_has_left_may_come_back(table: ServerTable) -> None:
+    table.leave(NAMES[1], 1.0)
+    table.withdraw(NAMES[1])
+    table.stay(NAMES[1])
+    assert table.servers[NAMES[1]].state is ServerState.DEAD
+    table.announce(NAMES[1], "http://new", 2.0)
+    assert table.servers[NAMES[1]].state is ServerState.STALE
+    assert load(table, NAMES[1], v(0), 3.0)
+    assert 1 in picked(table, 3)
 
 
 def test_unknown_policies_are_refused() -> None:
@@ -160,6 +272,8 @@ def test_there_is_no_way_from_dead_to_healthy_but_through_stale_and_a_load() -> 
         "silent": lambda table, life: table.silent("s", "no answer", 1.0),
         "late load": lambda table, life: table.loaded("s", life, v(0), 1.0),
         "new attempt": lambda table, life: table.begin_attempt(table.attempt + 1),
+        "leave": lambda table, life: table.leave("s", 1.0),
+        "stay": lambda table, life: table.stay("s"),
     }
     for sequence in itertools.product(events, repeat=4):
         table = ServerTable()
@@ -169,7 +283,7 @@ def test_there_is_no_way_from_dead_to_healthy_but_through_stale_and_a_load() -> 
         table.withdraw("s")
         for event in sequence:
             events[event](table, life)
-            assert table.servers["s"].state in (ServerState.DEAD, ServerState.STALE), sequence
+            assert table.servers["s"].state in (ServerState.DEAD, ServerState.STALE, ServerState.DRAINING), sequence
             assert table.pick(0) is None
 
 

@@ -1,5 +1,6 @@
 """The scripts in launcher/, with a Python that only writes down what it is asked for."""
 
+import importlib.util
 import os
 import pty
 import select
@@ -191,8 +192,53 @@ def test_help_needs_no_installation(call, tmp_path):
     assert "[CONFIG] [key=value ...]" in call.output
 
 
+def test_sglang_gets_an_environment_of_its_own(call, clone):
+    first = call("setup_sglang.sh", "--cpu")
+    assert f"{clone}: -m venv --clear {clone}/.venv-sglang" in first
+    assert any(line.endswith(f"-r {clone}/launcher/sglang_cpu/requirements.txt") for line in first)
+    assert any("--no-deps -r" in line and "requirements_without_dependencies.txt" in line for line in first)
+    assert f"{clone}: {clone}/launcher/sglang_cpu/install.py" in first
+    assert call.output.endswith(f"SGLang 0.5.23 is ready: generation.python={clone}/.venv-sglang/bin/python\n")
+    assert call("setup_sglang.sh", "--cpu") == []
+    assert call.output.endswith(f"generation.python={clone}/.venv-sglang/bin/python\n")
+    assert not (clone / ".venv").exists()
+
+
+def test_stand_ins_are_put_in_place_once(tmp_path):
+    spec = importlib.util.spec_from_file_location("install", REPOSITORY / "launcher" / "sglang_cpu" / "install.py")
+    install = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(install)
+    registrations = tmp_path / "_meta_registrations.py"
+    registrations.write_text('@torch.library.register_fake("torchvision::nms")\ndef meta_nms():\n    pass\n')
+    assert "1 registrations" in install.patch_torchvision(registrations)
+    assert registrations.read_text().startswith('# @torch.library.register_fake("torchvision::nms")\ndef meta_nms():')
+    assert "0 registrations" in install.patch_torchvision(registrations)
+    stub = tmp_path / "sgl_kernel"
+    for _ in range(2):
+        assert "stands in" in install.install_stub(stub)
+    namespace = {}
+    exec((stub / "__init__.py").read_text(), namespace)
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.verify_tree_greedy_cpu is a compiled kernel"):
+        namespace["verify_tree_greedy_cpu"]()
+    (stub / "common_ops.so").touch()
+    assert "a real sgl_kernel" in install.install_stub(stub)
+
+
+def test_sglang_for_gpus_elsewhere(call, tmp_path):
+    lines = call("setup_sglang.sh", "--venv", "gpu venv", cwd=tmp_path)
+    assert any(line.endswith("sglang==0.5.23") for line in lines)
+    assert not any("sglang_cpu" in line for line in lines)
+    assert (tmp_path / "gpu venv" / "bin" / "python").exists()
+    call("setup_sglang.sh", "--cpu", "--venv", "gpu venv", cwd=tmp_path, code=1, OFFLINE="1", SAYS="Permission denied")
+    assert "set --venv to a folder that can" in call.output
+    call("setup_sglang.sh", "--gpu", code=2)
+    assert "--gpu is not known" in call.output
+
+
 def test_tests_run_in_the_repository(call, clone, tmp_path):
-    assert call("run_tests.sh", cwd=tmp_path)[-4:] == [
+    lines = call("run_tests.sh", cwd=tmp_path)
+    assert any(f"-m venv --clear {clone}/.venv-sglang" in line for line in lines)
+    assert lines[-4:] == [
         f"{clone}: -m ruff check .",
         f"{clone}: -m ruff format --check .",
         f"{clone}: -m mypy",

@@ -9,6 +9,7 @@ from asyncrl.launch.task_arguments import check_task_arguments, find_parameters
 
 FEEDBACK = "asyncrl.rollout.env:FeedbackEnv"
 MULTI_STEP = "asyncrl.rollout.agent:MultiStepAgent"
+CHAT = "asyncrl.rollout.chat_agent:ChatAgent"
 
 
 def check(**task):
@@ -19,6 +20,7 @@ def test_what_fits():
     check(reward="m:r")
     check(env=FEEDBACK, env_args={"feedback": "again", "max_turns": 2}, agent=MULTI_STEP, agent_args={"max_turns": 2})
     check(env="nobody.knows:Env", env_args={"anything": 1})
+    check(agent=CHAT, agent_args={"ignore": ["temperature"], "max_requests": 4})  # gives its rewards itself
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,8 @@ def test_what_fits():
             {"reward": "m:r", "agent": MULTI_STEP, "agent_args": {"group_size": 2}},
             "the rollout worker sets it; leave it out",
         ),
+        ({"agent": MULTI_STEP}, r"MultiStepAgent needs rollout\.tasks\.t\.reward or rollout\.tasks\.t\.env"),
+        ({"agent": CHAT, "agent_args": {"ignored": []}}, "ChatAgent takes no such argument; did you mean 'ignore'"),
     ],
 )
 def test_what_does_not(task, told):

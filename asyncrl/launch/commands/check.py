@@ -21,8 +21,10 @@ from asyncrl.launch.commands.common import (
     sizes_text,
 )
 from asyncrl.launch.doctor import Finding, examine, package_versions
-from asyncrl.launch.preflight import preflight, visible_devices
+from asyncrl.launch.hub import with_local_models
+from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan, run_directory
+from asyncrl.runtime.devices import visible_devices
 
 _DESCRIPTION = """Say whether a config can run on this machine, and what would run. Starts nothing, writes nothing.
 
@@ -59,7 +61,7 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
             console.print(_verdict(findings, "this machine"), highlight=False)
         return FAILED if _failed(findings) else 0
 
-    config = load_experiment(arguments.config, arguments.overrides)
+    config = with_local_models(load_experiment(arguments.config, arguments.overrides), download=False)
     num_prompts = preflight(config)
     specs = plan(config, attempt=1, num_prompts=num_prompts, devices=visible_devices())
     findings = examine(config, specs)

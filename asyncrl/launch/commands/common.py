@@ -18,6 +18,9 @@ from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
 from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact
 from asyncrl.launch.rundir import RunRecord
+from asyncrl.messages import DECODE_ERRORS, ScaleWish
+from asyncrl.names import Names
+from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolver
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Command: TypeAlias = Callable[[argparse.Namespace, Console], int]
@@ -129,6 +132,14 @@ def run_dir_of(target: str, overrides: list[str]) -> Path:
     if not path.is_file():
         raise ConfigError(f"{target!r} is neither the folder of a run nor a config")
     return run_directory(load_experiment(path, overrides))
+
+
+def wanted_servers(resolver: NameResolver, names: Names) -> int | None:
+    """How many generation servers a run is to have by `scale`; None: nobody has said so."""
+    try:
+        return msgspec.json.decode(resolver.get(names.generation_wish()), type=ScaleWish).generation
+    except (NameEntryNotFound, *DECODE_ERRORS):
+        return None
 
 
 def not_running(run_dir: Path, record: RunRecord | None) -> str:

@@ -10,23 +10,29 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.config import ConfigError, load_experiment
+from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
+from asyncrl.data.prompts import is_file_name
 from asyncrl.launch.commands.common import Commands, add_config_command, print_json
+from asyncrl.launch.hub import is_hub_name, with_local_models
 from asyncrl.launch.redact import redact_text
 
 _STDERR = 2  # what the command prints is for people
 
-_DESCRIPTION = """Make the model and data of an example: run the config's own `prepare` command where model_path has no model.
+_DESCRIPTION = """Make or download what a config names and this machine lacks.
 
-Does nothing where the model is there, or where the config names one that you have made or downloaded yourself."""
+Where model_path is a folder without a model, or a prompt file is missing, it runs the config's own `prepare` command.
+Where model_path is the name of a model on the Hugging Face Hub, it downloads what the Hub's cache lacks. Does nothing
+where all is there."""
 
 _EPILOG = """
 
 examples:
   asyncrl-launch prepare configs/quickstart_cpu.yaml           a small model, warm-started; some 20 s
+  asyncrl-launch prepare configs/async_ppo_math.yaml           GSM8K and a Qwen2.5 from the Hub; 3 GB
   asyncrl-launch prepare my_run.yaml --json
 
-exit codes: 0 the model is there; 2 there is none and the config has no `prepare`; otherwise those of the command."""
+exit codes: 0 all is there; 2 something is not, and the config has no `prepare` or the Hub no such model; otherwise those of the
+command."""
 
 
 def add_to(commands: Commands) -> None:
@@ -34,25 +40,47 @@ def add_to(commands: Commands) -> None:
 
 
 def prepare(arguments: argparse.Namespace, console: Console) -> int:
-    """Where the model is missing, run the config's own `prepare` command."""
+    """Make or download the model and data that a config names."""
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     config = load_experiment(arguments.config, arguments.overrides)
-    if (Path(config.model_path).expanduser() / "config.json").is_file():
-        if arguments.json:
-            print_json({"model_path": config.model_path, "made": False, "exit_code": 0})
-        return 0
-    if not config.prepare:
+    lacking = _lacking(config)
+    code = 0
+    if lacking and config.prepare:
+        say(f"no {' and no '.join(lacking)}: running `{redact_text(config.prepare)}`")
+        code = _run(config.prepare, quiet=arguments.json)
+    elif lacking:
         raise ConfigError(
             f"model_path={config.model_path!r}: there is no model, and the config has no `prepare` command to make it"
         )
-    shown = redact_text(config.prepare)
-    console.print(f"no model in {config.model_path}: running `{shown}`", markup=False, highlight=False)
-    command = shlex.split(config.prepare)
+    if code == 0:
+        config = with_local_models(config, download=True, say=say)
+    if arguments.json:
+        made = bool(lacking and config.prepare) and code == 0
+        print_json({"model_path": config.model_path, "made": made, "exit_code": code})
+    return code
+
+
+def _lacking(config: ExperimentConfig) -> list[str]:
+    """What a `prepare` command is there to make: the model's folder, and prompt files (without a command, `check` names those)."""
+    lacking = []
+    if not is_hub_name(config.model_path) and not (Path(config.model_path).expanduser() / "config.json").is_file():
+        lacking.append(f"model in {config.model_path}")
+    read = config.prepare and config.mode != "train_only"
+    for prompts in (config.prompts, config.eval.prompts) if read else ():
+        if prompts is not None and is_file_name(prompts.path) and not Path(prompts.path).expanduser().is_file():
+            lacking.append(prompts.path)
+    return lacking
+
+
+def _run(text: str, *, quiet: bool) -> int:
+    """The command's exit code. quiet: stdout is for machines."""
+    command = shlex.split(text)
     if command[0] in {"python", "python3"}:
         command[0] = sys.executable
     try:
-        code = subprocess.run(command, check=False, stdout=_STDERR if arguments.json else None).returncode
+        return subprocess.run(command, check=False, stdout=_STDERR if quiet else None).returncode
     except OSError as error:
-        raise ConfigError(f"prepare={config.prepare!r}: {error}") from error
-    if arguments.json:
-        print_json({"model_path": config.model_path, "made": code == 0, "exit_code": code})
-    return code
+        raise ConfigError(f"prepare={text!r}: {error}") from error

@@ -28,14 +28,16 @@ from asyncrl.launch.commands.common import (
     sizes_text,
 )
 from asyncrl.launch.dry_run import default_folder, write_dry_run
+from asyncrl.launch.hub import with_local_models
 from asyncrl.launch.json_view import JsonView
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.preflight import preflight, visible_devices
+from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import ProcessSpec, plan, run_directory, total_steps
 from asyncrl.launch.progress import RunView, print_summary
 from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import LaunchError, next_attempt
 from asyncrl.messages import WorkerStatus
+from asyncrl.runtime.devices import visible_devices
 
 ACTIVATE_ENV = "ASYNCRL_ACTIVATE"  # launcher/*.sh: the command that puts the environment they made in front
 
@@ -74,7 +76,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Start a run, show a line per train step, end all its processes."""
     if arguments.output and not arguments.dry_run:
         raise ConfigError("--output says where --dry-run writes; a run is in fileroot=.../experiment/trial")
-    config = load_experiment(arguments.config, arguments.overrides)
+    config = with_local_models(
+        load_experiment(arguments.config, arguments.overrides),
+        download=not arguments.dry_run,
+        say=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
+    )
     num_prompts = preflight(config)
     if arguments.dry_run:
         return _dry_run(config, num_prompts, arguments, console)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from asyncrl.launch.commands.common import (
     not_running,
     print_json,
     run_dir_of,
+    wanted_servers,
 )
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_running, read_record
 from asyncrl.messages import WorkerStatus
@@ -60,7 +62,7 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
             if arguments.watch:
                 _watch(run_dir, record, resolver, console, as_json=arguments.json)
             else:
-                _show(run_dir, record, _read_statuses(record, resolver), console, as_json=arguments.json)
+                _show(run_dir, record, _read(record, resolver), console, as_json=arguments.json)
     except NameResolveError as error:
         raise LaunchError(
             f"the run goes on (process {record.pid}), but its name resolve at {', '.join(record.endpoints)} does not answer: "
@@ -69,11 +71,20 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _show(run_dir: Path, record: RunRecord, statuses: list[WorkerStatus], console: Console, *, as_json: bool) -> None:
+@dataclass(frozen=True)
+class _Seen:
+    """What name resolve says of a run."""
+
+    statuses: list[WorkerStatus]
+    wanted: int | None  # generation servers, where `scale` was used
+
+
+def _show(run_dir: Path, record: RunRecord, seen: _Seen, console: Console, *, as_json: bool) -> None:
     if as_json:
-        print_json({"run_dir": str(run_dir), "running": True, "record": record, "workers": statuses})
+        there = {"workers": seen.statuses, "generation_wanted": seen.wanted}
+        print_json({"run_dir": str(run_dir), "running": True, "record": record, **there})
     else:
-        console.print(_table(run_dir, record, statuses))
+        console.print(_table(run_dir, record, seen))
 
 
 def _watch(run_dir: Path, record: RunRecord, resolver: NameResolver, console: Console, *, as_json: bool) -> None:
@@ -81,26 +92,29 @@ def _watch(run_dir: Path, record: RunRecord, resolver: NameResolver, console: Co
     with Live(console=console, auto_refresh=False) as live:
         while is_running(run_dir):
             try:
-                statuses = _read_statuses(record, resolver)
+                seen = _read(record, resolver)
             except NameResolveError:
                 if is_running(run_dir):
                     raise
                 break  # it went with the run
             if as_json or not console.is_terminal:
-                _show(run_dir, record, statuses, console, as_json=as_json)
-            elif statuses:
-                live.update(_table(run_dir, record, statuses), refresh=True)
+                _show(run_dir, record, seen, console, as_json=as_json)
+            elif seen.statuses:
+                live.update(_table(run_dir, record, seen), refresh=True)
             time.sleep(_WATCH_S)
     console.print(f"{run_dir}: the run has ended", highlight=False, soft_wrap=True)
 
 
-def _table(run_dir: Path, record: RunRecord, statuses: list[WorkerStatus]) -> Table:
-    table = Table(
-        title=f"{run_dir}, attempt {record.attempt}, up {time.time() - record.started:.0f} s", title_justify="left"
-    )
+def _table(run_dir: Path, record: RunRecord, seen: _Seen) -> Table:
+    title = f"{run_dir}, attempt {record.attempt}, up {time.time() - record.started:.0f} s"
+    servers = [status for status in seen.statuses if status.worker.startswith("generation_server/")]
+    num_running = sum(status.state == "running" for status in servers)
+    if seen.wanted not in (None, num_running):
+        title += f"; {seen.wanted} generation servers are wanted, {num_running} run"
+    table = Table(title=title, title_justify="left")
     for column in ("worker", "state", "heartbeat", "version", "waits for", "queues"):
         table.add_column(column)
-    for entry in statuses:
+    for entry in seen.statuses:
         table.add_row(*map(escape, _status_row(entry)))
     return table
 
@@ -113,7 +127,7 @@ def _status_row(status: WorkerStatus) -> tuple[str, ...]:
     queues = " ".join(f"{name}={depth}" for name, depth in sorted(status.queues.items()))
     return (
         status.worker,
-        status.state,
+        status.state + (f", restart {status.restarts}" if status.restarts else ""),
         f"{max(0.0, time.time() - status.time):.1f} s ago",
         status.version,
         "\n".join(text if count == 1 else f"{text} x{count}" for text, count in waits.items()),
@@ -121,6 +135,8 @@ def _status_row(status: WorkerStatus) -> tuple[str, ...]:
     )
 
 
-def _read_statuses(record: RunRecord, resolver: NameResolver) -> list[WorkerStatus]:
-    values = resolver.get_subtree(Names(record.experiment, record.trial).statuses())
-    return [msgspec.json.decode(value, type=WorkerStatus) for _, value in sorted(values.items())]
+def _read(record: RunRecord, resolver: NameResolver) -> _Seen:
+    names = Names(record.experiment, record.trial)
+    values = resolver.get_subtree(names.statuses())
+    statuses = [msgspec.json.decode(value, type=WorkerStatus) for _, value in sorted(values.items())]
+    return _Seen(statuses, wanted_servers(resolver, names))

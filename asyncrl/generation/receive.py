@@ -1,0 +1,295 @@
+"""Weights over the network: the receiving end, for engines of this process, and its HTTP side for all engines.
+
+    POST /init_weights_update_group        JoinUpdateGroup: meet the sender and the other servers
+    POST /begin_weight_update              BeginWeightUpdate: what will come; refused here, nothing is sent
+    POST /update_weights_from_distributed  ReceiveWeights: a bucket is broadcast now; answers when it has come
+    POST /end_weight_update                all has come: load it
+    POST /destroy_weights_update_group     LeaveUpdateGroup
+
+SGLang's protocol: 200 {"success": true, ...} or 400 {"success": false, "message": ...}. Ours checks more than SGLang: names, shapes
+and dtypes before a bucket is received, its checksum afterwards, and nothing touches the model before everything is there. Tensors
+wait in memory for that, and become the model's where they are; the memory that they replace takes the next update. So a server
+needs room for its weights twice; nothing is copied, and no fresh memory is asked for, which may cost more time than the network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from asyncrl.generation.engine import WeightReceiver, WeightsRefused
+from asyncrl.generation.verify import LogprobMismatch, VerifiedLoads
+from asyncrl.messages import (
+    BeginWeightUpdate,
+    EndWeightUpdate,
+    JoinUpdateGroup,
+    LeaveUpdateGroup,
+    ReceiveWeights,
+    TensorSpecs,
+    UpdateWeightsReply,
+    WeightVersion,
+)
+from asyncrl.weights import Probe
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.update_group import GroupMember
+
+T = TypeVar("T")
+M = TypeVar("M", bound=msgspec.Struct)
+
+MAX_GROUPS = 4  # more than senders and waves there can be at a time: the oldest is left behind by its sender
+
+
+class TensorEngine(Protocol):
+    """What an engine of this process needs to receive weights."""
+
+    @property
+    def weights_device(self) -> torch.device:
+        """Where its tensors are."""
+
+    def check_version(self, version: WeightVersion) -> None:
+        """Raises WeightsRefused where it is older than what is served."""
+
+    def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
+        """Raises WeightsRefused where these tensors, or with `complete` these alone, do not fit the model."""
+
+    async def load_tensors(self, tensors: dict[str, torch.Tensor], version: WeightVersion) -> None:
+        """Like load_weights, of tensors that are in memory, which may become the model's.
+
+        Raises WeightsRefused, and then nothing has changed.
+        """
+
+    def uses(self, flat: torch.Tensor) -> bool:
+        """The model's tensors, or some of them, are in this memory."""
+
+
+@dataclass
+class _Update:
+    version: str
+    spare: list[torch.Tensor]  # buckets of an earlier update, in order
+    group: str = ""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    flats: list[torch.Tensor] = field(default_factory=list)  # the buckets that they are views of
+    # Of the buckets; computed while the next one comes
+    digests: list[asyncio.Future[str]] = field(default_factory=list)
+
+
+class StagedReceiver(WeightReceiver):
+    """Collects the tensors of an update, then has the engine load them all at once."""
+
+    def __init__(self, engine: TensorEngine, host: str) -> None:
+        self._engine, self._host = engine, host
+        self._groups: OrderedDict[str, GroupMember] = OrderedDict()
+        self._update: _Update | None = None
+        # Buckets of the last updates: the model's tensors are in some, the others are free
+        self._flats: list[torch.Tensor] = []
+
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
+    async def join(self, group: JoinUpdateGroup) -> None:
+        from asyncrl.update_group import GroupMember, store_at
+
+        name = group.group_name
+        if name in self._groups:
+            raise WeightsRefused(f"group {name!r} exists already")
+        try:
+            member = GroupMember(name, group.backend)
+        except ValueError as error:
+            raise WeightsRefused(str(error)) from error
+        try:
+            await asyncio.wait_for(
+                member.join(
+                    partial(store_at, group.master_address, group.master_port, group.limit_s),
+                    rank=group.rank_offset,
+                    size=group.world_size,
+                    limit_s=group.limit_s,
+                    host=self._host,
+                    device=self._engine.weights_device,
+                ),
+                group.limit_s,
+            )
+        except (RuntimeError, ValueError, OSError, asyncio.TimeoutError) as error:
+            member.leave()
+            raise WeightsRefused(f"group {name!r} could not be joined: {_reason(error)}") from error
+        except asyncio.CancelledError:
+            member.leave()
+            raise
+        self._groups[name] = member
+        if len(self._groups) > MAX_GROUPS:
+            await self.leave(next(iter(self._groups)))
+
+    async def begin(self, update: BeginWeightUpdate) -> None:
+        if update.weight_version:
+            self._engine.check_version(_parse(update.weight_version))
+        if update.specs.names:
+            self._engine.check_tensors(update.specs, complete=True)
+        spare = [flat for flat in self._flats if not self._engine.uses(flat)]
+        self._flats = [flat for flat in self._flats if self._engine.uses(flat)]
+        self._update = _Update(update.weight_version, spare)  # one that is open was left so by a sender that is gone
+
+    async def receive(self, bucket: ReceiveWeights) -> None:
+        import torch
+
+        from asyncrl.update_group import digest, dtype_of, num_bytes_of, views
+
+        update, member = self._update, self._groups.get(bucket.group_name)
+        if update is None:
+            raise WeightsRefused("update_weights_from_distributed must come between begin_ and end_weight_update")
+        if member is None:
+            raise WeightsRefused(f"there is no group {bucket.group_name!r}; call init_weights_update_group first")
+        if bucket.load_format != "flattened_bucket":
+            raise WeightsRefused(f"load_format {bucket.load_format!r}: this engine takes flattened_bucket only")
+        self._engine.check_tensors(bucket, complete=False)
+        update.group = bucket.group_name
+        try:
+            num_bytes = sum(map(num_bytes_of, map(dtype_of, bucket.dtypes), bucket.shapes))
+            flat = update.spare.pop(0) if update.spare else None
+            if flat is None or flat.numel() != num_bytes:
+                flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._engine.weights_device)
+            tensors = views(flat, bucket)
+            await self._until(member.broadcast(flat, bucket.limit_s), bucket.limit_s)
+        except (RuntimeError, ValueError, asyncio.TimeoutError) as error:
+            await self.leave(bucket.group_name)  # its connections are broken, or what is on them is
+            raise WeightsRefused(f"the bucket did not come: {_reason(error)}") from error
+        if self._update is update:
+            update.tensors.update(zip(bucket.names, tensors, strict=True))
+            update.flats.append(flat)
+            update.version = bucket.weight_version or update.version
+            if flat.device.type == "cpu":
+                update.digests.append(asyncio.get_running_loop().run_in_executor(None, digest, flat))
+
+    async def end(self, ended: EndWeightUpdate) -> None:
+        update, self._update = self._update, None
+        if update is None:
+            raise WeightsRefused("no weight update is open; call begin_weight_update first")
+        digests = await asyncio.gather(*update.digests)
+        if ended.xxh3 and digests and list(digests) != ended.xxh3:
+            raise WeightsRefused("what was received has other checksums than what was sent")
+        await self._engine.load_tensors(update.tensors, _parse(update.version))
+        self._flats += update.flats
+
+    async def leave(self, group_name: str) -> None:
+        member = self._groups.pop(group_name, None)
+        if self._update is not None and self._update.group == group_name:
+            self._update = None
+        if member is not None:
+            member.leave()
+
+    @staticmethod
+    async def _until(receiving: Coroutine[Any, Any, None], limit_s: float) -> None:
+        """The group has the same limit; this one is for a transport that does not keep it."""
+        await asyncio.wait_for(receiving, limit_s + 1.0)
+
+
+class ReceivingHTTP:
+    """The routes. `verified`: compares logprobs after each update (weights.verify_logprobs)."""
+
+    def __init__(self, receiver: WeightReceiver | None, verified: VerifiedLoads | None) -> None:
+        self._receiver, self._verified = receiver, verified
+        self._begun: BeginWeightUpdate | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/init_weights_update_group", _typed(JoinUpdateGroup, self._join)),
+            web.post("/begin_weight_update", _typed(BeginWeightUpdate, self._begin)),
+            web.post("/update_weights_from_distributed", _typed(ReceiveWeights, self._receive)),
+            web.post("/end_weight_update", _typed(EndWeightUpdate, self._end)),
+            web.post("/destroy_weights_update_group", _typed(LeaveUpdateGroup, self._leave)),
+        ]
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the server in a group; 0 where it takes no weights over the network."""
+        return self._receiver.num_ranks if self._receiver is not None else 0
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    @property
+    def _engines(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise WeightsRefused("this engine takes no weights over the network; use update_weights_from_disk")
+        return self._receiver
+
+    async def _join(self, group: JoinUpdateGroup) -> str:
+        await self._to_the_end(self._engines.join(group))
+        return f"joined {group.group_name}"
+
+    async def _begin(self, update: BeginWeightUpdate) -> str:
+        if self._verified is not None:
+            self._verified.require_pause()
+        await self._to_the_end(self._engines.begin(update))
+        self._begun = update
+        return "begun"
+
+    async def _receive(self, bucket: ReceiveWeights) -> str:
+        began = time.monotonic()
+        await self._to_the_end(self._engines.receive(bucket))
+        return f"{len(bucket.names)} tensors received in {time.monotonic() - began:.3f} s"
+
+    async def _end(self, ended: EndWeightUpdate) -> str:
+        await self._to_the_end(self._load(ended))
+        return "loaded"
+
+    async def _load(self, ended: EndWeightUpdate) -> None:
+        begun, self._begun = self._begun, None
+        await self._engines.end(ended)
+        if self._verified is not None and begun is not None:
+            probe = Probe(begun.probe_ids, begun.probe_logprobs) if begun.probe_ids else None
+            await self._verified.verify(_parse(begun.weight_version), probe, ",".join(ended.xxh3))
+
+    async def _leave(self, left: LeaveUpdateGroup) -> str:
+        await self._to_the_end(self._engines.leave(left.group_name))
+        return f"left {left.group_name}"
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """A sender that goes away must not break anything off half-way; all of this has limits of its own."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
+
+
+def _typed(
+    kind: type[M], handler: Callable[[M], Awaitable[str]]
+) -> Callable[[web.Request], Coroutine[Any, Any, web.Response]]:
+    """An endpoint of SGLang's shape around a handler of messages."""
+    decode = msgspec.json.Decoder(kind).decode
+
+    async def answer(request: web.Request) -> web.Response:
+        message = decode(await request.read() or b"{}")
+        try:
+            reply, status = UpdateWeightsReply(success=True, message=await handler(message)), 200
+        except WeightsRefused as refusal:
+            reply, status = (
+                UpdateWeightsReply(success=False, message=str(refusal), mismatch=isinstance(refusal, LogprobMismatch)),
+                400,
+            )
+        return web.Response(body=msgspec.json.encode(reply), status=status, content_type="application/json")
+
+    return answer
+
+
+def _parse(version: str) -> WeightVersion:
+    try:
+        return WeightVersion.parse(version)
+    except ValueError as error:
+        raise WeightsRefused(str(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    return "too slow" if isinstance(error, asyncio.TimeoutError) else str(error).split("\n")[0]

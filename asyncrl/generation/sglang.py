@@ -1,0 +1,620 @@
+"""The engine `sglang`: a real SGLang server behind our own queue. `external` is the same, with a server that somebody else runs.
+
+    submit -> checks -> _waiting -> _admit -> one POST /generate a request, streamed -> future
+                          ^                                             |
+                          +------- retracted: waits, with its tokens ---+
+
+What SGLang would take badly never reaches it: prompts, lengths, rids and sampling are checked here, versions are verified (files,
+checksums, names and shapes of tensors) before it is told to load them, and while the engine is paused it is sent nothing.
+
+Versions are exact because an update happens while SGLang runs nothing: `abort`, `retract` and `wait` all end the requests there
+first, so that each of SGLang's requests lives under one version, which SGLang's own label must confirm. (`retract` keeps ours:
+they wait here and go on with what they have as their prefix.) Only `in_place`, which is approximate by nature, pauses SGLang
+with its requests; it runs without overlap scheduling then, which makes the labels exact, and without a prefix cache.
+
+SGLang's own names for requests are ours (`GrowingResponse.key`): unique, none a prefix of another, since it aborts by prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import INTERRUPT_MODES, ConfigError, GenerationConfig
+from asyncrl.generation.checks import ModelLimits, ModelTensors, check_params, check_prompt
+from asyncrl.generation.engine import (
+    EngineFailed,
+    EngineRequest,
+    EngineStats,
+    EngineUnavailable,
+    Generated,
+    GenerationEngine,
+    RequestRefused,
+    WeightsRefused,
+)
+from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sglang_params
+from asyncrl.generation.sglang_process import ServerLink
+from asyncrl.generation.sglang_receive import SGLangReceiver
+from asyncrl.generation.sglang_response import GrowingResponse
+from asyncrl.messages import FinishReason, TensorSpecs, WeightVersion
+from asyncrl.runtime.trace import OFF, Tracer
+
+logger = logging.getLogger(__name__)
+
+_ASK_LIMIT_S = 10.0  # of a question that SGLang's front answers by itself
+_ABORT_LIMIT_S = 20.0  # until what was aborted has ended: a pass of the model, at most
+_ABORT_AGAIN_S = 0.2  # an abort that overtakes its request is lost
+_FLUSH_TRIES = 5  # a request's answer may be here a moment before its scheduler has let go of it
+_FLUSH_PAUSE_S = 0.05
+_WATCH_S = 0.5
+_SILENT_LIMIT_S = 60.0  # a server that answers no question for so long is given up
+_NOT_CHANGED = (
+    "Failed to get weights iterator",
+    "Failed to get model loader",
+)  # SGLang's words when it touched nothing
+_NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
+
+
+class SGLangEngine(GenerationEngine):
+    """See the module's docstring. All methods are called on the event loop; files are read in threads."""
+
+    def __init__(
+        self,
+        model_path: str,
+        config: GenerationConfig,
+        server: ServerLink,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        on_tokens: Callable[[int, str], None] | None = None,
+        trace: Tracer = OFF,
+    ) -> None:
+        self._path, self._config, self._server = model_path, config, server
+        self._limits = ModelLimits.of(model_path)
+        self._tensors = ModelTensors(model_path, tied=self._limits.tied)
+        self._eos_token_ids = {*eos_token_ids, *self._limits.eos_token_ids}
+        self._max_prompt = self._max_length = self._limits.max_length
+        self._on_tokens, self._trace = on_tokens, trace
+        self._client = SGLangClient("")
+        self._prefix, self._keys = uuid.uuid4().hex[:8], itertools.count()
+        self._waiting: OrderedDict[str, GrowingResponse] = OrderedDict()  # by rid
+        self._running: dict[str, GrowingResponse] = {}  # by key: what SGLang has
+        self._rids: set[str] = set()  # of both
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._update_lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._paused = self._updating = self._closing = False
+        self._held = False  # SGLang itself is paused, in place
+        self._keeps_prefixes = self._overlaps = True
+        self._num_ranks = 1  # tensor parallel
+        self._receiver: SGLangReceiver | None = None
+        self._version: WeightVersion | None = None
+        self._failure: BaseException | None = None
+        self._used_tokens: int | None = None  # as SGLang said last
+        self._num = dict.fromkeys(("requests", "aborted", "tokens", "prompt_tokens", "updates"), 0)
+
+    # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    async def start(self) -> None:
+        async def is_ready(url: str) -> bool:
+            self._client.url = url
+            try:
+                await self._client.info(limit_s=_ASK_LIMIT_S)
+            except SGLangError:
+                return False
+            return True
+
+        self._client.open()
+        await self._server.start(is_ready, self._config.load_timeout_s)
+        try:
+            settings = await self._client.settings(limit_s=_ASK_LIMIT_S)
+        except SGLangError as error:
+            raise ConfigError(f"{self._client.url} does not answer as SGLang 0.5.23 does: {error}") from error
+        self._keeps_prefixes, self._overlaps = not settings.disable_radix_cache, not settings.disable_overlap_schedule
+        self._num_ranks = settings.tp_size
+        if settings.dp_size != 1:
+            raise ConfigError(
+                f"{self._client.url} runs with --dp-size {settings.dp_size}: each of its schedulers would be updated at a time of "
+                "its own; run one server a replica (allocation d)"
+            )
+        if self._config.interrupt not in self.pause_modes:
+            raise ConfigError(
+                f"generation.interrupt={self._config.interrupt!r}: {self._client.url} runs with a prefix cache or the overlap "
+                "scheduler; start it with --disable-radix-cache --disable-overlap-schedule, or use abort, retract or wait"
+            )
+        self._max_prompt = settings.max_req_input_len - 1
+        self._max_length = min(
+            self._limits.max_length, settings.max_req_input_len + 4
+        )  # of 6 it keeps 1 from the whole
+        self._in_background(self._watch(), "watch")
+        logger.info("SGLang %s answers at %s", settings.version, self._client.url)
+
+    def progress(self) -> str:
+        """How far the start has come, for a status line."""
+        return self._server.progress()
+
+    async def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        for pending in [*self._running.values(), *self._waiting.values()]:
+            self._fail(pending, EngineUnavailable("the server is closing"))
+        if self._running and self._failure is None:  # somebody else's server, or one that is slow to end
+            with contextlib.suppress(SGLangError):
+                await self._client.abort(limit_s=1.0)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_ASK_LIMIT_S)
+        await self._client.close()
+        await self._server.close()
+
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"sglang {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self) -> None:
+        """See that the server lives, and how full it is.
+
+        Waits for its end, for half a second at most, then asks for its load. A server that ends takes with it what is in flight.
+        """
+        answered = time.monotonic()
+        while self._failure is None:
+            await self._server.wait_ended(_WATCH_S)
+            ended = await self._how_it_ended()
+            if ended is None:
+                try:
+                    self._used_tokens = await self._client.used_tokens(limit_s=_ASK_LIMIT_S)
+                    answered = time.monotonic()
+                except SGLangError as error:
+                    self._used_tokens = None
+                    ended = await self._how_it_ended()
+                    if time.monotonic() - answered > _SILENT_LIMIT_S:
+                        ended = f"the SGLang server has not answered for {_SILENT_LIMIT_S:g} s: {error}"
+            if ended is not None:
+                self._die(f"{ended}; {self._server.told()}")
+
+    async def _how_it_ended(self) -> str | None:
+        """One of its processes may be seen dead a moment before the one whose death it died of."""
+        ended = self._server.how_it_ended()
+        if ended is not None:
+            await self._server.wait_ended(_WATCH_S)
+            ended = self._server.how_it_ended()
+        return ended
+
+    def _die(self, why: str) -> None:
+        """Nothing brings it back. Who waits for an answer gets one now."""
+        if self._failure is not None or self._closing:
+            return
+        self._failure = EngineFailed(why)
+        logger.error("%s", why)
+        first = why.splitlines()[0]
+        for pending in [*self._running.values(), *self._waiting.values()]:
+            self._fail(pending, EngineFailed(first))
+        self._version = None
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def submit(self, request: EngineRequest) -> asyncio.Future[Generated]:
+        self._check_alive()
+        if self._version is None:
+            raise EngineUnavailable("no weight version has been loaded yet")
+        check_params(request.params)
+        if request.params.ignore_eos and request.params.stop_token_ids:
+            raise RequestRefused("ignore_eos with stop_token_ids: SGLang would ignore those too; leave one of them out")
+        if request.rid in self._rids:
+            raise RequestRefused(f"rid {request.rid!r} is in flight already")
+        check_prompt(
+            request,
+            vocab_size=self._limits.vocab_size,
+            max_prompt=self._max_prompt,
+            max_length=self._max_length,
+            why="the model's max_position_embeddings, or SGLang's KV cache",
+        )
+        if len(self._waiting) >= self._config.max_queue:
+            raise EngineUnavailable(f"the queue is full ({self._config.max_queue} requests wait)")
+        loop = asyncio.get_running_loop()
+        pending = GrowingResponse(key="", request=request, since=time.monotonic(), future=loop.create_future())
+        pending.future.add_done_callback(lambda future: self._cancelled(pending) if future.cancelled() else None)
+        self._rids.add(request.rid)
+        self._waiting[request.rid] = pending
+        if request.first:
+            self._waiting.move_to_end(request.rid, last=False)
+        self._num["requests"] += 1
+        self._num["prompt_tokens"] += len(request.input_ids)
+        self._admit()
+        return pending.future
+
+    def _admit(self) -> None:
+        """Waiting requests go to SGLang while there is room. Not while it is paused: one that came then could not be aborted."""
+        while (
+            self._waiting
+            and len(self._running) < self._config.max_running_requests
+            and self._version is not None
+            and not (self._paused or self._updating or self._closing)
+        ):
+            _, pending = self._waiting.popitem(last=False)
+            pending.sent_as(self._new_key())
+            self._running[pending.key] = pending
+            self._idle.clear()
+            self._in_background(self._run(pending, self._version), pending.key)
+
+    async def _run(self, pending: GrowingResponse, version: WeightVersion) -> None:
+        """One request at SGLang, from its beginning to its end there.
+
+        Waits for the next piece, for max_wait_s at most; unblocked by SGLang, by an abort, or by SGLang's death.
+        """
+        wanted = sglang_params(pending.request.params, self._stop_ids(pending))
+        wanted["max_new_tokens"] -= pending.begin
+        prompt = pending.request.input_ids + pending.token_ids
+        finish: FinishReason | None = None
+        try:
+            pieces = self._client.generate(pending.key, prompt, wanted, idle_limit_s=self._config.max_wait_s)
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    self._take(pending, piece)
+                    if piece.meta_info.finish_reason is not None:
+                        pending.label(piece, version, self._version)
+                        finish = piece.meta_info.finish_reason.told()
+            if finish is None:
+                raise SGLangError("a response ended without a finish reason")
+        except SGLangError as error:
+            await self._lost(pending, error)
+        else:
+            self._ended(pending, finish)
+
+    def _stop_ids(self, pending: GrowingResponse) -> list[int]:
+        params = pending.request.params
+        return [] if params.ignore_eos else sorted({*self._eos_token_ids, *params.stop_token_ids})
+
+    def _take(self, pending: GrowingResponse, piece: Piece) -> None:
+        new = pending.take(piece)
+        self._num["tokens"] += new
+        if new and self._on_tokens is not None:
+            self._on_tokens(new, str(self._version))
+
+    def _ended(self, pending: GrowingResponse, finish: FinishReason) -> None:
+        """It has ended at SGLang."""
+        self._drop(pending)
+        if finish.type == "abort":
+            finish = pending.natural_end(self._stop_ids(pending)) or finish
+        elif finish.type == "length":
+            finish = FinishReason(type="length", length=len(pending.token_ids))
+        if finish.type == "abort" and pending.retracted and not pending.future.done():
+            pending.since = time.monotonic()
+            self._waiting[pending.request.rid] = pending
+            self._waiting.move_to_end(pending.request.rid, last=False)
+        else:
+            self._deliver(pending, finish)
+        self._turn()
+
+    async def _lost(self, pending: GrowingResponse, error: SGLangError) -> None:
+        """No whole answer. If the server has died, everybody learns that at once; else this request has failed alone."""
+        await asyncio.sleep(0)  # the thread that waits for the process may be a moment later than its sockets
+        if error.status == 0:
+            await self._server.wait_ended(_WATCH_S)
+            if (ended := await self._how_it_ended()) is not None:
+                self._die(f"{ended}; {self._server.told()}")
+        self._drop(pending)
+        if error.status == 0 and self._failure is None:
+            with contextlib.suppress(SGLangError):
+                await self._client.abort(pending.key, limit_s=_ASK_LIMIT_S)  # nobody reads it any more
+        if 400 <= error.status < 500:
+            self._fail(pending, RequestRefused(f"SGLang refuses it: {error}"))
+        elif error.status == 503:
+            self._fail(pending, EngineUnavailable(str(error)))
+        else:
+            self._fail(pending, EngineFailed(str(error)))
+        self._turn()
+
+    def _drop(self, pending: GrowingResponse) -> None:
+        """SGLang has it no more."""
+        del self._running[pending.key]
+        pending.ended.set()
+
+    def _turn(self) -> None:
+        if not self._running:
+            self._idle.set()
+        self._admit()
+
+    def _deliver(self, pending: GrowingResponse, finish: FinishReason) -> None:
+        self._rids.discard(pending.request.rid)
+        if finish.type == "abort":
+            self._num["aborted"] += 1
+        if not pending.future.done():
+            pending.future.set_result(Generated(pending.token_ids, pending.logprobs, finish, pending.spans))
+
+    def _fail(self, pending: GrowingResponse, error: Exception) -> None:
+        """Answer it with an error. What SGLang still has of it runs on, unread, until it is aborted."""
+        self._waiting.pop(pending.request.rid, None)
+        self._rids.discard(pending.request.rid)
+        if not pending.future.done():
+            pending.future.set_exception(error)
+
+    def _cancelled(self, pending: GrowingResponse) -> None:
+        """Its caller has gone."""
+        if self._waiting.get(pending.request.rid) is pending:
+            del self._waiting[pending.request.rid]
+            self._deliver(pending, FinishReason(type="abort"))
+            self._admit()
+        elif pending.key in self._running and not self._closing:
+            self._in_background(self._abort_quietly(pending), f"abort {pending.key}")
+
+    # ------------------------------------------------------------------------------------------------ abort and pause
+
+    async def abort(self, rid: str) -> bool:
+        if rid in self._waiting:
+            self._abort_waiting(self._waiting[rid])
+            return True
+        for pending in self._running.values():
+            if pending.request.rid == rid:
+                return await self._abort_running(pending)
+        return False
+
+    async def abort_all(self) -> int:
+        count = len(self._waiting)
+        for pending in list(self._waiting.values()):
+            self._abort_waiting(pending)
+        return count + await self._end_running()
+
+    def _abort_waiting(self, pending: GrowingResponse) -> None:
+        del self._waiting[pending.request.rid]
+        self._deliver(pending, FinishReason(type="abort", message="aborted"))
+
+    async def _abort_quietly(self, pending: GrowingResponse) -> None:
+        with contextlib.suppress(EngineFailed):
+            await self._abort_running(pending)
+
+    async def _abort_running(self, pending: GrowingResponse) -> bool:
+        """True when it has ended because of this. One that stands still in place ends when it moves again."""
+        pending.retracted = False
+        await self._end([pending], pending.key)
+        if not pending.future.done() or pending.future.cancelled() or pending.future.exception() is not None:
+            return False
+        return pending.future.result().finish.type == "abort"
+
+    async def _end_running(self, *, retract: bool = False) -> int:
+        """End what SGLang runs; returns how many of them were answered as aborted. Raises EngineFailed if it does not end."""
+        if self._held:
+            await self._let_go()
+        before = self._num["aborted"]
+        running = list(self._running.values())
+        for pending in running:
+            pending.retracted = retract
+        if not await self._end(running):
+            self._die(f"SGLang has not ended what was aborted within {_ABORT_LIMIT_S:g} s; {self._server.told()}")
+            raise EngineFailed(str(self._failure))
+        return self._num["aborted"] - before
+
+    async def _end(self, requests: list[GrowingResponse], key: str = "") -> bool:
+        """Ask SGLang to end one request, or all. Again and again: an abort that overtakes its request is lost.
+
+        Waits for the requests' ends, for _ABORT_LIMIT_S at most, then returns False. Raises EngineFailed when SGLang has died.
+        """
+        ends = [pending.ended for pending in requests]
+        deadline = time.monotonic() + _ABORT_LIMIT_S
+        while left := [ended for ended in ends if not ended.is_set()]:
+            if self._failure is not None:
+                raise EngineFailed(str(self._failure)) from self._failure
+            if time.monotonic() > deadline:
+                return False
+            with contextlib.suppress(SGLangError):
+                await self._client.abort(key, limit_s=_ASK_LIMIT_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(left[-1].wait(), _ABORT_AGAIN_S)
+        return True
+
+    @property
+    def pause_modes(self) -> tuple[str, ...]:
+        exact = not (self._keeps_prefixes or self._overlaps)
+        return INTERRUPT_MODES if exact else tuple(mode for mode in INTERRUPT_MODES if mode != "in_place")
+
+    async def pause(self, mode: str = "abort") -> int:
+        self._check_alive()
+        if mode not in self.pause_modes:
+            raise RequestRefused(f"mode {mode!r} is not for this server; use one of {', '.join(self.pause_modes)}")
+        self._paused = True
+        count = len(self._running)
+        if mode == "in_place":
+            await self._hold()
+        elif mode == "wait":
+            await self._until_idle()
+        else:
+            await self._end_running(retract=mode == "retract")
+        return count
+
+    async def resume(self) -> None:
+        self._check_alive()
+        if self._held:
+            await self._let_go()
+        self._paused = False
+        self._admit()
+
+    async def _hold(self) -> None:
+        try:
+            await self._client.pause("in_place", limit_s=_ASK_LIMIT_S)
+        except SGLangError as error:
+            raise EngineFailed(str(error)) from error
+        self._held = True
+
+    async def _let_go(self) -> None:
+        try:
+            await self._client.resume(limit_s=_ASK_LIMIT_S)
+        except SGLangError as error:
+            raise EngineFailed(str(error)) from error
+        self._held = False
+
+    async def _until_idle(self) -> None:
+        if self._held:
+            await self._let_go()
+        try:
+            await asyncio.wait_for(self._idle.wait(), self._config.load_timeout_s)
+        except asyncio.TimeoutError:
+            raise WeightsRefused(
+                f"{len(self._running)} requests still run after {self._config.load_timeout_s} s (generation.load_timeout_s); "
+                "pause with mode abort, or set abort_all_requests"
+            ) from None
+
+    # ------------------------------------------------------------------------------------------------ weights and cache
+
+    async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
+        async with self._update_lock:
+            self._check_alive()
+            self._check_newer(version)
+            if self._receiver is not None:
+                await self._receiver.abandon()
+            with self._trace.overlapping("verify weights", kind="engine", version=str(version)):
+                await asyncio.to_thread(self._tensors.verify, path, version)
+            self._updating = True
+            try:
+                num_aborted = await self._end_running() if abort_running else 0
+                if not self._held:
+                    await self._until_idle()
+                with self._trace.overlapping("load weights", kind="engine", version=str(version)):
+                    await self._load(path, version)
+                self._version, self._path = version, str(path)
+                self._num["updates"] += 1
+                return num_aborted
+            finally:
+                self._updating = False
+                self._admit()
+
+    async def _load(self, path: Path, version: WeightVersion) -> None:
+        """Have SGLang load it, and say which version it serves. What fails after it was told leaves weights that nobody knows."""
+        limit_s, flush = self._config.load_timeout_s, not self._held
+        for tries_left in reversed(range(_FLUSH_TRIES)):
+            try:
+                await self._client.update_weights_from_disk(str(path), str(version), flush_cache=flush, limit_s=limit_s)
+                info = await self._client.info(limit_s=_ASK_LIMIT_S)
+                break
+            except SGLangError as error:
+                said = str(error)
+                if any(words in said for words in _NOT_CHANGED):
+                    raise WeightsRefused(f"{path}: {said}") from error
+                if _NOT_FLUSHED not in said or not tries_left:
+                    self._die(f"SGLang did not load {version}: {said}; {self._server.told()}")
+                    raise EngineFailed(f"SGLang did not load {version}: {said}") from error
+            await asyncio.sleep(_FLUSH_PAUSE_S)
+        if info.weight_version != str(version):
+            self._die(f"SGLang loaded {version} and says that it serves {info.weight_version!r}; {self._server.told()}")
+            raise EngineFailed(f"SGLang loaded {version} and says that it serves {info.weight_version!r}")
+
+    # Weights over the network: what SGLangReceiver needs
+
+    def weight_receiver(self, host: str) -> SGLangReceiver:
+        self._receiver = SGLangReceiver(self._client, self, num_ranks=self._num_ranks)
+        return self._receiver
+
+    def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
+        self._tensors.check_sent(specs, complete=complete)
+
+    def check_network_update(self, version: WeightVersion) -> bool:
+        self._check_alive()
+        self._check_newer(version)
+        if not self._paused or (self._running and not self._held):
+            raise WeightsRefused("pause generation before an update over the network, and continue after it")
+        return self._keeps_prefixes and not self._held
+
+    def network_updated(self, version: WeightVersion) -> None:
+        self._version = version
+        self._num["updates"] += 1
+
+    def fail(self, why: str) -> None:
+        self._die(f"{why}; {self._server.told()}")
+
+    def _check_newer(self, version: WeightVersion) -> None:
+        if self._version is not None and version < self._version:
+            raise WeightsRefused(
+                f"version {version} is older than {self._version}, which is served; versions only grow"
+            )
+
+    async def score(self, input_ids: list[int]) -> list[float]:
+        self._check_alive()
+        if self._held:
+            raise EngineUnavailable(
+                "SGLang scores nothing while it is paused in place; use another generation.interrupt"
+            )
+        try:
+            scores = await self._client.score(self._new_key(), input_ids, limit_s=self._config.load_timeout_s)
+            if not self._running and self._keeps_prefixes:
+                await self._client.flush_cache(limit_s=_ASK_LIMIT_S)
+        except SGLangError as error:
+            raise EngineFailed(str(error)) from error
+        return scores
+
+    def forget_version(self) -> None:
+        self._version = None
+
+    async def flush_cache(self) -> bool:
+        async with self._update_lock:
+            self._check_alive()
+            if self._running:
+                return False
+            self._updating = True
+            try:
+                for _ in range(_FLUSH_TRIES):
+                    if await self._client.flush_cache(limit_s=_ASK_LIMIT_S):
+                        return True
+                    await asyncio.sleep(_FLUSH_PAUSE_S)
+                return False
+            except SGLangError as error:
+                raise EngineFailed(str(error)) from error
+            finally:
+                self._updating = False
+                self._admit()
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def expire_waiting(self) -> int:
+        too_old = time.monotonic() - self._config.max_wait_s
+        old = [pending for pending in self._waiting.values() if pending.since < too_old]
+        for pending in old:
+            if pending.token_ids:  # it was retracted: what it has is worth something
+                self._abort_waiting(pending)
+                continue
+            why = "while the server was paused" if self._paused else "for a free slot"
+            self._fail(pending, EngineUnavailable(f"waited longer than {self._config.max_wait_s} s {why}"))
+        return len(old)
+
+    def stats(self) -> EngineStats:
+        num = self._num
+        own = sum(len(pending.request.input_ids) + len(pending.token_ids) for pending in self._running.values())
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            used_tokens=own if self._used_tokens is None else self._used_tokens,
+            paused=self._paused,
+            version="" if self._version is None else str(self._version),
+            num_requests=num["requests"],
+            num_aborted=num["aborted"],
+            num_tokens=num["tokens"],
+            num_prompt_tokens=num["prompt_tokens"],
+            num_steps=0,  # SGLang does not tell how many passes it makes
+            num_updates=num["updates"],
+        )
+
+    @property
+    def model_path(self) -> str:
+        return self._path
+
+    @property
+    def failure(self) -> BaseException | None:
+        return None if self._closing else self._failure
+
+    def _check_alive(self) -> None:
+        if self._closing:
+            raise EngineUnavailable("the server is closing")
+        if self._failure is not None:
+            raise EngineUnavailable(f"the engine has failed: {str(self._failure).splitlines()[0]}", retry_after_s=30.0)
+
+    def _new_key(self) -> str:
+        return f"{self._prefix}-{next(self._keys)}."  # ends in a dot: none is a prefix of another

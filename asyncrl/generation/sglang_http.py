@@ -1,0 +1,284 @@
+"""SGLang's own HTTP protocol (0.5.23), as its client: shapes, and one call for each of its endpoints that we use.
+
+Nothing is decided here. Every call has a limit; what the server says of a failure is in the error's text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from asyncrl.messages import DECODE_ERRORS, FinishReason, LoadsReply, SamplingParams, VersionSpan
+
+STREAM_INTERVAL = 16  # tokens a piece: fine enough for the journal, and a small share of SGLang's own work
+_CONNECT_LIMIT_S = 5.0
+_JSON = {"Content-Type": "application/json"}
+_NO_LOGPROB = -1  # logprob_start_len: of the prompt's tokens none
+
+
+class SGLangError(RuntimeError):
+    """It did not do what it was asked. status: of HTTP, 0 where there was no answer."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Finish(Struct, frozen=True):
+    """Why a response ended. status_code comes with an `abort` that is an error."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+    def told(self) -> FinishReason:
+        """As our servers tell it."""
+        matched = self.matched if isinstance(self.matched, int) else None
+        return FinishReason(type=self.type, matched=matched, length=self.length, message=self.message)
+
+
+class PieceMeta(Struct, frozen=True):
+    finish_reason: Finish | None = None
+    completion_tokens: int = 0
+    weight_versions: list[VersionSpan] = []
+    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+    input_token_logprobs: list[tuple[float | None, int, Any]] = []
+
+
+class Piece(Struct, frozen=True):
+    """A piece of a response. output_ids and logprobs are what is new (incremental streaming), or all so far."""
+
+    output_ids: list[int] = []
+    meta_info: PieceMeta = PieceMeta()
+    error: Any = None
+
+
+class SGLangInfo(Struct, frozen=True, kw_only=True):
+    """GET /model_info."""
+
+    model_path: str
+    weight_version: str
+
+
+class SGLangSettings(Struct, frozen=True, kw_only=True):
+    """GET /server_info, what of it matters to us. The defaults are those of a server that does not say."""
+
+    version: str = ""
+    max_req_input_len: int  # a prompt must be shorter
+    disable_radix_cache: bool = False
+    disable_overlap_schedule: bool = False
+    tp_size: int = 1
+    dp_size: int = 1
+
+
+class _Outcome(Struct, frozen=True):
+    success: bool = True
+    message: str = ""
+
+
+class _Generate(Struct, frozen=True, kw_only=True):
+    rid: str
+    input_ids: list[int]
+    sampling_params: dict[str, Any]
+    return_logprob: bool = True
+    logprob_start_len: int = _NO_LOGPROB
+    stream: bool = False
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_piece = msgspec.json.Decoder(Piece).decode
+
+
+def sglang_params(params: SamplingParams, stop_token_ids: list[int]) -> dict[str, Any]:
+    """Ours in SGLang's words. Its greedy is temperature 0 too, with logprobs at temperature 1."""
+    return {
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p if params.temperature > 0 else 1.0,
+        "top_k": params.top_k if params.temperature > 0 else -1,
+        "stop_token_ids": stop_token_ids,
+        "ignore_eos": params.ignore_eos,
+        "stream_interval": STREAM_INTERVAL,
+    }
+
+
+class SGLangClient:
+    """One server. All calls raise SGLangError; a call that reaches nobody or its limit does so, too."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._session: aiohttp.ClientSession | None = None
+
+    def open(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    # ---------------------------------------------------------------------------------------------------------- generate
+
+    async def generate(
+        self, rid: str, input_ids: list[int], params: dict[str, Any], *, idle_limit_s: float
+    ) -> AsyncGenerator[Piece, None]:
+        """Pieces of a response, the last one with its finish reason. idle_limit_s: until the next piece.
+
+        Short responses come in one piece. Closing the iterator before its end aborts nothing by itself.
+        """
+        stream = params["max_new_tokens"] > STREAM_INTERVAL
+        body = _encode(_Generate(rid=rid, input_ids=input_ids, sampling_params=params, stream=stream))
+        timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_LIMIT_S, sock_read=idle_limit_s)
+        assert self._session is not None, "open() first"
+        try:
+            async with self._session.post(f"{self.url}/generate", data=body, headers=_JSON, timeout=timeout) as answer:
+                if answer.status != 200:
+                    raise SGLangError(_said(await answer.read()), answer.status)
+                if not stream:
+                    yield _piece(await answer.read())
+                    return
+                async for event in _events(answer.content):
+                    if event == b"[DONE]":
+                        return
+                    yield _piece(event)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise SGLangError(f"{self.url}/generate: {error!r}") from error
+
+    async def score(self, rid: str, input_ids: list[int], *, limit_s: float) -> list[float]:
+        """Logprob of each token of a prompt given those before it, at temperature 1; 0 for the first."""
+        request = _Generate(
+            rid=rid, input_ids=input_ids, sampling_params={"max_new_tokens": 1, "temperature": 0.0}, logprob_start_len=0
+        )
+        piece = _piece(await self._request("POST", "/generate", _encode(request), limit_s))
+        rows = piece.meta_info.input_token_logprobs
+        if [row[1] for row in rows] != input_ids:
+            raise SGLangError(f"{self.url}/generate scored {len(rows)} tokens where {len(input_ids)} were asked for")
+        return [0.0, *(float("nan") if row[0] is None else row[0] for row in rows[1:])]
+
+    async def abort(self, rid: str = "", *, limit_s: float) -> None:
+        """End one request, or without a rid all. SGLang takes a rid for a prefix of rids."""
+        await self._request("POST", "/abort_request", _encode({"rid": rid} if rid else {"abort_all": True}), limit_s)
+
+    # ------------------------------------------------------------------------------------------------- weights and cache
+
+    async def pause(self, mode: str, *, limit_s: float) -> None:
+        await self._request("POST", "/pause_generation", _encode({"mode": mode}), limit_s)
+
+    async def resume(self, *, limit_s: float) -> None:
+        await self._request("POST", "/continue_generation", b"{}", limit_s)
+
+    async def update_weights_from_disk(self, path: str, version: str, *, flush_cache: bool, limit_s: float) -> None:
+        """Load a folder in place. load_format is said, or the server would go on with the one that it was started with."""
+        body = {
+            "model_path": path,
+            "load_format": "auto",
+            "weight_version": version,
+            "flush_cache": flush_cache,
+        }
+        await self.call("/update_weights_from_disk", body, limit_s=limit_s)
+
+    async def flush_cache(self, *, limit_s: float) -> bool:
+        """False while it runs requests."""
+        try:
+            await self._request("POST", "/flush_cache", b"{}", limit_s)
+        except SGLangError as error:
+            if error.status == 400:
+                return False
+            raise
+        return True
+
+    async def call(self, path: str, body: dict[str, Any], *, limit_s: float) -> str:
+        """POST something that answers {success, message}; returns the message. Raises SGLangError where success is false."""
+        answer = await self._request("POST", path, _encode(body), limit_s)
+        outcome: _Outcome = _decode(answer, _Outcome, path)
+        if not outcome.success:
+            raise SGLangError(f"{path}: {outcome.message}", 400)
+        return outcome.message
+
+    # ------------------------------------------------------------------------------------------------------------- state
+
+    async def info(self, *, limit_s: float) -> SGLangInfo:
+        info: SGLangInfo = _decode(await self._request("GET", "/model_info", None, limit_s), SGLangInfo, "/model_info")
+        return info
+
+    async def settings(self, *, limit_s: float) -> SGLangSettings:
+        answer = await self._request("GET", "/server_info", None, limit_s)
+        settings: SGLangSettings = _decode(answer, SGLangSettings, "/server_info")
+        return settings
+
+    async def used_tokens(self, *, limit_s: float) -> int:
+        """What requests hold of the KV cache, all schedulers together."""
+        answer = await self._request("GET", "/v1/loads?include=core", None, limit_s)
+        return sum(load.num_used_tokens for load in _decode(answer, LoadsReply, "/v1/loads").loads)
+
+    async def _request(self, method: str, path: str, body: bytes | None, limit_s: float) -> bytes:
+        assert self._session is not None, "open() first"
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=min(_CONNECT_LIMIT_S, limit_s))
+        try:
+            async with self._session.request(
+                method, f"{self.url}{path}", data=body, headers=_JSON, timeout=timeout
+            ) as answer:
+                content = await answer.read()
+                if answer.status != 200:
+                    raise SGLangError(f"{path} answered {answer.status}: {_said(content)}", answer.status)
+                return content
+        except asyncio.TimeoutError as error:
+            raise SGLangError(f"{self.url}{path}: no answer within {limit_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise SGLangError(f"{self.url}{path}: {error!r}") from error
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of server-sent events, however they are cut."""
+    rest = b""
+    async for data in content.iter_any():
+        *whole, rest = (rest + data).split(b"\n\n")
+        for event in whole:
+            if event.startswith(b"data: "):
+                yield event[6:]
+
+
+def _piece(data: bytes) -> Piece:
+    try:
+        piece = _decode_piece(data)
+    except DECODE_ERRORS as error:
+        raise SGLangError(f"/generate answered what cannot be read ({error}): {data[:200]!r}") from error
+    if piece.error is not None:
+        told = piece.error if isinstance(piece.error, dict) else {"message": str(piece.error)}
+        code = told.get("code", 500)
+        raise SGLangError(str(told.get("message", told)), code if isinstance(code, int) else 500)
+    finish = piece.meta_info.finish_reason
+    if finish is not None and finish.type == "abort" and finish.status_code is not None:
+        raise SGLangError(finish.message or "aborted", finish.status_code)
+    return piece
+
+
+def _decode(data: bytes, kind: Any, path: str) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except DECODE_ERRORS as error:
+        raise SGLangError(f"{path} answered what cannot be read ({error}): {data[:200]!r}") from error
+
+
+def _said(content: bytes) -> str:
+    """The message in an error's body, in one of SGLang's three forms; else its beginning."""
+    try:
+        body = msgspec.json.decode(content)
+    except DECODE_ERRORS:
+        return content[:500].decode(errors="replace")
+    if isinstance(body, dict):
+        inner = body.get("error", body)
+        if isinstance(inner, dict):
+            return str(inner.get("message", inner))[:2000]
+        return str(inner)[:2000]
+    return str(body)[:500]

@@ -1,0 +1,488 @@
+"""The SGLang server behind a generation server: a process of ours (SGLangProcess), or one that somebody else runs (AttachedServer).
+
+    GenerationServer (our process) -- owns --> python -m sglang.launch_server -- its own --> scheduler of each rank, detokenizer
+
+SGLang runs with the interpreter of its own environment: its pins of torch and transformers never meet the trainer's. It listens
+on loopback, talks to us alone, and dies with us: the kernel kills it when the thread that started it ends (parent-death signal),
+and its children when it ends, as SGLang asks for that itself; what is left of its process group is killed with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from asyncrl.config import ConfigError, GenerationConfig
+from asyncrl.generation.checks import UNLIMITED, ModelLimits
+from asyncrl.generation.sglang_environment import SETUP_HINT
+from asyncrl.runtime.devices import usable_cores, visible_devices
+from asyncrl.runtime.ports import free_ports
+
+logger = logging.getLogger(__name__)
+
+IsReady = Callable[[str], Awaitable[bool]]
+
+LOOPBACK = "127.0.0.1"
+SPARE_POSITIONS = 8  # SGLang keeps some of the context length for itself: up to 6 of a prompt's, 2 of all
+
+_START_TRIES = 3  # somebody may take a port between its choice and its use
+_POLL_S = 0.1
+_TRACKER_LIMIT_S, _SWEEP_S = 2.0, 0.05
+_TMP_PREFIX = "asyncrl-sglang-"
+_SPAWN_LIMIT_S = 30.0
+_KILL_LIMIT_S = 10.0
+_GRACE_S = {
+    True: 7.0,
+    False: 0.5,
+}  # on a GPU SGLang gives its memory back itself; on a CPU there is nothing to give back
+_ALL_LINES = 1_000_000
+_SHOWN_CHARS = 60
+_TAIL_LINES, _TAIL_BYTES, _LINE_CHARS = 25, 1 << 16, 300  # SGLang prints all its arguments in one line
+
+# Runs before SGLang in its process: asks for SIGKILL at the parent's death, looks whether the parent has died already, becomes
+# SGLang. (A preexec_fn would run Python between fork and exec, which can hang where the parent has threads.)
+_EXEC_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent has died")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+# A process beside SGLang: kills its group when this process has ended, however that ends. SGLang's children ask for a death with
+# their parent, but only once they have imported what they need.
+_GUARD = """
+import os, signal, sys
+sys.stdin.read()
+os.killpg(int(sys.argv[1]), signal.SIGKILL)
+"""
+
+
+class ServerLink(Protocol):
+    """A SGLang server as the engine sees it."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def start(self, is_ready: IsReady, limit_s: float) -> None:
+        """Returns when `is_ready(url)` is true. Raises ConfigError saying what stood in the way."""
+
+    def progress(self) -> str:
+        """How far the start has come, for a status line."""
+
+    def how_it_ended(self) -> str | None:
+        """None while it lives, as far as can be known from here."""
+
+    def told(self) -> str:
+        """Where to look, for an error."""
+
+    async def wait_ended(self, limit_s: float) -> None:
+        """Returns when it has ended, at the latest after limit_s."""
+
+    async def close(self) -> None:
+        """What is ours is stopped, within a limit."""
+
+
+# ------------------------------------------------------------------------------------------------------ how it is started
+
+
+def own_server(config: GenerationConfig, model_path: str, *, tensor: int, seed: int, log: Path) -> SGLangProcess:
+    """A server for this model, to be started: on the GPUs that this process may use, without any on the CPU."""
+    python = str(Path(config.python or sys.executable).expanduser().absolute())
+    device = config.server_args.get("device")  # without it: what is there
+    on_gpu = device != "cpu" if device else bool(visible_devices())
+    max_length = ModelLimits.of(model_path).max_length
+    return SGLangProcess(
+        python=python,
+        arguments=lambda port: server_arguments(
+            config, model_path, port=port, tensor=tensor, seed=seed, max_length=max_length, on_gpu=on_gpu
+        ),
+        environment=lambda tmp: server_environment(os.environ, python=python, tmp=tmp, tensor=tensor, on_gpu=on_gpu),
+        log=log,
+        on_gpu=on_gpu,
+    )
+
+
+def server_arguments(
+    config: GenerationConfig,
+    model_path: str,
+    *,
+    port: int,
+    tensor: int,
+    seed: int,
+    max_length: int,
+    on_gpu: bool,
+) -> list[str]:
+    """The command line of sglang.launch_server. generation.server_args are added, and win: "" or "true" is a flag, "false" none.
+
+    Never loaded: the weights in model_path. What is served comes by an update, so that it has been verified.
+    """
+    arguments = {
+        "model-path": model_path,
+        "load-format": "dummy",
+        "host": LOOPBACK,
+        "port": str(port),
+        "tp-size": str(tensor),
+        "dtype": config.dtype,
+        "random-seed": str(seed),
+        "max-running-requests": str(config.max_running_requests),
+        "skip-tokenizer-init": "true",  # tokens in, tokens out: nothing is turned into text there
+        "skip-server-warmup": "true",
+        "incremental-streaming-output": "true",  # else each piece of a response repeats all before it
+        "log-level-http": "warning",
+    }
+    if max_length < UNLIMITED:
+        arguments["context-length"] = str(max_length + SPARE_POSITIONS)
+    if not on_gpu:
+        arguments |= {
+            "device": "cpu",
+            "attention-backend": "torch_native",
+            "max-total-tokens": str(config.num_blocks * config.page_size),
+            "mem-fraction-static": "0.1",
+            "grammar-backend": "none",
+            "disable-overlap-schedule": "true",
+            "sleep-on-idle": "true",  # an idle scheduler would keep a core busy
+        }
+    if config.interrupt == "in_place":
+        # Requests live through an update. With the overlap scheduler the first token after it is said to be of the new version,
+        # though the old weights made it; a prefix cache would keep keys of the old weights for later requests.
+        arguments |= {"disable-overlap-schedule": "true", "disable-radix-cache": "true"}
+    if not config.prefix_sharing:
+        arguments["disable-radix-cache"] = "true"
+    arguments |= {name.removeprefix("--"): value for name, value in config.server_args.items()}
+    command: list[str] = []
+    for name, value in arguments.items():
+        if value.lower() in {"", "true"}:
+            command.append(f"--{name}")
+        elif value.lower() != "false":
+            command += [f"--{name}", value]
+    return command
+
+
+def server_environment(base: Mapping[str, str], *, python: str, tmp: str, tensor: int, on_gpu: bool) -> dict[str, str]:
+    """The environment of SGLang's process: this one's, but for what belongs to another interpreter."""
+    foreign = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV"}
+    environment = {name: value for name, value in base.items() if name not in foreign}
+    environment |= {
+        "PATH": f"{Path(python).parent}{os.pathsep}{base.get('PATH', os.defpath)}",  # its environment's tools, such as ninja
+        "TMPDIR": tmp,  # its sockets; removed with it
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would generate a token, and take seconds while paused
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # SPARE_POSITIONS more than the model has; never used
+        "SGLANG_FORCE_SHUTDOWN": "1",  # told to stop, it does not wait for requests
+    }
+    environment.setdefault(
+        "PYTHONWARNINGS", "ignore"
+    )  # of its libraries, about hardware that is not there: they bury its log
+    if not on_gpu:
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        if tensor > 1:
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(usable_cores(), tensor))
+    return environment
+
+
+def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
+    """`0,1|2,3`: cores of each tensor-parallel rank, as SGLang wants them said. Fewer cores than ranks are shared in turn."""
+    if len(cores) < ranks:
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    size = len(cores) // ranks
+    return "|".join(",".join(map(str, cores[rank * size : (rank + 1) * size])) for rank in range(ranks))
+
+
+# ------------------------------------------------------------------------------------------------------------- our own
+
+
+class SGLangProcess:
+    """Starts one server, watches it and its children, and stops it. All methods are called on one event loop.
+
+    waits for: readiness, its end, each within a limit. unblocked by: the server, or its death, which a thread waits for.
+    """
+
+    def __init__(
+        self,
+        *,
+        python: str,
+        arguments: Callable[[int], list[str]],
+        environment: Callable[[str], dict[str, str]],
+        log: Path,
+        on_gpu: bool,
+    ) -> None:
+        """arguments: by the port; environment: by the folder for its temporary files."""
+        self._python = python
+        self._arguments, self._environment = arguments, environment
+        self._log = log
+        self._grace_s = _GRACE_S[on_gpu]
+        self._port = 0
+        self._tmp = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._children: list[psutil.Process] = []
+        self._ended = asyncio.Event()
+        self._exited = threading.Event()  # and nothing is left of it
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the running server, or of the last one."""
+        assert self._process is not None, "start() first"
+        return self._process.pid
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        """SGLang's own processes: schedulers and detokenizer. Known once it is ready."""
+        return list(self._children)
+
+    async def start(self, is_ready: IsReady, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers()
+        self._tmp = tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{os.getpid()}-")
+        for tries_left in reversed(range(_START_TRIES)):
+            began_at = self._log.stat().st_size if self._log.exists() else 0
+            (self._port,) = free_ports(LOOPBACK, 1)
+            self._spawn(asyncio.get_running_loop())
+            if await self._until_ready(is_ready, deadline):
+                self._children = [
+                    child for child in psutil.Process(self.pid).children(recursive=True) if _is_sglang(child)
+                ]
+                return
+            said = tail_of(self._log, began_at)
+            whole = tail_of(self._log, began_at, lines=_ALL_LINES).lower()
+            if self._ended.is_set() and "address already in use" in whole and tries_left:
+                await asyncio.to_thread(self._exited.wait, _KILL_LIMIT_S)
+                continue
+            ended = self.how_it_ended()
+            await self.close()
+            raise ConfigError(_did_not_start(ended, said, self._python, self._log, limit_s))
+
+    def progress(self) -> str:
+        """What it said last."""
+        said = [line for line in tail_of(self._log).splitlines() if line.startswith("[")]  # `[time] text`
+        return f" ({said[-1].partition('] ')[2][:_SHOWN_CHARS]})" if said else ""
+
+    def how_it_ended(self) -> str | None:
+        """Its own end comes first: its children die of it."""
+        if self._process is not None and (code := self._exit_code()) is not None:
+            return f"the SGLang server {_how(code)}"
+        for child in self._children:
+            with contextlib.suppress(psutil.Error):
+                if child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            return f"a process of the SGLang server (pid {child.pid}) has ended"
+        return None
+
+    def _exit_code(self) -> int | None:
+        """Minus the signal where one ended it. None while it runs. Reaps nothing: that is for the thread that owns it."""
+        assert self._process is not None
+        if self._exited.is_set():
+            return self._process.returncode
+        try:
+            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # reaped just now
+            self._exited.wait(_SPAWN_LIMIT_S)
+            return self._process.returncode
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    async def wait_ended(self, limit_s: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), limit_s)
+
+    def told(self) -> str:
+        """Where its log is and what it ends with, for an error."""
+        return f"its log, {self._log}, ends with\n{tail_of(self._log)}"
+
+    async def close(self) -> None:
+        """SIGTERM; after a moment SIGKILL. The thread that owns it sees to what it leaves."""
+        if self._process is not None and not self._exited.is_set():
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)  # one that is stopped could not end
+            await self.wait_ended(self._grace_s)
+            if not self._ended.is_set():
+                self._signal(signal.SIGKILL)
+            await asyncio.to_thread(self._exited.wait, _KILL_LIMIT_S)
+        if self._tmp:
+            shutil.rmtree(self._tmp, ignore_errors=True)
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self._process.pid, number)  # its number is its own: `own` reaps it last
+
+    def _spawn(self, loop: asyncio.AbstractEventLoop) -> None:
+        command = [self._python, "-m", "sglang.launch_server", *self._arguments(self._port)]
+        wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), *command]
+        environment = self._environment(self._tmp)
+        self._exited, self._ended, self._process, self._children = threading.Event(), asyncio.Event(), None, []
+        spawned, failure = threading.Event(), list[OSError]()
+
+        def own() -> None:
+            """Starts and reaps it: the parent-death signal fires when the thread that spawned ends, so this one stays."""
+            try:
+                with self._log.open("ab") as log:
+                    log.write(f"{time.strftime('[%Y-%m-%d %H:%M:%S]')} {' '.join(command)}\n".encode())
+                    log.flush()
+                    process = self._process = subprocess.Popen(
+                        wrapper,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        cwd=self._tmp,  # `python -m` looks for modules in the current folder first
+                        env=environment,
+                        start_new_session=True,  # a group of its own, to be killed as a whole
+                    )
+            except OSError as error:
+                failure.append(error)
+                spawned.set()
+                return
+            spawned.set()
+            guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._ended.set)
+            _end_group(process.pid)  # before its number is given back: afterwards it may be another's
+            guard.kill()
+            guard.communicate()
+            process.wait()
+            self._exited.set()
+
+        threading.Thread(target=own, name="sglang server", daemon=True).start()
+        if not spawned.wait(_SPAWN_LIMIT_S) or failure:
+            why = failure[0] if failure else f"not made within {_SPAWN_LIMIT_S:g} s"
+            raise ConfigError(f"generation.python={self._python!r}: its process could not be made: {why}")
+
+    async def _until_ready(self, is_ready: IsReady, deadline: float) -> bool:
+        """False if it has exited or the time is over."""
+        while time.monotonic() < deadline and not self._ended.is_set():
+            if await is_ready(self.url):
+                return True
+            await self.wait_ended(_POLL_S)
+        return False
+
+
+def _end_group(leader: int) -> None:
+    """Kill what is left of the group of a process that has ended. Python's resource trackers are left a moment to end by
+    themselves: they remove the shared memory that the others have left."""
+    deadline = time.monotonic() + _TRACKER_LIMIT_S
+    while time.monotonic() < deadline and (members := _members(leader)):
+        for process, is_tracker in members:
+            if not is_tracker:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        time.sleep(_SWEEP_S)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _members(group: int) -> list[tuple[psutil.Process, bool]]:
+    """Live processes of a group, and whether each is a resource tracker."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process, any("resource_tracker" in argument for argument in process.cmdline())))
+    return found
+
+
+def _remove_leftovers() -> None:
+    """Folders of servers whose owner was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_TMP_PREFIX}*-*"):
+        owner = folder.name.removeprefix(_TMP_PREFIX).partition("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_sglang(process: psutil.Process) -> bool:
+    """Those whose death is SGLang's: not the resource trackers of Python."""
+    with contextlib.suppress(psutil.Error):
+        return any(argument.startswith("sglang::") for argument in process.cmdline()[:1])
+    return False
+
+
+def _how(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"has ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by signal {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+def _did_not_start(ended: str | None, said: str, python: str, log: Path, limit_s: float) -> str:
+    what = ended or f"the SGLang server did not answer within {limit_s:g} s (generation.load_timeout_s)"
+    if "No module named 'sglang'" in said or "No module named sglang" in said:
+        return f"generation.python={python!r}: SGLang is not installed there; {SETUP_HINT}"
+    return f"{what} while it was starting ({python}); its log, {log}, ends with\n{said}"
+
+
+def tail_of(log: Path, start: int = 0, *, lines: int = _TAIL_LINES) -> str:
+    """The end of a log, of what stands behind byte `start`."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+            return "\n".join(line[:_LINE_CHARS] for line in text.splitlines()[-lines:])
+    except OSError as error:
+        return f"(the log cannot be read: {error})"
+
+
+# --------------------------------------------------------------------------------------------------- somebody else's
+
+
+class AttachedServer:
+    """A server that somebody else runs, at a URL. It is neither started nor stopped here."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    async def start(self, is_ready: IsReady, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not await is_ready(self._url):
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"generation.urls: no SGLang server answers at {self._url} within {limit_s:g} s (generation.load_timeout_s); "
+                    "start it there, or correct the URL"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def progress(self) -> str:
+        return ""
+
+    def how_it_ended(self) -> str | None:
+        return None
+
+    def told(self) -> str:
+        return f"it is somebody else's: see its log where {self._url} runs"
+
+    async def wait_ended(self, limit_s: float) -> None:
+        await asyncio.sleep(limit_s)
+
+    async def close(self) -> None:
+        return

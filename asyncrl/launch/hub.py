@@ -1,0 +1,139 @@
+"""Models by name: `model_path: Qwen/Qwen2.5-1.5B-Instruct` in place of a folder. Before a run starts, the name becomes a folder.
+
+Only the launcher asks the Hub, once and before there is any other process: `prepare` and `run` download what is missing, `check`
+looks into the cache and nowhere else. All that comes later (preflight, workers, SGLang) is given the folder. The revision may be
+pinned: `name@revision`. huggingface_hub's own variables hold (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN), and its own
+limits bound each wait for the network (HF_HUB_ETAG_TIMEOUT, HF_HUB_DOWNLOAD_TIMEOUT: 10 s without a byte).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.config import ConfigError, ExperimentConfig
+from asyncrl.launch.model_files import count_parameters
+from asyncrl.launch.redact import redact_urls
+
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_MODEL_FILES = ["*.safetensors", "*.safetensors.index.json"]
+_TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # config.json and generation_config.json are among them
+_ELSEWHERE = ["*/*"]  # folders hold other formats: original/, onnx/, gguf/
+
+
+def is_hub_name(path: str) -> bool:
+    """`owner/name` or `owner/name@revision`, and no folder here is called so."""
+    return _NAME.fullmatch(path) is not None and not Path(path).expanduser().exists()
+
+
+def with_local_models(
+    config: ExperimentConfig, *, download: bool, say: Callable[[str], None] = lambda text: None
+) -> ExperimentConfig:
+    """The config with the folders of the models that it names. Raises ConfigError with field, value and remedy.
+
+    download: fetch what the cache lacks, with a progress bar on stderr; say: is told what will be fetched and where to. Without,
+    nothing is written and the network is not touched.
+    """
+    folders = {}
+    for field, path, patterns in (
+        ("model_path", config.model_path, _MODEL_FILES + _TOKENIZER_FILES),
+        ("tokenizer_path", config.tokenizer_path, _TOKENIZER_FILES),
+    ):
+        if is_hub_name(path):
+            folders[field] = str(_snapshot(field, path, patterns, download=download, say=say))
+    return replace(config, **folders) if folders else config  # type: ignore[arg-type]  # both are strings
+
+
+def _snapshot(field: str, name: str, patterns: list[str], *, download: bool, say: Callable[[str], None]) -> Path:
+    """The folder of a name in the Hub's cache. One that is there and whole is taken as it is, without a question to the Hub."""
+    try:
+        from huggingface_hub import constants, snapshot_download
+    except ImportError as error:  # transformers brings it
+        raise ConfigError(f"{field}={name!r}: {error}; pip install huggingface_hub, or give a folder") from error
+    parsed = _NAME.fullmatch(name)
+    assert parsed is not None
+
+    def fetch(*, local_files_only: bool) -> Path:
+        folder = snapshot_download(
+            parsed["repo"],
+            revision=parsed["revision"],
+            allow_patterns=patterns,
+            ignore_patterns=_ELSEWHERE,
+            local_files_only=local_files_only,
+        )
+        _check_whole(folder, with_weights=field == "model_path")
+        return Path(folder)
+
+    cache = constants.HF_HUB_CACHE
+    try:
+        return fetch(local_files_only=True)
+    except (OSError, ValueError) as error:
+        lacking = _lacking(error, cache)
+    here = f"there is no folder of that name, and {lacking}"
+    if not download:
+        raise ConfigError(
+            f"{field}={name!r}: {here}; `asyncrl-launch prepare CONFIG` downloads it (`run` does too), or give the folder of a "
+            f"model that is here: {field}=/path/to/model"
+        )
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"{field}={name!r}: {here}, and HF_HUB_OFFLINE forbids to download it; unset HF_HUB_OFFLINE, copy the cache of a "
+            f"machine that has the model and set HF_HOME, or give a folder: {field}=/path/to/model"
+        )
+    say(f"{name}: {lacking}; downloading it from {redact_urls(constants.ENDPOINT)} to {cache}")
+    hub_logger = logging.getLogger("huggingface_hub")
+    level = hub_logger.level
+    hub_logger.setLevel(logging.ERROR)  # its advice (a token, a faster client) would stand between the progress bars
+    try:
+        return fetch(local_files_only=False)
+    except Exception as error:  # of the client that huggingface_hub happens to use, too
+        raise ConfigError(f"{field}={name!r}: {here}, and {_why_not(error, parsed['repo'], field)}") from error
+    finally:
+        hub_logger.setLevel(level)
+
+
+def _check_whole(folder: str, *, with_weights: bool) -> None:
+    """An interrupted download leaves a folder with some of its files. Raises ValueError."""
+    if with_weights and not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json")
+    if with_weights:
+        count_parameters(folder)  # ConfigError is a ValueError
+
+
+def _lacking(error: Exception, cache: str) -> str:
+    """What the cache does not have."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError) and type(error) is LocalEntryNotFoundError:
+        return f"the Hub's cache ({cache}) has no model of that name"
+    return f"the Hub's cache ({cache}) has a part of it only: {_first_line(error)}"
+
+
+def _why_not(error: Exception, repo: str, field: str) -> str:
+    """Why a download failed, and the remedy."""
+    from huggingface_hub import constants, errors
+
+    endpoint = redact_urls(constants.ENDPOINT)
+    folder = f"or give a folder: {field}=/path/to/model"
+    if isinstance(error, errors.GatedRepoError):
+        return f"its licence must be accepted on the Hub first: {endpoint}/{repo}; then `hf auth login`, {folder}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the Hub has no such revision of it; name@revision takes a branch, a tag or a commit, {folder}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"the Hub has no model of that name (or a private one: `hf auth login`); is it spelt rightly? {folder}"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        cause = error.__cause__ or error
+        return (
+            f"the Hub cannot be reached: {_first_line(cause)}; check network and proxy "
+            f"(https_proxy, HF_ENDPOINT for a mirror), {folder}"
+        )
+    if isinstance(error, ConfigError):
+        return f"what the Hub has of it is no model with safetensors: {error}; {folder}"
+    return f"it could not be downloaded: {_first_line(error)}; start again to go on, {folder}"
+
+
+def _first_line(error: BaseException) -> str:
+    return redact_urls((str(error).splitlines() or [""])[0]) or repr(error)

@@ -1,0 +1,247 @@
+"""Generation servers that join and leave a run (`asyncrl-launch scale`), from the launcher's side.
+
+The wish, a number, comes through name resolve. Servers below it that are missing are started; those at it and above leave: the
+gserver manager gives them nothing more, and tells when one has nothing left to do; then it is stopped. The newest wish counts. A
+server that was not told to stop yet stays if it is wanted again; of one that was, the end is waited for before the name is
+started anew. What ends here ends no run: a server that leaves is gone however it ends, one that cannot come up is given up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import msgspec
+
+from asyncrl.config import ExperimentConfig
+from asyncrl.launch.children import Child, short_end
+from asyncrl.launch.name_service import NameService
+from asyncrl.launch.program import ProcessSpec, can_scale
+from asyncrl.messages import DECODE_ERRORS, ScaleWish, Wait, WorkerStatus
+from asyncrl.runtime.name_resolve import Lease, WatchEvent
+from asyncrl.topology import Allocation
+
+KIND = "generation_server"
+_LEASE_RETRY_S = 1.0
+
+
+@dataclass
+class _Leaving:
+    child: Child
+    since: float
+    asked: float | None = None  # when it was asked to stop
+
+
+@dataclass
+class _Coming:
+    """A server that has no process yet: its lease is granted on a thread."""
+
+    index: int
+    due: float
+    lease: Future[Lease]
+
+
+class Scaling:
+    """consumes: the wish, who has drained, the children. produces: children that join; asks others to stop.
+
+    waits for: nothing; `turn` is called every turn of the launcher. A drain ends by the manager's word, or after drain_limit_s.
+    """
+
+    def __init__(
+        self,
+        allocated: int,
+        *,
+        spec_of: Callable[[int], ProcessSpec],
+        start: Callable[[ProcessSpec, Lease], Child],
+        grant_lease_soon: Callable[[], Future[Lease]],
+        revoke: Callable[[Lease], None],
+        notice: Callable[[str], None],
+        drain_limit_s: float,
+        stop_limit_s: float,
+    ) -> None:
+        """allocated: how many servers the run has without a wish."""
+        self.wanted = allocated
+        self._spec_of, self._start, self._grant_lease_soon, self._revoke = spec_of, start, grant_lease_soon, revoke
+        self._notice = notice
+        self._drain_limit_s, self._stop_limit_s = drain_limit_s, stop_limit_s
+        self._lock = threading.Lock()
+        self._newest: ScaleWish | None = None  # what was observed
+        self._drained: dict[int, str] = {}  # likewise: the wish under which a server has drained
+        self._wish = ""
+        self._coming: dict[str, _Coming] = {}
+        self._leaving: dict[str, _Leaving] = {}
+        self._joined: set[str] = set()  # started by a wish, and not there yet
+        self._given_up: set[str] = set()  # under this wish
+
+    # --------------------------------------------------------------------------------- called by threads of name resolve
+
+    def observe_wish(self, event: WatchEvent) -> None:
+        if event.kind == "put":
+            try:
+                wish = msgspec.json.decode(event.value, type=ScaleWish)
+            except DECODE_ERRORS as error:
+                self._notice(f"a wish for generation servers was ignored: {error}")
+                return
+            with self._lock:
+                self._newest = wish
+
+    def observe_drained(self, event: WatchEvent) -> None:
+        index = int(event.key.rpartition("/")[2])
+        with self._lock:
+            self._drained.pop(index, None)
+            if event.kind == "put":
+                self._drained[index] = event.value
+
+    # ------------------------------------------------------------------------------------------- called by the launcher
+
+    def outlives(self, child: Child) -> bool:
+        """Whether the run goes on without this child, and without another in its place."""
+        return child.name in self._leaving or child.name in self._joined
+
+    def wants(self, name: str) -> bool:
+        """Whether a server of this name belongs to the run."""
+        return int(name.rpartition("/")[2]) < self.wanted
+
+    def turn(self, children: Sequence[Child], elsewhere: Collection[str]) -> tuple[list[Child], list[Child]]:
+        """Bring the servers nearer to the wish: those that were started now, and those that have ended and are no matter any
+        more. elsewhere: names of servers that others start."""
+        now = time.monotonic()
+        self._take_wish()
+        servers = {child.name: child for child in children if child.spec.kind == KIND}
+        self._joined -= {child.name for child in servers.values() if child.was_running}
+        gone = self._give_up(servers.values())
+        gone += self._see_off([child for child in servers.values() if child not in gone], now)
+        held = (servers.keys() - {child.name for child in gone}) | self._given_up | set(elsewhere)
+        return self._bring(held, now), gone
+
+    def shown(self, child: Child, status: WorkerStatus) -> WorkerStatus:
+        """Its status, and if it leaves, what for it waits."""
+        leaving = self._leaving.get(child.name)
+        if leaving is None:
+            return status
+        now = time.monotonic()
+        wait = Wait(
+            what="its last groups (it leaves the run)", on="rollout workers", since_s=now - leaving.since,
+            limit_s=self._drain_limit_s,
+        )  # fmt: skip
+        if leaving.asked is not None:
+            wait = Wait(
+                what="its end (it leaves the run)",
+                on=child.name,
+                since_s=now - leaving.asked,
+                limit_s=self._stop_limit_s,
+            )
+        return msgspec.structs.replace(status, waits=[*status.waits, wait])
+
+    def _take_wish(self) -> None:
+        with self._lock:
+            wish = self._newest
+        if wish is None or wish.wish == self._wish:
+            return
+        self._notice(f"generation servers: {self.wanted} -> {wish.generation}")
+        self.wanted, self._wish = wish.generation, wish.wish
+        self._given_up.clear()
+
+    def _give_up(self, servers: Collection[Child]) -> list[Child]:
+        """Those that have joined and ended before they could serve. A new wish would try again."""
+        failed = [child for child in servers if self.outlives(child) and child.name not in self._leaving]
+        ended = [child for child in failed if child.returncode is not None]
+        for child in ended:
+            self._joined.discard(child.name)
+            self._given_up.add(child.name)
+            self._notice(
+                f"{child.name} could not join the run, which goes on without it: it {short_end(child)}; see {child.log}"
+            )
+        for child in failed:
+            if child.failure_time is not None and time.time() - child.failure_time > self._stop_limit_s:
+                child.kill()  # it has said that it failed, and does not end
+        return ended
+
+    def _see_off(self, servers: Sequence[Child], now: float) -> list[Child]:
+        """Those that leave, one step further; those that have left."""
+        for child in servers:
+            if child.spec.config.worker.index >= self.wanted:
+                self._leaving.setdefault(child.name, _Leaving(child, now))
+            elif child.name in self._leaving and self._leaving[child.name].asked is None:
+                del self._leaving[child.name]
+        gone: list[Child] = []
+        for name, leaving in list(self._leaving.items()):
+            child = leaving.child
+            if child.returncode is not None:
+                del self._leaving[name]
+                self._joined.discard(name)
+                gone.append(child)
+                self._notice(f"{name} has left the run" + (f": it {short_end(child)}" if child.returncode else ""))
+            elif leaving.asked is None:
+                if self._may_stop(leaving, now):
+                    child.ask_to_stop()
+                    leaving.asked = now
+            elif now - leaving.asked > self._stop_limit_s:
+                child.kill()
+        return gone
+
+    def _may_stop(self, leaving: _Leaving, now: float) -> bool:
+        child = leaving.child
+        if child.process is None:
+            return False  # it is being forked
+        if not child.was_running:
+            return True  # nobody knows of it yet
+        with self._lock:
+            drained = self._drained.get(child.spec.config.worker.index) == self._wish
+        if not drained and now - leaving.since > self._drain_limit_s:
+            self._notice(f"{child.name} has not drained within {self._drain_limit_s:g} s, and is stopped")
+            return True
+        return drained
+
+    def _bring(self, held: Collection[str], now: float) -> list[Child]:
+        for index in range(self.wanted):
+            name = f"{KIND}/{index}"
+            if name not in held and name not in self._coming:
+                self._coming[name] = _Coming(index, now, self._grant_lease_soon())
+        started: list[Child] = []
+        for name, coming in list(self._coming.items()):
+            if not coming.lease.done() or now < coming.due:
+                continue
+            if error := coming.lease.exception():
+                if coming.index >= self.wanted:
+                    del self._coming[name]
+                    continue
+                self._notice(f"{name} cannot be started yet: {error}")
+                coming.due, coming.lease = now + _LEASE_RETRY_S, self._grant_lease_soon()
+                continue
+            del self._coming[name]
+            if coming.index >= self.wanted:
+                self._revoke(coming.lease.result())
+                continue
+            started.append(self._start(self._spec_of(coming.index), coming.lease.result()))
+            self._joined.add(name)
+        return started
+
+
+def make_scaling(
+    config: ExperimentConfig,
+    *,
+    spec_of: Callable[[int], ProcessSpec],
+    start: Callable[[ProcessSpec, Lease], Child],
+    service: NameService,
+    notice: Callable[[str], None],
+) -> Scaling | None:
+    """The scaling of a run, which watches name resolve from now on; None where it starts no servers."""
+    if not can_scale(config):
+        return None
+    scaling = Scaling(
+        Allocation.parse(config.allocation).num_servers,
+        spec_of=spec_of,
+        start=start,
+        grant_lease_soon=service.grant_lease_soon,
+        revoke=service.revoke,
+        notice=notice,
+        # the manager moves at drain_timeout_s what still runs; its workers hear of it within a lease, or lose it
+        drain_limit_s=config.manager.drain_timeout_s + config.manager.lease_s,
+        stop_limit_s=2 * config.runtime.stop_timeout_s,  # there is no hurry, and it has that limit for its own closing
+    )
+    service.watch_scaling(scaling.observe_wish, scaling.observe_drained)
+    return scaling

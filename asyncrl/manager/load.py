@@ -1,0 +1,98 @@
+"""How loaded generation servers are, as they say themselves: for routing by tokens, and to see that a leaving one is idle.
+
+consumes: the servers' answers to /v1/loads (SGLang's route, which every engine's server has).
+produces: `load_told` in the ServerTable; `on_told` after each answer of a server that leaves.
+waits for: each server by itself, within a limit; none waits for another. unblocked by: its answer.
+
+Whether a server is well is not judged here: that is what probes are for (fleet.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+
+from asyncrl.manager.routing import Server, ServerState, ServerTable
+from asyncrl.messages import LoadsReply
+
+_SHORTEST_INTERVAL_S = 0.2
+_MOST_A_SECOND = 100  # questions to all servers together
+_DECODER = msgspec.json.Decoder(LoadsReply)
+
+
+def interval_s(num_servers: int, heartbeat_s: float) -> float:
+    """How often each server is asked: often enough that routing sees groups end, rarely enough to cost nothing."""
+    return min(heartbeat_s, max(_SHORTEST_INTERVAL_S, num_servers / _MOST_A_SECOND))
+
+
+class LoadPoller:
+    """Asks those whose load matters: with routing by tokens all that serve, and always those that leave."""
+
+    def __init__(
+        self,
+        table: ServerTable,
+        *,
+        heartbeat_s: float,
+        limit_s: float,
+        on_told: Callable[[], None],
+        logger: logging.Logger,
+    ) -> None:
+        self._table = table
+        self._heartbeat_s = heartbeat_s
+        self._limit_s = limit_s
+        self._on_told = on_told
+        self._logger = logger
+        self._asked: dict[str, asyncio.Task[None]] = {}  # one question a server at a time
+        self._said: set[str] = set()
+
+    async def run(self) -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            try:
+                while True:
+                    servers = [server for server in self._table.servers.values() if self._matters(server)]
+                    for server in servers:
+                        if server.name not in self._asked:
+                            self._ask_soon(session, server)
+                    await asyncio.sleep(interval_s(len(servers), self._heartbeat_s))
+            finally:
+                tasks = list(self._asked.values())
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _matters(self, server: Server) -> bool:
+        if server.state is ServerState.DRAINING:
+            return True
+        return self._table.policy == "least_token_usage" and server.state is ServerState.HEALTHY
+
+    def _ask_soon(self, session: aiohttp.ClientSession, server: Server) -> None:
+        task = asyncio.get_running_loop().create_task(self._ask(session, server), name=f"load of {server.name}")
+        self._asked[server.name] = task
+        task.add_done_callback(lambda _: self._asked.pop(server.name, None))
+
+    async def _ask(self, session: aiohttp.ClientSession, server: Server) -> None:
+        life, promised = server.life, server.promised_tokens
+        try:
+            timeout = aiohttp.ClientTimeout(total=self._limit_s)
+            async with session.get(f"{server.url}/v1/loads?include=core", timeout=timeout) as response:
+                response.raise_for_status()
+                loads = _DECODER.decode(await response.read()).loads
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
+            if server.life == life and server.state is ServerState.HEALTHY and server.name not in self._said:
+                self._said.add(server.name)
+                self._logger.warning(
+                    "%s does not say how loaded it is (%r): its groups are all that is counted", server.name, error
+                )
+            return
+        if server.life != life:
+            return
+        self._said.discard(server.name)
+        used = sum(load.num_total_tokens for load in loads)
+        requests = sum(load.num_running_reqs + load.num_waiting_reqs for load in loads)
+        self._table.load_told(server.name, used, requests, promised)
+        if server.state is ServerState.DRAINING:
+            self._on_told()

@@ -1,0 +1,224 @@
+"""ChatAgent: an agent written for an OpenAI client. It asks the policy over HTTP (openai_api.py), and gives a reward.
+
+    class Solver(ChatAgent):
+        async def chat(self, session, prompt):
+            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+            reply = await client.chat.completions.create(model="policy", messages=prompt.row["messages"])
+            return float(reply.choices[0].message.content == prompt.answer)
+
+Each member of a group has a session of its own; they talk at the same time. What is trained is what the policy said in a session,
+token by token as it was sampled: one sequence, that of the last answer (or the longest), with whatever the agent put in between
+masked out. Agents that must see the queues instead are in agent.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from asyncrl.config import SamplingConfig
+from asyncrl.data.prompts import Prompt
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.rollout.chat_template import ChatTemplate
+from asyncrl.rollout.client import gather_or_cancel
+from asyncrl.rollout.env import Env
+from asyncrl.rollout.openai_api import ChatEndpoint
+from asyncrl.rollout.openai_request import IGNORABLE
+from asyncrl.rollout.openai_session import Policy, Session, SessionLimits, Trained
+from asyncrl.rollout.openai_turns import Turn
+from asyncrl.rollout.outcome import RolloutRejected
+from asyncrl.rollout.reward import Completion, start_thread
+from asyncrl.rollout.tool_calls import TAG, Said, parse_tool_calls
+from asyncrl.rollout.trajectory import Episode, build_sample
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+_MAX_THREADS = 64  # of plain `chat` functions at the same time, a task of a worker
+_MAX_ABANDONED = 32  # threads that outlived their rollout; past it nothing more is started
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChatSession:
+    """What `chat` gets: where its client finds the policy, and what else belongs to this member of the group."""
+
+    base_url: str  # holds the session's id: any API key will do with it
+    api_key: str  # the session's id: with it any of the worker's base URLs will do
+    member: int  # of the group
+    env: Env  # its own fork, reset: tools may live there
+    sampling: SamplingConfig  # what requests are answered with
+    endpoint: ChatEndpoint
+
+    def client(self) -> AsyncOpenAI:
+        """openai's client for this session. For an `async def chat`; all share their connections.
+
+        A client of one's own costs tens of milliseconds of CPU to make.
+        """
+        return self.endpoint.client(self.api_key)
+
+
+class ChatAgent(ABC):
+    """Subclasses write `chat`. They take tokenizer, sampling and group_size, and the task's agent_args, by keyword."""
+
+    tool_call_tag = TAG  # what a tool call begins with: streams hold text back from there
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        sampling: SamplingConfig,
+        group_size: int,
+        trained: Trained = "last",  # of a session with several sequences: that of the last answer, or the longest
+        ignore: Sequence[str] = (),  # fields of requests that are dropped unread, e.g. [temperature, seed]
+        chat_template_args: Mapping[str, Any] | None = None,  # e.g. {enable_thinking: false}
+        max_requests: int = 64,  # a session
+        max_sequences: int = 16,  # a session: conversations that do not continue each other, and branches
+        max_tokens: int = 0,  # prompt and answer of a request; 0: as many as the generation server takes
+    ) -> None:
+        if trained not in ("last", "longest"):
+            raise ValueError(f"trained is {trained!r}; it must be last or longest")
+        if unknown := sorted(set(ignore) - IGNORABLE):
+            raise ValueError(f"ignore has {unknown}; known are {', '.join(sorted(IGNORABLE))}")
+        if max_requests < 1 or max_sequences < 1 or max_tokens < 0:
+            raise ValueError(
+                f"max_requests={max_requests} and max_sequences={max_sequences} must be at least 1, max_tokens={max_tokens} not "
+                "negative"
+            )
+        self.tokenizer = tokenizer
+        self.sampling = sampling
+        self.group_size = group_size  # sessions a prompt; 1 in evaluations
+        self.template = ChatTemplate(tokenizer, chat_template_args or {})
+        self.trained = trained
+        self._ignore = frozenset(ignore)
+        self._limits = SessionLimits(max_requests, max_sequences, max_tokens)
+        self._threads = _Threads()
+        self._told_left_out = False
+
+    @abstractmethod
+    def chat(self, session: ChatSession, prompt: Prompt) -> Awaitable[float | None] | float | None:
+        """One conversation (or several), by `async def` or, run in a thread, by `def`. Gives the reward.
+
+        None: the task's env judges the last trained answer. What it raises rejects the prompt as `agent_error`. A blocking
+        client belongs into a `def`: in an `async def` it would wait for the event loop that it holds up.
+        """
+
+    def parse_tool_calls(self, text: str) -> Said:
+        """Content and tool calls of an answer to a request with tools. Override (with tool_call_tag) for another format."""
+        return parse_tool_calls(text)
+
+    async def collect_sessions(
+        self, prompt: Prompt, env: Env, endpoint: ChatEndpoint, policy: Policy
+    ) -> list[SequenceSample]:
+        """The trajectory of one prompt. The first member that fails ends the others."""
+        members = [self._play(prompt, env.fork(), endpoint, policy, member) for member in range(self.group_size)]
+        return [build_sample(prompt.prompt_id, await gather_or_cancel(members))]
+
+    async def _play(self, prompt: Prompt, env: Env, endpoint: ChatEndpoint, policy: Policy, member: int) -> Episode:
+        """One member, from its session's begin to its end."""
+        session = Session(
+            policy,
+            self.template,
+            sampling=self.sampling,
+            ignore=self._ignore,
+            limits=self._limits,
+            counts=endpoint.counts,
+            tokenizer=self.tokenizer,
+            parse=self.parse_tool_calls,
+            tool_call_tag=self.tool_call_tag,
+        )
+        session_id = endpoint.open(session)
+        try:
+            await env.reset()
+            seen = ChatSession(endpoint.base_url(session_id), session_id, member, env, self.sampling, endpoint)
+            value = await self._converse(session, seen, prompt)
+            turn = session.trained_turn(self.trained)
+            if value is None:
+                assert turn.response is not None
+                _, value, *_ = await env.step(Completion(turn.text, turn.response.finished))
+        finally:
+            await endpoint.end(session_id)
+            await env.close()
+        self._count(session, turn)
+        episode = turn.episode()
+        episode.reward = _finite(value)
+        return episode
+
+    async def _converse(self, session: Session, seen: ChatSession, prompt: Prompt) -> Any:
+        """Run `chat`. What ends the rollout inside a request ends it here, even if `chat` makes nothing of the error."""
+        in_thread = not inspect.iscoroutinefunction(self.chat)
+        async with self._threads.room if in_thread else contextlib.nullcontext():
+            talking = self._start(seen, prompt, in_thread)
+            try:
+                await asyncio.wait({talking, session.failed}, return_when=asyncio.FIRST_COMPLETED)
+                if session.failed.done():
+                    session.failed.result()
+                if talking.cancelled():  # by itself: not the same as a rollout that is taken back
+                    raise RuntimeError("chat has cancelled itself")
+                return talking.result()
+            finally:
+                if not talking.done():
+                    talking.cancel()
+                    await asyncio.wait({talking})
+                elif not talking.cancelled():
+                    talking.exception()  # retrieved: what matters of it has been raised
+
+    def _start(self, seen: ChatSession, prompt: Prompt, in_thread: bool) -> asyncio.Future[Any]:
+        if in_thread:
+            return self._threads.start(lambda: self.chat(seen, prompt), f"chat {prompt.prompt_id}")
+
+        async def guarded() -> Any:
+            try:
+                return await cast("Awaitable[Any]", self.chat(seen, prompt))
+            except SystemExit as error:  # it would end the worker
+                raise RuntimeError(f"SystemExit: {error}") from error
+
+        return asyncio.ensure_future(guarded())
+
+    def _count(self, session: Session, turn: Turn) -> None:
+        left_out = session.count_trained(turn)
+        if left_out and not self._told_left_out:
+            self._told_left_out = True
+            _LOGGER.warning(
+                "a session has %d sequences, of which the %s is trained; %d sampled tokens of the others are not (told "
+                "once; agent_args.trained chooses)",
+                session.num_sequences,
+                "one answered last" if self.trained == "last" else "longest",
+                left_out,
+            )
+
+
+class _Threads:
+    """Threads of plain `chat` functions: how many at a time, and how many are left behind."""
+
+    def __init__(self) -> None:
+        self.room = asyncio.Semaphore(
+            _MAX_THREADS
+        )  # held while a conversation runs: a wait bounded by the rollouts ahead
+        self._started: list[threading.Thread] = []
+
+    def start(self, run: Callable[[], Any], name: str) -> asyncio.Future[Any]:
+        self._started = [thread for thread in self._started if thread.is_alive()]
+        if len(self._started) >= _MAX_THREADS + _MAX_ABANDONED:
+            raise RolloutRejected("agent_hangs", f"{len(self._started)} threads of `chat` have not ended")
+        thread, future = start_thread(run, name)
+        self._started.append(thread)
+        return future
+
+
+def _finite(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RolloutRejected("reward_not_finite", f"chat returned {value!r}; it must be a finite number, or None")
+    return number

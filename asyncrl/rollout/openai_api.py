@@ -1,0 +1,327 @@
+"""ChatEndpoint: the OpenAI API of a rollout worker, so that any agent written for an OpenAI client can be trained.
+
+    POST /v1/chat/completions   streaming too; GET /v1/models
+
+A session is named by the API key (Authorization: Bearer <session id>) or in the URL (/session/<session id>/v1/...). Its id cannot
+be guessed, and lives as long as one group member's rollout: openai_session.py keeps what is sampled under it. The endpoint runs in
+the rollout worker because ticket, route, partial rollouts and the trajectory are there: nothing exact has to be carried back.
+
+Errors have the form of the OpenAI API, and tell its client not to try again: what can be tried again is, behind this endpoint. A
+client that goes away cancels its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from asyncrl.rollout.loop_watch import LoopWatch
+from asyncrl.rollout.openai_request import ChatRequest, RequestError, parse_chat_request
+from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, closed_error, message_of
+from asyncrl.rollout.outcome import RolloutEnded, RolloutRejected
+from asyncrl.rollout.tool_calls import held_back
+from asyncrl.rollout.trajectory import Response
+from asyncrl.runtime.worker import StatusBoard
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+MAX_BODY_BYTES = 8 << 20
+MODEL = "policy"  # what /v1/models lists; any name is taken
+_NO_RETRY = {"x-should-retry": "false"}  # openai's client asks again after 409, 429 and 5xx unless it is told not to
+_CHAT = "/v1/chat/completions"
+_BLOCKED = " (a blocking client in an `async def chat` waits for itself: write `def chat`, which runs in a thread)"
+
+
+class ChatEndpoint:
+    """The server and its open sessions."""
+
+    def __init__(self, *, board: StatusBoard, logger: logging.Logger) -> None:
+        self._board, self._logger = board, logger
+        self._sessions: dict[str, Session] = {}  # bounded by the rollouts and their groups
+        self._runner: web.AppRunner | None = None
+        self._client: AsyncOpenAI | None = None
+        self._watch = LoopWatch(logger, hint=_BLOCKED)
+        self.url = ""
+        self.counts = SessionCounts()
+
+    async def start(self, host: str, port: int = 0) -> None:
+        """Bind and serve."""
+        # An agent's first request would import this on the event loop, which takes a second.
+        if "openai" in sys.modules:
+            await asyncio.to_thread(importlib.import_module, "openai.resources.chat.completions")
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors_to_replies])
+        for prefix in ("", "/session/{session}"):
+            app.router.add_post(prefix + _CHAT, self._chat)
+            app.router.add_get(prefix + "/v1/models", self._models)
+            app.router.add_get(prefix + "/v1/models/{model:.+}", self._model)
+        # handler_cancellation: a client that goes away cancels its handler, and with it the generation.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port, backlog=1024).start()
+        bound = self._runner.addresses[0][1]
+        self.url = f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
+        self._watch.start()
+        quiet = logging.getLogger("httpx")  # of openai's client: it would log a line a request
+        if quiet.level == logging.NOTSET:
+            quiet.setLevel(logging.WARNING)
+
+    async def close(self) -> None:
+        self._watch.close()
+        if self.counts.requests:
+            self._logger.info("chat sessions: %s", self.counts)
+        if self._client is not None:
+            await self._client.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open(self, session: Session) -> str:
+        """Serve a session; gives its id."""
+        session_id = secrets.token_urlsafe(24)
+        self._sessions[session_id] = session
+        self._board.set_queue("chat sessions", len(self._sessions))
+        return session_id
+
+    async def end(self, session_id: str) -> None:
+        """From now on the session is unknown, and what it still asks for is cancelled."""
+        session = self._sessions.pop(session_id)
+        self._board.set_queue("chat sessions", len(self._sessions))
+        await session.close()
+
+    def base_url(self, session_id: str) -> str:
+        """For a client that asks for one session only."""
+        return f"{self.url}/session/{session_id}/v1"
+
+    def client(self, session_id: str) -> AsyncOpenAI:
+        """openai's client for a session. It shares its connections with all others of this endpoint."""
+        if self._client is None:
+            self._client = _shared_client(f"{self.url}/v1")
+        return self._client.with_options(api_key=session_id)
+
+    # ------------------------------------------------------------------------------------------------------------- handlers
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        session = self._session_of(http)
+        try:
+            request = await self._parsed(http, session)
+            if request.stream:
+                return await _Stream(http, session, request, self._refusal_of).serve()
+            answer = await session.answer(request)
+            return _json(_completion(request, session, answer))
+        except (RequestError, ConnectionError):
+            raise
+        except Exception as error:
+            raise self._refusal_of(error, session) from None
+
+    async def _parsed(self, http: web.Request, session: Session) -> ChatRequest:
+        try:
+            return parse_chat_request(await http.read(), session.rules)
+        except RequestError as error:
+            raise session.refused(error) from None
+        except web.HTTPRequestEntityTooLarge:
+            raise session.refused(RequestError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)) from None
+
+    def _refusal_of(self, error: Exception, session: Session) -> RequestError:
+        """What a client is told. An error of ours, or of a user's parse_tool_calls, ends the rollout: it would go wrong unseen."""
+        if isinstance(error, RequestError):
+            return error
+        if isinstance(error, RolloutEnded):
+            return RequestError(f"the rollout is over: {error}", status=410, code=error.reason, kind="rollout_ended")
+        self._logger.error("a chat completion failed", exc_info=error)
+        session.fail(RolloutRejected("endpoint_error", f"a chat completion failed: {error!r}"))
+        return RequestError(f"the endpoint failed: {error!r}", status=500)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [_model(MODEL)]})
+
+    async def _model(self, http: web.Request) -> web.Response:
+        return _json(_model(http.match_info["model"]))
+
+    def _session_of(self, http: web.Request) -> Session:
+        session_id = http.match_info.get("session", "")
+        if not session_id:
+            scheme, _, session_id = http.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not session_id:
+                raise RequestError(
+                    "no session: its id goes into the URL, or is the API key", status=401, code="invalid_api_key"
+                )
+        session = self._sessions.get(session_id.strip())
+        if session is None:
+            raise closed_error()
+        return session
+
+    @web.middleware
+    async def _errors_to_replies(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            reply: web.StreamResponse = await handler(request)
+            return reply
+        except RequestError as error:
+            refusal = error
+        except web.HTTPException as error:  # no such path, not this method
+            refusal = RequestError(f"{error.status} {error.reason}; {_CHAT} is served", status=error.status)
+        return _json(refusal.body, status=refusal.status, headers=_NO_RETRY)
+
+
+class _Stream:
+    """One answer as server-sent events: what is new in the text after each piece, tool calls and the rest at the end."""
+
+    def __init__(
+        self,
+        http: web.Request,
+        session: Session,
+        request: ChatRequest,
+        refusal_of: Callable[[Exception, Session], RequestError],
+    ) -> None:
+        self._http, self._session, self._request = http, session, request
+        self._refusal_of = refusal_of
+        self._markers = request.stops + ((session.tool_call_tag,) if request.parse_tools else ())
+        self._sent_text = self._sent_tokens = 0
+        self._head = _head(request, "chat.completion.chunk")
+        self._reply: web.StreamResponse | None = None
+        self._so_far: Response | None = None
+        self._news = asyncio.Event()
+
+    async def serve(self) -> web.StreamResponse:
+        """Waits for pieces, and for the client to read: pieces that come meanwhile are sent together."""
+        answering = asyncio.ensure_future(self._session.answer(self._request, self._on_piece))
+        answering.add_done_callback(lambda _: self._news.set())
+        try:
+            while not answering.done():
+                await self._news.wait()
+                self._news.clear()
+                if self._so_far is not None and not answering.done():
+                    await self._send_piece(self._so_far)
+            await self._send_end(await answering)
+        except Exception as error:
+            if self._reply is None or isinstance(error, ConnectionError):
+                raise
+            await self._send(self._refusal_of(error, self._session).body)
+        finally:
+            answering.cancel()
+            await asyncio.wait({answering})
+            if not answering.cancelled():
+                answering.exception()  # retrieved: what matters of it has been told
+        assert self._reply is not None
+        await self._reply.write_eof()
+        return self._reply
+
+    def _on_piece(self, response: Response) -> None:
+        self._so_far = response
+        self._news.set()
+
+    async def _send_piece(self, response: Response) -> None:
+        """The last token may be the one that ends the answer, and the last character half of one."""
+        token_ids = response.output_ids[:-1]
+        text = self._session.decode(token_ids).rstrip("\ufffd")
+        await self._send_text(text[: held_back(text, self._markers)], response, len(token_ids))
+
+    async def _send_text(self, text: str, response: Response, num_tokens: int) -> None:
+        new, start = text[self._sent_text :], self._sent_tokens
+        logprobs = None
+        if self._request.logprobs and num_tokens > start:
+            logprobs = _logprobs(self._session, response, start, num_tokens)
+        if new or logprobs:
+            await self._send_delta({"content": new}, logprobs=logprobs)
+            self._sent_text += len(new)
+            self._sent_tokens = num_tokens
+
+    async def _send_end(self, answer: Answer) -> None:
+        await self._send_text(answer.said.content, answer.response, len(answer.response.output_ids))
+        for index, call in enumerate(message_of(answer.said).get("tool_calls", ())):
+            await self._send_delta({"tool_calls": [{"index": index, **call}]})
+        await self._send_delta({}, finish_reason=answer.finish_reason)
+        if self._request.include_usage:
+            await self._send({**self._head, "choices": [], "usage": _usage(answer)})
+        assert self._reply is not None
+        await self._reply.write(b"data: [DONE]\n\n")
+
+    async def _send_delta(
+        self, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> None:
+        if self._reply is None:
+            delta = {"role": "assistant", "content": "", **delta}
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        await self._send({**self._head, "choices": [choice]})
+
+    async def _send(self, event: dict[str, Any]) -> None:
+        if self._reply is None:  # only now: an error before it has a status of its own
+            self._reply = web.StreamResponse(
+                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            )
+            await self._reply.prepare(self._http)
+        await self._reply.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+
+def _shared_client(base_url: str) -> AsyncOpenAI:
+    try:
+        import openai
+    except ImportError as error:
+        raise ImportError("session.client() needs openai's package: pip install 'asyncrl[openai]'") from error
+    # No proxy of the environment lies between two ends of one process. Its waits end with the rollout.
+    http_client = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=None)
+    return openai.AsyncOpenAI(
+        base_url=base_url, api_key="a session's id", max_retries=0, timeout=None, http_client=http_client
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- bodies
+
+
+def _completion(request: ChatRequest, session: Session, answer: Answer) -> dict[str, Any]:
+    response = answer.response
+    return {
+        **_head(request, "chat.completion"),
+        "choices": [
+            {
+                "index": 0,
+                "message": {**message_of(answer.said), "refusal": None},
+                "logprobs": _logprobs(session, response, 0, len(response.output_ids)) if request.logprobs else None,
+                "finish_reason": answer.finish_reason,
+            }
+        ],
+        "usage": _usage(answer),
+    }
+
+
+def _head(request: ChatRequest, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model or MODEL,
+    }
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    prompt, sampled = answer.num_prompt_tokens, len(answer.response.output_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _logprobs(session: Session, response: Response, start: int, end: int) -> dict[str, Any]:
+    """Of every sampled token, the one that ended the answer and those of a stop string included."""
+    tokens = [session.decode_token(token) for token in response.output_ids[start:end]]
+    return {
+        "content": [
+            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in zip(tokens, response.logprobs[start:end], strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "asyncrl"}
+
+
+def _json(body: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, headers=headers, content_type="application/json")

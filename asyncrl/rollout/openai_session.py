@@ -1,0 +1,301 @@
+"""Session: the conversations that one group member has with the policy through the OpenAI API, as a tree of turns.
+
+A turn is what came before an answer and the answer, in tokens and in messages. A request whose messages begin with those of a turn
+continues it with its very tokens; what does not fit any turn begins a new tree. A turn that is continued twice branches.
+So each leaf is a sequence, and `episode` takes one of them: a group member trains one sequence. What the others sampled is counted.
+
+Nothing here knows HTTP (openai_api.py) or servers (the policy: client.py behind it). Requests of a session may run side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from asyncrl.config import SamplingConfig
+from asyncrl.rollout.chat_template import ChatTemplate, TemplateRefused, message_for_template
+from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules
+from asyncrl.rollout.openai_turns import Turn, all_turns, find_turn, num_sampled
+from asyncrl.rollout.outcome import RolloutEnded, RolloutRejected
+from asyncrl.rollout.tool_calls import Said
+from asyncrl.rollout.trajectory import OnPiece, Response
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+Trained = Literal["last", "longest"]  # which sequence of a session is trained
+Policy = Callable[[list[int], SamplingConfig, OnPiece], Coroutine[Any, Any, Response]]  # as a ticket reaches it
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    max_requests: int  # that one session may make
+    max_sequences: int  # leaves of its tree
+    max_tokens: int  # prompt and answer of a request; 0: what the server allows
+
+
+@dataclass
+class SessionCounts:
+    """What sessions have done, all of a worker together."""
+
+    requests: int = 0
+    refused: int = 0  # requests that were answered with an error of their own making
+    rerendered: int = 0  # continuations that the chat template does not allow: they began a new sequence
+    trained_tokens: int = 0
+    left_out_tokens: int = 0  # sampled, and in no sequence that is trained
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client is told."""
+
+    said: Said
+    finish_reason: FinishReason
+    response: Response
+    num_prompt_tokens: int
+
+
+class Session:
+    """One group member's turns. `answer` serves a request; the agent reads the rest when its conversation is over."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        template: ChatTemplate,
+        *,
+        sampling: SamplingConfig,
+        ignore: frozenset[str],
+        limits: SessionLimits,
+        counts: SessionCounts,
+        tokenizer: Any,
+        parse: Callable[[str], Said],
+        tool_call_tag: str,
+    ) -> None:
+        self.rules = RequestRules(sampling, ignore)
+        self.tool_call_tag = tool_call_tag
+        self._tokenizer, self._parse = tokenizer, parse
+        self._policy, self._template = policy, template
+        self._sampling, self._limits, self._counts = sampling, limits, counts
+        self._roots: list[Turn] = []
+        self._num_requests = self._num_ended = 0
+        self._running: set[asyncio.Task[Response]] = set()
+        self._closed = False
+        self.last_refusal = ""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # ------------------------------------------------------------------------------------------------------------- requests
+
+    async def answer(
+        self, request: ChatRequest, on_piece: Callable[[Response], None] = lambda response: None
+    ) -> Answer:
+        """Waits for the policy; unblocked by the end of the answer, `close`, or by being cancelled (the client went away).
+
+        Raises RequestError. What ends the rollout (RolloutEnded) is kept in `failed` too: the agent may swallow its error.
+        """
+        turn = self._begin(request)
+        try:
+            await self._respond(turn, request, on_piece)
+        finally:
+            if turn.response is None:
+                (turn.parent.children if turn.parent else self._roots).remove(turn)
+        return self._end(turn, request)
+
+    def _begin(self, request: ChatRequest) -> Turn:
+        """Place the request in the tree, before anything is awaited: two at the same time branch."""
+        if self._closed:
+            raise closed_error()
+        if self._num_requests >= self._limits.max_requests:
+            raise self._refusal(
+                f"the session has made {self._num_requests} requests; agent_args.max_requests allows no more"
+            )
+        try:
+            turn = self._placed(request)
+        except TemplateRefused as error:
+            raise self._refusal(str(error), param="messages") from None
+        siblings = turn.parent.children if turn.parent else self._roots
+        if (siblings or turn.parent is None) and self.num_sequences >= self._limits.max_sequences:
+            raise self._refusal(
+                f"the messages continue no answer that has none yet, and the session has {self.num_sequences} sequences; "
+                "agent_args.max_sequences allows no more",
+                param="messages",
+            )
+        length, most = len(turn.episode().input_ids), self._limits.max_tokens
+        if most and length >= most:
+            raise self._refusal(
+                f"the messages have {length} tokens; agent_args.max_tokens={most} is for them and the answer",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        siblings.append(turn)
+        self._num_requests += 1
+        self._counts.requests += 1
+        return turn
+
+    def _placed(self, request: ChatRequest) -> Turn:
+        setting = (request.tools, request.template_arguments)
+        parent, covered = find_turn(self._roots, request.messages, setting)
+        if parent is not None:
+            after = request.messages[covered:]
+            assert parent.answer is not None
+            added = self._template.continuation_ids(
+                request.messages[: covered - 1], parent.answer, after, *setting, stop_token=parent.stop_token
+            )
+            if added is not None:
+                return Turn(parent, setting, after, added)
+            self._counts.rerendered += 1
+        return Turn(None, setting, request.messages, self._template.prompt_ids(request.messages, *setting))
+
+    async def _respond(self, turn: Turn, request: ChatRequest, on_piece: Callable[[Response], None]) -> None:
+        input_ids = turn.episode().input_ids
+        most = self._limits.max_tokens - len(input_ids) if self._limits.max_tokens else request.max_new_tokens
+        sampling = replace(self._sampling, max_new_tokens=min(request.max_new_tokens, most))
+        stopped_by_text = False
+
+        def take(response: Response) -> bool:
+            nonlocal stopped_by_text
+            stopped_by_text = self._cut_at_stop(response, request.stops)
+            on_piece(response)
+            return stopped_by_text
+
+        task = asyncio.ensure_future(self._policy(input_ids, sampling, take))
+        self._running.add(task)
+        try:
+            response = await task
+        except asyncio.CancelledError:
+            if self._closed:
+                raise closed_error() from None
+            raise
+        except RolloutEnded as error:
+            self.fail(error)
+            raise
+        finally:
+            self._running.discard(task)
+        if self._closed:
+            raise closed_error()
+        turn.response = response
+        if response.finished and not stopped_by_text:
+            turn.stop_token = response.output_ids[-1]
+        turn.number = self._num_ended
+        self._num_ended += 1
+
+    def _cut_at_stop(self, response: Response, stops: tuple[str, ...]) -> bool:
+        """End the response with the first token that completes a stop string.
+
+        When to stop follows from the tokens sampled so far, so what is kept has the logprobs that it was sampled with.
+        """
+        if not stops or not _holds_any(self.decode(response.output_ids), stops):
+            return False
+        few, enough = 0, len(response.output_ids)  # the shortest beginning that holds one lies in (few, enough]
+        while enough - few > 1:
+            middle = (few + enough) // 2
+            if _holds_any(self.decode(response.output_ids[:middle]), stops):
+                enough = middle
+            else:
+                few = middle
+        response.truncate(enough)
+        response.finished = True
+        return True
+
+    def _end(self, turn: Turn, request: ChatRequest) -> Answer:
+        response = turn.response
+        assert response is not None
+        turn.text = self.decode(spoken_ids(response, turn.stop_token))
+        shown = turn.text[: first_of(turn.text, request.stops)]
+        said = self._parse(shown) if request.parse_tools and response.finished else Said(shown)
+        turn.answer = message_for_template(message_of(said))
+        finish: FinishReason = "tool_calls" if said.tool_calls else "stop" if response.finished else "length"
+        return Answer(said, finish, response, len(response.input_ids))
+
+    def _refusal(self, message: str, *, param: str | None = None, code: str | None = None) -> RequestError:
+        return self.refused(RequestError(message, param=param, code=code))
+
+    def refused(self, error: RequestError) -> RequestError:
+        """Count an error of the request's own making. It does not end the rollout, but is told if the agent gets nowhere."""
+        self._counts.refused += 1
+        self.last_refusal = str(error)
+        return error
+
+    def fail(self, error: RolloutEnded) -> None:
+        """The rollout is over, whatever the agent makes of it."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()  # retrieved: who waits for it gets it again
+
+    async def close(self) -> None:
+        """Refuse what comes now and end what runs. The turns stay readable."""
+        self._closed = True
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
+        if not self.failed.done():
+            self.failed.cancel()
+
+    # ---------------------------------------------------------------------------------------------------------------- text
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Without special tokens."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def decode_token(self, token_id: int) -> str:
+        """One by itself, also a special one."""
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+    # -------------------------------------------------------------------------------------------------------------- results
+
+    @property
+    def num_sequences(self) -> int:
+        """Leaves of the tree, answers that are still coming included."""
+        return sum(1 for turn in all_turns(self._roots) if not turn.children)
+
+    def trained_turn(self, which: Trained) -> Turn:
+        """The leaf that is trained: the one answered last, or the one with most sampled tokens.
+
+        Raises RolloutRejected (`no_response`) where nothing was answered.
+        """
+        answered = [turn for turn in all_turns(self._roots) if turn.response is not None]
+        if not answered:
+            why = f"; its last request was refused: {self.last_refusal}" if self.last_refusal else ""
+            raise RolloutRejected("no_response", f"the agent ended without an answer of the policy{why}")
+        if which == "last":
+            return max(answered, key=lambda turn: turn.number)
+        return max(answered, key=lambda turn: (num_sampled(turn.path()), turn.number))
+
+    def count_trained(self, trained: Turn) -> int:
+        """Count what the trained sequence holds and what it leaves out; gives the latter, in sampled tokens."""
+        kept = num_sampled(trained.path())
+        left_out = num_sampled(list(all_turns(self._roots))) - kept
+        self._counts.trained_tokens += kept
+        self._counts.left_out_tokens += left_out
+        return left_out
+
+
+def closed_error() -> RequestError:
+    return RequestError("there is no such session, or it is over", status=404, code="session_not_found")
+
+
+def spoken_ids(response: Response, stop_token: int | None) -> list[int]:
+    """The answer's tokens without the one that ended it."""
+    return response.output_ids if stop_token is None else response.output_ids[:-1]
+
+
+def first_of(text: str, markers: tuple[str, ...]) -> int:
+    """Where the first of the markers begins; the end of text where there is none."""
+    return min((found for marker in markers if (found := text.find(marker)) >= 0), default=len(text))
+
+
+def message_of(said: Said) -> Mapping[str, Any]:
+    """An answer as an OpenAI message."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in said.tool_calls
+    ]
+    return {
+        "role": "assistant",
+        "content": said.content or (None if calls else ""),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _holds_any(text: str, markers: tuple[str, ...]) -> bool:
+    return any(marker in text for marker in markers)

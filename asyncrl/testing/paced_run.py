@@ -1,0 +1,143 @@
+"""Runs in which generation and training keep a pace instead of computing, to time what lies between them.
+
+pace = Pace(...)
+config = make_paced_run(folder, num_prompts=1000, group_size=4, ...)
+with launch_paced(config, pace, "manager.max_head_offpolicyness=4") as run:
+    run.wait(60)
+
+It is the real launcher: the paced processes (paced_workers.py) are those that it leaves to somebody else (debug.leave_out).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from asyncrl.config import load_experiment
+from asyncrl.launch.rundir import configs_dir, logs_dir
+from asyncrl.testing.paced_agent import FIRST_MEMBER
+from asyncrl.testing.paced_engine import LongTail
+from asyncrl.testing.paced_workers import Pace
+from asyncrl.testing.runs import RunHandle, launch
+from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer
+from asyncrl.topology import Allocation
+
+PROMPT_DIGITS = 6
+PROMPT_TOKENS = PROMPT_DIGITS + 1  # and the member's
+_START_LIMIT_S = 60.0
+_STOP_LIMIT_S = 10.0
+
+_CONFIG = """\
+# Generation and training keep a pace and compute nothing; what is between them is real.
+experiment: paced
+fileroot: {folder}/runs
+allocation: transformers.d{servers}p1m1+d1p1m1
+model_path: {folder}/model
+prompts: {{path: "{folder}/prompts.jsonl", max_prompt_length: 16, shuffle: false}}
+rollout:
+  num_workers: {rollout_workers}
+  group_size: {group_size}
+  max_concurrent_per_worker: 1024
+  sampling: {{max_new_tokens: 256}}
+  tasks:
+    default:
+      agent: asyncrl.testing.paced_agent:MemberAgent
+      reward: asyncrl.testing.paced_agent:reward
+generation: {{max_running_requests: {slots}}}
+train: {{batch_size: {batch_size}}}
+debug: {{wait_s: {wait_s}}}
+tensorboard: false
+"""
+
+
+def make_paced_run(
+    folder: Path,
+    *,
+    num_prompts: int,
+    batch_size: int,
+    group_size: int,
+    servers: int,
+    slots: int,
+    rollout_workers: int = 2,
+    weight_bytes: int = 1_000_000,
+) -> Path:
+    """A config, with prompts and what passes for a model beside it. slots: of one server."""
+    model = folder / "model"
+    model.mkdir(parents=True)
+    make_char_tokenizer(model)
+    sizes = {"model_type": "qwen2", "vocab_size": len(ALPHABET) + 1, "max_position_embeddings": 512}
+    (model / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    _save_weights(model / "model.safetensors", weight_bytes)
+    prompts = (json.dumps({"prompt": f"{number:0{PROMPT_DIGITS}d}", "answer": ""}) for number in range(num_prompts))
+    (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    config = folder / "paced.yaml"
+    text = _CONFIG.format(
+        folder=folder,
+        servers=servers,
+        slots=slots,
+        rollout_workers=rollout_workers,
+        group_size=group_size,
+        batch_size=batch_size,
+        wait_s=_START_LIMIT_S,
+    )
+    config.write_text(text, encoding="utf-8")
+    return config
+
+
+def _save_weights(file: Path, num_bytes: int) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"weight": np.zeros(max(1, num_bytes // 4), np.float32)}, file)
+
+
+def response_lengths(seed: int, positions: range, group_size: int) -> list[list[int]]:
+    """Response lengths of the groups of these prompts, as the engines will have them."""
+    tail = LongTail(seed, PROMPT_TOKENS)
+    digits = [1 + ALPHABET.index(digit) for digit in "0123456789"]  # 0 is EOS
+    return [
+        [
+            tail.length([*(digits[int(digit)] for digit in f"{position:0{PROMPT_DIGITS}d}"), FIRST_MEMBER + member])
+            for member in range(group_size)
+        ]
+        for position in positions
+    ]
+
+
+@contextlib.contextmanager
+def launch_paced(config_path: Path, pace: Pace, *overrides: str) -> Iterator[RunHandle]:
+    """`asyncrl-launch run` with paced servers and trainer. Leaving the block kills what is left of all of them."""
+    allocation = Allocation.parse(load_experiment(config_path, overrides).allocation)
+    names = [*(f"generation_server/{index}" for index in range(allocation.num_servers)), "model_worker/0"]
+    started: list[subprocess.Popen[bytes]] = []
+    with launch(config_path, *overrides, f"debug.leave_out=[{','.join(names)}]") as run:
+        try:
+            for name in names:
+                run.wait_for_output(f"{name} is left to you", _START_LIMIT_S)
+                started.append(_start(run.run_dir, name, pace))
+            yield run
+            for process in started:  # the launcher has asked them to stop
+                process.wait(_STOP_LIMIT_S)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+
+
+def _start(run_dir: Path, name: str, pace: Pace) -> subprocess.Popen[bytes]:
+    stem = name.replace("/", "_")
+    command = [
+        sys.executable,
+        "-m",
+        "asyncrl.testing.paced_workers",
+        str(configs_dir(run_dir, 1) / f"{stem}.yaml"),
+        msgspec.json.encode(pace).decode(),
+    ]
+    with (logs_dir(run_dir, 1) / f"{stem}.log").open("ab") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)

@@ -1,0 +1,176 @@
+"""A generation server and a trainer that keep a pace and compute nothing: what stands in their place in a run that is to be timed.
+
+    python -m asyncrl.testing.paced_workers CONFIG_OF_PROCESS PACE_AS_JSON
+
+Everything else of the run is real: launcher, name resolve, manager, master, rollout workers, both streams, the HTTP protocol of
+the servers, weight versions on disk and their verification. paced_run.py starts these two where a run leaves them out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import GenerationServerConfig, ModelWorkerConfig
+from asyncrl.dataflow import build_dataflow
+from asyncrl.generation.http import GenerationHTTP
+from asyncrl.generation.journal import TokenJournal, journal_path
+from asyncrl.launch.program import ProcessConfig, load_process_config
+from asyncrl.launch.worker_main import end_process
+from asyncrl.messages import CallBody, CallResult, ClearData, ExecuteMFC, WeightVersion, WriteWeights
+from asyncrl.model.intake import Intake
+from asyncrl.model.recorder import read_vocab_size
+from asyncrl.model.store import DataStore
+from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
+from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
+from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker
+from asyncrl.testing.paced_engine import LongTail, PacedEngine
+from asyncrl.weights import publish_folder
+
+_FLUSH_EVERY = 10  # buckets of the journal
+_LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast generation and training are; how many slots a server has says generation.max_running_requests."""
+
+    tokens_per_s: float  # of a slot
+    step_s: float  # of a train step
+    load_s: float = 0.0  # of a server's load of new weights, beside their verification
+    seed: int = 1  # of the response lengths
+    prompt_tokens: int  # in a prompt, with the token of the group's member
+
+
+class PacedServer(Worker):
+    """A generation server whose engine is a PacedEngine.
+
+    consumes: prompts, weight versions.  produces: tokens, the journal of when they came.  waits for: the clock only.
+    """
+
+    def __init__(self, config: GenerationServerConfig, pace: Pace) -> None:
+        super().__init__(config.worker)
+        self._journal = TokenJournal(journal_path(self.info.run_dir, self.info.index))
+        self._engine = PacedEngine(
+            LongTail(pace.seed, pace.prompt_tokens),
+            slots=config.generation.max_running_requests,
+            tokens_per_s=pace.tokens_per_s,
+            load_s=pace.load_s,
+            max_queue=config.generation.max_queue,
+            max_wait_s=config.generation.max_wait_s,
+            on_tokens=self._journal.add,
+        )
+        self._http = GenerationHTTP(self._engine, engine_name="paced", settings=msgspec.to_builtins(pace))
+
+    async def setup(self) -> None:
+        await self._engine.start()
+        url = await self._http.start(self.info.runtime.host)
+        await self.publish(self.names.generation_server(self.info.index), url)
+
+    async def run(self) -> None:
+        while True:
+            for _ in range(_FLUSH_EVERY):
+                await asyncio.sleep(JOURNAL_BUCKET_S)
+                self._engine.tell_tokens()
+            stats = self._engine.stats()
+            self.board.version = stats.version
+            self.board.set_queue("running", stats.running)
+            self.board.set_queue("waiting", stats.waiting)
+            self._engine.expire_waiting()
+            await asyncio.to_thread(self._journal.flush)
+
+    async def close(self) -> None:
+        await self._engine.close()
+        await self._http.close()
+        self._journal.close()
+
+
+class PacedTrainer(Worker):
+    """The only head and the only rank of a run: takes trajectories in for real, sleeps for a train step, publishes weights.
+
+    consumes: trajectories, calls (from the master, in order).  produces: metadata, weight versions (the initial weights again).
+    waits for: the next call; inside a train step for the clock.  unblocked by: the master.
+    """
+
+    def __init__(self, config: ModelWorkerConfig, pace: Pace) -> None:
+        super().__init__(config.worker)
+        self._config, self._step_s = config, pace.step_s
+        self._mfcs = build_dataflow(config.train).mfcs
+        self._store = DataStore(config.store_capacity)
+
+    async def setup(self) -> None:
+        config, runtime = self._config, self.info.runtime
+        size = read_vocab_size(config.model_path)
+        limit_s = config.train.call_timeout_s
+        self._intake = Intake(self, self._store, head=0, vocab_size=lambda: size, verdict_limit_s=limit_s)
+        self._server = NameResolvingReplyServer(
+            self.resolver, self.names, index=0, runtime=runtime, lease=self.lease, worker=self.name
+        )
+        await self._intake.open()
+        await self._server.start()
+        self.spawn(self._intake.run(), "take in")
+
+    async def run(self) -> None:
+        """Execute calls in order, for ever; weights are written beside what follows."""
+        while True:
+            call = await self._server.receive()
+            self.board.progress()
+            if isinstance(call.body, WriteWeights):
+                self.spawn(self._write(call, call.body), "write")
+            else:
+                await self._answer(call)
+
+    async def close(self) -> None:
+        for name in ("_server", "_intake"):
+            if hasattr(self, name):
+                await getattr(self, name).close()
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            call.reply(await self._execute(call.body))
+        except Exception as error:
+            call.fail(error)
+            await asyncio.sleep(_LAST_WORDS_S)
+            raise
+
+    async def _execute(self, body: CallBody) -> CallResult:
+        start = time.monotonic()
+        if isinstance(body, ClearData):
+            self._intake.discard(body.ids)
+        if not isinstance(body, ExecuteMFC):
+            return CallResult()
+        mfc = self._mfcs[body.mfc]
+        if missing := [ticket for ticket in body.ids if ticket not in self._store]:
+            raise RuntimeError(f"MFC {mfc.name!r}: {missing[:5]} are not here; master and head disagree")
+        if mfc.kind == "train_step":
+            await asyncio.sleep(self._step_s)
+        return CallResult(ids=list(body.ids), keys=list(mfc.output_keys), seconds=time.monotonic() - start)
+
+    async def _write(self, call: Call, body: WriteWeights) -> None:
+        version, source = WeightVersion.parse(body.weight_version), Path(self._config.model_path)
+        fsync = self._config.weights.fsync
+        await asyncio.to_thread(publish_folder, Path(body.path), source_dir=source, version=version, fsync=fsync)
+        call.reply(CallResult())
+
+
+def make_worker(config: ProcessConfig, pace: Pace) -> Worker:
+    """The stand-in for the process of this config."""
+    if isinstance(config, GenerationServerConfig):
+        return PacedServer(config, pace)
+    if isinstance(config, ModelWorkerConfig):
+        return PacedTrainer(config, pace)
+    raise ValueError(f"{config.worker.name}: there is no stand-in for a {config.worker.kind}")
+
+
+def main() -> int:
+    die_with_parent()
+    config = load_process_config(Path(sys.argv[1]))
+    configure_logging(config.worker)
+    return run_worker(make_worker(config, msgspec.json.decode(sys.argv[2], type=Pace)))
+
+
+if __name__ == "__main__":
+    end_process(main())

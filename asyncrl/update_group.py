@@ -1,0 +1,277 @@
+"""Weights over the network: what the sender (model/broadcast.py) and the receivers (generation/receive.py, SGLang) agree on.
+
+A group is a trainer rank, which is rank 0 and sends, and the generation servers of a wave, each with as many ranks as it has
+tensor parallel ranks. Tensors travel in buckets: those of one dtype one after another in a flat tensor, which is SGLang's
+`load_format=flattened_bucket`. A group stands beside all others of its process: nothing is registered with torch.distributed, and
+its store has the prefixes that SGLang's side makes of the same name.
+
+Every call that waits for a peer runs on a thread that belongs to the group and to nobody else: one that hangs holds up
+neither the event loop nor the end of the process, and ends by its own limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    Backend,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
+
+from asyncrl.messages import TensorSpecs
+
+T = TypeVar("T")
+
+BACKENDS = ("gloo", "nccl")
+_BLOCK_BYTES = 1 << 16
+_DIGEST_BYTES = 1 << 24  # read of a bucket, at most
+
+
+# --------------------------------------------------------------------------------------------------------------- ranks
+
+
+def rank_offsets(num_ranks: Sequence[int]) -> tuple[list[int], int]:
+    """First rank of each receiver, which may have different numbers of ranks, and the size of the group. Rank 0 sends."""
+    offsets, size = [], 1
+    for count in num_ranks:
+        if count < 1:
+            raise ValueError(f"a receiver of {count} ranks: each has at least one")
+        offsets.append(size)
+        size += count
+    return offsets, size
+
+
+# ------------------------------------------------------------------------------------------------------------- buckets
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one dtype in one flat tensor of bytes."""
+
+    specs: TensorSpecs
+    flat: Tensor
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Views of the flat tensor, by name."""
+        return list(zip(self.specs.names, views(self.flat, self.specs), strict=True))
+
+
+def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[int]]:
+    """Which tensors go together, given (dtype, bytes) of each: in order, one dtype a bucket, at most bucket_bytes.
+
+    A tensor that is larger has a bucket of its own. One dtype keeps every tensor aligned within the flat one.
+    """
+    buckets: list[list[int]] = []
+    filled, kind = 0, ""
+    for index, (dtype, num_bytes) in enumerate(sizes):
+        if not buckets or dtype != kind or filled + num_bytes > bucket_bytes:
+            buckets.append([])
+            filled, kind = 0, dtype
+        buckets[-1].append(index)
+        filled += num_bytes
+    return buckets
+
+
+@torch.no_grad()
+def pack(tensors: Iterable[tuple[str, Tensor, torch.dtype]], bucket_bytes: int) -> list[Bucket]:
+    """A copy of tensors, in buckets on the CPU, each in the dtype that stands with it."""
+    given = list(tensors)
+    sizes = [(str(dtype), tensor.numel() * dtype.itemsize) for _, tensor, dtype in given]
+    buckets = []
+    for members in plan_buckets(sizes, bucket_bytes):
+        specs = TensorSpecs(
+            names=[given[i][0] for i in members],
+            dtypes=[str(given[i][2]).removeprefix("torch.") for i in members],
+            shapes=[list(given[i][1].shape) for i in members],
+        )
+        flat = torch.empty(sum(sizes[i][1] for i in members), dtype=torch.uint8)
+        for i, view in zip(members, views(flat, specs), strict=True):
+            view.copy_(given[i][1])
+        buckets.append(Bucket(specs, flat))
+    return buckets
+
+
+def views(flat: Tensor, specs: TensorSpecs) -> list[Tensor]:
+    """The tensors of a bucket, as views. Raises ValueError where the specs do not describe it."""
+    result, start = [], 0
+    for dtype, shape in zip(map(dtype_of, specs.dtypes), specs.shapes, strict=True):
+        end = start + num_bytes_of(dtype, shape)
+        result.append(flat[start:end].view(dtype).view(shape))
+        start = end
+    if start != flat.numel():
+        raise ValueError(f"a bucket of {flat.numel()} bytes, described as {start}")
+    return result
+
+
+def digest(flat: Tensor) -> str:
+    """xxh3 of a bucket on the CPU, or of blocks all over it where it is larger than _DIGEST_BYTES.
+
+    Told apart by it: other weights, another order, tensors that were changed while they were sent. Not a single wrong bit in a
+    large bucket, for which the network has checksums: reading everything twice more would take half as long as sending it.
+    """
+    data = flat.numpy().data
+    stride = max(_BLOCK_BYTES, -(-len(data) * _BLOCK_BYTES // _DIGEST_BYTES))
+    state = xxhash.xxh3_64()
+    for start in range(0, len(data), stride):
+        state.update(data[start : start + _BLOCK_BYTES])
+    state.update(data[-_BLOCK_BYTES:])
+    return str(state.hexdigest())
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises ValueError for what is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
+
+
+def num_bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape {list(shape)} has a negative size")
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+# --------------------------------------------------------------------------------------------------------------- group
+
+
+class GroupThread:
+    """Runs calls one after another, on a daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Its result, on the event loop. One whose future is cancelled runs nevertheless."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._calls.put((function, future))
+        return future
+
+    def end(self) -> None:
+        """The thread ends once it is through with what it was given."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            function, future = item
+            try:
+                result, error = function(), None
+            except BaseException as caught:
+                result, error = None, caught
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(_settle, future, result, error)
+            del item, function, future, result, error  # a group must not live on because its thread waits
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+class GroupMember:
+    """One process's place in a group."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend {backend!r}: one of {', '.join(BACKENDS)}")
+        self.name, self.backend = name, backend
+        self._thread = GroupThread(f"update group {name}")
+        self._group: Backend | None = None
+
+    async def join(
+        self, open_store: Callable[[], Store], *, rank: int, size: int, limit_s: float, host: str, device: torch.device
+    ) -> None:
+        """Meet the others; the store is opened here, too. Raises RuntimeError where they do not come within limit_s."""
+
+        def join() -> Backend:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return _open(open_store(), self.name, self.backend, rank, size, limit_s, host)
+
+        self._group = await self._thread.call(join)
+
+    async def broadcast(self, flat: Tensor, limit_s: float) -> None:
+        """Send (rank 0) or receive a flat tensor. Raises RuntimeError where that took longer than limit_s, or a peer is gone."""
+        group = self._group
+        assert group is not None, "join first"
+        await self._thread.call(lambda: _broadcast(group, flat, limit_s))
+
+    def leave(self) -> None:
+        """What is under way ends by its own limit; the sockets are closed then."""
+        self._thread.call(self._close)
+        self._thread.end()
+
+    def _close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and self.backend == "nccl":
+            group.abort()
+
+
+def _open(store: Store, name: str, backend: str, rank: int, size: int, limit_s: float, host: str) -> Backend:
+    """A process group by itself. The prefixes are those that torch.distributed makes for init_custom_process_group of SGLang."""
+    device = "cpu" if backend == "gloo" else "cuda"
+    prefixed = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+    limit = timedelta(seconds=limit_s)
+    if backend == "gloo":
+        gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        gloo._threads = 1
+        gloo._timeout = limit
+        return ProcessGroupGloo(prefixed, rank, size, gloo)
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # only where torch has it
+
+    nccl = ProcessGroupNCCL.Options()
+    nccl._timeout = limit
+    return ProcessGroupNCCL(prefixed, rank, size, nccl)
+
+
+def _broadcast(group: Backend, flat: Tensor, limit_s: float) -> None:
+    options = BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.timeout = timedelta(seconds=limit_s)
+    started = time.monotonic()
+    work = group.broadcast([flat], options)  # type: ignore[attr-defined]
+    work.wait(timedelta(seconds=max(0.001, limit_s - (time.monotonic() - started))))
+
+
+def serve_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
+    """A torch.distributed store on a free port of one interface, and its address."""
+    listener = socket.create_server((host, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, f"{host}:{port}"
+
+
+def store_at(host: str, port: int, timeout_s: float) -> TCPStore:
+    """The store that another process serves."""
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)

@@ -1,0 +1,69 @@
+r"""Rewards of the math tasks: 1 for a right final answer, else 0.
+
+`correct` takes any way of writing the answer: numbers are compared as numbers, formulas by math-verify. `lowest_terms` wants a
+fraction that cannot be reduced. A response that was cut off at max_new_tokens is never right.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+from final_answer import clean, final_answer, is_unit, number, same  # of this folder: asyncrl puts it on sys.path
+from verifier import check_installed, verify
+
+check_installed()
+
+_FORMULA = re.compile(r"\\[A-Za-z]|[\^(\[{√π]")  # what is neither a number nor one of these is words
+# In what clean() gives: `48 + 24`, `2(36)`, `x > 42`, `42 \pm 1`. None of these is a number, though it may have the value of one.
+_NOT_A_NUMBER = re.compile(
+    r"(?<=[\w)}])\s*[-+*](?!\s*10\s*\^)|\d\s*\(|[<>!≈≠±]|\\(?:pm|mp|approx|neq?|leq?|geq?|sim|lt|gt)(?![A-Za-z])"
+)
+_WORDS = re.compile(r"[A-Za-z][A-Za-z .,'-]*")
+_FRACTION = re.compile(
+    r"(?P<minus>-?)\s*(?:\\frac\s*\{\s*(?P<over>\d{1,18})\s*\}\s*\{\s*(?P<under>\d{1,18})\s*\}"
+    r"|(?P<over2>\d{1,18})\s*/\s*(?P<under2>\d{1,18})|(?P<integer>\d{1,18}))(?P<rest>.*)"
+)
+
+
+def correct(prompt: str, completion: str, answer: object, *, finished: bool = True) -> float:
+    """answer: a number or a formula, or a solution as GSM8K has it, which ends with `#### 1,080`."""
+    found = final_answer(completion) if finished else None
+    return float(found is not None and means_the_same(right_answer(answer), found))
+
+
+def lowest_terms(prompt: str, completion: str, answer: object, *, finished: bool = True) -> float:
+    """A fraction in lowest terms, or an integer. `2/4` is worth a half, and yet no answer."""
+    found = final_answer(completion) if finished else None
+    match = _FRACTION.fullmatch(clean(found).rpartition("=")[2].strip()) if found is not None else None
+    if match is None or not is_unit(match["rest"]):
+        return 0.0
+    if match["integer"]:
+        value = Fraction(int(match["integer"]))
+    else:
+        over, under = int(match["over"] or match["over2"]), int(match["under"] or match["under2"])
+        if under < 2 or math.gcd(over, under) != 1:
+            return 0.0
+        value = Fraction(over, under)
+    return float(value * (-1 if match["minus"] else 1) == Fraction(str(answer)))
+
+
+def right_answer(answer: object) -> str:
+    """What the data say: the part after the last ####, if there is one."""
+    return str(answer).rpartition("####")[2].strip()
+
+
+def means_the_same(right: str, found: str) -> bool:
+    """Numbers decide quickly. Only what has a formula in it is worth the computer algebra of math-verify."""
+    wanted, given = number(right), number(found)
+    if wanted is not None and given is not None:
+        return same(wanted, given)
+    right_text, found_text = clean(right), clean(found)
+    if right_text == found_text:
+        return True
+    if wanted is not None and (not _FORMULA.search(found) or _NOT_A_NUMBER.search(found_text)):
+        return False
+    if len(right_text) > 1 and _WORDS.fullmatch(right_text):  # math-verify would take the letters for variables
+        return right_text.casefold() == found_text.casefold()
+    return verify(right, found)

@@ -1,0 +1,143 @@
+"""Makes the calculator's problems, and a small chat model that has seen how tools are called, mostly with a wrong expression.
+
+python examples/openai_agent/make.py --out DIR [--seed N] [--steps N]
+
+Stories, tokenizer and warm start are those of examples/word_problems; new is a chat template that knows tools.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from agent import CALCULATOR, calculate
+
+from asyncrl.rollout.loading import load_object
+from asyncrl.rollout.tool_calls import parse_tool_calls
+from asyncrl.testing.warm_start import Pair, Recipe
+
+WORD_PROBLEMS = Path(__file__).resolve().parents[1] / "word_problems"
+draw = load_object(f"{WORD_PROBLEMS}/make.py:draw", "a story")
+
+import chat_model  # noqa: E402 - of that folder, which is on sys.path now
+
+NUM_TRAIN, NUM_EVAL = 2048, 256
+SHARE_WRONG = 0.6  # of the calls that are shown
+# ChatML with a line a tool and calls as Qwen and Hermes write them; short, because it is read with every prompt.
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}<|im_start|>tool\n"
+    "{{ tool.function.name }}: {{ tool.function.description }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory that gets model/ and data/")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=300, help="of the warm start")
+    arguments = parser.parse_args()
+    rng = np.random.default_rng(arguments.seed)
+    train, evaluation = invented(rng)
+    chat_model.write_lines(arguments.out / "data" / "train.jsonl", train)
+    chat_model.write_lines(arguments.out / "data" / "eval.jsonl", evaluation)
+
+    tokenizer = make_tokenizer(np.random.default_rng([arguments.seed, 1]))
+
+    def demonstration(rng: np.random.Generator) -> Pair:
+        """A first turn or, one time in three, a second."""
+        messages = conversation(rng)
+        turn = 3 if rng.random() < 1 / 3 else 1
+        return render(tokenizer, messages[:turn]), content_of(messages[turn])
+
+    recipe = Recipe(
+        name="calculator",
+        alphabet="",  # the tokenizer is ours
+        train=[],
+        evaluation=[(render(tokenizer, row["messages"]), row["answer"]) for row in evaluation],
+        demonstrate=demonstration,
+        reward=lambda prompt, completion, answer, *, finished=True: float(finished and result_of(completion) == answer),
+        max_new_tokens=32,
+        steps=arguments.steps,
+        batch_size=64,
+    )
+    chat_model.make_model(
+        arguments.out, tokenizer, recipe, architecture="llama", max_positions=512, seed=arguments.seed
+    )
+
+
+def make_tokenizer(rng: np.random.Generator) -> Any:
+    """Trained on whole conversations; the tags of a call are tokens of their own."""
+    texts = [
+        text
+        for _ in range(NUM_TRAIN)
+        for message in conversation(rng)
+        for text in (message["role"], content_of(message))
+    ]
+    tokenizer = chat_model.make_tokenizer(texts, vocab_size=512)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer.chat_template = TOOL_TEMPLATE
+    return tokenizer
+
+
+def invented(rng: np.random.Generator) -> tuple[list[Row], list[Row]]:
+    """Prompts with their answers, all different."""
+    answers: dict[str, str] = {}
+    while len(answers) < NUM_TRAIN + NUM_EVAL:
+        question, solution = draw(rng)
+        answers[question] = solution.rpartition(" ")[2]
+    rows = [{"messages": prompt(question), "answer": answer} for question, answer in answers.items()]
+    return rows[:NUM_TRAIN], rows[NUM_TRAIN:]
+
+
+def prompt(question: str) -> list[Row]:
+    return [chat_model.user(question)]
+
+
+def conversation(rng: np.random.Generator) -> list[Row]:
+    """A story, a call (mostly the other operation, or another number), what the tool says to it, and the answer."""
+    question, solution = draw(rng)
+    a, operator, b = solution.partition(" = ")[0].split()
+    if rng.random() < SHARE_WRONG:
+        if rng.random() < 0.5:
+            operator = "-" if operator == "+" else "+"
+        else:
+            b = str(int(b) + 1)
+    arguments = {"expression": f"{a} {operator} {b}"}
+    result = calculate(json.dumps(arguments))
+    call = {"id": "call", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+    return [
+        *prompt(question),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": result},
+        chat_model.assistant(f"#### {result}"),
+    ]
+
+
+def render(tokenizer: Any, messages: list[Row]) -> str:
+    """What the model sees of a conversation in which it is its turn."""
+    return str(tokenizer.apply_chat_template(messages, tools=[CALCULATOR], tokenize=False, add_generation_prompt=True))
+
+
+def content_of(message: Row) -> str:
+    """A message as the template writes it."""
+    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
+    return str(message["content"]) + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
+def result_of(completion: str) -> str | None:
+    """What the calculator says to a first turn."""
+    calls = parse_tool_calls(completion).tool_calls
+    return calculate(calls[0].arguments) if calls else None
+
+
+if __name__ == "__main__":
+    main()

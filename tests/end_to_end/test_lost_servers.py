@@ -1,0 +1,151 @@
+"""Generation servers that are killed and frozen in whole runs: the run goes on, nothing is lost, no token is doubled.
+
+Killed in mid-generation by the test, in the middle of an update by a fault in the server itself, which kills it as it opens the
+new version's tensors. What was trained is checked token by token against the weights that are said to have sampled it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, trained_events
+
+from asyncrl.launch import cli
+from asyncrl.messages import WeightVersion
+from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run, train_steps
+
+LIMIT_S = 200.0
+BATCH, GROUP, ETA, MAX_NEW_TOKENS = 4, 4, 1, 96
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"), num_prompts=4000)
+
+
+@pytest.fixture
+def start(config: Path, tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
+    runs: list[RunHandle] = []
+
+    def start_run(*overrides: str, env: dict[str, str]) -> RunHandle:
+        run = launch(
+            config,
+            f"fileroot={tmp_path}",
+            "train.max_steps=0",
+            f"train.batch_size={BATCH}",
+            f"rollout.group_size={GROUP}",
+            f"rollout.sampling.max_new_tokens={MAX_NEW_TOKENS}",
+            "generation.num_blocks=256",
+            f"manager.max_head_offpolicyness={ETA}",
+            "record.trajectories=true",
+            "weights.verify_logprobs=true",
+            "weights.keep=100000",
+            *overrides,
+            env=env,
+        )
+        runs.append(run)
+        return run
+
+    yield start_run
+    for run in runs:
+        run.close()
+
+
+def newest_version(run: RunHandle, server: int) -> str:
+    """With which weights the server sampled last."""
+    lines = journal(run.run_dir, f"generation_server_{server}")
+    return str(lines[-1]["version"]) if lines else ""
+
+
+def serves_newer(run: RunHandle, server: int, than: str) -> None:
+    run.wait_until(
+        lambda: newest_version(run, server) > than,
+        f"generation_server/{server} served newer weights than {than}",
+        LIMIT_S,
+    )
+
+
+def stop(run: RunHandle) -> int:
+    """End it; returns the number of train steps."""
+    run.signal(signal.SIGINT)
+    assert run.wait(LIMIT_S) == 130, run.output()
+    assert_nothing_left(run.run_dir)
+    return len(train_steps(run.run_dir))
+
+
+def rollout_log(run: RunHandle) -> str:
+    return (run.run_dir / "logs" / "attempt_1" / "rollout_worker_0.log").read_text()
+
+
+def test_two_servers_one_killed_one_killed_in_an_update_one_frozen(
+    start: Callable[..., RunHandle], tmp_path: Path
+) -> None:
+    run = start(
+        "allocation=transformers.d2+d1",
+        "manager.lease_s=4",
+        "manager.heartbeat_s=0.5",
+        env=die_in_update(tmp_path / "fault", server=1, version=8),
+    )
+    run.wait_for_step(3, LIMIT_S)
+    before = newest_version(run, 0)
+    run.worker("generation_server/0").kill()
+    run.wait_for_output("generation_server/0 was killed by signal SIGKILL", LIMIT_S)
+    run.wait_until(lambda: has_struck(tmp_path / "fault"), "an update to version 8 or later had begun", LIMIT_S)
+    run.wait_for_output("generation_server/1 was killed by signal SIGKILL", LIMIT_S)
+    for server in (0, 1):
+        serves_newer(run, server, before)
+    serves_newer(run, 1, str(WeightVersion(1, 7)))
+    killed = moved_tickets(run.run_dir)
+    assert killed
+
+    frozen = psutil.Process(run.worker("generation_server/0").pid)
+    frozen.suspend()
+    before = newest_version(run, 0)
+    run.wait_until(lambda: "requests left servers that are dead" in rollout_log(run), "clients left it", LIMIT_S)
+    step = len(train_steps(run.run_dir))
+    run.wait_for_step(step + 3, LIMIT_S)  # long before rollout.request_timeout_s, which is ten minutes
+    frozen.resume()
+    serves_newer(run, 0, before)
+
+    step = len(train_steps(run.run_dir))
+    run.wait_for_step(step + ETA + 1, LIMIT_S)  # whatever lived through it is trained by now
+    num_steps = stop(run)
+    assert_each_prompt_trained_once(run.run_dir, num_steps, BATCH)
+    assert_nobody_left_behind(run.run_dir, ETA)
+    assert moved_tickets(run.run_dir) > killed
+    assert largest_logprob_error(run.run_dir, moved_tickets(run.run_dir)) < 1e-4
+    updates = (run.run_dir / "logs" / "attempt_1" / "generation_server_0.log").read_text()
+    assert updates.count("verified: logprobs of the probe differ by at most") >= 3
+
+
+def test_the_only_server_is_waited_for_and_too_many_deaths_end_the_run(
+    start: Callable[..., RunHandle], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = start("runtime.max_restarts=2", env=die_in_update(tmp_path / "fault", server=0, version=6))
+    run.wait_for_step(2, LIMIT_S)
+    run.worker("generation_server/0").kill()
+    run.wait_for_output("it is started again in 1 s (1 of 2)", LIMIT_S)
+    run.wait_for_output("it is started again in 2 s (2 of 2)", LIMIT_S)  # in the update to version 6
+    assert has_struck(tmp_path / "fault")
+    run.wait_for_step(10, LIMIT_S)
+
+    def seen_in_status() -> bool:
+        assert cli.main(["status", str(run.run_dir)]) == 0
+        return "running, restart 2" in " ".join(capsys.readouterr().out.split())
+
+    run.wait_until(seen_in_status, "`status` told of the restarts", LIMIT_S)
+    run.worker("generation_server/0").kill()
+    assert run.wait(LIMIT_S) == 1
+    told = " ".join(run.output().split())
+    assert "failed: generation_server/0 was killed by signal SIGKILL" in told
+    assert "started again 2 times within 60 minutes (runtime.max_restarts)" in told
+    assert_nothing_left(run.run_dir)
+    assert_each_prompt_trained_once(run.run_dir, len(trained_events(run.run_dir)), BATCH)
+    assert largest_logprob_error(run.run_dir, moved_tickets(run.run_dir)) < 1e-4

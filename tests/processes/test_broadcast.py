@@ -1,0 +1,354 @@
+"""Weights over the network, with real servers and gloo: the same as from disk; what dies, hangs or refuses costs one update."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import torch
+
+from asyncrl.config import (
+    ConfigError,
+    GenerationConfig,
+    GenerationServerConfig,
+    NameResolveConfig,
+    RuntimeConfig,
+    WeightsConfig,
+    WorkerInfo,
+)
+from asyncrl.generation.worker import GenerationServer
+from asyncrl.messages import (
+    BeginWeightUpdate,
+    BroadcastReply,
+    BroadcastRequest,
+    BroadcastTarget,
+    ReceiveWeights,
+    UpdateWeightsReply,
+    WeightVersion,
+)
+from asyncrl.model.broadcast import WeightSender
+from asyncrl.model.sending import Held
+from asyncrl.names import Names
+from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.update_group import GroupMember, pack
+from asyncrl.weights import version_dir, write_version
+
+V0, V1, V2 = WeightVersion(1, 0), WeightVersion(1, 1), WeightVersion(1, 2)
+GENERATION = GenerationConfig(max_running_requests=8, max_batch_tokens=128, num_blocks=32, page_size=16)
+LIMIT_S = 30.0
+START_LIMIT_S = 90.0  # of a process that imports torch, on a busy machine
+SEND_LIMIT_S = 5.0  # of a broadcast that cannot succeed: waited for once
+PROMPT = [3, 1, 4, 1, 5]
+_spaces = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with the versions v0, v1 and v2 beside it."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("broadcast")
+    make_tiny_model(root / "model")
+    for version in (V0, V1, V2):
+        path = version_dir(root, "actor", version)
+        write_version(path, tensors_of(version), source_dir=root / "model", version=version, fsync=False)
+    return root / "model"
+
+
+def tensors_of(version: WeightVersion) -> list[tuple[str, torch.Tensor]]:
+    model = make_tiny_model(None, seed=version.version)
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def held(version: WeightVersion, bucket_bytes: int = 100_000) -> Held:
+    """Several buckets, so that there is a middle."""
+    buckets = pack(((name, tensor, tensor.dtype) for name, tensor in tensors_of(version)), bucket_bytes)
+    assert len(buckets) > 3
+    return Held(version, buckets)
+
+
+# -------------------------------------------------------------------------------------------------------------- servers
+
+
+def make_server(model_path: Path, space: str) -> tuple[GenerationServer, NameResolveConfig]:
+    resolve = NameResolveConfig(backend="memory", endpoints=[space])
+    info = WorkerInfo(
+        kind="generation_server", index=0, count=1, experiment="e", trial="t", attempt=1,
+        run_dir=str(model_path.parent / space), seed=1, name_resolve=resolve, runtime=RuntimeConfig(),
+    )  # fmt: skip
+    config = GenerationServerConfig(
+        worker=info, engine="transformers", model_path=str(model_path), tokenizer_path=str(model_path),
+        generation=GENERATION, torch_threads=1,
+    )  # fmt: skip
+    return GenerationServer(config), resolve
+
+
+class Client:
+    """A server as manager and rollout workers see it."""
+
+    def __init__(self, session: aiohttp.ClientSession, name: str, url: str, model_path: Path) -> None:
+        self.session, self.name, self.url, self.model_path = session, name, url, model_path
+        self.target = BroadcastTarget(server=name, url=url)
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        async with self.session.post(self.url + path, data=msgspec.json.encode(body)) as response:
+            return response.status, msgspec.json.decode(await response.read())
+
+    async def load(self, version: WeightVersion) -> None:
+        where = version_dir(self.model_path.parent, "actor", version)
+        body = {"model_path": str(where), "weight_version": str(version)}
+        status, reply = await self.post("/update_weights_from_disk", body)
+        assert status == 200, reply
+
+    async def pause(self) -> None:
+        assert (await self.post("/pause_generation", {"mode": "abort"}))[0] == 200
+
+    async def resume(self) -> None:
+        assert (await self.post("/continue_generation", {}))[0] == 200
+
+    async def version(self) -> str:
+        async with self.session.get(self.url + "/get_model_info") as response:
+            return str((await response.json())["weight_version"])
+
+    async def logprobs(self) -> list[float]:
+        """Of a greedy response to PROMPT: a fingerprint of the weights, as exact as they are."""
+        sampling = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+        body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+        status, reply = await self.post("/generate", body)
+        assert status == 200, reply
+        return [logprob for logprob, _, _ in reply["meta_info"]["output_token_logprobs"]]
+
+
+@asynccontextmanager
+async def served(model_path: Path) -> AsyncIterator[Client]:
+    """A server in this process, with version 0."""
+    server, resolve = make_server(model_path, f"broadcast-{next(_spaces)}")
+    life = asyncio.create_task(server.main())
+    resolver = open_name_resolver(resolve)
+    try:
+        url = await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), LIMIT_S)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+            client = Client(session, "here", url, model_path)
+            await client.load(V0)
+            yield client
+    finally:
+        server.stopping.set()
+        await asyncio.wait_for(life, LIMIT_S)
+        resolver.close()
+
+
+def be_server(model_path: Path, pipe: Connection) -> None:
+    """The target of a process: a server that tells its address."""
+    torch.set_num_threads(1)
+    server, resolve = make_server(model_path, "process")
+
+    async def live() -> None:
+        life = asyncio.create_task(server.main())
+        resolver = open_name_resolver(resolve)
+        pipe.send(await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), START_LIMIT_S))
+        await life
+
+    asyncio.run(live())
+
+
+@pytest.fixture(scope="module")
+def process(model_path: Path) -> Iterator[tuple[BaseProcess, str]]:
+    """A server that may be stopped and killed, and its address. The last test kills it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=be_server, args=(model_path, theirs), daemon=True)
+    child.start()
+    try:
+        assert ours.poll(START_LIMIT_S), "the server did not start"
+        yield child, ours.recv()
+    finally:
+        child.kill()
+        child.join(LIMIT_S)
+
+
+@asynccontextmanager
+async def sender(limit_s: float = LIMIT_S) -> AsyncIterator[WeightSender]:
+    options = WeightsConfig(transport="broadcast", broadcast_timeout_s=limit_s)
+    made = WeightSender(
+        name="e/t/a1", host="127.0.0.1", device=torch.device("cpu"), options=options, logger=logging.getLogger("test")
+    )
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def send(sender: WeightSender, version: WeightVersion, *clients: Client) -> BroadcastReply:
+    """As the manager does: pause, send, and continue where it succeeded."""
+    for client in clients:
+        await client.pause()
+    targets = [client.target for client in clients]
+    request = BroadcastRequest(weight_version=str(version), targets=targets, limit_s=LIMIT_S)
+    reply = await asyncio.wait_for(sender.broadcast(request), LIMIT_S)
+    for client in clients:
+        if client.name not in reply.errors:
+            assert await client.version() == str(version)
+            await client.resume()
+    return reply
+
+
+# ---------------------------------------------------------------------------------------------------------------- tests
+
+
+async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
+    """Bit for bit; and again through the same group; and over HTTP, as the manager asks for it."""
+    async with served(model_path) as client, sender() as trainer:
+        before = await client.logprobs()
+        trainer.hold(held(V1))
+        assert await send(trainer, V1, client) == BroadcastReply()
+        sent = await client.logprobs()
+        await client.load(V1)
+        assert await client.logprobs() == sent != before
+        trainer.hold(held(V2))
+        groups = dict(trainer._groups)
+        await client.pause()
+        request = BroadcastRequest(weight_version=str(V2), targets=[client.target], limit_s=LIMIT_S)
+        async with client.session.post(
+            trainer.url + "/broadcast_weights", data=msgspec.json.encode(request)
+        ) as response:
+            assert msgspec.json.decode(await response.read(), type=BroadcastReply) == BroadcastReply()
+        await client.resume()
+        assert trainer._groups == groups
+        sent = await client.logprobs()
+        await client.load(V2)
+        assert await client.logprobs() == sent
+
+
+def test_nccl_needs_a_gpu() -> None:
+    options = WeightsConfig(transport="broadcast", broadcast_backend="nccl")
+    with pytest.raises(ConfigError, match=r"broadcast_backend='nccl': the trainer has no GPU; use gloo, or auto"):
+        WeightSender(name="n", host="", device=torch.device("cpu"), options=options, logger=logging.getLogger("test"))
+
+
+async def test_nothing_is_broadcast_that_a_server_refuses(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model, an older version, one that the trainer does not hold: said at once, and the old weights serve on."""
+    broadcasts: list[str] = []
+    broadcast = GroupMember.broadcast
+
+    async def note(self: GroupMember, *arguments: Any) -> None:
+        broadcasts.append(self.name)
+        await broadcast(self, *arguments)
+
+    monkeypatch.setattr(GroupMember, "broadcast", note)
+    async with served(model_path) as client, sender() as trainer:
+        before = await client.logprobs()
+        tensors = [(f"other.{name}", tensor, tensor.dtype) for name, tensor in tensors_of(V1)]
+        trainer.hold(Held(V1, pack(tensors, 100_000)))
+        reply = await send(trainer, V1, client)
+        assert "do not fit the model: other." in reply.errors["here"]
+        assert (
+            "the trainer holds weights a0001-v00000001, not a0001-v00000002"
+            in (await send(trainer, V2, client)).errors["here"]
+        )
+        await client.load(V2)
+        trainer.hold(held(V1))
+        reply = await send(trainer, V1, client)
+        assert f"version {V1} is older than {V2}" in reply.errors["here"]
+        await client.load(V2)
+        assert await client.version() == str(V2)
+        await client.resume()
+        assert await client.logprobs() != before
+    assert broadcasts == []
+
+
+async def test_the_protocol_refuses_what_comes_in_another_order(model_path: Path) -> None:
+    async with served(model_path) as client:
+        bucket = ReceiveWeights(names=[], dtypes=[], shapes=[], load_format="flattened_bucket", limit_s=1.0)
+        status, reply = await client.post("/update_weights_from_distributed", bucket)
+        assert (status, reply["success"]) == (400, False)
+        assert "between begin_ and end_weight_update" in reply["message"]
+        status, reply = await client.post("/end_weight_update", {})
+        assert (status, reply["message"]) == (400, "no weight update is open; call begin_weight_update first")
+        assert (await client.post("/begin_weight_update", {"weight_version": "v1"}))[0] == 400
+        assert (await client.post("/begin_weight_update", BeginWeightUpdate()))[0] == 200
+        status, reply = await client.post("/update_weights_from_distributed", bucket)
+        assert (status, "there is no group" in reply["message"]) == (400, True)
+        status, reply = await client.post("/end_weight_update", {})  # nothing came
+        assert (status, reply["success"]) == (400, False)
+        join = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "limit_s": 0.5}
+        status, reply = await client.post("/init_weights_update_group", {**join, "backend": "gloo"})
+        assert (status, "could not be joined" in msgspec.convert(reply, UpdateWeightsReply).message) == (400, True)
+        assert (await client.post("/destroy_weights_update_group", {}))[0] == 200
+        assert await client.version() == str(V0)
+
+
+def when_sending_bucket(trainer: WeightSender, number: int, act: Callable[[], None]) -> None:
+    """Before a server is asked to take bucket `number` (from 0) of the next broadcast: in the middle of it."""
+    post, seen = trainer._client.post, itertools.count()
+
+    async def watched(target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
+        if path == "/update_weights_from_distributed" and next(seen) == number:
+            act()
+        return await post(target, path, message)
+
+    trainer._client.post = watched  # type: ignore[method-assign]
+
+
+async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:
+    """SIGSTOP: the trainer answers within the limit, the other server and, later, the stopped one recover from disk."""
+    child, url = process
+    async with served(model_path) as client, sender(SEND_LIMIT_S) as trainer:
+        other = Client(client.session, "there", url, model_path)
+        await other.load(V0)
+        trainer.hold(held(V1))
+        when_sending_bucket(trainer, 2, lambda: os.kill(child.pid or 0, signal.SIGSTOP))
+        began = time.monotonic()
+        reply = await send(trainer, V1, client, other)
+        try:
+            assert time.monotonic() - began < SEND_LIMIT_S + 3.0
+            assert set(reply.errors) == {"here", "there"}
+            assert "sending bucket 2 of" in reply.errors["there"]
+            assert await client.version() == str(V0)
+            await client.load(V1)
+            await client.resume()
+            sound = await client.logprobs()
+            trainer.hold(held(V2))
+            assert await send(trainer, V2, client) == BroadcastReply()
+        finally:
+            os.kill(child.pid or 0, signal.SIGCONT)
+        await other.load(V1)
+        await other.resume()
+        assert await other.logprobs() == sound
+        assert await send(trainer, V2, client, other) == BroadcastReply()
+
+
+async def test_one_that_dies_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:
+    """SIGKILL: noticed at once, long before the limit."""
+    child, url = process
+    async with served(model_path) as client, sender() as trainer:
+        other = Client(client.session, "there", url, model_path)
+        await other.load(V2)
+        trainer.hold(held(V2))
+        when_sending_bucket(trainer, 2, lambda: os.kill(child.pid or 0, signal.SIGKILL))
+        began = time.monotonic()
+        await client.pause()
+        await other.pause()
+        request = BroadcastRequest(weight_version=str(V2), targets=[client.target, other.target], limit_s=LIMIT_S)
+        reply = await trainer.broadcast(request)
+        assert time.monotonic() - began < LIMIT_S / 3
+        assert set(reply.errors) == {"here", "there"}
+        await client.load(V2)
+        await client.resume()
+        assert await send(trainer, V2, client) == BroadcastReply()
+        reply = await trainer.broadcast(request)  # it is gone: said before anybody meets
+        assert "there did not answer /server_info" in reply.errors["there"]

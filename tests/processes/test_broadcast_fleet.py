@@ -1,0 +1,176 @@
+"""The manager's side of a broadcast, over HTTP: one request to the trainer for all servers; what fails loads from disk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from asyncrl.manager.fleet import Fleet
+from asyncrl.manager.routing import ServerState, ServerTable
+from asyncrl.manager.update_plan import UpdatePlan
+from asyncrl.messages import BroadcastReply, BroadcastRequest, ModelInfo, UpdateWeightsReply, WeightVersion
+
+LIMIT_S = 20.0
+V0, V1, V2 = (WeightVersion(1, number) for number in range(3))
+
+
+class FakeServer:
+    """Takes what it is told to load. `says` overrides its echo."""
+
+    def __init__(self) -> None:
+        self.version = self.url = self.says = ""
+        self.did: list[str] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        path = request.path.strip("/")
+        if path == "get_model_info":
+            info = ModelInfo(model_path="", weight_version=self.says or self.version)
+            return web.Response(body=msgspec.json.encode(info))
+        if path != "health":
+            self.did.append(path)
+        if path == "update_weights_from_disk":
+            self.version = (await request.json())["weight_version"]
+        return web.Response(body=msgspec.json.encode(UpdateWeightsReply(success=True, message="")))
+
+
+class FakeTrainer:
+    """Sends to the servers it is asked for, but not to those in `fails`."""
+
+    def __init__(self, servers: dict[str, FakeServer]) -> None:
+        self.servers, self.url = servers, ""
+        self.fails: set[str] = set()
+        self.asked: list[BroadcastRequest] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=BroadcastRequest)
+        self.asked.append(wanted)
+        for target in wanted.targets:
+            server = self.servers[target.server]
+            assert server.did[-1] == "pause_generation"
+            if target.server not in self.fails:
+                server.version = wanted.weight_version
+        errors = {name: "hangs" for name in self.fails if name in {target.server for target in wanted.targets}}
+        return web.Response(body=msgspec.json.encode(BroadcastReply(errors=errors)))
+
+
+@asynccontextmanager
+async def listening(answer) -> AsyncIterator[str]:  # type: ignore[no-untyped-def]
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class Managed:
+    def __init__(
+        self, fleet: Fleet, servers: dict[str, FakeServer], trainer: FakeTrainer, change: asyncio.Event
+    ) -> None:
+        self.fleet, self.servers, self.trainer, self._change = fleet, servers, trainer, change
+
+    def publish(self, version: WeightVersion) -> None:
+        """It is on disk, and its manifest holds."""
+        self.fleet.plan.publish(version)
+        self.fleet.members_changed()
+
+    async def until(self, **states: str) -> None:
+        """Servers are in these states, given as `healthy_1` with the version or `stale`."""
+
+        def found() -> dict[str, str]:
+            views = {name: self.fleet.table.servers[name] for name in states}
+            return {
+                name: server.state.value + (f"_{server.version.version}" if server.version is not None else "")
+                for name, server in views.items()
+            }
+
+        async def wait() -> None:
+            while found() != states:
+                self._change.clear()
+                await self._change.wait()
+
+        try:
+            await asyncio.wait_for(wait(), LIMIT_S)
+        except asyncio.TimeoutError:
+            raise AssertionError(f"{found()} instead of {states}") from None
+
+
+@asynccontextmanager
+async def managed(*names: str) -> AsyncIterator[Managed]:
+    """A fleet of these servers that serve version 0."""
+    servers = {name: FakeServer() for name in names}
+    trainer, change = FakeTrainer(servers), asyncio.Event()
+    table = ServerTable("round_robin", dead_after_s=LIMIT_S, attempt=1)
+    fleet = Fleet(
+        table,
+        UpdatePlan(table, update_timeout_s=10.0),
+        path_of=lambda version: Path("/nowhere") / str(version),
+        on_change=change.set,
+        probe_every_s=LIMIT_S,
+        probe_limit_s=LIMIT_S,
+        verify_limit_s=LIMIT_S,
+        broadcast_limit_s=5.0,
+        logger=logging.getLogger("test"),
+    )
+    await fleet.start()
+    async with listening(trainer.answer) as url:
+        fleet.sender_at(url)
+        loop = asyncio.create_task(fleet.update_loop())
+        sockets = [listening(server.answer) for server in servers.values()]
+        try:
+            for name, socket in zip(names, sockets, strict=True):
+                fleet.announce(name, await socket.__aenter__())
+            found = Managed(fleet, servers, trainer, change)
+            found.publish(V0)
+            await found.until(**dict.fromkeys(names, "healthy_0"))
+            yield found
+        finally:
+            loop.cancel()
+            await fleet.close()
+            for socket in sockets:
+                await socket.__aexit__(None, None, None)
+
+
+async def test_all_servers_in_one_broadcast_before_the_files_are_there() -> None:
+    async with managed("a", "b") as run:
+        run.fleet.hold(str(V1))
+        await run.until(a="healthy_1", b="healthy_1")
+        (request,) = run.trainer.asked
+        assert (request.weight_version, sorted(target.server for target in request.targets)) == (str(V1), ["a", "b"])
+        for server in run.servers.values():
+            assert server.did[-2:] == ["pause_generation", "continue_generation"]
+        run.publish(V1)
+        run.fleet.hold(str(V2))
+        await run.until(a="healthy_2", b="healthy_2")
+        assert [server.did.count("update_weights_from_disk") for server in run.servers.values()] == [1, 1]
+        assert run.fleet.counters["broadcast", "a"] == 2
+
+
+@pytest.mark.parametrize("how", ["refused", "another echo", "no trainer"])
+async def test_what_a_broadcast_fails_with_loads_from_disk_when_that_is_there(how: str) -> None:
+    async with managed("a", "b") as run:
+        lost = {"b"}
+        if how == "refused":
+            run.trainer.fails = {"b"}
+        elif how == "another echo":
+            run.servers["b"].says = str(V0)
+        else:
+            run.fleet.sender_at("http://127.0.0.1:9")
+            lost = {"a", "b"}
+        run.fleet.hold(str(V1))
+        await run.until(**{name: "stale" if name in lost else "healthy_1" for name in ("a", "b")})
+        run.servers["b"].says = ""
+        assert "continue_generation" not in run.servers["b"].did[-1:]  # it stays paused: what it has is unknown
+        run.publish(V1)
+        await run.until(a="healthy_1", b="healthy_1")
+        assert run.servers["b"].did[-3:] == ["pause_generation", "update_weights_from_disk", "continue_generation"]
+        assert run.fleet.counters["failed", "b"] == 1
+        assert run.fleet.table.servers["b"].state is ServerState.HEALTHY

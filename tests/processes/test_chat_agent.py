@@ -1,0 +1,360 @@
+"""Agents that talk through the endpoint: groups, rewards, threads, and every way to end early."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import web
+from test_openai_api import BOARD, EOS, LIMIT_S, LOGGER, TOKENIZER, VERSION
+from test_rollout_worker import Stage
+
+from asyncrl.config import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
+from asyncrl.data.prompts import Prompt
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
+from asyncrl.rollout.env import Env, StepResult, UnjudgedEnv
+from asyncrl.rollout.loop_watch import LoopWatch
+from asyncrl.rollout.openai_api import ChatEndpoint
+from asyncrl.rollout.outcome import RolloutEnded, RolloutRejected, RolloutReleased
+from asyncrl.rollout.tasks import TRAIN, TaskTable
+from asyncrl.rollout.trajectory import OnPiece, Response, SampleSummary
+from asyncrl.testing.tiny import make_chat_tokenizer
+
+SAMPLING = SamplingConfig(max_new_tokens=32)
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+PROMPT = Prompt("e0-p0", "", [], "HI", "default", {"messages": MESSAGES}, False)
+
+
+async def echo(input_ids: list[int], sampling: SamplingConfig, on_piece: OnPiece) -> Response:
+    """Says what the user said, in capitals; the rollout ends where that is `lose`, and `wait` takes for ever."""
+    text = TOKENIZER.decode(input_ids).rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+    if text == "lose":
+        raise RolloutReleased("server_lost", "gone")
+    if text == "wait":
+        await asyncio.Event().wait()
+    response = Response(list(input_ids))
+    output = [*TOKENIZER.encode(text.upper()), EOS]
+    response.add_piece(output, [-1.0] * len(output), [(VERSION, len(output))])
+    on_piece(response)
+    response.finished = True
+    return response
+
+
+async def ask(session: ChatSession, text: str = "hi") -> str:
+    message: Any = {"role": "user", "content": text}
+    reply = await session.client().chat.completions.create(model="m", messages=[message])
+    return reply.choices[0].message.content or ""
+
+
+class Judge(Env):
+    """Pays 1 for the prompt's answer. Counts what is open."""
+
+    open = 0
+
+    async def reset(self) -> tuple[Any, dict[str, Any]]:
+        Judge.open += 1
+        return None, {}
+
+    async def step(self, action: Any) -> StepResult:
+        return None, float(action.text == self.prompt.answer and action.finished), True, False, {}
+
+    async def close(self) -> None:
+        Judge.open -= 1
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[ChatEndpoint]:
+    made = ChatEndpoint(board=BOARD, logger=LOGGER)
+    await made.start("127.0.0.1")
+    Judge.open = 0
+    yield made
+    await made.close()
+    assert Judge.open == 0
+    assert BOARD.snapshot().queues["chat sessions"] == 0
+
+
+async def collect(
+    agent: type[ChatAgent], endpoint: ChatEndpoint, *, group_size: int = 3, **args: Any
+) -> SequenceSample:
+    made = agent(tokenizer=TOKENIZER, sampling=SAMPLING, group_size=group_size, **args)
+    env = Judge(prompt=PROMPT, reward=None)
+    (sample,) = await asyncio.wait_for(made.collect_sessions(PROMPT, env, endpoint, echo), LIMIT_S)
+    return sample
+
+
+class Meeting(ChatAgent):
+    """All members talk at the same time, each in a session of its own, and are paid by themselves."""
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
+        self.met = 0
+        self.all_met = asyncio.Event()
+
+    async def chat(self, session: ChatSession, prompt: Prompt) -> float:
+        self.met += 1
+        if self.met == self.group_size:
+            self.all_met.set()
+        await self.all_met.wait()
+        assert await ask(session, f"member {session.member}") == f"MEMBER {session.member}"
+        return session.member / 2
+
+
+async def test_members_have_sessions_and_rewards_of_their_own(endpoint: ChatEndpoint) -> None:
+    sample = await collect(Meeting, endpoint)
+    assert sample.data["rewards"].tolist() == [0.0, 0.5, 1.0]
+    assert [
+        TOKENIZER.decode(ids[mask]) for ids, mask in zip(*map(lambda key: sample.slices(key)[0], KEYS), strict=True)
+    ] == [f"MEMBER {member}<|im_end|>" for member in range(3)]
+    assert SampleSummary.of(sample).version_start == [VERSION] * 3
+
+
+KEYS = ("packed_input_ids", "loss_mask")
+
+
+async def test_without_a_reward_of_its_own_the_last_answer_is_judged(endpoint: ChatEndpoint) -> None:
+    class Unpaid(ChatAgent):
+        async def chat(self, session: ChatSession, prompt: Prompt) -> None:
+            await ask(session, "hi" if session.member else "ho")
+
+    assert (await collect(Unpaid, endpoint)).data["rewards"].tolist() == [0.0, 1.0, 1.0]
+
+
+async def test_a_plain_function_runs_in_a_thread_with_a_blocking_client(endpoint: ChatEndpoint) -> None:
+    class Blocking(ChatAgent):
+        def chat(self, session: ChatSession, prompt: Prompt) -> float:
+            with openai.OpenAI(base_url=session.base_url, api_key="any") as client:
+                reply = client.chat.completions.create(model="m", messages=prompt.row["messages"])
+            return float(reply.choices[0].message.content == prompt.answer)
+
+    assert (await collect(Blocking, endpoint, group_size=2)).data["rewards"].tolist() == [1.0, 1.0]
+
+
+async def test_the_sequence_that_is_trained_is_chosen_and_the_rest_counted(
+    endpoint: ChatEndpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wanderer(ChatAgent):
+        async def chat(self, session: ChatSession, prompt: Prompt) -> float:
+            await ask(session, "the longer one")
+            await ask(session, "short")
+            return 1.0
+
+    with caplog.at_level(logging.WARNING):
+        last = await collect(Wanderer, endpoint, group_size=1)
+        longest = await collect(Wanderer, endpoint, group_size=1, trained="longest")
+    assert (last.data["loss_mask"].sum(), longest.data["loss_mask"].sum()) == (6, 15)
+    assert (endpoint.counts.trained_tokens, endpoint.counts.left_out_tokens) == (21, 21)
+    assert "a session has 2 sequences, of which the one answered last is trained; 15 sampled tokens" in caplog.text
+
+
+class Failing(ChatAgent):
+    """Member 0 fails in some way; the others wait for an answer that never comes."""
+
+    async def chat(self, session: ChatSession, prompt: Prompt) -> Any:
+        if session.member:
+            return await ask(session, "wait")
+        return await self.fail(session)
+
+    async def fail(self, session: ChatSession) -> Any:
+        raise NotImplementedError
+
+
+class SwallowsErrors(Failing):
+    async def fail(self, session: ChatSession) -> float:
+        try:
+            await ask(session, "lose")
+        except openai.APIError:
+            await asyncio.Event().wait()  # makes nothing of it
+        return 1.0
+
+
+class ReturnsInSpite(Failing):
+    async def fail(self, session: ChatSession) -> float:
+        try:
+            await ask(session, "lose")
+        except openai.APIError:
+            return 1.0
+        return 0.0
+
+
+class Silent(Failing):
+    async def fail(self, session: ChatSession) -> float:
+        return 1.0
+
+
+class NotANumber(Failing):
+    async def fail(self, session: ChatSession) -> float:
+        await ask(session)
+        return float("nan")
+
+
+class Exits(Failing):
+    async def fail(self, session: ChatSession) -> float:
+        raise SystemExit(3)
+
+
+class CancelsItself(Failing):
+    async def fail(self, session: ChatSession) -> float:
+        raise asyncio.CancelledError
+
+
+class Refused(Failing):
+    async def fail(self, session: ChatSession) -> float:
+        await session.client().chat.completions.create(model="m", messages=MESSAGES, seed=1)
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "error", "told"),
+    [
+        (SwallowsErrors, RolloutReleased, "server_lost: gone"),
+        (ReturnsInSpite, RolloutReleased, "server_lost: gone"),
+        (Silent, RolloutRejected, "no_response: "),
+        (NotANumber, RolloutRejected, "reward_not_finite: chat returned nan"),
+        (Exits, RuntimeError, "SystemExit: 3"),
+        (CancelsItself, RuntimeError, "chat has cancelled itself"),
+        (Refused, openai.BadRequestError, "agent_args.ignore"),
+    ],
+)
+async def test_one_member_that_fails_ends_the_group(
+    endpoint: ChatEndpoint, agent: type[ChatAgent], error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        await collect(agent, endpoint)
+
+
+async def test_a_rollout_that_is_taken_back_leaves_nothing(endpoint: ChatEndpoint) -> None:
+    class Waiting(ChatAgent):
+        async def chat(self, session: ChatSession, prompt: Prompt) -> float:
+            asking.set()
+            await ask(session, "wait")
+            return 1.0
+
+    asking = asyncio.Event()
+    collecting = asyncio.ensure_future(collect(Waiting, endpoint))
+    await asyncio.wait_for(asking.wait(), LIMIT_S)
+    collecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await collecting
+
+
+async def test_a_thread_that_is_left_behind_finds_its_session_closed(endpoint: ChatEndpoint) -> None:
+    class Late(ChatAgent):
+        def chat(self, session: ChatSession, prompt: Prompt) -> float:
+            with openai.OpenAI(base_url=session.base_url, api_key="any") as client:
+                with contextlib.suppress(openai.APIError):
+                    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "lose"}])
+                try:
+                    released.wait(LIMIT_S)
+                    client.chat.completions.create(model="m", messages=MESSAGES)
+                except openai.APIError as error:
+                    found.append(error)
+            ended.set()
+            return 1.0
+
+    released, ended, found = threading.Event(), threading.Event(), []
+    with pytest.raises(RolloutEnded, match="server_lost"):
+        await collect(Late, endpoint, group_size=1)
+    released.set()
+    assert await asyncio.to_thread(ended.wait, LIMIT_S)
+    assert [type(error) for error in found] == [openai.NotFoundError]
+
+
+async def test_a_blocking_client_on_the_event_loop_is_told_of() -> None:
+    told, text = threading.Event(), ""
+
+    class Teller(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            nonlocal text
+            text = record.getMessage()
+            told.set()
+
+    def stand_still() -> None:
+        assert told.wait(LIMIT_S)
+
+    handler = Teller()
+    LOGGER.addHandler(handler)
+    watch = LoopWatch(LOGGER, limit_s=0.05, hint=" (write `def chat`)")
+    try:
+        watch.start()
+        stand_still()
+    finally:
+        watch.close()
+        LOGGER.removeHandler(handler)
+    assert "has stood still for 0.05 s (write `def chat`)" in text
+    assert "in stand_still" in text
+
+
+class Plain(ChatAgent):
+    def chat(self, session: ChatSession, prompt: Prompt) -> Awaitable[float | None] | float | None:
+        return 1.0
+
+
+def table(task: TaskConfig) -> TaskTable:
+    rollout = RolloutConfig(group_size=2, sampling=SAMPLING, tasks={"default": task})
+    return TaskTable(rollout, tokenizer=TOKENIZER, board=BOARD, logger=LOGGER)
+
+
+async def test_a_task_with_a_chat_agent_needs_no_reward() -> None:
+    tasks = table(TaskConfig(agent=f"{__name__}:Plain", agent_args={"ignore": ["seed"], "max_requests": 2}))
+    assert tasks.chat
+    task = tasks.of(PROMPT)
+    assert [task.agents[mode].group_size for mode in (TRAIN, "sampled", "greedy")] == [2, 1, 1]
+    env = task.make_env(PROMPT)
+    assert isinstance(env, UnjudgedEnv)
+    with pytest.raises(ValueError, match="has neither reward nor env"):
+        await env.step(None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"trained": "all"}, "it must be last or longest"),
+        ({"ignore": ["heat"]}, r"ignore has \['heat'\]; known are chat_template_kwargs, frequency_penalty"),
+        ({"max_requests": 0}, "must be at least 1"),
+    ],
+)
+def test_arguments_that_will_not_do(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        table(TaskConfig(agent=f"{__name__}:Plain", agent_args=arguments))
+    with pytest.raises(ConfigError, match="does not fit"):
+        table(TaskConfig(agent=f"{__name__}:Plain", agent_args={"max_turns": 3}))
+
+
+class Swallows(ChatAgent):
+    """Is content with whatever comes."""
+
+    async def chat(self, session: ChatSession, prompt: Prompt) -> float:
+        with contextlib.suppress(openai.APIError):
+            await ask(session, prompt.text)
+        return 0.25
+
+
+async def test_a_rollout_worker_serves_its_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the generation server refuses is the rollout's reason, whatever the agent makes of it."""
+    monkeypatch.setattr("test_rollout_worker.make_char_tokenizer", make_chat_tokenizer)
+    stage = Stage(tmp_path)
+    stage.rollout = replace(stage.rollout, group_size=2, tasks={"default": TaskConfig(agent=f"{__name__}:Swallows")})
+    try:
+        await stage.start()
+        await stage.grant(stage.ticket(0))
+        assert await stage.results(1) == {"ticket-0": ("stored", "")}
+        stage.server.script.extend(web.Response(status=400, text="too long") for _ in range(2))
+        await stage.grant(stage.ticket(1))
+        assert (await stage.results(2))["ticket-1"] == ("rejected", "generation_refused")
+        await stage.end()
+    finally:
+        await stage.close()
+    (pulled,) = stage.pulled
+    assert pulled.meta.rewards == [0.25, 0.25]
+    for ids, mask in zip(pulled.sample.slices()[0], pulled.sample.slices("loss_mask")[0], strict=True):
+        assert TOKENIZER.decode(ids[~mask]) == "<|im_start|>user\n012<|im_end|>\n<|im_start|>assistant\n"
+        assert ids[mask].tolist() == [0]  # the end of turn of the server's policy

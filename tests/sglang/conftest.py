@@ -1,0 +1,79 @@
+"""A real SGLang server on the CPU, one for the session, and the weight versions that it serves.
+
+Its environment is ASYNCRL_SGLANG_PYTHON, or .venv-sglang of the repository. Where there is none these tests fail: what they
+prove cannot be had otherwise. ASYNCRL_SGLANG_URL names a server that runs already, to save its start while one works on the
+tests; what needs a server of its own starts one all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from real_server import START_LIMIT_S, ServerInThread
+from weight_store import WeightStore
+
+from asyncrl.config import GenerationConfig
+from asyncrl.generation.sglang_environment import find_sglang
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))  # one of them starts the server
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    """The interpreter of SGLang's environment."""
+    python = os.environ.get("ASYNCRL_SGLANG_PYTHON") or str(ROOT / ".venv-sglang" / "bin" / "python")
+    if find_sglang(python) is None:
+        pytest.fail(
+            f"there is no SGLang in {python}: `bash launcher/setup_sglang.sh --cpu` makes it in some minutes (or set "
+            "ASYNCRL_SGLANG_PYTHON to the interpreter of another one)",
+            pytrace=False,
+        )
+    return python
+
+
+@pytest.fixture(scope="session")
+def sglang_config(sglang_python: str) -> GenerationConfig:
+    """Of the session's server; tests that start one of their own change what they need."""
+    return GenerationConfig(python=sglang_python, max_running_requests=32, max_queue=200, load_timeout_s=START_LIMIT_S)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    torch.set_num_threads(1)
+    return WeightStore(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="session")
+def session_servers(
+    sglang_config: GenerationConfig, store: WeightStore, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], ServerInThread]]:
+    """Starts the server when it is first asked for, and again if a test has killed it."""
+    log = tmp_path_factory.mktemp("sglang") / "sglang.log"
+    started: list[ServerInThread] = []
+
+    def alive() -> ServerInThread:
+        if started:
+            started[0].revive()
+        else:
+            started.append(ServerInThread(sglang_config, store.model_path, log))
+        return started[0]
+
+    yield alive
+    for server in started:
+        server.close()
+
+
+@pytest.fixture
+def sglang_url(session_servers: Callable[[], ServerInThread]) -> str:
+    """Where the session's server listens. It serves what the test before has loaded; a dead one is replaced."""
+    return os.environ.get("ASYNCRL_SGLANG_URL") or session_servers().process.url

@@ -1,0 +1,55 @@
+"""A real SGLang server for tests, on an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+from asyncrl.config import GenerationConfig
+from asyncrl.generation.sglang_http import SGLangClient, SGLangError
+from asyncrl.generation.sglang_process import SGLangProcess, own_server
+
+START_LIMIT_S = 240.0  # some 15 s on an idle machine; it competes with whatever else runs
+
+
+class ServerInThread:
+    """A server of ours that outlives event loops: it is started and stopped on one of its own."""
+
+    def __init__(self, config: GenerationConfig, model_path: Path, log: Path) -> None:
+        """Starts it."""
+        self._config, self._model_path, self.log = config, model_path, log
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="server of the tests", daemon=True).start()
+        self.process = self._start()
+
+    def _start(self) -> SGLangProcess:
+        async def start() -> SGLangProcess:
+            process = own_server(self._config, str(self._model_path), tensor=1, seed=1, log=self.log)
+            client = SGLangClient("")
+            client.open()
+
+            async def is_ready(url: str) -> bool:
+                client.url = url
+                try:
+                    await client.info(limit_s=5.0)
+                except SGLangError:
+                    return False
+                return True
+
+            try:
+                await process.start(is_ready, START_LIMIT_S)
+            finally:
+                await client.close()
+            return process
+
+        return asyncio.run_coroutine_threadsafe(start(), self._loop).result(START_LIMIT_S + 30)
+
+    def revive(self) -> None:
+        """Another one, if a test has killed it."""
+        if self.process.how_it_ended() is not None:
+            self.close()
+            self.process = self._start()
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.process.close(), self._loop).result(60)

@@ -1,0 +1,263 @@
+"""Nine things that SGLang 0.5.23 takes badly, or answers differently than one would think; each is kept from happening.
+
+Each test shows what the server itself does, where it survives that, and that asyncrl's engine does not come upon it. A test that
+fails in its first half tells that a newer SGLang does better.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from test_sglang_engine import LONG, attached, close_to, counter_of, make_prompt, within
+from weight_store import EXACT, V0, V1, V2, WeightStore
+
+from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig, validate
+from asyncrl.generation.engine import EngineRequest, RequestRefused, WeightsRefused
+from asyncrl.generation.sglang import SGLangEngine
+from asyncrl.generation.sglang_http import SGLangClient, SGLangError, sglang_params
+from asyncrl.generation.sglang_process import server_arguments, server_environment
+from asyncrl.messages import SamplingParams
+from asyncrl.weights import tensor_files, version_dir
+
+SHORT = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@contextlib.asynccontextmanager
+async def raw(url: str) -> AsyncIterator[SGLangClient]:
+    """SGLang without asyncrl between."""
+    client = SGLangClient(url)
+    client.open()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def generate(client: SGLangClient, rid: str, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
+    """What SGLang answers, as it is."""
+    tokens, logprobs, meta = list[int](), list[float](), None
+    async for piece in client.generate(rid, prompt, sglang_params(params, []), idle_limit_s=60.0):
+        tokens += piece.output_ids
+        logprobs += [row[0] or 0.0 for row in piece.meta_info.output_token_logprobs]
+        meta = piece.meta_info
+    assert meta is not None
+    return {"tokens": tokens, "logprobs": logprobs, "meta": meta}
+
+
+async def status_of(url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}{path}", json=body) as answer:
+        return answer.status, await answer.text()
+
+
+async def test_1_tensors_are_received_between_begin_and_end_only(
+    sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
+) -> None:
+    """A trainer that broadcasts all the same would hang: the answer must be looked at before anything is sent."""
+    body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none", "flush_cache": False}
+    async with raw(sglang_url) as client:
+        with pytest.raises(SGLangError, match="must run between begin_weight_update") as refused:
+            await client.call("/update_weights_from_distributed", body, limit_s=10.0)
+        assert refused.value.status == 400
+
+
+async def test_2_in_place_runs_without_overlap_scheduling() -> None:
+    """With it the first token after an update is said to be of the new version, though the old weights made it."""
+
+    def arguments(config: GenerationConfig) -> list[str]:
+        return server_arguments(config, "/model", port=1, tensor=1, seed=1, max_length=512, on_gpu=True)
+
+    assert "--disable-overlap-schedule" in arguments(GenerationConfig(interrupt="in_place"))
+    for interrupt in ("abort", "retract", "wait"):  # exact with it too: nothing runs while they update
+        assert "--disable-overlap-schedule" not in arguments(GenerationConfig(interrupt=interrupt))
+
+
+async def test_3_flushing_in_place_fails_after_the_weights_changed(
+    sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
+) -> None:
+    prompt = make_prompt(random.Random(1), 100)
+    async with raw(sglang_url) as client, attached(sglang_url, store, sglang_config) as engine:
+        running = engine.submit(EngineRequest("running", [1, 2], LONG))
+        await counter_of(engine).reaches(20)
+        await client.pause("in_place", limit_s=10.0)
+        with pytest.raises(SGLangError, match="Weights were updated, but the cache was not flushed"):
+            await client.update_weights_from_disk(str(store.path(V0)), str(V0), flush_cache=True, limit_s=60.0)
+        await client.resume(limit_s=10.0)
+        await within(running)
+        # Ours: a server that has a prefix cache is never updated in place, and the cache is flushed with every update.
+        assert "--disable-radix-cache" in server_arguments(
+            GenerationConfig(interrupt="in_place"), "/model", port=1, tensor=1, seed=1, max_length=512, on_gpu=True
+        )
+        with pytest.raises(RequestRefused, match="in_place"):
+            await engine.pause("in_place")
+        for version in (V0, V1):
+            await engine.load_weights(store.path(version), version)
+            result = await within(engine.submit(EngineRequest(f"{version}", prompt, SHORT)))
+            close_to(result.logprobs, store.logprobs(version, prompt, result.token_ids))
+
+
+async def test_4_a_request_that_comes_while_sglang_is_paused_cannot_be_aborted(
+    sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
+) -> None:
+    async with raw(sglang_url) as client:
+        await client.pause("retract", limit_s=10.0)
+        blocked = asyncio.ensure_future(generate(client, "blocked.", [1, 2], SHORT))
+        for _ in range(3):
+            await client.abort("blocked.", limit_s=10.0)
+            await asyncio.wait([blocked], timeout=0.1)
+        assert not blocked.done()
+        began = time.monotonic()
+        async with aiohttp.ClientSession() as session, session.get(f"{sglang_url}/health") as answer:
+            assert answer.status == 200
+        assert time.monotonic() - began < 3.0  # SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0
+        await client.resume(limit_s=10.0)
+        await within(blocked)
+    environment = server_environment({}, python="/venv/bin/python", tmp="/t", tensor=1, on_gpu=True)
+    assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    async with attached(sglang_url, store, sglang_config) as engine:  # ours waits here: it can
+        await engine.pause()
+        future = engine.submit(EngineRequest("r", [1, 2], LONG))
+        assert await engine.abort("r")
+        assert (await future).finish.type == "abort"
+
+
+async def test_5_an_update_without_a_pause_waits_for_running_requests(
+    sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
+) -> None:
+    """So that its length is that of the longest response. Ours says what it does with them: a mode, or a limit."""
+    async with raw(sglang_url) as client, attached(sglang_url, store, sglang_config) as engine:
+        future = engine.submit(EngineRequest("r", [1, 2], LONG))
+        await counter_of(engine).reaches(20)
+        await client.update_weights_from_disk(str(store.path(V0)), str(V0), flush_cache=True, limit_s=60.0)
+        assert len((await within(future)).token_ids) == LONG.max_new_tokens
+    async with attached(sglang_url, store, sglang_config, load_timeout_s=0.2) as engine:
+        future = engine.submit(EngineRequest("r", [1, 2], LONG))
+        await counter_of(engine).reaches(20)
+        with pytest.raises(WeightsRefused, match=r"1 requests still run after 0.2 s"):
+            await engine.load_weights(store.path(V1), V1)
+        assert engine.stats().version == str(V0)
+        assert len((await within(future)).token_ids) == LONG.max_new_tokens
+
+
+async def test_6_a_checkpoint_that_does_not_fit_is_success_to_sglang(
+    sglang_url: str, store: WeightStore, sglang_config: GenerationConfig, tmp_path: Path
+) -> None:
+    tensors = store.tensors(V1)
+    missing = store.write(V2, {name: tensors[name] for name in list(tensors)[:-1]}, run="missing")
+    foreign = store.write(V2, {**tensors, "model.layers.7.mlp.up_proj.weight": torch.zeros(4, 4)}, run="foreign")
+    shapes = store.write(V2, {**tensors, "model.norm.weight": torch.zeros(65)}, run="shapes")
+    truncated = store.write(V2, tensors, run="truncated")
+    (file,) = tensor_files(truncated)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1000])  # would kill SGLang
+    absent = version_dir(tmp_path, "actor", V2)
+    async with raw(sglang_url) as client:
+        await client.update_weights_from_disk(str(missing), str(V2), flush_cache=True, limit_s=60.0)  # success: true
+        with pytest.raises(SGLangError, match="Failed to get weights iterator"):
+            await client.update_weights_from_disk(str(absent), str(V2), flush_cache=True, limit_s=60.0)
+    async with attached(sglang_url, store, sglang_config) as engine:
+        for path, why in (
+            (missing, "is missing"),
+            (foreign, "does not belong to this model"),
+            (shapes, r"has shape \(65,\), expected \(64,\)"),
+            (truncated, r"bytes, the manifest says"),
+            (absent, "no manifest.json"),
+        ):
+            with pytest.raises(WeightsRefused, match=why):
+                await engine.load_weights(path, V2)
+        file.write_bytes(whole[:-4] + b"\0\0\0\0")
+        with pytest.raises(WeightsRefused, match="another checksum"):
+            await engine.load_weights(truncated, V2)
+        assert (engine.failure, engine.stats().version) == (None, str(V0))
+        result = await within(engine.submit(EngineRequest("r", [1, 2, 3], SHORT)))
+        close_to(result.logprobs, store.logprobs(V0, [1, 2, 3], result.token_ids))
+
+
+async def test_7_what_sglang_refuses_ignores_or_dies_of(
+    sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
+) -> None:
+    """A token outside the vocabulary kills it (not shown here). Ours refuses before anything is sent."""
+    bad = [
+        ({"input_ids": [1] * 600, "sampling_params": {}}, "longer than the model's context length"),
+        ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "temprature"),
+    ]
+    for body, why in bad:
+        status, text = await status_of(sglang_url, "/generate", body)
+        assert status == 400
+        assert why in text
+    ignored = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}, "retrun_logprob": True}
+    assert (await status_of(sglang_url, "/generate", ignored))[0] == 200
+    async with raw(sglang_url) as client:
+        pieces = client.generate("twice.", [1, 2], sglang_params(LONG, []), idle_limit_s=60.0)
+        await within(anext(pieces))  # it runs
+        doubled = {"rid": "twice.", "input_ids": [1], "sampling_params": {}}
+        assert "Duplicate request ID" in (await status_of(sglang_url, "/generate", doubled))[1]
+        assert [piece.meta_info.finish_reason is not None async for piece in pieces][-1]
+    async with attached(sglang_url, store, sglang_config) as engine:
+        for ids in ([64], [-1], [1] * 600, []):
+            with pytest.raises(RequestRefused):
+                engine.submit(EngineRequest("r", ids, SHORT))
+        await asyncio.sleep(0)
+        assert engine.stats().num_requests == 0
+        ours = [engine.submit(EngineRequest(rid, [1, 2], SHORT)) for rid in ("twice.", "other")]  # its names are ours
+        assert [len((await within(future)).token_ids) for future in ours] == [8, 8]
+        assert engine.failure is None
+
+
+async def test_8_logprobs_are_after_temperature_and_before_filters(
+    sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
+) -> None:
+    """As ours are everywhere. A seed for sampling has no effect: none is offered."""
+    prompt = make_prompt(random.Random(2), 10)
+    async with raw(sglang_url) as client, attached(sglang_url, store, sglang_config) as engine:
+        params = SamplingParams(max_new_tokens=30, temperature=0.7, top_p=0.8, top_k=5, ignore_eos=True)
+        result = await within(engine.submit(EngineRequest("r", prompt, params)))
+        close_to(result.logprobs, store.logprobs(V0, prompt, result.token_ids, 0.7))
+        assert all(
+            abs(a - b) < EXACT
+            for a, b in zip(result.logprobs, store.logprobs(V0, prompt, result.token_ids, 0.7), strict=True)
+        )
+        seeded = sglang_params(SamplingParams(max_new_tokens=16, ignore_eos=True), []) | {"sampling_seed": 7}
+        answers = set()
+        for i in range(4):
+            async for piece in client.generate(f"seed{i}.", prompt, seeded, idle_limit_s=60.0):
+                answers.add(tuple(piece.output_ids))
+        assert len(answers) > 1
+    assert "sampling_seed" not in SamplingParams.__struct_fields__
+
+
+async def test_9_weights_come_from_disk_or_over_the_network_only(
+    sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
+) -> None:
+    """/update_weights_from_tensor of another process kills SGLang on a CPU (not shown here): nothing here calls it."""
+    import asyncrl
+
+    sources = Path(asyncrl.__file__).parent.rglob("*.py")
+    assert [file.name for file in sources if "update_weights_from_tensor" in file.read_text(encoding="utf-8")] == []
+    assert not hasattr(SGLangEngine, "update_weights_from_tensor")
+
+
+def test_scoring_while_paused_in_place_is_refused_by_the_config(store: WeightStore) -> None:
+    """What would have SGLang wait for itself: see 4."""
+    import dataclasses
+
+    from asyncrl.config import WeightsConfig
+
+    config = ExperimentConfig(
+        allocation="sglang.d1+d1",
+        model_path=str(store.model_path),
+        generation=GenerationConfig(interrupt="in_place"),
+        weights=dataclasses.replace(WeightsConfig(), verify_logprobs=True),
+    )
+    with pytest.raises(
+        ConfigError, match=r"weights\.verify_logprobs=True: SGLang scores nothing while it is paused in place"
+    ):
+        validate(config)

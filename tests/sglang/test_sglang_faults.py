@@ -1,0 +1,125 @@
+"""SGLang that dies in a whole run: nothing is lost, no token is doubled, and it comes back with the newest weights.
+
+Each death takes another way: SGLang itself is killed in mid-generation, then the server that owns it in the middle of an update,
+when SGLang must not outlive it. What was trained is checked token by token against the weights that are said to have sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from weight_store import V0, WeightStore
+
+from asyncrl.config import GenerationConfig
+from asyncrl.generation import sglang
+from asyncrl.generation.engine import EngineFailed, EngineRequest
+from asyncrl.generation.sglang import SGLangEngine
+from asyncrl.generation.sglang_process import AttachedServer
+from asyncrl.messages import SamplingParams
+from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
+from asyncrl.testing.runs import (
+    RunHandle,
+    assert_nothing_left,
+    journal,
+    launch,
+    make_tiny_run,
+    processes_of,
+    train_steps,
+)
+
+LIMIT_S = 240.0  # SGLang starts within 15 s on an idle machine
+BATCH = 4
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def run(store: WeightStore, sglang_python: str, tmp_path: Path) -> Iterator[RunHandle]:
+    config = make_tiny_run(tmp_path / "tiny", num_prompts=4000)
+    with launch(
+        config,
+        "allocation=sglang.d1+d1",
+        f"generation.python={sglang_python}",
+        f"model_path={store.model_path}",
+        "train.max_steps=0",
+        f"train.batch_size={BATCH}",
+        "rollout.group_size=4",
+        "rollout.sampling.max_new_tokens=96",
+        "generation.num_blocks=256",
+        f"generation.load_timeout_s={LIMIT_S}",
+        f"runtime.start_timeout_s={LIMIT_S}",
+        "record.trajectories=true",
+        "weights.verify_logprobs=true",
+        "weights.keep=100000",
+        env=die_in_update(tmp_path / "fault", server=0, version=8),
+    ) as run:
+        yield run
+
+
+def sglang_servers(run: RunHandle) -> list[psutil.Process]:
+    """SGLang's main processes of the run, orphans too."""
+    return [process for process in processes_of(run.run_dir) if "sglang.launch_server" in process.cmdline()]
+
+
+def test_a_run_outlives_sglang_killed_in_mid_generation_and_its_server_killed_in_an_update(
+    run: RunHandle, tmp_path: Path
+) -> None:
+    run.wait_for_step(2, LIMIT_S)
+    (server,) = sglang_servers(run)
+    server.kill()
+    told = run.wait_for_output("it is started again in 1 s (1 of 3)", LIMIT_S)
+    assert "generation_server/0 failed: " in told
+    run.wait_until(lambda: has_struck(tmp_path / "fault"), "an update to version 8 had begun", LIMIT_S)
+    run.wait_for_output("generation_server/0 was killed by signal SIGKILL", LIMIT_S)
+    run.wait_for_output("it is started again in 2 s (2 of 3)", LIMIT_S)
+    run.wait_for_step(10, LIMIT_S)
+    assert len(sglang_servers(run)) == 1  # none has outlived its owner
+    run.signal(signal.SIGINT)
+    assert run.wait(LIMIT_S) == 130, run.output()
+    assert_nothing_left(run.run_dir)
+
+    events = [event for event in journal(run.run_dir) if event["event"] == "trained"]
+    assert len(events) == len(train_steps(run.run_dir)) >= 10
+    prompts = [tuple(group["prompt"]) for event in events for group in event["groups"]]
+    assert len(prompts) == len(set(prompts)) == BATCH * len(events)
+    again = [group["ticket"] for event in events for group in event["groups"] if "-i1-" not in group["ticket"]]
+    assert not again  # no prompt had to be handed out twice: its responses went on with what they had
+    moved = moved_tickets(run.run_dir)
+    assert largest_logprob_error(run.run_dir, moved) < 1e-4
+    server_log = (run.run_dir / "logs" / "attempt_1" / "generation_server_0.log").read_text()
+    assert server_log.count("verified: logprobs of the probe differ by at most") >= 10
+
+
+async def test_sglang_that_stands_still_is_given_up_and_who_waits_is_told(
+    store: WeightStore,
+    sglang_config: GenerationConfig,
+    session_servers: Callable[[], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its server then fails, and is started again by the launcher as if SGLang had died."""
+    server = session_servers().process  # type: ignore[attr-defined]
+    engine = SGLangEngine(str(store.model_path), sglang_config, AttachedServer(server.url))
+    await engine.start()
+    processes = [psutil.Process(server._process.pid)]
+    processes += processes[0].children(recursive=True)
+    try:
+        await engine.load_weights(store.path(V0), V0)
+        request = EngineRequest("long", [1, 2, 3], SamplingParams(max_new_tokens=400, ignore_eos=True))
+        waiting = engine.submit(request)
+        monkeypatch.setattr(sglang, "_ASK_LIMIT_S", 0.5)  # of a question to it
+        monkeypatch.setattr(sglang, "_SILENT_LIMIT_S", 1.0)
+        for process in processes:
+            process.suspend()
+        with pytest.raises(EngineFailed, match="has not answered for"):
+            await asyncio.wait_for(waiting, LIMIT_S)
+        assert engine.failure is not None
+        assert engine.stats().version == ""
+    finally:
+        for process in processes:
+            process.resume()
+        await engine.close()

@@ -1,0 +1,79 @@
+"""A tiny model and versions of its weights that really differ, with plain forward passes to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.generation.engine import Generated
+from asyncrl.messages import WeightVersion
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.weights import version_dir, write_version
+
+V0, V1, V2, V3 = (WeightVersion(1, v) for v in range(4))
+MAX_POSITIONS = 512
+EXACT = 1e-5  # SGLang and transformers compute the same, in float32
+
+
+class WeightStore:
+    """A model directory and its weight versions."""
+
+    def __init__(self, root: Path, architecture: str = "qwen2") -> None:
+        self.root, self._architecture = root, architecture
+        self.model_path = root / "model"
+        make_tiny_model(self.model_path, architecture, max_positions=MAX_POSITIONS)
+        self._models: dict[WeightVersion, torch.nn.Module] = {}
+        for version in (V0, V1, V2, V3):
+            self.write(version)
+
+    def tensors(self, version: WeightVersion) -> dict[str, torch.Tensor]:
+        model = make_tiny_model(None, self._architecture, max_positions=MAX_POSITIONS, seed=1 + version.version)
+        return {name: p.detach() for name, p in model.named_parameters()}  # a tied tensor once
+
+    def write(self, version: WeightVersion, tensors: dict[str, torch.Tensor] | None = None, run: str = "run") -> Path:
+        path = version_dir(self.root / run, "actor", version)
+        given = self.tensors(version) if tensors is None else tensors
+        write_version(path, given.items(), source_dir=self.model_path, version=version, fsync=False)
+        return path
+
+    def path(self, version: WeightVersion) -> Path:
+        return version_dir(self.root / "run", "actor", version)
+
+    def logprobs(
+        self, version: WeightVersion, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
+    ) -> list[float]:
+        """Of the tokens after the prompt, by a plain forward pass."""
+        rows = torch.log_softmax(self._logits(version, [*prompt, *tokens])[len(prompt) - 1 : -1] / temperature, dim=-1)
+        return [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+
+    def greedy(self, version: WeightVersion, prompt: Sequence[int], count: int) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < count and 0 not in tokens:
+            tokens.append(int(self._logits(version, [*prompt, *tokens])[-1].argmax()))
+        return tokens
+
+    def _logits(self, version: WeightVersion, ids: list[int]) -> torch.Tensor:
+        if version not in self._models:
+            self._models[version] = AutoModelForCausalLM.from_pretrained(self.path(version), dtype=torch.float32)
+        with torch.no_grad():
+            return self._models[version](torch.tensor([ids])).logits[0]
+
+    def assert_versions_are_exact(self, prompt: Sequence[int], generated: Generated) -> set[str]:
+        """Each token's logprob is that of the version it is labelled with, and of no other. Returns the versions."""
+        tokens, found = generated.token_ids, generated.logprobs
+        assert [span.start for span in generated.spans] == [0, *(span.end for span in generated.spans[:-1])]
+        assert generated.spans[-1].end == len(tokens) == len(found)
+        by_version = {version: self.logprobs(version, prompt, tokens) for version in (V0, V1, V2, V3)}
+        for span in generated.spans:
+            labelled = WeightVersion.parse(span.version)
+            for version, expected in by_version.items():
+                worst = max(abs(found[i] - expected[i]) for i in range(span.start, span.end))
+                mean = sum(abs(found[i] - expected[i]) for i in range(span.start, span.end)) / (span.end - span.start)
+                if version == labelled:
+                    assert worst < EXACT, (span, worst)
+                else:
+                    assert mean > 0.05, (span, version, mean)
+        return {span.version for span in generated.spans}

@@ -1,0 +1,223 @@
+"""weights.transport=broadcast at the manager: who gets a version from memory and who from disk, and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from test_update_plan import Setup, v
+
+from asyncrl.config import ConfigError, ExperimentConfig, WeightsConfig, validate
+from asyncrl.manager.update_plan import Update
+from asyncrl.manager.wave import Wave
+from asyncrl.messages import BroadcastReply
+
+LIMIT_S = 10.0
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_servers_that_serve_get_it_from_memory_before_it_is_on_disk() -> None:
+    setup = Setup(2)
+    assert setup.plan.hold(v(1))
+    first, second = setup.plan.due(1.0)
+    assert (first.broadcast, second.broadcast, first.version) == (True, True, v(1))
+    assert setup.plan.due(1.0) == []
+    for update in (first, second):
+        assert setup.plan.succeeded(update, 2.0)
+    assert setup.versions() == [1, 1]
+    assert setup.plan.publish(v(1))  # the files come: nobody needs them
+    assert setup.plan.due(3.0) == []
+
+
+def test_the_first_version_is_loaded_from_disk_and_waited_for() -> None:
+    setup = Setup(2, serving=None)
+    setup.plan.hold(v(0))
+    assert setup.plan.due(0.0) == []
+    setup.plan.publish(v(0))
+    assert [update.broadcast for update in setup.plan.due(0.0)] == [False, False]
+
+
+def test_a_server_that_comes_later_loads_what_is_on_disk_then_gets_the_newest() -> None:
+    setup = Setup(1)
+    setup.plan.hold(v(1))
+    (update,) = setup.plan.due(0.0)
+    setup.plan.succeeded(update, 0.0)
+    setup.table.announce("generation_server/9", "http://new", 1.0)
+    (late,) = setup.plan.due(1.0)
+    assert (late.server, late.version, late.broadcast) == ("generation_server/9", v(0), False)
+    setup.plan.succeeded(late, 2.0)
+    (again,) = setup.plan.due(2.0)
+    assert (again.server, again.version, again.broadcast) == ("generation_server/9", v(1), True)
+
+
+def test_what_failed_in_a_broadcast_is_stale_and_waits_for_that_version_on_disk() -> None:
+    setup = Setup(2)
+    setup.plan.hold(v(1))
+    bad, good = setup.plan.due(0.0)
+    setup.plan.succeeded(good, 0.0)
+    assert setup.plan.failed(bad, "refused", 0.0) == 0.0
+    assert setup.states() == "sh"
+    assert setup.plan.due(0.0) == []  # v0 is there, but what it has of v1 nobody knows
+    setup.plan.publish(v(1))
+    (update,) = setup.plan.due(0.0)
+    assert (update.server, update.version, update.broadcast) == (bad.server, v(1), False)
+    setup.plan.succeeded(update, 1.0)
+    assert setup.versions() == [1, 1]
+
+
+def test_broadcasts_that_go_on_failing_are_tried_less_and_less() -> None:
+    setup = Setup(1)
+    tried = []
+    for number in range(1, 40):
+        setup.plan.hold(v(number))
+        for update in setup.plan.due(0.0):
+            if update.broadcast:
+                tried.append(number)
+                setup.plan.failed(update, "hangs", 0.0)
+            else:
+                setup.plan.succeeded(update, 0.0)
+        setup.plan.publish(v(number))
+        for update in setup.plan.due(0.0):
+            assert not update.broadcast
+            setup.plan.succeeded(update, 0.0)
+        assert setup.versions() == [number]
+    assert tried == [1, 2, 5, 12, 27]  # v1 itself comes from disk, then 1, 3, 7, 15 ... are not tried at all
+
+
+def test_one_broadcast_that_succeeds_is_trusted_again() -> None:
+    setup = Setup(1)
+    for number, outcome in ((1, "fails"), (2, "succeeds"), (3, "fails"), (4, "succeeds")):
+        setup.plan.hold(v(number))
+        (update,) = setup.plan.due(0.0)
+        assert update.broadcast, number
+        if outcome == "succeeds":
+            setup.plan.succeeded(update, 0.0)
+        else:
+            setup.plan.failed(update, "hangs", 0.0)
+        setup.plan.publish(v(number))
+        for update in setup.plan.due(0.0):
+            setup.plan.succeeded(update, 0.0)
+
+
+def test_waves_and_versions_that_never_go_back_are_as_from_disk() -> None:
+    setup = Setup(4, update_fraction=0.5)
+    assert setup.plan.hold(v(2))
+    assert not setup.plan.hold(v(1))
+    assert not setup.plan.hold(v(9, attempt=0))
+    first, second = setup.plan.due(0.0)
+    setup.plan.hold(v(3))
+    for update in (first, second):
+        setup.plan.succeeded(update, 0.0)
+    assert setup.versions() == [2, 2, 0, 0]
+    assert {(update.version, update.broadcast) for update in setup.plan.due(0.0)} == {(v(3), True)}
+
+
+def test_a_new_attempt_makes_all_stale_and_begins_on_disk() -> None:
+    setup = Setup(2, serving=5)
+    assert setup.plan.hold(v(3, attempt=2))
+    assert setup.states() == "ss"
+    assert setup.plan.due(0.0) == []  # what is on disk is of an attempt that is over
+    setup.plan.publish(v(3, attempt=2))
+    updates = setup.plan.due(0.0)
+    assert [(update.version, update.broadcast) for update in updates] == [(v(3, attempt=2), False)] * 2
+
+
+# ----------------------------------------------------------------------------------------------------------------- wave
+
+
+def update_of(server: str) -> Update:
+    return Update(server, f"http://{server}", 0, v(1), 60.0, True)
+
+
+class Trainer:
+    """Notes who is sent to together; answers when told."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+        self.came = asyncio.Event()
+        self.answer: asyncio.Future[BroadcastReply] = asyncio.get_running_loop().create_future()
+
+    async def send(self, updates: Sequence[Update]) -> BroadcastReply:
+        self.asked.append([update.server for update in updates])
+        self.came.set()
+        return await asyncio.shield(self.answer)
+
+
+async def test_one_broadcast_for_all_once_all_are_paused() -> None:
+    a, b = update_of("a"), update_of("b")
+    trainer = Trainer()
+    wave = Wave([a, b], trainer.send, wait_s=LIMIT_S)
+    first = asyncio.create_task(wave.ready(a))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert trainer.asked == []
+    second = asyncio.create_task(wave.ready(b))
+    await asyncio.wait_for(trainer.came.wait(), LIMIT_S)
+    assert trainer.asked == [["a", "b"]]
+    reply = BroadcastReply(errors={"b": "hangs"})
+    trainer.answer.set_result(reply)
+    assert await asyncio.gather(first, second) == [reply, reply]
+
+
+async def test_nobody_waits_for_one_that_could_not_be_paused() -> None:
+    a, b = update_of("a"), update_of("b")
+    trainer = Trainer()
+    trainer.answer.set_result(BroadcastReply())
+    wave = Wave([a, b], trainer.send, wait_s=LIMIT_S)
+    first = asyncio.create_task(wave.ready(a))
+    await asyncio.sleep(0)
+    wave.leave(b)
+    await asyncio.wait_for(first, LIMIT_S / 2)
+    assert trainer.asked == [["a"]]
+
+
+async def test_one_that_is_slow_is_left_behind_and_asks_for_itself() -> None:
+    a, b = update_of("a"), update_of("b")
+    trainer = Trainer()
+    trainer.answer.set_result(BroadcastReply())
+    wave = Wave([a, b], trainer.send, wait_s=0.01)
+    await asyncio.wait_for(wave.ready(a), LIMIT_S)
+    await asyncio.wait_for(wave.ready(b), LIMIT_S)
+    assert trainer.asked == [["a"], ["b"]]
+
+
+async def test_a_member_that_is_given_up_takes_nothing_from_the_others() -> None:
+    a, b = update_of("a"), update_of("b")
+    trainer = Trainer()
+    wave = Wave([a, b], trainer.send, wait_s=LIMIT_S)
+    first, second = asyncio.create_task(wave.ready(a)), asyncio.create_task(wave.ready(b))
+    await asyncio.wait_for(trainer.came.wait(), LIMIT_S)
+    first.cancel()
+    trainer.answer.set_result(BroadcastReply())
+    assert await asyncio.wait_for(second, LIMIT_S) == BroadcastReply()
+
+
+# --------------------------------------------------------------------------------------------------------------- config
+
+
+def config_with(**options: object) -> ExperimentConfig:
+    mode = str(options.pop("mode", "async"))
+    return ExperimentConfig(weights=WeightsConfig(transport="broadcast", **options), mode=mode)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"mode": "rollout_only"}, "weights.transport='broadcast': .*mode=rollout_only.*use disk"),
+        ({"broadcast_timeout_s": 60.0}, "weights.broadcast_timeout_s=60.0: must be below manager.update_timeout_s=60"),
+        ({"broadcast_timeout_s": 0.0}, "weights.broadcast_timeout_s=0.0: must be above 0"),
+        ({"bucket_bytes": 0}, "weights.bucket_bytes=0: must be at least 1"),
+        ({"broadcast_backend": "glo"}, "weights.broadcast_backend='glo': did you mean 'gloo'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        validate(config_with(**options))
+
+
+def test_a_transport_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weights.transport='broadcst': did you mean 'broadcast'"):
+        validate(ExperimentConfig(weights=WeightsConfig(transport="broadcst")))

@@ -1,0 +1,181 @@
+"""Continuing a conversation: the tokens behind an answer are those that rendering the whole again would give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.rollout.chat_template import ChatTemplate, TemplateRefused, message_for_template, same_message
+from asyncrl.testing.tiny import CHAT_TEMPLATE, make_chat_tokenizer
+
+USER = {"role": "user", "content": "What is 3 + 4?"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = {"id": "abcdef123", "type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
+HEADER = "{% if add_generation_prompt %}<a>{% endif %}"
+
+# Trims; the header of a turn holds its role; an answer with tool calls has no content.
+TRIMMING = (
+    "{% for m in messages %}<h>{{ m.role }}</h>\n\n"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<h>assistant</h>\n\n{% endif %}"
+)
+# Leaves thoughts out of all answers but the last.
+THINKING = (
+    "{% for m in messages %}{% set said = m.content %}"
+    "{% if m.role == 'assistant' %}{% if not loop.last %}{% set said = said.split('</think>')[-1] %}"
+    "{% elif '</think>' not in said %}{% set said = '<think></think>' + said %}{% endif %}{% endif %}"
+    "<{{ m.role }}>{{ said }}<|im_end|>\n{% endfor %}" + HEADER
+)
+# Insists on roles that alternate, on ids of nine characters, and on a call before what a tool says.
+STRICT = (
+    "{% set ns = namespace(last='') %}{% for m in messages %}"
+    "{% if m.role == ns.last %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'tool' and ns.last != 'call' %}{{ raise_exception('a tool that nobody has called') }}{% endif %}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}"
+    "[CALL]{{ c.function | tojson }}{% endfor %}{% set ns.last = 'call' %}"
+    "{% else %}[{{ m.role }}]{{ m.content }}{% set ns.last = m.role %}{% endif %}"
+    "{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+)
+# Writes what a tool says in another way where it has seen the call.
+ATTENTIVE = (
+    "{% set ns = namespace(called=false) %}{% for m in messages %}{% if m.tool_calls %}{% set ns.called = true %}"
+    "[CALL]{{ m.tool_calls[0].function | tojson }}{% else %}<{{ 'result' if ns.called else m.role }}>{{ m.content }}"
+    "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+OPEN_ENDED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+# Refused:
+FORGETFUL = (
+    "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}<{{ m.role }}>{{ m.content }}<|im_end|>"
+    "{% endif %}{% endfor %}" + HEADER
+)
+TWICE = "{% for m in messages %}{{ m.content }}{{ m.content }}<|im_end|>{% endfor %}" + HEADER
+LATE_END = (
+    "{% for m in messages %}{{ m.content }}{% if not loop.last %}<|im_end|>{% else %}.{% endif %}{% endfor %}" + HEADER
+)
+
+
+def chat(template: str = CHAT_TEMPLATE, **arguments: Any) -> tuple[ChatTemplate, Any]:
+    tokenizer = make_chat_tokenizer(None, template)
+    return ChatTemplate(tokenizer, arguments), tokenizer
+
+
+def assistant(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TRIMMING, STRICT, ATTENTIVE])
+@pytest.mark.parametrize(
+    ("answer", "after"),
+    [
+        (assistant("Seven."), [{"role": "user", "content": "Sure?"}]),
+        (assistant("", tool_calls=[CALL]), [{"role": "tool", "content": "7", "tool_call_id": "abcdef123"}]),
+        (assistant("Seven."), [{"role": "user", "content": "Sure?"}, assistant("Yes."), USER]),
+    ],
+)
+def test_a_continuation_is_what_rendering_everything_gives(
+    template: str, answer: dict[str, Any], after: list[dict[str, Any]]
+) -> None:
+    renderer, tokenizer = chat(template)
+    eos = tokenizer.eos_token_id
+    everything = renderer.prompt_ids([USER, answer, *after], TOOLS, {})
+    continuation = renderer.continuation_ids([USER], answer, after, TOOLS, {}, stop_token=eos)
+    assert continuation is not None
+    end = len(everything) - len(continuation)
+    assert everything[end:] == continuation
+    assert everything[end - 1] == eos  # which the policy has sampled
+    assert everything[:end].count(eos) == {CHAT_TEMPLATE: 3, TRIMMING: 2, STRICT: 1, ATTENTIVE: 2}[template]
+
+
+def test_what_was_cut_is_closed_by_the_template() -> None:
+    renderer, tokenizer = chat()
+    ids = renderer.continuation_ids([USER], assistant("Sev"), [USER], None, {}, stop_token=None)
+    assert tokenizer.decode(ids) == ("<|im_end|>\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_an_end_of_turn_that_the_template_does_not_write_stays() -> None:
+    renderer, tokenizer = chat(OPEN_ENDED)
+    ids = renderer.continuation_ids([USER], assistant("7"), [USER], None, {}, stop_token=tokenizer.eos_token_id)
+    assert tokenizer.decode(ids) == "\nuser: What is 3 + 4?\nassistant: "
+
+
+def test_thoughts_that_a_template_drops_do_not_matter() -> None:
+    renderer, tokenizer = chat(THINKING)
+    answer = assistant("<think>hm</think>7")
+    ids = renderer.continuation_ids([USER], answer, [USER], None, {}, stop_token=tokenizer.eos_token_id)
+    assert tokenizer.decode(ids) == "\n<user>What is 3 + 4?<|im_end|>\n<a>"
+
+
+def test_a_template_without_tools_shows_the_content_instead() -> None:
+    renderer, tokenizer = chat("{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}" + HEADER)
+    said = {"role": "tool", "content": "7"}
+    answer = assistant("", tool_calls=[CALL])
+    ids = renderer.continuation_ids([USER], answer, [said], TOOLS, {}, stop_token=tokenizer.eos_token_id)
+    assert tokenizer.decode(ids) == "<tool>7<|im_end|><a>"
+
+
+@pytest.mark.parametrize("template", [FORGETFUL, TWICE, LATE_END])
+def test_templates_that_do_not_tell_are_refused(template: str) -> None:
+    renderer, tokenizer = chat(template)
+    stop = tokenizer.eos_token_id
+    assert renderer.continuation_ids([USER], assistant("7"), [USER], None, {}, stop_token=stop) is None
+    assert renderer.prompt_ids([USER, assistant("7"), USER], None, {})
+
+
+def test_arguments_reach_the_template() -> None:
+    renderer, tokenizer = chat("{{ messages[0].content }}{{ mood }}{{ tools | length }}", mood="glad")
+    assert tokenizer.decode(renderer.prompt_ids([USER], TOOLS, {})) == "What is 3 + 4?glad1"
+    assert tokenizer.decode(renderer.prompt_ids([USER], TOOLS, {"mood": "sad"})) == "What is 3 + 4?sad1"
+
+
+def test_a_template_that_refuses_says_why() -> None:
+    with pytest.raises(TemplateRefused, match="roles must alternate"):
+        chat(STRICT)[0].prompt_ids([USER, USER], None, {})
+    with pytest.raises(ValueError, match="has no chat template"):
+        chat("")
+
+
+def test_messages_in_the_form_of_templates() -> None:
+    made = message_for_template(
+        {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}],
+        }
+    )
+    assert made["content"] == ""
+    assert "refusal" not in made
+    assert made["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 3}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert message_for_template({"role": "developer", "content": parts}) == {"role": "system", "content": "ab"}
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"role": "robot", "content": "a"}, "role is 'robot'"),
+        ({"content": "a"}, "role is None"),
+        ({"role": "user"}, "needs content"),
+        ({"role": "user", "content": 3}, "content is 3"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "a part of type 'image_url'"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "use tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "expected {id, type, function"),
+    ],
+)
+def test_messages_that_will_not_do(message: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        message_for_template(message)
+
+
+def test_an_answer_is_recognised_by_what_it_says() -> None:
+    call = {**CALL, "index": 0}
+    assert same_message(assistant("a b\n"), assistant("a b", annotations=[]))
+    assert same_message(assistant("", tool_calls=[CALL]), assistant("", tool_calls=[call]))
+    assert not same_message(assistant("a b"), assistant("a  b"))
+    assert not same_message(assistant(""), assistant("", tool_calls=[CALL]))
+    assert not same_message(USER, {**USER, "content": "What is 3 + 4? "})
+    assert not same_message(USER, {**USER, "role": "system"})

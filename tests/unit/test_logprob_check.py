@@ -1,0 +1,129 @@
+"""weights.verify_logprobs: which figures let a version pass, and what is told of those that do not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import ConfigError, GenerationServerConfig, load_experiment
+from asyncrl.generation.verify import LogprobCheck, LogprobMismatch
+from asyncrl.launch.program import plan
+from asyncrl.messages import WeightVersion
+from asyncrl.weights import Probe
+
+V0, V1, V2 = (WeightVersion(1, version) for version in range(3))
+IDS = [7, 8, 9, 10, 11]
+BEFORE, AFTER = Probe(IDS, [-1.0, -2.0, -3.0]), Probe(IDS, [-1.1, -1.9, -3.3])
+
+
+def scored(probe: Probe, *shifts: float) -> list[float]:
+    """What a server says: a logprob a token, 0 for the first."""
+    shifts = shifts or (0.0,) * len(probe.logprobs)
+    return [0.0, -5.0, *(logprob + shift for logprob, shift in zip(probe.logprobs, shifts, strict=True))]
+
+
+def test_what_is_near_passes() -> None:
+    check = LogprobCheck(0.3)
+    assert check.check(V0, BEFORE, "a", scored(BEFORE)) == 0.0
+    assert check.check(V1, AFTER, "b", scored(AFTER, 0.0, 0.14, 0.0)) == pytest.approx(
+        0.14
+    )  # noise, on average below 0.05
+
+
+@pytest.mark.parametrize(
+    "shifts",
+    [(0.0, 0.31, 0.0), (0.06, 0.06, -0.06), (0.0, math.nan, 0.0), (0.0, -math.inf, 0.0)],
+    ids=["one", "all", "nan", "inf"],
+)
+def test_what_is_far_is_refused_with_its_figures(shifts: tuple[float, ...]) -> None:
+    with pytest.raises(LogprobMismatch, match=f"weights {V1} were loaded, .*differ by .*weights.verify_tolerance"):
+        LogprobCheck(0.3).check(V1, AFTER, "b", scored(AFTER, *shifts))
+
+
+def test_old_weights_are_called_by_their_name() -> None:
+    check = LogprobCheck(1e-3)
+    check.check(V0, BEFORE, "a", scored(BEFORE, 1e-5, 0.0, 0.0))
+    with pytest.raises(LogprobMismatch, match=f"they are those of {V0}: the old weights are still there"):
+        check.check(V1, AFTER, "b", scored(BEFORE, 1e-5, 0.0, 0.0))
+    check.check(V1, AFTER, "b", scored(AFTER))  # it tries again, and has them now
+
+
+def test_old_weights_are_found_within_the_tolerance() -> None:
+    """A small step in a coarse dtype: further from the trainer than the step is long, but the figures did not move at all."""
+    small = Probe(IDS, [logprob + 1e-4 for logprob in BEFORE.logprobs])
+    noise = (0.02, -0.03, 0.01)
+    check = LogprobCheck(0.3)
+    check.check(V0, BEFORE, "a", scored(BEFORE, *noise))
+    with pytest.raises(LogprobMismatch, match=r"did not move, while the trainer's did \(by 0\.0001 on average\)"):
+        check.check(V1, small, "b", scored(BEFORE, *noise))
+    check.check(V1, small, "b", scored(BEFORE, 0.02, -0.03, 0.0101))
+
+
+def test_figures_may_stand_still_where_the_weights_do() -> None:
+    near = Probe(IDS, [logprob + 1e-3 for logprob in BEFORE.logprobs])
+    check = LogprobCheck(0.3)
+    check.check(V0, BEFORE, "a", scored(BEFORE))
+    check.check(V1, near, "a", scored(BEFORE))  # the same files: bfloat16 swallowed the step
+    check.check(V2, near, "b", scored(BEFORE))  # the trainer's did not move either
+
+
+def test_another_text_is_not_compared_with() -> None:
+    """A trainer that was started again."""
+    check = LogprobCheck(0.3)
+    check.check(V0, BEFORE, "a", scored(BEFORE))
+    other = Probe([1, 2, 3, 4, 5], [logprob + 1e-3 for logprob in BEFORE.logprobs])
+    check.check(V1, other, "b", scored(BEFORE))
+
+
+def test_too_few_figures_are_refused() -> None:
+    with pytest.raises(LogprobMismatch, match="2 logprobs for the probe's 3 tokens"):
+        LogprobCheck(0.3).check(V0, BEFORE, "a", [0.0, -1.0])
+
+
+# ---------------------------------------------------------------------------------------------------------------- config
+
+CONFIG = """
+model_path: m
+prompts: {path: p.jsonl}
+rollout: {tasks: {default: {reward: "rewards.py:reward"}}}
+"""
+
+
+def tolerance(folder: Path, *overrides: str) -> float:
+    """What a generation server is given."""
+    file = folder / "run.yaml"
+    file.write_text(CONFIG)
+    specs = plan(load_experiment(file, overrides), attempt=1, num_prompts=100)
+    config = next(spec.config for spec in specs if spec.kind == "generation_server")
+    assert isinstance(config, GenerationServerConfig)
+    return config.verify_tolerance
+
+
+def test_the_tolerance_follows_the_dtypes(tmp_path: Path) -> None:
+    on = "weights.verify_logprobs=true"
+    assert tolerance(tmp_path) == 0.0
+    assert tolerance(tmp_path, on) == 1e-3
+    assert tolerance(tmp_path, on, "generation.dtype=bfloat16") == 0.3
+    assert tolerance(tmp_path, on, "train.dtype=bfloat16") == 0.3
+    assert tolerance(tmp_path, on, "generation.dtype=bfloat16", "weights.verify_tolerance=0.5") == 0.5
+    assert tolerance(tmp_path, "weights.verify_tolerance=0.5") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["mode=rollout_only"], "weights.verify_logprobs=True: compares servers with a trainer, and mode=rollout_only"),
+        (
+            ["allocation=sglang.d1+d1", "generation.interrupt=in_place"],
+            "weights.verify_logprobs=True: SGLang scores nothing while its requests stand still",
+        ),
+        (["weights.verify_tolerance=-1"], "weights.verify_tolerance=-1.0: must not be negative"),
+        (["runtime.max_restarts=-1"], "runtime.max_restarts=-1: must not be negative"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(tmp_path: Path, overrides: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tolerance(tmp_path, "weights.verify_logprobs=true", *overrides)
+    assert told in str(caught.value)

@@ -1,0 +1,328 @@
+r"""The rewards of examples/math: GSM8K's own answers, fifty ways of writing a right one, fifty near misses, and what would hang.
+
+ASYNCRL_GSM8K=/folder/with/train.jsonl/and/test.jsonl has all of GSM8K checked besides the excerpt that is in the repository.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.data.prompts import Prompt
+from asyncrl.rollout.reward import Completion, Reward
+from asyncrl.runtime.worker import StatusBoard
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "math"
+EXCERPT = ROOT / "examples" / "word_problems" / "gsm8k_excerpt.jsonl"
+MODULES = ("final_answer", "verifier", "reward")
+
+# (response, answer in the data)
+RIGHT = [
+    (r"6 \cdot 7 = 42, so \boxed{42}.", "42"),
+    ("She has 42 apples.\n#### 42", "42"),
+    ("The answer is 42.", "42"),
+    ("So the final answer is: **42**", "42"),
+    ("**Answer:** 42 apples", "42"),
+    ("The answer is therefore $42$.", "42"),
+    ("The answer is 42 because 6 * 7 = 42.", "42"),
+    ("The answer is $42 for the hat, not $5.", "42"),
+    ("42", "42"),
+    (r"First \boxed{41}, but then \boxed{42}", "42"),
+    ("#### 41\nNo, wait.\n#### 42", "42"),
+    (r"\[ \boxed{42} \]", "42"),
+    (r"\(\boxed{42\text{ apples}}\)", "42"),
+    (r"$\boxed{x = 42}$", "42"),
+    (r"\boxed{6 \times 7 = 42}", "42"),
+    (r"\boxed{\text{42}}", "42"),
+    (r"\boxed{\mathbf{42}}", "42"),
+    (r"\fbox{42}", "42"),
+    (r"\boxed{(42)}", "42"),
+    (r"\boxed{42.0}", "42"),
+    (r"\boxed{42.}", "42"),
+    (r"\boxed{+42}", "42"),
+    (r"\boxed{\$42}", "42"),
+    ("#### $42.00", "42"),
+    ("The answer is 42 dollars per day.", "42"),
+    ("#### 42 km/h", "42"),
+    (r"\boxed{42\,\mathrm{cm}^2}", "42"),
+    (r"\boxed{42^\circ}", "42"),
+    (r"\boxed{42\%}", "42"),
+    ("The answer is 42 percent.", "42"),
+    (r"\boxed{42\%}", "0.42"),
+    (r"\boxed{4.2 \times 10^{1}}", "42"),
+    ("#### 4.2e1", "42"),
+    ("#### 4.2×10¹", "42"),
+    (r"\boxed{\sqrt{1764}}", "42"),
+    (r"\boxed{10^3}", "1000"),
+    ("#### 1,080", "1080"),
+    (r"\boxed{1{,}080}", "1080"),
+    (r"\boxed{1\,080}", "1,080"),
+    ("The answer is $1,234,567.50.", "1234567.5"),
+    ("#### -3", "-3"),
+    ("The answer is \u22123 degrees.", "-3"),
+    ("The answer is minus 3.", "-3"),
+    ("#### -$3", "-3"),
+    (r"\boxed{\frac{1}{2}}", "0.5"),
+    (r"\boxed{\dfrac12}", "1/2"),
+    ("The answer is 1/2 of a pie.", "0.5"),
+    ("#### ½", "0.5"),
+    (r"\boxed{1\frac{1}{2}}", "1.5"),
+    ("The answer is 1 1/2 cups.", "1.5"),
+    (r"\boxed{.5}", r"\frac{1}{2}"),
+    ("#### 0.3333", r"\frac{1}{3}"),
+    (r"\boxed{-\frac{3}{4}}", "-0.75"),
+    (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}"),
+    (r"\boxed{(x-1)(x+1)}", "x^2-1"),
+    (r"\boxed{2\pi}", r"\pi \cdot 2"),
+    (r"\boxed{\{3, 1, 2\}}", r"\{1,2,3\}"),
+    (r"\boxed{\text{Tuesday}}", "Tuesday"),
+    ("#### 42", 42),
+    ("#### 0.25", 0.25),
+    ("#### 72", "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72"),
+]
+WRONG = [
+    (r"\boxed{43}", "42"),
+    (r"\boxed{4.2}", "42"),
+    (r"\boxed{420}", "42"),
+    (r"\boxed{-42}", "42"),
+    (r"\boxed{42.1}", "42"),
+    (r"\boxed{24}", "42"),
+    (r"\boxed{042.42}", "42"),
+    ("42 is what I had first.\n#### 43", "42"),
+    (r"\boxed{42}, or rather \boxed{43}", "42"),
+    ("#### 42\nNo, wait.\n#### 43", "42"),
+    ("The answer is not 42.", "42"),
+    ("The answer isn't 42.", "42"),
+    ("The answer is 42 or 43.", "42"),
+    ("The answer is 42 or 43.", "43"),
+    ("The answer is 42, 43.", "42"),
+    ("The answer is between 42 and 43.", "43"),
+    ("The answer is about 42.", "42"),
+    ("She had 42 apples in the end, and that was all there was to it.", "42"),
+    ("40\n41\n42", "42"),
+    ("", "42"),
+    ("####", "42"),
+    (r"\boxed{}", "42"),
+    (r"\boxed{42", "42"),
+    (r"\boxed{40 + 2}", "42"),
+    (r"\boxed{6 \times 7}", "42"),
+    (r"\boxed{6(7)}", "42"),
+    (r"\boxed{84 - 42}", "42"),
+    (r"\boxed{x}", "42"),
+    (r"\boxed{42x}", "42"),
+    (r"\boxed{42 x}", "42"),
+    (r"\boxed{x > 42}", "42"),
+    (r"\boxed{x \neq 42}", "42"),
+    (r"\boxed{x \approx 42}", "42"),
+    (r"\boxed{42 \pm 1}", "42"),
+    (r"\boxed{42!}", "42"),
+    (r"\boxed{42^2}", "42"),
+    ("#### 42k", "42"),
+    ("#### 42 thousand", "42"),
+    ("The answer is 42 hundred dollars.", "42"),
+    ("The answer is 42 and a half.", "42"),
+    ("The answer is 42 thirds.", "42"),
+    ("#### 42:30", "42"),
+    ("#### 1,08", "108"),
+    ("#### 1.080", "1080"),
+    ("#### 1,080", "1.08"),
+    (r"\boxed{50\%}", "5000"),
+    (r"\boxed{0.5\%}", "0.5000001"),
+    (r"\boxed{0.42}", "42"),
+    ("#### 0.33", r"\frac{1}{3}"),
+    ("#### 0.3334", r"\frac{1}{3}"),
+    (r"\boxed{\frac{2}{1}}", "0.5"),
+    (r"\boxed{\frac{1}{0}}", "0"),
+    (r"\boxed{1\frac{1}{2}}", "0.5"),
+    ("#### 4.2e2", "42"),
+    ("#### 1e999999999", "42"),
+    (r"\boxed{x^2+1}", "x^2-1"),
+    (r"\boxed{\{1, 2\}}", r"\{1,2,3\}"),
+    (r"\boxed{\text{Thursday}}", "Tuesday"),
+    (r"\boxed{\text{act}}", "cat"),
+    (r"\boxed{\text{forty-three}}", "42"),
+]
+HANGS = r"\boxed{9^{9^{9^{9}}}}"
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[dict[str, Any]]:
+    """The example's modules, as a rollout worker imports them: its folder is on the path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        for name in MODULES:
+            patch.delitem(sys.modules, name, raising=False)
+        modules: dict[str, ModuleType] = {name: importlib.import_module(name) for name in MODULES}
+        pool = modules["verifier"].VerifierPool(1, cpu_limit_s=1.0)  # a start costs a second
+        modules["verifier"]._pool = pool
+        patch.setattr(modules["verifier"], "WALL_LIMIT_S", 90.0)  # for a machine that does much else
+        yield modules
+        pool.close()
+        for name in MODULES:
+            del sys.modules[name]
+
+
+def gsm8k(path: Path) -> list[dict[str, str]]:
+    return [msgspec.json.decode(line) for line in path.read_bytes().split(b"\n") if line]
+
+
+def test_there_are_fifty_of_each() -> None:
+    assert len(set(RIGHT)) == len(RIGHT) >= 50
+    assert len(set(WRONG)) == len(WRONG) >= 50
+
+
+@pytest.mark.parametrize(("response", "answer"), RIGHT)
+def test_a_right_answer(example: dict[str, Any], response: str, answer: object) -> None:
+    assert example["reward"].correct("", response, answer) == 1.0
+    assert example["reward"].correct("", response, answer, finished=False) == 0.0
+
+
+@pytest.mark.parametrize(("response", "answer"), WRONG)
+def test_a_near_miss(example: dict[str, Any], response: str, answer: object) -> None:
+    assert example["reward"].correct("", response, answer) == 0.0
+
+
+@pytest.mark.timeout(600)  # with all of GSM8K
+def test_answers_of_gsm8k(example: dict[str, Any]) -> None:
+    """Its own solutions are right; so is the number alone, in a box, with commas, as dollars; that of the next problem is wrong."""
+    folder = os.environ.get("ASYNCRL_GSM8K")
+    files = [EXCERPT, *(Path(folder) / f"{split}.jsonl" for split in (("train", "test") if folder else ()))]
+    correct, number = example["reward"].correct, example["final_answer"].number
+    for file in files:
+        answers = [row["answer"] for row in gsm8k(file)]
+        assert len(answers) >= 64
+        for i, answer in enumerate(answers):
+            written = answer.rpartition("####")[2].strip()
+            value = number(written).value
+            assert value.denominator == 1, written
+            ways = (answer, f"The answer is {written}.", rf"\boxed{{{value}}}", f"#### ${int(value):,}.00")
+            assert [correct("", way, answer) for way in ways] == [1.0] * 4, answer
+            other = answers[i - 1].rpartition("####")[2].strip()
+            assert correct("", other, answer) == float(number(other).value == value)
+            for near in (f"#### {value + 1}", f"#### {value}1", f"#### {-value or 1}", f"#### {value} or {value + 1}"):
+                assert correct("", near, answer) == 0.0, near
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"\boxed{\frac{19}{12}}", "19/12", 1.0),
+        ("The answer is 19/12 of a mile.", "19/12", 1.0),
+        (r"\boxed{-\dfrac{1}{2}}", "-1/2", 1.0),
+        (r"\boxed{x = 3}", "3", 1.0),
+        ("#### 0", "0", 1.0),
+        (r"\boxed{\frac{38}{24}}", "19/12", 0.0),
+        (r"\boxed{1\frac{7}{12}}", "19/12", 0.0),
+        (r"\boxed{\frac{3}{1}}", "3", 0.0),
+        (r"\boxed{\frac{0}{5}}", "0", 0.0),
+        (r"\boxed{\frac{1}{0}}", "0", 0.0),
+        (r"\boxed{0.5}", "1/2", 0.0),
+        (r"\boxed{3/4 + 5/6}", "19/12", 0.0),
+        (r"\boxed{\frac{19}{13}}", "19/12", 0.0),
+        ("19 out of 12", "19/12", 0.0),
+    ],
+)
+def test_lowest_terms(example: dict[str, Any], response: str, answer: str, reward: float) -> None:
+    assert example["reward"].lowest_terms("", response, answer) == reward
+    assert example["reward"].lowest_terms("", response, answer, finished=False) == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "\\boxed{" * 20_000,
+        "{" * 100_000 + "\\boxed{42}" + "}" * 100_000,
+        "answer " * 50_000,
+        "the answer is " * 50_000,
+        "$" * 100_000,
+        "1," * 100_000,
+        "#" * 300_000,
+        "\\(" * 50_000,
+        "\\boxed{" + "1" * 290 + "}",
+        "\\boxed{" + "(" * 290 + "}",
+        "\\boxed{" + "1,234" * 50 + "}",
+        "".join(map(chr, range(32, 3000))),
+        "\x00\ud800 \\boxed{\ud800^2}",
+        "#### " + "9" * 250 + "e300",
+    ],
+    ids=lambda response: response[:12].encode("ascii", "replace").decode().replace("\x00", "0"),
+)
+def test_garbage_costs_little(example: dict[str, Any], response: str) -> None:
+    started = time.thread_time()
+    assert example["reward"].correct("", response, "42") == 0.0
+    assert time.thread_time() - started < 1  # milliseconds; what a verifier takes is limited there
+
+
+def test_what_hangs_is_wrong_after_a_while(example: dict[str, Any]) -> None:
+    """From any thread; others go on meanwhile, and verifiers that died of it, or were killed by somebody, are replaced."""
+    pool = example["verifier"].VerifierPool(2, cpu_limit_s=0.5)
+    try:
+        assert pool.verify(r"\sqrt{4}", "2")
+        verdicts: dict[str, bool] = {}
+        hung = threading.Thread(target=lambda: verdicts.update(hung=pool.verify("1", r"9^{9^{9^{9}}}")))
+        hung.start()
+        verdicts["meanwhile"] = pool.verify(r"\frac{4}{2}", "2")
+        hung.join(example["verifier"].START_LIMIT_S + example["verifier"].WALL_LIMIT_S)
+        assert verdicts == {"hung": False, "meanwhile": True}
+        verifier = pool._free.queue[-1]  # the next to be asked
+        os.kill(verifier._process.pid, signal.SIGKILL)
+        verifier._process.wait(10)
+        assert pool.verify(r"\sqrt{4}", "2")
+    finally:
+        pool.close()
+
+
+def test_a_verifier_that_gets_no_core_rejects_the_prompt(
+    example: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still, as on a machine that is busy: that is no verdict. The next call has another."""
+    pool = example["verifier"].VerifierPool(1)
+    try:
+        assert pool.verify(r"\sqrt{4}", "2")
+        os.kill(pool._free.queue[0]._process.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(example["verifier"], "WALL_LIMIT_S", 0.1)
+            with pytest.raises(example["verifier"].VerifierError, match="no verdict"):
+                pool.verify(r"\sqrt{4}", "2")
+        assert not pool._free.queue[0].alive()
+    finally:
+        pool.close()
+
+
+def test_no_free_verifier_rejects_the_prompt(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is called wrong because the machine is busy."""
+    monkeypatch.setattr(example["verifier"], "BUSY_LIMIT_S", 0.01)
+    with pytest.raises(example["verifier"].VerifierError, match="busy"):
+        example["verifier"].VerifierPool(0).verify("x", "y")
+
+
+def test_without_math_verify_a_run_does_not_start(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"asyncrl\[math\]"):
+        example["verifier"].check_installed()
+
+
+async def test_as_a_rollout_worker_calls_it(example: dict[str, Any]) -> None:
+    """In threads, a group at a time, of which one member hangs."""
+    info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig())
+    logger = logging.getLogger("test_math_reward")
+    reward = Reward(f"{FOLDER}/reward.py:correct", timeout_s=100, board=StatusBoard(info, logger), logger=logger)
+    prompt = Prompt("e0-p0", "", [], "x^2-1", "gsm8k", {}, False)
+    texts = [r"\boxed{(x-1)(x+1)}", HANGS, r"\boxed{x^2}", r"\boxed{x^2-1}"]
+    group = [Completion(text, True) for text in texts]
+    assert await asyncio.wait_for(reward.score(prompt, group), 100) == [1.0, 0.0, 0.0, 1.0]

@@ -1,0 +1,76 @@
+"""Which generation servers a run is to have: a wish applied to those that are there."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from asyncrl.manager.load import interval_s
+from asyncrl.manager.members import Members
+from asyncrl.manager.routing import ServerTable
+from asyncrl.messages import ScaleWish
+
+NAMES = [f"generation_server/{index}" for index in range(3)]
+
+
+@pytest.fixture
+def members() -> Members:
+    members = Members(ServerTable())
+    for name in NAMES:
+        members.table.announce(name, f"http://{name}", 0.0)
+        members.see(name, 0.0)
+    return members
+
+
+def states(members: Members) -> str:
+    """A letter each: s(tale), (d)raining."""
+    return "".join(members.table.servers[name].state.value[:2] for name in NAMES)
+
+
+def test_the_last_ones_leave_and_the_newest_wish_counts(members: Members) -> None:
+    assert states(members) == "ststst"
+    members.set_wish(ScaleWish(generation=1, wish="a"), 1.0)
+    assert states(members) == "stdrdr"
+    members.set_wish(ScaleWish(generation=2, wish="b"), 1.0)
+    assert states(members) == "ststdr"
+    members.set_wish(None, 1.0)
+    assert states(members) == "ststst"
+
+
+def test_a_server_that_comes_when_it_is_not_wanted_any_more_leaves(members: Members) -> None:
+    members.set_wish(ScaleWish(generation=3, wish="a"), 1.0)
+    members.table.announce("generation_server/10", "http://late", 2.0)
+    members.see("generation_server/10", 2.0)
+    assert members.table.servers["generation_server/10"].state.value == "draining"
+
+
+def test_each_that_has_drained_is_told_once_a_wish(members: Members) -> None:
+    assert members.drained() == []
+    members.set_wish(ScaleWish(generation=1, wish="a"), 1.0)
+    assert members.drained() == []
+    members.table.load_told(NAMES[2], 0, 0, 0.0)
+    assert members.drained() == [(NAMES[2], "a")]
+    members.told(NAMES[2], "a")
+    assert members.drained() == []
+    members.set_wish(ScaleWish(generation=2, wish="b"), 2.0)
+    assert members.drained() == [(NAMES[2], "b")]
+    members.table.withdraw(NAMES[2])
+    assert members.drained() == [(NAMES[2], "b")]  # gone is drained, too
+    members.set_wish(ScaleWish(generation=3, wish="c"), 3.0)
+    assert members.drained() == []
+
+
+@pytest.mark.parametrize(
+    "text", ['{"generation":0,"wish":"a"}', '{"generation":"3","wish":"a"}', "3", '{"generation":1}']
+)
+def test_what_is_no_wish_is_refused(text: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(text, type=ScaleWish)
+
+
+@pytest.mark.parametrize(
+    ("num_servers", "heartbeat_s", "expected"),
+    [(1, 2.0, 0.2), (20, 2.0, 0.2), (64, 2.0, 0.64), (1000, 2.0, 2.0), (1, 0.1, 0.1)],
+)
+def test_loads_are_asked_often_but_not_too_often(num_servers: int, heartbeat_s: float, expected: float) -> None:
+    assert interval_s(num_servers, heartbeat_s) == expected

@@ -1,0 +1,54 @@
+"""The calculator of examples/openai_agent. (The agent itself runs end to end.)"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import load_experiment
+from asyncrl.launch.task_arguments import check_task_arguments
+from asyncrl.rollout.loading import load_object
+
+FOLDER = Path(__file__).parents[2] / "examples" / "openai_agent"
+
+
+def load(name: str) -> object:
+    return load_object(f"{FOLDER}/agent.py:{name}", "example")
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("3 + 4", "7"),
+        ("3-4", "-1"),
+        (" -3 - -4 ", "1"),
+        ("3 * 4", "error"),
+        ("3 + 4 + 5", "error"),
+        ("__import__('os')", "error"),
+        ("9999999999 + 1", "error"),
+        (7, "error"),
+        (None, "error"),
+    ],
+)
+def test_the_calculator(expression: object, result: str) -> None:
+    assert load("calculate")(json.dumps({"expression": expression})) == result
+
+
+def test_it_says_so_when_there_is_no_expression() -> None:
+    assert load("calculate")("{}") == "error"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("#### 7", 7), ("#### 5 #### -6.", -6), ("7", None), ("#### seven", None), ("", None)]
+)
+def test_answers(text: str, number: int | None) -> None:
+    assert load("final_number")(text) == number
+
+
+def test_the_config_names_an_agent_and_no_reward() -> None:
+    config = load_experiment(FOLDER / "config.yaml")
+    task = config.rollout.tasks["default"]
+    assert (task.reward, task.env) == ("", "")
+    check_task_arguments("rollout.tasks.default", task)

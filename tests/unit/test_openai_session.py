@@ -1,0 +1,306 @@
+"""Sessions: which tokens a request continues, what is trained, limits; the policy is played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.config import SamplingConfig
+from asyncrl.messages import WeightVersion
+from asyncrl.rollout.chat_template import ChatTemplate
+from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules, parse_chat_request
+from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, SessionLimits, message_of
+from asyncrl.rollout.outcome import RolloutRejected, RolloutReleased
+from asyncrl.rollout.tool_calls import TAG, parse_tool_calls
+from asyncrl.rollout.trajectory import OnPiece, Response, build_sample
+from asyncrl.testing.tiny import make_chat_tokenizer
+
+TOKENIZER = make_chat_tokenizer(None)
+EOS = TOKENIZER.eos_token_id
+SAMPLING = SamplingConfig(max_new_tokens=64)
+V0, V1 = WeightVersion(1, 0).pack(), WeightVersion(1, 1).pack()
+USER = {"role": "user", "content": "What is 3 + 4?"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def request(messages: list[dict[str, Any]], **fields: Any) -> ChatRequest:
+    body = msgspec.json.encode({"model": "m", "messages": messages, **fields})
+    return parse_chat_request(body, RequestRules(SAMPLING))
+
+
+class Player:
+    """A policy that says what the test has put down, in pieces of `chunk` tokens. `^` is where the weights are updated."""
+
+    def __init__(self, *lines: str, chunk: int = 3) -> None:
+        self.lines = list(lines)
+        self.chunk = chunk
+        self.asked: list[str] = []
+        self.limits: list[int] = []
+        self.version = V0
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.waiting = asyncio.Event()
+
+    async def __call__(self, input_ids: list[int], sampling: SamplingConfig, on_piece: OnPiece) -> Response:
+        self.asked.append(TOKENIZER.decode(input_ids))
+        self.limits.append(sampling.max_new_tokens)
+        line = self.lines.pop(0)
+        self.waiting.set()
+        await self.hold.wait()
+        if line == "!":
+            raise RolloutReleased("server_lost", "gone")
+        before, _, after = line.partition("^")
+        response = Response(list(input_ids))
+        for text, version in ((before, self.version), (after, V1)):
+            ids = TOKENIZER.encode(text.replace("$", "<|im_end|>"), add_special_tokens=False)
+            for start in range(0, len(ids), self.chunk):
+                piece = ids[start : start + self.chunk]
+                response.add_piece(piece, [-float(token) for token in piece], [(version, len(piece))])
+                if on_piece(response):
+                    return response
+        response.finished = response.output_ids[-1] == EOS
+        return response
+
+
+def make(player: Player, *, template: str = "", counts: SessionCounts | None = None, **limits: int) -> Session:
+    tokenizer = make_chat_tokenizer(None, template) if template else TOKENIZER
+    return Session(
+        player,
+        ChatTemplate(tokenizer, {}),
+        sampling=SAMPLING,
+        ignore=frozenset(),
+        limits=SessionLimits(**{"max_requests": 8, "max_sequences": 4, "max_tokens": 0, **limits}),
+        counts=counts or SessionCounts(),
+        tokenizer=tokenizer,
+        parse=parse_tool_calls,
+        tool_call_tag=TAG,
+    )
+
+
+def said(answer: Answer) -> dict[str, Any]:
+    """What a client puts back into its messages."""
+    return dict(message_of(answer.said))
+
+
+def trained(session: Session, which: Any = "last") -> tuple[str, list[str]]:
+    """The trained sequence as text, and the parts of it under the loss mask."""
+    sample = build_sample("s", [session.trained_turn(which).episode()])
+    ids, mask = sample.data["packed_input_ids"], sample.data["loss_mask"]
+    parts, current = [], []
+    for token, learnt in zip(ids.tolist(), mask.tolist(), strict=True):
+        if learnt:
+            current.append(token)
+        elif current:
+            parts.append(TOKENIZER.decode(current))
+            current = []
+    return TOKENIZER.decode(ids.tolist()), [*parts, TOKENIZER.decode(current)]
+
+
+async def test_a_conversation_goes_on_with_the_tokens_that_were_sampled() -> None:
+    """Tokens that no text would be encoded to: the special token in the middle is not shown, and stays."""
+    player = Player("Se<|im_start|>ven^ it is.$", "Yes.$")
+    session = make(player)
+    first = await session.answer(request([USER]))
+    assert (first.said.content, first.finish_reason) == ("Seven it is.", "stop")
+    messages = [USER, said(first), user("Sure?")]
+    second = await session.answer(request(messages))
+    expected = (
+        "<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\nSe<|im_start|>ven it is.<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert player.asked[1] == expected
+    assert (second.num_prompt_tokens, len(second.response.output_ids)) == (len(second.response.input_ids), 5)
+    assert trained(session) == (
+        expected + "Yes.<|im_end|>",
+        ["Se<|im_start|>ven it is.<|im_end|>", "Yes.<|im_end|>"],
+    )
+    sample = build_sample("s", [session.trained_turn("last").episode()])
+    learnt = sample.data["loss_mask"]
+    assert set(sample.data["versions"][~learnt].tolist()) == {-1}
+    assert sample.data["versions"][learnt].tolist() == [V0] * 6 + [V1] * 8 + [V0] * 5
+    assert sample.data["packed_logprobs"][learnt].tolist() == [
+        -float(token) for token in sample.data["packed_input_ids"][learnt]
+    ]
+    assert sample.data["prompt_mask"].sum() == first.num_prompt_tokens
+    assert session.num_sequences == 1
+
+
+async def test_a_tool_is_called_and_answers() -> None:
+    player = Player('I add. <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>$', "7$")
+    session = make(player)
+    first = await session.answer(request([USER], tools=TOOLS))
+    assert (first.said.content, first.finish_reason) == ("I add.", "tool_calls")
+    (call,) = first.said.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
+    await session.answer(request([USER, said(first), result], tools=TOOLS))
+    assert player.asked[1].startswith(player.asked[0] + "I add. <tool_call>")
+    assert player.asked[1].endswith("</tool_call><|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n")
+    assert session.num_sequences == 1
+    assert trained(session)[1] == [player.asked[1][len(player.asked[0]) :].split("\n<|im_start|>")[0], "7<|im_end|>"]
+
+
+async def test_tool_calls_are_text_where_they_are_not_asked_for_or_cut() -> None:
+    line = '<tool_call>{"name": "add"}</tool_call>'
+    session = make(Player(line + "$", line + "$", line))
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS}):
+        answer = await session.answer(request([USER], **fields))
+        assert (answer.said.content, answer.said.tool_calls) == (line, ())
+    assert answer.finish_reason == "length"
+
+
+async def test_an_answer_that_was_cut_is_closed() -> None:
+    player = Player("Sev", "en$")
+    session = make(player)
+    first = await session.answer(request([USER], max_tokens=3))
+    assert first.finish_reason == "length"
+    await session.answer(request([USER, said(first), user("Go on")], max_completion_tokens=8))
+    assert "assistant\nSev<|im_end|>\n<|im_start|>user\nGo on" in player.asked[1]
+    assert player.limits == [3, 8]
+    assert trained(session)[1] == ["Sev", "en<|im_end|>"]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+async def test_a_stop_string_ends_the_answer_where_it_is_complete(chunk: int) -> None:
+    player = Player("One. Two. Three.$", "Four$", chunk=chunk)
+    session = make(player)
+    first = await session.answer(request([USER], stop=["wo.", "never"]))
+    assert (first.said.content, first.finish_reason) == ("One. T", "stop")
+    assert TOKENIZER.decode(first.response.output_ids) == "One. Two."
+    assert len(first.response.logprobs) == sum(count for _, count in first.response.versions) == 9
+    await session.answer(request([USER, said(first), user("And?")]))
+    assert "assistant\nOne. Two.<|im_end|>\n<|im_start|>user\nAnd?" in player.asked[1]
+
+
+async def test_branches_share_what_came_before_and_one_is_trained() -> None:
+    """Two answers to one question, one of which goes on; then the first is remembered again."""
+    counts = SessionCounts()
+    player = Player("a$", "b$", "c is long$", "d$")
+    session = make(player, counts=counts)
+    first = await session.answer(request([USER]))
+    second = await session.answer(request([USER]))
+    assert player.asked[0] == player.asked[1]
+    await session.answer(request([USER, said(second), user("x")]))
+    assert session.num_sequences == 2
+    await session.answer(request([USER, said(first), user("y")]))
+    assert "assistant\nb<|im_end|>" in player.asked[2]
+    assert "assistant\na<|im_end|>" in player.asked[3]
+    assert trained(session, "last")[1] == ["a<|im_end|>", "d<|im_end|>"]
+    assert trained(session, "longest")[1] == ["b<|im_end|>", "c is long<|im_end|>"]
+    assert session.count_trained(session.trained_turn("last")) == 2 + 10
+    assert (counts.trained_tokens, counts.left_out_tokens) == (4, 12)
+
+
+async def test_requests_at_the_same_time_branch() -> None:
+    player = Player("a$", "b$", "c$")
+    session = make(player)
+    first = await session.answer(request([USER]))
+    follow = [[USER, said(first), user(text)] for text in "xy"]
+    await asyncio.gather(*(session.answer(request(messages)) for messages in follow))
+    assert session.num_sequences == 2
+    assert {asked.count("assistant\na<|im_end|>") for asked in player.asked[1:]} == {1}
+
+
+async def test_an_edited_history_continues_what_is_left_of_it() -> None:
+    player = Player("a$", "b$", "c$")
+    session = make(player)
+    first = await session.answer(request([USER]))
+    second = await session.answer(request([USER, said(first), user("x")]))
+    edited = {**said(second), "content": "B"}
+    await session.answer(request([USER, said(first), user("x"), edited, user("y")]))
+    assert session.num_sequences == 2
+    assert trained(session)[1] == ["a<|im_end|>", "c<|im_end|>"]  # nobody has sampled B
+    assert "assistant\nB<|im_end|>" in player.asked[2]
+
+
+@pytest.mark.parametrize("other", [{"tools": TOOLS}, {"chat_template_kwargs": {"mood": "glad"}}])
+async def test_another_prompt_begins_another_sequence(other: dict[str, Any]) -> None:
+    player = Player("a$", "b$")
+    session = make(player)
+    first = await session.answer(request([USER]))
+    await session.answer(request([USER, said(first), user("x")], **other))
+    assert session.num_sequences == 2
+    assert trained(session)[1] == ["b<|im_end|>"]
+
+
+async def test_a_template_that_does_not_tell_begins_another_sequence() -> None:
+    counts = SessionCounts()
+    forgetful = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}:"
+    player = Player("a$", "b$")
+    session = make(player, template=forgetful, counts=counts)
+    first = await session.answer(request([USER]))
+    await session.answer(request([USER, said(first), user("x")]))
+    assert player.asked[1] == "What is 3 + 4?x:"
+    assert (session.num_sequences, counts.rerendered) == (2, 1)
+
+
+async def test_limits_are_told_and_end_nothing() -> None:
+    player = Player(*"abc$")
+    session = make(player, max_requests=3, max_sequences=2, max_tokens=60)
+    for _ in range(2):
+        await session.answer(request([USER]))
+    with pytest.raises(RequestError, match=r"has 2 sequences; agent_args.max_sequences allows no more"):
+        await session.answer(request([USER]))
+    longer = [USER, session.trained_turn("last").answer, user("much too long, and what is more, not short")]
+    with pytest.raises(RequestError, match=r"agent_args.max_tokens=60") as refused:
+        await session.answer(request(longer))
+    assert refused.value.body["error"]["code"] == "context_length_exceeded"
+    session = make(player, max_requests=1, max_tokens=58)
+    await session.answer(request([USER]))
+    assert player.limits[-1] == 58 - len(TOKENIZER.encode(player.asked[-1]))
+    with pytest.raises(RequestError, match=r"has made 1 requests; agent_args.max_requests allows no more"):
+        await session.answer(request([USER]))
+    assert not session.failed.done()
+
+
+async def test_what_ends_the_rollout_is_kept() -> None:
+    session = make(Player("!"))
+    with pytest.raises(RolloutReleased):
+        await session.answer(request([USER]))
+    with pytest.raises(RolloutReleased, match="server_lost: gone"):
+        await session.failed
+    assert session.num_sequences == 0
+
+
+async def test_a_client_that_goes_away_leaves_nothing() -> None:
+    player = Player("a$", "b$")
+    player.hold.clear()
+    session = make(player)
+    gone = asyncio.ensure_future(session.answer(request([USER])))
+    await player.waiting.wait()
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert session.num_sequences == 0
+    player.hold.set()
+    await session.answer(request([USER]))
+    assert trained(session)[1] == ["b<|im_end|>"]
+
+
+async def test_closing_ends_what_runs_and_refuses_the_rest() -> None:
+    player = Player("a$", "b$")
+    session = make(player)
+    await session.answer(request([USER]))
+    player.hold.clear()
+    player.waiting.clear()
+    late = asyncio.ensure_future(session.answer(request([USER])))
+    await player.waiting.wait()
+    await session.close()
+    for asking in (late, session.answer(request([USER]))):
+        with pytest.raises(RequestError, match="no such session, or it is over") as error:
+            await asking
+        assert error.value.status == 404
+    assert trained(session)[1] == ["a<|im_end|>"]
+
+
+async def test_an_agent_that_got_nowhere_is_told_what_was_refused() -> None:
+    session = make(Player())
+    session.refused(RequestError("n=2: one answer a request is recorded"))
+    with pytest.raises(RolloutRejected, match=r"no_response: .* its last request was refused: n=2"):
+        session.trained_turn("last")

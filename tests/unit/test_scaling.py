@@ -1,0 +1,333 @@
+"""Generation servers that join and leave: what the launcher starts, stops and outlives, and which processes these are."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
+from asyncrl.launch import scaling as scaling_module
+from asyncrl.launch.children import Child
+from asyncrl.launch.commands.scale import crowding
+from asyncrl.launch.program import ProcessSpec, can_scale, plan, server_spec
+from asyncrl.launch.scaling import Scaling
+from asyncrl.messages import ScaleWish, WorkerStatus
+from asyncrl.runtime.name_resolve import Lease, NameResolveTimeout, WatchEvent
+from asyncrl.topology import Allocation
+
+CONFIG = """
+allocation: transformers.d1+d1
+model_path: m
+prompts: {path: p.jsonl}
+rollout: {tasks: {default: {reward: "rewards.py:reward"}}}
+"""
+SERVERS = [f"generation_server/{index}" for index in range(4)]
+
+
+class FakeProcess:
+    pid = 99
+
+    def wait(self) -> int:
+        return 0
+
+
+class FakeChild(Child):
+    """Remembers what it was told instead of signalling anybody."""
+
+    def __init__(self, spec: ProcessSpec, log: Path) -> None:
+        super().__init__(spec, FakeProcess(), log, -1, None)  # type: ignore[arg-type]
+        self.told: list[str] = []
+
+    def ask_to_stop(self) -> None:
+        self.told.append("stop")
+
+    def kill(self) -> None:
+        self.told.append("kill")
+
+
+class World:
+    """A launcher with its scaling, a clock, and name resolve as the test wants it."""
+
+    def __init__(self, folder: Path, allocated: int = 1) -> None:
+        file = folder / "run.yaml"
+        file.write_text(CONFIG)
+        self.config = load_experiment(file)
+        self.log = folder / "a.log"
+        self.log.write_text("last words\n")
+        self.now = 1000.0
+        self.told: list[str] = []
+        self.revoked: list[int] = []
+        self.leases: list[Future[Lease]] = []
+        self.answers = True  # name resolve does
+        self.children = [self.child(self.spec(index)) for index in range(allocated)]
+        for child in self.children:
+            self.run(child)
+        self.scaling = Scaling(
+            allocated,
+            spec_of=self.spec,
+            start=lambda spec, lease: self.child(spec),
+            grant_lease_soon=self.grant,
+            revoke=lambda lease: self.revoked.append(lease.id),
+            notice=self.told.append,
+            drain_limit_s=30.0,
+            stop_limit_s=10.0,
+        )
+        self.num_wishes = 0
+
+    def spec(self, index: int) -> ProcessSpec:
+        return server_spec(index, self.config, attempt=1, num_prompts=100)
+
+    def child(self, spec: ProcessSpec) -> FakeChild:
+        return FakeChild(spec, self.log)
+
+    def grant(self) -> Future[Lease]:
+        lease: Future[Lease] = Future()
+        self.leases.append(lease)
+        if self.answers:
+            lease.set_result(Lease(None, 7, 30.0))  # type: ignore[arg-type]
+        return lease
+
+    @staticmethod
+    def run(child: FakeChild) -> None:
+        status = WorkerStatus(worker=child.name, pid=99, attempt=1, state="running", time=0.0, progress=1)
+        child.status, child.was_running = status, True
+
+    def wish(self, count: int) -> str:
+        self.num_wishes += 1
+        wish = ScaleWish(generation=count, wish=f"wish{self.num_wishes}")
+        self.scaling.observe_wish(WatchEvent("put", "k", msgspec.json.encode(wish).decode()))
+        return wish.wish
+
+    def drained(self, index: int, wish: str) -> None:
+        self.scaling.observe_drained(WatchEvent("put", f"x/{index}", wish))
+
+    def turn(self, *elsewhere: str, after_s: float = 0.1) -> list[str]:
+        """What happened: +name joined, -name is gone."""
+        self.now += after_s
+        joined, gone = self.scaling.turn(self.children, elsewhere)
+        self.children = [child for child in self.children if child not in gone] + joined  # type: ignore[assignment]
+        return [f"+{child.name[-1]}" for child in joined] + [f"-{child.name[-1]}" for child in gone]
+
+    def __getitem__(self, index: int) -> FakeChild:
+        return next(child for child in self.children if child.name == SERVERS[index])
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World(tmp_path)
+    monkeypatch.setattr(scaling_module.time, "monotonic", lambda: made.now)
+    return made
+
+
+def test_servers_join_and_the_last_ones_leave_when_they_have_drained(world: World) -> None:
+    assert world.turn() == []
+    world.wish(3)
+    assert world.turn() == ["+1", "+2"]
+    assert world.told == ["generation servers: 1 -> 3"]
+    assert world[2].spec.config.worker.index == 2
+    world.run(world[1])
+    world.run(world[2])
+    assert world.turn() == []
+    wish = world.wish(1)
+    assert world.turn() == []
+    assert world[1].told == world[2].told == []
+    waits = world.scaling.shown(world[1], world[1].status).waits  # type: ignore[arg-type]
+    assert waits[-1].what == "its last groups (it leaves the run)"
+    assert world.scaling.shown(world[0], world[0].status).waits == []  # type: ignore[arg-type]
+    world.drained(2, wish)
+    world.turn()
+    world.turn()
+    assert (world[1].told, world[2].told) == ([], ["stop"])
+    world[2].returncode = 0
+    assert world.scaling.outlives(world[2])
+    assert world.turn() == ["-2"]
+    world.drained(1, wish)
+    world.turn()
+    assert world[1].told == ["stop"]
+    world[1].returncode = -signal.SIGKILL  # gone is gone
+    assert world.scaling.outlives(world[1])
+    assert world.turn() == ["-1"]
+    assert world.turn() == []
+    assert "generation_server/2 has left the run" in world.told
+    assert world.told[-1].startswith("generation_server/1 has left the run: it was killed by signal SIGKILL")
+    world.wish(2)
+    assert world.turn() == ["+1"]  # the name is free again
+
+
+def test_the_newest_wish_counts_also_in_the_middle(world: World) -> None:
+    first = world.wish(2)
+    world.turn()
+    world.run(world[1])
+    world.wish(1)
+    world.turn()
+    world.wish(2)
+    world.drained(1, first)  # of an older wish: says nothing about this one
+    world.turn()
+    assert world[1].told == []
+    assert not world.scaling.outlives(world[1])  # it is wanted: its end is no leaving
+    wish = world.wish(1)
+    world.drained(1, wish)
+    world.turn()
+    assert world[1].told == ["stop"]
+    world.wish(2)  # too late for this process: another comes when it has ended
+    assert world.turn() == []
+    world[1].returncode = 0
+    assert world.turn() == ["+1", "-1"]
+    assert world[1].told == []
+
+
+def test_one_that_is_not_there_yet_is_stopped_at_once(world: World) -> None:
+    world.wish(2)
+    world.turn()
+    world.wish(1)
+    world.turn()
+    assert world[1].told == ["stop"]
+    world.turn(after_s=10.1)
+    assert world[1].told == ["stop", "kill"]
+
+
+def test_a_drain_ends_by_its_limit_where_nobody_says_so(world: World) -> None:
+    world.wish(2)
+    world.turn()
+    world.run(world[1])
+    world.wish(1)
+    world.turn()
+    world.turn(after_s=29.8)
+    assert world[1].told == []
+    world.turn(after_s=0.5)
+    assert world[1].told == ["stop"]
+    assert world.told[-1] == "generation_server/1 has not drained within 30 s, and is stopped"
+
+
+def test_one_that_cannot_join_is_given_up_until_the_next_wish(world: World) -> None:
+    world.wish(2)
+    world.turn()
+    child = world[1]
+    failed = WorkerStatus(
+        worker=child.name, pid=99, attempt=1, state="error", time=time.time(), progress=1, error="Traceback\nNo memory"
+    )
+    child.status = failed
+    assert world.scaling.outlives(child)
+    assert world.turn() == []
+    child.returncode = 1
+    assert world.turn() == ["-1"]
+    assert (
+        "generation_server/1 could not join the run, which goes on without it: it failed: No memory" in world.told[-1]
+    )
+    assert world.turn() == []
+    world.wish(2)
+    assert world.turn() == ["+1"]
+    world.run(world[1])
+    world.turn()
+    world[1].returncode = 1
+    assert not world.scaling.outlives(world[1])  # once it has served it is a server like the others
+
+
+def test_one_that_fails_to_join_as_it_is_not_wanted_any_more_is_gone_once(world: World) -> None:
+    world.wish(2)
+    world.turn()
+    world[1].returncode = 1
+    world.wish(1)
+    assert world.turn() == ["-1"]
+    assert world.turn() == []
+
+
+def test_names_that_others_start_are_left_to_them(world: World) -> None:
+    world.wish(3)
+    assert world.turn(SERVERS[1]) == ["+2"]
+    world.children = [child for child in world.children if child.name != SERVERS[0]]  # dead, and about to be restarted
+    assert world.turn(SERVERS[0], SERVERS[1]) == []
+
+
+def test_without_a_lease_nothing_starts_and_a_wish_that_is_over_gives_it_back(world: World) -> None:
+    world.answers = False
+    world.wish(2)
+    assert world.turn() == []
+    world.leases[0].set_exception(NameResolveTimeout("away"))
+    assert world.turn() == []
+    assert world.told[-1] == "generation_server/1 cannot be started yet: away"
+    assert world.turn(after_s=0.5) == []
+    world.wish(1)
+    world.leases[1].set_result(Lease(None, 8, 30.0))  # type: ignore[arg-type]
+    assert world.turn(after_s=1.0) == []
+    assert world.revoked == [8]
+
+
+def test_what_is_no_wish_changes_nothing(world: World) -> None:
+    world.scaling.observe_wish(WatchEvent("put", "k", '{"generation":0,"wish":"x"}'))
+    world.scaling.observe_wish(WatchEvent("delete", "k"))
+    assert world.turn() == []
+    assert "Expected `int` >= 1" in world.told[0]
+
+
+# ----------------------------------------------------------------------------------------------------------- the processes
+
+
+def config_of(tmp_path: Path, *overrides: str) -> ExperimentConfig:
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG)
+    return load_experiment(file, overrides)
+
+
+def test_a_server_beyond_the_allocation_is_like_the_others(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "allocation=transformers.d2+d1")
+    planned = {spec.name: spec for spec in plan(config, attempt=3, num_prompts=100)}
+    assert server_spec(1, config, attempt=3, num_prompts=100) == planned["generation_server/1"]
+    fourth = server_spec(3, config, attempt=3, num_prompts=100)
+    assert (fourth.name, fourth.config.worker.index, fourth.config.worker.attempt) == ("generation_server/3", 3, 3)
+    assert fourth.env == planned["generation_server/1"].env
+
+
+def test_more_servers_take_the_gpus_that_are_left(tmp_path: Path) -> None:
+    def devices_of(allocation: str, count: int) -> list[str | None]:
+        config = config_of(tmp_path, f"allocation={allocation}")
+        devices = [str(number) for number in range(count)]
+        specs = [server_spec(index, config, attempt=1, num_prompts=100, devices=devices) for index in range(5)]
+        assert {spec.config.generation.dtype for spec in specs} == {plan_dtype(config, devices)}  # type: ignore[union-attr]
+        return [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs]
+
+    def plan_dtype(config: ExperimentConfig, devices: list[str]) -> str:
+        (first, *_) = plan(config, attempt=1, num_prompts=100, devices=devices)
+        return str(first.config.generation.dtype)  # type: ignore[union-attr]
+
+    assert devices_of("transformers.d2+d1", 5) == ["0", "1", "3", "4", "0"]  # 2 is the trainer's
+    assert devices_of("sglang.d1m2+d1", 8) == ["0,1", "3,4", "5,6", "7,0", "1,2"]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("manager.drain_timeout_s=-1", r"manager\.drain_timeout_s=-1\.0: must be 0 \(move what runs at once\) or more"),
+        (
+            "manager.max_groups_per_server=-1",
+            r"manager\.max_groups_per_server=-1: must not be negative; 0 switches it off",
+        ),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(tmp_path: Path, override: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        config_of(tmp_path, override)
+
+
+def test_only_own_servers_can_be_scaled(tmp_path: Path) -> None:
+    assert can_scale(config_of(tmp_path))
+    assert can_scale(config_of(tmp_path, "mode=rollout_only"))
+    assert not can_scale(config_of(tmp_path, "mode=train_only", "replay.path=x"))
+
+
+@pytest.mark.parametrize(
+    ("count", "devices", "cores", "told"),
+    [
+        (2, 0, 4, []),
+        (4, 0, 4, ["4 servers and the trainer want 6 cores, there are 4: each will be slower"]),
+        (2, 4, 1, []),
+        (3, 4, 64, ["3 servers and the trainer want 5 GPUs, there are 4: some will be shared"]),
+    ],
+)
+def test_more_than_the_machine_has_is_told(count: int, devices: int, cores: int, told: list[str]) -> None:
+    assert crowding(Allocation.parse("transformers.d1+d2"), count, devices, cores) == told

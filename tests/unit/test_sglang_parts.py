@@ -1,0 +1,355 @@
+"""What of the SGLang engine can be decided without a SGLang: its command line, environment, devices, config, pieces, logs."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig, TaskConfig, validate
+from asyncrl.config import PromptSourceConfig as Prompts
+from asyncrl.config import RolloutConfig as Rollout
+from asyncrl.generation.checks import ModelLimits, ModelTensors
+from asyncrl.generation.engine import EngineRequest, WeightsRefused
+from asyncrl.generation.sglang_environment import find_sglang
+from asyncrl.generation.sglang_http import Finish, Piece, PieceMeta, SGLangError, sglang_params
+from asyncrl.generation.sglang_process import (
+    cores_of_ranks,
+    server_arguments,
+    server_environment,
+    tail_of,
+)
+from asyncrl.generation.sglang_response import GrowingResponse
+from asyncrl.launch.logs import EntryParser, select_workers, worker_of
+from asyncrl.launch.preflight import preflight
+from asyncrl.launch.program import plan
+from asyncrl.messages import FinishReason, SamplingParams, VersionSpan, WeightVersion
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.weights import publish_folder
+
+V0, V1, V2 = (WeightVersion(1, v) for v in range(3))
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model(path)
+    return path
+
+
+def make_config(allocation, **generation):
+    return ExperimentConfig(
+        allocation=allocation,
+        model_path="model",
+        prompts=Prompts(path="prompts.jsonl"),
+        rollout=Rollout(tasks={"default": TaskConfig(reward="reward:reward")}),
+        generation=GenerationConfig(**generation),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- command and environment
+
+
+def arguments(config, **changes):
+    given = {"port": 4000, "tensor": 1, "seed": 7, "max_length": 512, "on_gpu": True} | changes
+    return server_arguments(config, "/model", **given)
+
+
+def test_a_server_on_gpus():
+    command = " ".join(arguments(GenerationConfig(dtype="bfloat16"), tensor=2))
+    assert (
+        "--model-path /model --load-format dummy --host 127.0.0.1 --port 4000 --tp-size 2 --dtype bfloat16" in command
+    )
+    assert "--context-length 520" in command
+    assert "--skip-tokenizer-init --skip-server-warmup --incremental-streaming-output" in command
+    for absent in ("--device", "--disable-overlap-schedule", "--disable-radix-cache", "--max-total-tokens"):
+        assert absent not in command
+
+
+def test_a_server_on_cores():
+    command = " ".join(arguments(GenerationConfig(num_blocks=10, page_size=32), on_gpu=False))
+    assert "--device cpu --attention-backend torch_native --max-total-tokens 320" in command
+    assert "--sleep-on-idle" in command
+
+
+def test_arguments_of_the_user_win():
+    given = {"mem-fraction-static": "0.8", "enable-metrics": "", "skip-server-warmup": "false", "dtype": "half"}
+    command = arguments(GenerationConfig(server_args=given))
+    assert command[command.index("--mem-fraction-static") + 1] == "0.8"
+    assert command[command.index("--dtype") + 1] == "half"
+    assert "--enable-metrics" in command
+    assert "--skip-server-warmup" not in command
+
+
+def test_nothing_of_another_interpreter_reaches_it():
+    base = {"PYTHONPATH": "/trainer", "PYTHONHOME": "/x", "VIRTUAL_ENV": "/trainer", "PATH": "/bin", "HOME": "/me"}
+    environment = server_environment(base, python="/sglang/bin/python", tmp="/t", tensor=1, on_gpu=True)
+    assert not {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} & environment.keys()
+    assert (environment["PATH"], environment["HOME"], environment["TMPDIR"]) == ("/sglang/bin:/bin", "/me", "/t")
+    assert "CUDA_VISIBLE_DEVICES" not in environment
+    cpu = server_environment(base, python="/sglang/bin/python", tmp="/t", tensor=2, on_gpu=False)
+    assert cpu["CUDA_VISIBLE_DEVICES"] == ""
+    assert cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "text"),
+    [([0, 1, 2, 3], 2, "0,1|2,3"), ([0, 1], 2, "0|1"), ([3], 2, "3|3"), ([0, 1, 2], 2, "0|1")],
+)
+def test_cores_of_ranks(cores, ranks, text):
+    assert cores_of_ranks(cores, ranks) == text
+
+
+def test_each_server_gets_as_many_gpus_as_it_has_ranks():
+    config = make_config("sglang.d2p1m2+d3p1m1", python="venv/bin/python")
+    specs = {spec.name: spec for spec in plan(config, attempt=1, num_prompts=99, devices=list("01234567"))}
+    devices = {name: spec.env["CUDA_VISIBLE_DEVICES"] for name, spec in specs.items()}
+    assert (devices["generation_server/0"], devices["generation_server/1"]) == ("0,1", "2,3")
+    assert [devices[f"model_worker/{i}"] for i in range(3)] == ["4", "5", "6"]
+    assert devices["master/0"] == ""
+    server = specs["generation_server/1"].config
+    assert (server.engine, server.tensor_parallel) == ("sglang", 2)
+    assert server.generation.python.startswith("/")
+
+
+def test_a_server_of_somebody_else_gets_no_gpu():
+    config = make_config("external.d2+d2", urls=["http://a:1", "http://b:1"])
+    specs = {spec.name: spec for spec in plan(config, attempt=1, num_prompts=99, devices=list("0123"))}
+    assert not specs["generation_server/0"].computes
+    assert specs["generation_server/0"].env["CUDA_VISIBLE_DEVICES"] == ""
+    assert specs["model_worker/0"].env["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+# ----------------------------------------------------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize(
+    ("allocation", "generation", "message"),
+    [
+        ("sglang.d1p2m1+d1", {}, "the engine sglang has no pipeline stages: use d1p1m1"),
+        ("transformers.d1m2+d1", {}, "the engine transformers runs data parallel only: use d1p1m1"),
+        ("external.d1m2+d1", {"urls": ["http://a:1"]}, "has the parallelism that it was started with"),
+        ("external.d2+d2", {"urls": ["http://a:1"]}, r"generation.urls=\['http://a:1'\]: name 2, one for each server"),
+        ("external.d1+d1", {"urls": ["a:1"]}, "generation.urls='a:1': write it as http://host:port"),
+        ("sglang.d1+d1", {"urls": ["http://a:1"]}, "is for the engine external"),
+        (
+            "transformers.d1+d1",
+            {"server_args": {"dtype": "half"}},
+            "generation.server_args=.*: is for the engine sglang",
+        ),
+        ("sglang.d1+d1", {"server_args": {"port": "1"}}, "generation.server_args.port='1': is set by asyncrl"),
+        ("sglang.d1+d1", {"server_args": {"tp-size": "2"}}, "use m of the allocation"),
+        (
+            "sglang.d1+d1",
+            {"server_args": {"mem_fraction_static": "1"}},
+            "write mem-fraction-static, as on a command line",
+        ),
+        ("sglang.d1+d1", {"server_args": {"--dtype": "x"}}, "write dtype, as on a command line without --"),
+    ],
+)
+def test_bad_settings_are_refused(allocation, generation, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config(allocation, **generation))
+
+
+def test_good_settings():
+    validate(make_config("sglang.d4p1m2+d2", python="/x", server_args={"mem-fraction-static": "0.8"}))
+    validate(make_config("external.d1+d1", urls=["http://10.0.0.1:30000"]))
+
+
+def test_preflight_looks_for_sglang(model_path, tmp_path):
+    environment = tmp_path / "venv"
+    config = replace(make_config("sglang.d1+d1", python=f"{environment}/bin/python"), model_path=str(model_path))
+    with pytest.raises(
+        ConfigError, match=r"generation\.python='.*venv/bin/python': there is no SGLang in .*setup_sglang\.sh"
+    ):
+        preflight(replace(config, rollout=Rollout(tasks={"default": TaskConfig(reward="json:dumps")})))
+    site = environment / "lib" / "python3.11" / "site-packages"
+    for package in ("sglang-0.5.23", "torch-2.13.0+cpu", "torchvision-0.28.0"):
+        (site / f"{package}.dist-info").mkdir(parents=True)
+    (environment / "pyvenv.cfg").write_text("")
+    found = find_sglang(f"{environment}/bin/python")
+    assert (found.version, found.torch) == ("0.5.23", "2.13.0+cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------------- pieces
+
+
+def response(tokens=0):
+    pending = GrowingResponse(
+        "k.", EngineRequest("r", [1], SamplingParams()), 0.0, future=None
+    )  # nobody is answered here
+    pending.token_ids, pending.logprobs = [9] * tokens, [-1.0] * tokens
+    pending.sent_as("l.")
+    return pending
+
+
+def piece(ids, total, *, logprobs=None, spans=()):
+    rows = [(-float(i), token, None) for i, token in enumerate(ids)] if logprobs is None else logprobs
+    meta = PieceMeta(completion_tokens=total, output_token_logprobs=rows, weight_versions=list(spans))
+    return Piece(output_ids=list(ids), meta_info=meta)
+
+
+def test_pieces_with_what_is_new():
+    growing = response(2)
+    assert [growing.take(piece(ids, total)) for ids, total in (([1], 1), ([2, 3], 3), ([], 3), ([4], 4))] == [
+        1,
+        2,
+        0,
+        1,
+    ]
+    assert growing.token_ids == [9, 9, 1, 2, 3, 4]
+
+
+def test_pieces_with_all_so_far():
+    growing = response()
+    assert [growing.take(piece(ids, len(ids))) for ids in ([1], [1, 2, 3], [1, 2, 3, 4])] == [1, 2, 1]
+    assert growing.token_ids == [1, 2, 3, 4]
+
+
+def test_an_abort_in_sglangs_queue_repeats_the_last_token():
+    growing = response()
+    growing.take(piece([1, 2, 3], 3))
+    assert growing.take(piece([3], 3, logprobs=[(0.0, 1, None), (-1.0, 2, None), (-2.0, 3, None)])) == 0
+    assert (growing.token_ids, growing.logprobs) == ([1, 2, 3], [0.0, -1.0, -2.0])
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (piece([1], 2), "1 tokens and 1 logprobs where 2 should be new"),
+        (piece([1], 1, logprobs=[]), "1 tokens and 0 logprobs"),
+        (piece([1], 1, logprobs=[(-1.0, 2, None)]), "not of the same response"),
+        (piece([1], 1, logprobs=[(math.nan, 1, None)]), "logprobs are not finite"),
+        (piece([1], 1, logprobs=[(None, 1, None)]), "logprobs are not finite"),
+    ],
+)
+def test_pieces_that_do_not_fit(bad, why):
+    growing = response()
+    with pytest.raises(SGLangError, match=why):
+        growing.take(bad)
+    assert growing.token_ids == growing.logprobs == []
+
+
+def test_an_aborted_response_may_have_ended_by_itself():
+    """A client would go on behind the end of the text otherwise."""
+    growing = response(1)
+    growing.take(piece([5, 7], 2))
+    assert growing.natural_end([0, 7]) == FinishReason(type="stop", matched=7)
+    assert growing.natural_end([0]) is None
+    growing.take(piece([1] * 125, 127))  # 128 are asked for
+    assert growing.natural_end([0]) == FinishReason(type="length", length=128)
+    assert response(1).natural_end([9]) is None  # it had that token before: nothing is new
+
+
+def span(version, start, end):
+    return VersionSpan(version=str(version), start=start, end=end)
+
+
+def test_labels_are_checked_and_shifted_behind_what_it_had():
+    growing = response(2)
+    growing.spans = [span(V0, 0, 2)]
+    growing.take(piece([1, 2, 3], 3))
+    growing.label(piece([], 3, spans=[span(V1, 0, 3)]), V1, V1)
+    assert growing.spans == [span(V0, 0, 2), span(V1, 2, 5)]
+    empty = response()
+    empty.label(piece([], 0, spans=[span(V1, 0, 0)]), V1, V1)
+    assert empty.spans == []
+
+
+def test_labels_of_a_request_that_was_paused_in_place():
+    growing = response()
+    growing.take(piece([1, 2, 3], 3))
+    growing.label(piece([], 3, spans=[span(V0, 0, 2), span(V1, 2, 3)]), V0, V1)
+    assert growing.spans == [span(V0, 0, 2), span(V1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "why"),
+    [
+        ([span(V2, 0, 1)], "somebody else updates its weights"),
+        ([span(V0, 0, 1)], "somebody else updates its weights"),
+        ([VersionSpan(version="default", start=0, end=1)], "'default' sampled tokens"),
+        ([], "do not cover 1 tokens"),
+        ([span(V1, 1, 2)], "do not cover"),
+    ],
+)
+def test_labels_that_are_not_ours(spans, why):
+    growing = response()
+    growing.take(piece([5], 1))
+    with pytest.raises(SGLangError, match=why):
+        growing.label(piece([], 1, spans=spans), V1, V1)
+
+
+def test_sampling_parameters_in_sglangs_words():
+    greedy = sglang_params(SamplingParams(temperature=0.0, top_p=0.5, top_k=3, max_new_tokens=9), [0])
+    assert (greedy["temperature"], greedy["top_p"], greedy["top_k"], greedy["stop_token_ids"]) == (0.0, 1.0, -1, [0])
+    warm = sglang_params(SamplingParams(temperature=0.7, top_p=0.5, top_k=3), [])
+    assert (warm["temperature"], warm["top_p"], warm["top_k"], warm["ignore_eos"]) == (0.7, 0.5, 3, False)
+    assert Finish(type="stop", matched="text").told().matched is None
+
+
+# ---------------------------------------------------------------------------------------------------------- model and weights
+
+
+def test_limits_of_a_model(model_path):
+    assert ModelLimits.of(model_path) == ModelLimits(64, 512, frozenset({0}), tied=True)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tensors_of_a_version_are_those_of_the_model(tmp_path, tied):
+    """A tied output layer may be in the files or not; anything else may neither lack nor be there too much."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make_tiny_model(tmp_path / "model", tie_embeddings=tied)
+    tensors = ModelTensors(tmp_path / "model", tied=tied)
+    whole = load_file(tmp_path / "model" / "model.safetensors")
+
+    def verify(changed, number):
+        source = tmp_path / f"source{number}"
+        source.mkdir()
+        (source / "config.json").write_bytes((tmp_path / "model" / "config.json").read_bytes())
+        save_file(changed, source / "model.safetensors")
+        version = WeightVersion(1, number)
+        publish_folder(tmp_path / str(version), source_dir=source, version=version, fsync=False)
+        tensors.verify(tmp_path / str(version), version)
+
+    verify(whole, 0)
+    assert ("lm_head.weight" in whole) == (not tied)
+    if tied:
+        verify({**whole, "lm_head.weight": whole["model.embed_tokens.weight"].clone()}, 1)
+    else:
+        with pytest.raises(WeightsRefused, match=r"lm_head\.weight is missing"):
+            verify({name: tensor for name, tensor in whole.items() if name != "lm_head.weight"}, 1)
+    with pytest.raises(WeightsRefused, match=r"model\.norm\.weight is missing"):
+        verify({name: tensor for name, tensor in whole.items() if name != "model.norm.weight"}, 2)
+    with pytest.raises(WeightsRefused, match="more does not belong to this model"):
+        verify({**whole, "more": torch.zeros(1)}, 3)
+    with pytest.raises(WeightsRefused, match="has dtype I64, expected floating point"):
+        verify({**whole, "model.norm.weight": whole["model.norm.weight"].long()}, 4)
+
+
+# ------------------------------------------------------------------------------------------------------------------- logs
+
+
+def test_its_log_is_that_of_the_worker():
+    assert worker_of("generation_server_0_sglang") == "generation_server/0/sglang"
+    known = {"generation_server/0", "generation_server/0/sglang", "master/0"}
+    assert select_workers(["generation_server"], known) == known - {"master/0"}
+    assert select_workers(["generation_server_0_sglang"], known) == {"generation_server/0/sglang"}
+    parser = EntryParser("generation_server/0/sglang", "2026-01-01 00:00:00.000")
+    entries = parser.feed(b"[2026-01-02 03:04:05 TP0] Load weight end.\n[2026-01-02 03:04:06] ERROR: it broke\nmore\n")
+    entries += parser.end()
+    assert [(entry.time, entry.level, entry.text) for entry in entries] == [
+        ("2026-01-02 03:04:05.000", "INFO", "Load weight end."),
+        ("2026-01-02 03:04:06.000", "ERROR", "it broke\nmore"),
+    ]
+
+
+def test_the_end_of_a_log_is_readable(tmp_path):
+    log = tmp_path / "sglang.log"
+    log.write_text("first\n" + "x" * 10_000 + "\nlast\n")
+    assert tail_of(log).splitlines() == ["first", "x" * 300, "last"]
+    assert tail_of(log, lines=1) == "last"
+    assert tail_of(log, 6) == "x" * 300 + "\nlast"
+    assert "cannot be read" in tail_of(tmp_path / "none.log")
