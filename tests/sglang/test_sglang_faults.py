@@ -91,8 +91,10 @@ def test_a_run_outlives_sglang_killed_in_mid_generation_and_its_server_killed_in
     assert not again  # no prompt had to be handed out twice: its responses went on with what they had
     moved = moved_tickets(run.run_dir)
     assert largest_logprob_error(run.run_dir, moved) < 1e-4
-    server_log = (run.run_dir / "logs" / "attempt_1" / "generation_server_0.log").read_text()
-    assert server_log.count("verified: logprobs of the probe differ by at most") >= 10
+    logs = run.run_dir / "logs" / "attempt_1"
+    num_verified = (logs / "generation_server_0.log").read_text().count("logprobs of the probe differ by at most")
+    num_served = (logs / "gserver_manager_0.log").read_text().count("generation_server/0 serves ")
+    assert num_verified >= num_served >= 4  # versions that were trained while there was no server are passed over
 
 
 async def test_sglang_that_stands_still_is_given_up_and_who_waits_is_told(
