@@ -34,15 +34,12 @@ def test_a_run_with_broadcasts(tmp_path: Path) -> None:
     logs = run.run_dir / "logs" / "latest"
     sent = re.findall(r"weights (\S+) sent to (.*) \(", (logs / "model_worker_0.log").read_text())
     versions = [str(WeightVersion(1, number)) for number in range(STEPS + 1)]
-    # On a busy machine a server may miss a wave: it comes a moment later, or takes the version from the disk.
-    # The last version comes when everybody is leaving already.
-    together = [version for version, servers in sent if servers == "generation_server/0, generation_server/1"]
-    assert set(together) & set(versions[1:STEPS]), sent
+    # A wave may part, so that servers get a version one after the other. The last one comes when everybody is leaving already.
+    reached = {(version, server) for version, servers in sent for server in servers.split(", ")}
     for index in range(2):
+        assert {(version, f"generation_server/{index}") for version in versions[1:STEPS]} <= reached
         verified = re.findall(r"weights (\S+) verified", (logs / f"generation_server_{index}.log").read_text())
-        assert verified == sorted(verified)
-        assert verified[0] == versions[0]
-        assert set(verified) & set(together)
+        assert verified[:STEPS] == versions[:STEPS]
     for number in range(STEPS + 1):  # on disk they are, too
         version = WeightVersion(1, number)
         verify_version(version_dir(run.run_dir, "actor", version), version)
