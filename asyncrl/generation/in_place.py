@@ -95,8 +95,11 @@ class LiveTensors:
 
 
 def _is_like(tensor: Tensor, live: Tensor) -> bool:
-    """A model computes with it as with its own: also as fast, and to the same bit, for which memory must be aligned."""
+    """A model computes with it as with its own, and as fast as memory of torch's own alignment lets it.
+
+    The model's memory may be less aligned: tensors that were loaded from a file lie where they lay in it.
+    """
     same = (
         tensor.dtype == live.dtype and tensor.device == live.device and tensor.is_contiguous() and live.is_contiguous()
     )
-    return same and tensor.data_ptr() % _ALIGNMENT == live.data_ptr() % _ALIGNMENT == 0
+    return same and tensor.data_ptr() % _ALIGNMENT == 0
