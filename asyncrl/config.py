@@ -18,7 +18,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError  # omegaconf's own parser raises it
 
-from asyncrl.topology import Allocation
+from asyncrl.names import ACTOR
+from asyncrl.presets import ALGORITHMS, CORRECTIONS
+from asyncrl.topology import Allocation, unknown_name
 
 # ------------------------------------------------------------------------------------------------------ what a user writes
 
@@ -77,6 +79,7 @@ class RolloutConfig:
     )  # name -> task; one task named `default` in the common case
     success_rate_lb: float = -1.0e9  # a group whose mean reward is below is rejected (reason `too_hard`)
     success_rate_ub: float = 1.0e9  # ... above: `too_easy`
+    reject_equal_rewards: bool = False  # a group whose rewards are all equal is rejected (DAPO's dynamic sampling)
     max_concurrent_per_worker: int = 64  # prompts a rollout worker rolls out at the same time
     reward_timeout_s: float = 60.0
     request_timeout_s: float = 600.0  # one HTTP request, and the wait for a verdict on a trajectory
@@ -156,30 +159,47 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """The loss and what goes into it. Formulas: asyncrl/algorithms/ppo.py."""
+    """The loss and what goes into it; train.algorithm sets several of these at once. Equations and choices: docs/algorithms.md."""
 
     use_decoupled_loss: bool = True  # runs actor_inf for proximal logprobs
     recompute_logprob: bool = False  # naive PPO against the trainer's own logprobs instead of the servers'
     eps_clip: float = 0.2
     eps_clip_higher: float | None = None  # upper clip range, if different (DAPO)
     c_clip: float | None = None  # dual clip, > 1
+    policy_loss: str = (
+        "clip"  # clip (PPO) | cispo: the ratio is clipped, not the update; every token keeps its gradient
+    )
+    importance_level: str = "token"  # of ratios and behaviour weights: token | sequence (GSPO)
+    # The weight proximal / behaviour of the decoupled loss: beyond its bounds it is 0 (mask) or the bound (clamp)
     behav_imp_weight_cap: float | None = 5.0
+    behav_imp_weight_floor: float | None = None
     behav_imp_weight_mode: str = "mask"  # mask | clamp
+    early_stop_imp_ratio: float | None = None  # a minibatch whose mean importance ratio is above is not stepped on
+    early_stop_kl: float | None = None  # ... whose mean KL to the start of the train step (nats a token) is above
     minibatches: int = 4
     discount: float = 1.0
     gae_lambda: float = 1.0
+    # What a response's reward is compared with: none | group_mean (Dr.GRPO) | leave_one_out (RLOO). With advantage_norm `group` the
+    # mean of the group, whatever this says
+    baseline: str = "none"
     advantage_norm: str = "group"  # group | batch | none
     reward_scaling: float = 1.0
     reward_bias: float = 0.0  # subtracted first: (reward - bias) * scaling
     max_reward_clip: float = 20.0
     mask_no_eos_with_zero: bool = False
     mask_too_long: bool = False
+    # Overlong shaping (DAPO): responses of more than (1 - buffer) * length tokens lose up to `penalty` of their reward
+    overlong_penalty: float = 0.0  # 0: off
+    overlong_length: int = 0  # tokens at which all of it is lost
+    overlong_buffer: float = 0.2  # share of overlong_length over which it rises
     kl_coef: float = 0.0  # > 0 runs ref_inf
+    kl_in: str = "reward"  # reward | loss (GRPO): where the KL penalty enters
     kl_adaptive: bool = False
     kl_target: float = 6.0  # nats a sequence, with kl_adaptive
     kl_horizon: float = 10000.0
     kl_estimator: str = "k1"  # k1 | k2 | k3
-    loss_normalization: str = "token"  # token | sequence
+    loss_normalization: str = "token"  # token | sequence | constant (Dr.GRPO: divided by sequences * loss_length)
+    loss_length: int = 0  # tokens, with `constant`: the longest response, the same for all
     temperature: float = 0.0  # of the logprobs; 0: rollout.sampling's (filled in when processes are planned)
 
 
@@ -195,9 +215,44 @@ class MFCConfig:
 
 
 @dataclass(frozen=True)
+class CriticConfig:
+    """A critic beside the actor: the values that GAE starts from. Runs critic_inf and critic_train."""
+
+    path: str = ""  # a checkpoint with one output a token (`score`); "": model_path with a new output layer of zeros
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    eps_clip: float = 0.2  # of values, around those of critic_inf; 0: no clipping
+    minibatches: int = 4
+    value_norm: bool = False  # values are learned in units of the returns' running mean and standard deviation
+    value_norm_beta: float = 0.99995  # decay of those
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    """The reference model of ref_inf (train.ppo.kl_coef > 0)."""
+
+    path: str = ""  # "": model_path
+    update_interval: int = 0  # the actor's weights are copied into it every so many steps; 0: never
+    update_share: float = 1.0  # reference <- share * actor + (1 - share) * reference; below 1: a moving average
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A reward model: rew_inf adds its score of each sequence to the rewards of the functions."""
+
+    path: str = ""  # AutoModelForSequenceClassification with one label
+    scale: float = 1.0  # rewards <- rewards + scale * score
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The training side."""
 
+    # ppo | grpo | dr_grpo | rloo | reinforce_pp | dapo | gspo | cispo: sets fields of ppo (and what else it needs) that are not set
+    # here; "": the defaults. asyncrl/presets.py has what each sets
+    algorithm: str = ""
+    correction: str = (
+        ""  # mask | tis | icepop: sets ppo.behav_imp_weight_* that are not set here; "": the defaults (mask)
+    )
     batch_size: int = 64  # prompts per step
     num_epochs: int = 1
     max_steps: int = 0  # 0: as many as the epochs give
@@ -209,6 +264,11 @@ class TrainConfig:
     gradient_checkpointing: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+    critic: CriticConfig | None = None  # null: no critic
+    ref: RefConfig = field(default_factory=RefConfig)
+    reward_model: RewardModelConfig | None = None
+    num_critic_only_steps: int = 0  # the first steps train the critic alone
+    offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
     # For experiments about staleness: a step waits until generation is eta versions ahead, so that all data is that old.
@@ -329,7 +389,9 @@ class ExperimentConfig:
     trial: str = "t0"
     fileroot: str = "runs"
     seed: int = 1
-    allocation: str = "transformers.d1p1m1+d1p1m1"  # engine.<generation>+<training>, each d(ata)p(ipe)m(tensor)
+    # engine.<generation>+<training>, each d(ata)p(ipe)m(tensor); <training> may name MFCs or roles, and have several sets of
+    # devices, as in sglang.d4p1m1+d2p2m1+ref_inf:d1p1m1 (topology.Allocation). mode=sync needs <training> alone
+    allocation: str = "transformers.d1p1m1+d1p1m1"
     model_path: str = ""
     tokenizer_path: str = ""  # default: model_path
     prompts: PromptSourceConfig = field(default_factory=PromptSourceConfig)
@@ -341,8 +403,9 @@ class ExperimentConfig:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    # async | rollout_only: no trainer; the initial weights are served, what is rolled out goes to disk; of `train` only batch_size,
-    # num_epochs and max_steps matter | train_only: no generation; trains on what was recorded before
+    # async | sync: no servers and no rollout workers; the model workers generate each batch, then train on it | rollout_only: no
+    # trainer; the initial weights are served, what is rolled out goes to disk; of `train` only batch_size, num_epochs and max_steps
+    # matter | train_only: no generation; trains on what was recorded before
     mode: str = "async"
     record: RecordConfig = field(default_factory=RecordConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
@@ -381,10 +444,49 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True)
+class ModelConfig:
+    """A model of the training side and where its ranks are: topology.ModelPlacement, and what to make there."""
+
+    name: str  # the role; a second layout of a role is e.g. actor@1
+    path: str
+    grid: str  # d2p1m1
+    workers: list[int]  # of each rank, in training order
+    kind: str = "lm"  # lm: logprobs | value: a number a token (critic) | reward: a number a sequence
+    trainable: bool = False
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    offload: bool = False  # between MFCs
+    max_tokens_per_mb: int = 0  # 0: train.max_tokens_per_mb
+
+
+@dataclass(frozen=True)
+class PlacedMFC:
+    """dataflow.MFCDef as a process is given it."""
+
+    name: str
+    role: str
+    model: str  # ModelConfig.name
+    kind: str  # inference | train_step | generate
+    interface: str
+    input_keys: list[str]
+    output_keys: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GroupsConfig:
+    """What model workers need to make groups (mode=sync). Of `generation` they take how much is sampled at the same time."""
+
+    prompts: PromptSourceConfig
+    eval_prompts: PromptSourceConfig | None
+    rollout: RolloutConfig
+    generation: GenerationConfig
+
+
+@dataclass(frozen=True)
 class MasterWorkerConfig:
     worker: WorkerInfo
     num_model_workers: int
-    data_parallel_size: int
+    models: list[ModelConfig]  # the first one's heads take trajectories; rollout_only: none
+    mfcs: list[PlacedMFC]
     prompts: PromptSourceConfig
     train: TrainConfig
     eval: EvalConfig
@@ -404,14 +506,15 @@ class MasterWorkerConfig:
 @dataclass(frozen=True)
 class ModelWorkerConfig:
     worker: WorkerInfo
-    data_parallel_rank: int
-    data_parallel_size: int
+    models: list[ModelConfig]  # all of the run, in the master's order: every worker makes every process group
+    mfcs: list[PlacedMFC]
     model_path: str
     tokenizer_path: str
     train: TrainConfig
     weights: WeightsConfig
     store_capacity: int  # groups this head may hold: (1 + eta) * batch size
     record: RecordConfig = field(default_factory=RecordConfig)  # max_bytes: of this head
+    groups: GroupsConfig | None = None  # mode=sync
 
 
 @dataclass(frozen=True)
@@ -501,19 +604,46 @@ OWN_SERVER_ARGS = {  # what generation.server_args must not hold, and what to se
     "api-key": "the server listens on loopback, for its generation server alone",
     "admin-api-key": "the server listens on loopback, for its generation server alone",
 }
+SCHEDULES = ("linear", "cosine", "constant")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 MFC_KINDS = ("inference", "train_step")
-MFC_ROLES = ("actor", "ref")
+CRITIC, REF, REWARD = "critic", "ref", "reward"  # roles besides names.ACTOR
+MFC_ROLES = (ACTOR, CRITIC, REF, REWARD)
+_RUNS_WITH = {  # what makes an MFC or a role part of a run
+    "actor_gen": "mode=sync",
+    "actor_inf": "train.ppo.use_decoupled_loss=true",
+    "ref_inf": "train.ppo.kl_coef above 0",
+    REF: "train.ppo.kl_coef above 0",
+    "critic_inf": "train.critic",
+    "critic_train": "train.critic",
+    CRITIC: "train.critic",
+    "rew_inf": "train.reward_model",
+    REWARD: "train.reward_model",
+}
 WANDB_MODES = ("disabled", "offline", "online")
-MODES = ("async", "rollout_only", "train_only")
+MODES = ("async", "sync", "rollout_only", "train_only")
 
 
 class ConfigError(ValueError):
     """A config that cannot work; names field, value and remedy."""
 
 
+def allocation_of(config: ExperimentConfig) -> Allocation:
+    """With mode=sync without generation servers. Raises ValueError saying what would fit."""
+    return (
+        Allocation.parse_training(config.allocation) if config.mode == "sync" else Allocation.parse(config.allocation)
+    )
+
+
+def max_head_offpolicyness(config: ExperimentConfig) -> int:
+    """eta. What the model workers generate themselves (mode=sync) is never old."""
+    return 0 if config.mode == "sync" else config.manager.max_head_offpolicyness
+
+
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults, and check the whole once.
+
+    Between the defaults and the file come the presets that train.algorithm and train.correction name.
 
     Raises ConfigError naming the field, its value and the remedy or nearest valid name.
     """
@@ -531,16 +661,29 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
             layers.append((override, OmegaConf.from_dotlist([override])))
         except (YAMLError, OmegaConfBaseException) as error:
             raise ConfigError(f"override {override!r} cannot be read: {error}") from error
+    merged = _merge(layers)
+    presets = [
+        (f"train.{name}={chosen}", OmegaConf.create(known[chosen]))
+        for name, known in (("algorithm", ALGORITHMS), ("correction", CORRECTIONS))
+        if (chosen := merged.train[name]) in known  # another name is for validate to refuse
+    ]
+    if presets:
+        merged = _merge([*presets, *layers])
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, ExperimentConfig)
+    validate(config)
+    return config
+
+
+def _merge(layers: Sequence[tuple[str, Any]]) -> Any:
+    """Layers, each with where it comes from, onto the defaults; later ones win."""
     merged = OmegaConf.structured(ExperimentConfig)
     for source, layer in layers:
         try:
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:
             raise ConfigError(f"in {source}: {_explain(error)}") from error
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, ExperimentConfig)
-    validate(config)
-    return config
+    return merged
 
 
 def _explain(error: OmegaConfBaseException) -> str:
@@ -567,20 +710,21 @@ def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     """(field, value, remedy) of each problem."""
     yield from _bad_choices(config)
     yield from _bad_numbers(config)
+    yield from _bad_algorithm(config)
     yield from _deadlocks(config)
     yield from _bad_modes(config)
     for name, value in (("experiment", config.experiment), ("trial", config.trial)):
         if not value or "/" in value or value in {".", ".."}:
             yield name, value, "must be a non-empty name without '/' (it names a folder and a key)"
     try:
-        allocation = Allocation.parse(config.allocation)
+        allocation = allocation_of(config)
     except ValueError as error:
         yield "allocation", config.allocation, str(error)
     else:
-        if allocation.training.pipe * allocation.training.tensor != 1:
-            grid = f"d{allocation.training.data}p1m1"
-            yield "allocation", config.allocation, f"training runs data parallel only so far: use {grid}"
-        yield from _bad_generation(config, allocation)
+        if config.mode != "sync":
+            yield from _bad_generation(config, allocation)
+        yield from _bad_layout(config, allocation)
+    yield from _bad_roles(config)
     replays = config.mode == "train_only"  # without prompts: what is trained on is recorded
     for name, value in (("model_path", config.model_path), ("prompts.path", config.prompts.path)):
         if not value and not (replays and name == "prompts.path"):
@@ -601,6 +745,79 @@ def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
             yield f"rollout.tasks.{name}", task, "needs a reward function or an env"
         if name in REWARD_METRICS and len(config.rollout.tasks) > 1:
             yield f"rollout.tasks.{name}", task, f"choose another name: reward/{name} is a metric of all tasks together"
+
+
+def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[tuple[str, object, str]]:
+    """What the MFCs of the run do not agree with: one another, the places that the allocation gives them, train.offload."""
+    from asyncrl.dataflow import GENERATE_MFC, build_dataflow  # it imports this module
+
+    train = config.train
+    try:
+        graph = build_dataflow(train, config.mode)
+    except ValueError as error:
+        yield "train.extra_mfcs", list(train.extra_mfcs), str(error)
+        return
+    strangers = [name for name in allocation.names if name not in graph.mfcs and name not in graph.roles]
+    for name in strangers:
+        yield "allocation", config.allocation, f"{name!r} {_missing(name) or unknown_name(name, graph)}"
+    if not strangers:
+        try:
+            placements, model_of = allocation.place(graph)
+        except ValueError as error:
+            yield "allocation", config.allocation, str(error)
+        else:
+            grid = {placement.name: placement.grid for placement in placements}.get(model_of.get(GENERATE_MFC, ""))
+            if grid is not None and grid.size != grid.data:
+                remedy = f"give {GENERATE_MFC} workers of its own, e.g. {allocation}+{GENERATE_MFC}:d1p1m1"
+                remedy += f", or all of them d{grid.size}p1m1" if not allocation.names else ""
+                whole = f"{GENERATE_MFC} needs the whole model on each worker, and {grid} cuts it: {remedy}"
+                yield "allocation", config.allocation, whole
+            if config.record.trajectories and model_of.get(GENERATE_MFC, ACTOR) != ACTOR:
+                remedy = f"groups are recorded where they are trained on, and {GENERATE_MFC} makes them elsewhere: set it to false"
+                yield "record.trajectories", True, f"{remedy}, or leave {GENERATE_MFC} out of the allocation"
+    for role in train.offload:
+        if role in graph.mfcs:
+            yield "train.offload", train.offload, f"{role!r} is an MFC, name its role: {graph.mfcs[role].role}"
+        elif role not in graph.roles:
+            yield "train.offload", train.offload, f"{role!r} {_missing(role) or unknown_name(role, graph)}"
+    if REF not in graph.roles and (train.ref.path or train.ref.update_interval):
+        name, value = ("path", train.ref.path) if train.ref.path else ("update_interval", train.ref.update_interval)
+        yield f"train.ref.{name}", value, "nothing asks the reference model; set train.ppo.kl_coef above 0"
+
+
+def _missing(name: str) -> str:
+    """Why a known MFC or role is not part of a run."""
+    return f"is not part of this run: it comes with {_RUNS_WITH[name]}" if name in _RUNS_WITH else ""
+
+
+def _bad_roles(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
+    """What critic, reference and reward model need."""
+    train = config.train
+    critic, ref = train.critic, train.ref
+    if critic is not None:
+        for field_name, value, fits, remedy in (
+            ("optimizer.lr", critic.optimizer.lr, critic.optimizer.lr > 0, "must be above 0"),
+            ("minibatches", critic.minibatches, critic.minibatches >= 1, "must be at least 1"),
+            ("eps_clip", critic.eps_clip, critic.eps_clip >= 0, "must not be negative; 0 switches it off"),
+            (
+                "value_norm_beta",
+                critic.value_norm_beta,
+                0 <= critic.value_norm_beta < 1,
+                "must be at least 0 and below 1: a decay",
+            ),
+        ):
+            if not fits:
+                yield f"train.critic.{field_name}", value, remedy
+    if train.num_critic_only_steps and critic is None:
+        yield (
+            "train.num_critic_only_steps",
+            train.num_critic_only_steps,
+            "there is no critic to train: set train.critic, e.g. train.critic.minibatches=4, or 0 here",
+        )
+    if train.reward_model is not None and not train.reward_model.path:
+        yield "train.reward_model.path", "", "is required: a model with one label; or leave train.reward_model out"
+    if not 0 < ref.update_share <= 1:
+        yield "train.ref.update_share", ref.update_share, "must be above 0 and at most 1 (1: a plain copy)"
 
 
 def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterator[tuple[str, object, str]]:
@@ -655,11 +872,14 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("manager.routing", config.manager.routing, ("round_robin", "least_requests", "least_token_usage")),
         ("manager.head_policy", config.manager.head_policy, ("balanced", "grouping")),
         ("manager.overdue", config.manager.overdue, ("wait", "drop", "train")),
-        ("train.optimizer.schedule", config.train.optimizer.schedule, ("linear", "cosine", "constant")),
-        ("train.ppo.behav_imp_weight_mode", config.train.ppo.behav_imp_weight_mode, ("mask", "clamp")),
-        ("train.ppo.advantage_norm", config.train.ppo.advantage_norm, ("group", "batch", "none")),
-        ("train.ppo.kl_estimator", config.train.ppo.kl_estimator, ("k1", "k2", "k3")),
-        ("train.ppo.loss_normalization", config.train.ppo.loss_normalization, ("token", "sequence")),
+        ("train.optimizer.schedule", config.train.optimizer.schedule, SCHEDULES),
+        *(
+            [("train.critic.optimizer.schedule", config.train.critic.optimizer.schedule, SCHEDULES)]
+            if config.train.critic
+            else []
+        ),
+        ("train.algorithm", config.train.algorithm, ("", *ALGORITHMS)),
+        ("train.correction", config.train.correction, ("", *CORRECTIONS)),
         ("train.dtype", config.train.dtype, ("float32", "bfloat16", AUTO)),
         ("generation.dtype", config.generation.dtype, dtypes),
         ("generation.attention", config.generation.attention, ATTENTIONS),
@@ -682,13 +902,12 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
 
 
 def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
-    train, rollout, ppo = config.train, config.rollout, config.train.ppo
+    train, rollout = config.train, config.rollout
     at_least_one = (
         ("train.batch_size", train.batch_size),
         ("train.num_epochs", train.num_epochs),
         ("train.max_tokens_per_mb", train.max_tokens_per_mb),
         ("train.logprob_chunk_tokens", train.logprob_chunk_tokens),
-        ("train.ppo.minibatches", ppo.minibatches),
         ("rollout.num_workers", rollout.num_workers),
         ("rollout.group_size", rollout.group_size),
         ("rollout.new_tokens_per_chunk", rollout.new_tokens_per_chunk),
@@ -710,7 +929,6 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
             yield name, count, "must be at least 1"
     above_zero = (
         ("train.optimizer.lr", train.optimizer.lr),
-        ("train.ppo.eps_clip", ppo.eps_clip),
         ("manager.lease_s", config.manager.lease_s),
         ("manager.heartbeat_s", config.manager.heartbeat_s),
         ("manager.update_fraction", config.manager.update_fraction),
@@ -731,6 +949,8 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("train.save_every_steps", train.save_every_steps),
         ("train.save_every_epochs", train.save_every_epochs),
         ("train.save_every_s", train.save_every_s),
+        ("train.num_critic_only_steps", train.num_critic_only_steps),
+        ("train.ref.update_interval", train.ref.update_interval),
         ("eval.every_steps", config.eval.every_steps),
         ("eval.every_epochs", config.eval.every_epochs),
         ("eval.every_s", config.eval.every_s),
@@ -772,8 +992,6 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
             rollout.sampling.temperature,
             "must be above 0; rollout.sampling.greedy=true is greedy",
         )
-    if ppo.behav_imp_weight_cap is not None and ppo.behav_imp_weight_cap <= 0:
-        yield "train.ppo.behav_imp_weight_cap", ppo.behav_imp_weight_cap, "must be above 0, or null for no cap"
     if config.generation.max_running_requests > config.generation.max_batch_tokens:
         running = config.generation.max_running_requests
         yield (
@@ -783,21 +1001,99 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         )
     if config.eval.prompts is not None and not config.eval.modes:
         yield "eval.modes", [], "name sampled, greedy or both (or leave eval.prompts out: no evaluation)"
-    if ppo.c_clip is not None and ppo.c_clip <= 1:
-        yield "train.ppo.c_clip", ppo.c_clip, "must be above 1 (dual clip), or null"
+
+
+def ppo_problems(ppo: PPOConfig) -> Iterator[tuple[str, object, str]]:
+    """(field, value, remedy) of values for which the formulas of asyncrl/algorithms make no sense."""
+    for name, allowed in (
+        ("policy_loss", ("clip", "cispo")),
+        ("importance_level", ("token", "sequence")),
+        ("behav_imp_weight_mode", ("mask", "clamp")),
+        ("baseline", ("none", "group_mean", "leave_one_out")),
+        ("advantage_norm", ("group", "batch", "none")),
+        ("kl_in", ("reward", "loss")),
+        ("kl_estimator", ("k1", "k2", "k3")),
+        ("loss_normalization", ("token", "sequence", "constant")),
+    ):
+        value = getattr(ppo, name)
+        if value not in allowed:
+            nearest = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.3)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            yield name, value, f"{hint}one of {', '.join(allowed)}"
+    if not 0 < ppo.eps_clip <= 1:
+        yield "eps_clip", ppo.eps_clip, "must be above 0 and at most 1 (1: no lower bound)"
+    for name, least, instead in (
+        ("eps_clip_higher", 0, "null for eps_clip"),
+        ("c_clip", 1, "null for no dual clip"),
+        ("behav_imp_weight_cap", 0, "null for no cap"),
+        ("behav_imp_weight_floor", 0, "null for no floor"),
+        ("early_stop_imp_ratio", 1, "null for off"),
+        ("early_stop_kl", 0, "null for off"),
+    ):
+        bound = getattr(ppo, name)
+        if bound is not None and bound <= least:
+            yield name, bound, f"must be above {least}, or {instead}"
+    floor, cap = ppo.behav_imp_weight_floor, ppo.behav_imp_weight_cap
+    if floor is not None and cap is not None and floor >= cap:
+        yield "behav_imp_weight_floor", floor, f"must be below behav_imp_weight_cap={cap:g}"
+    if ppo.c_clip is not None and ppo.policy_loss == "cispo":
+        yield "c_clip", ppo.c_clip, "is for policy_loss=clip; set it to null"
+    if ppo.minibatches < 1:
+        yield "minibatches", ppo.minibatches, "must be at least 1"
     if ppo.use_decoupled_loss and ppo.recompute_logprob:
-        yield "train.ppo.recompute_logprob", True, "is for the naive loss; set train.ppo.use_decoupled_loss=false"
-    if ppo.advantage_norm == "group" and rollout.group_size == 1:
+        yield "recompute_logprob", True, "is for the naive loss; set use_decoupled_loss=false"
+    if ppo.kl_adaptive and ppo.kl_in == "loss":
+        yield "kl_adaptive", True, "is for kl_in=reward: in the loss the coefficient is fixed"
+    if ppo.loss_normalization == "constant" and ppo.loss_length < 1:
         yield (
-            "train.ppo.advantage_norm",
-            "group",
-            "a group of one has no advantage; use batch, or rollout.group_size > 1",
+            "loss_length",
+            ppo.loss_length,
+            "is what loss_normalization=constant divides by: the longest response, in tokens",
+        )
+    if ppo.overlong_penalty < 0:
+        yield "overlong_penalty", ppo.overlong_penalty, "must not be negative; 0 switches it off"
+    if ppo.overlong_penalty > 0 and ppo.overlong_length < 1:
+        yield "overlong_length", ppo.overlong_length, "must be at least 1, such as rollout.sampling.max_new_tokens"
+    if not 0 < ppo.overlong_buffer <= 1:
+        yield "overlong_buffer", ppo.overlong_buffer, "must be above 0 and at most 1: a share of overlong_length"
+
+
+def judges_by_group(ppo: PPOConfig) -> bool:
+    """A response is judged as a whole, against those of its group; else token by token, from rewards (and values) to come."""
+    return ppo.advantage_norm == "group" or ppo.baseline != "none"
+
+
+def _bad_algorithm(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
+    """The algorithm by itself, and with what it needs."""
+    ppo = config.train.ppo
+    for name, value, remedy in ppo_problems(ppo):
+        yield f"train.ppo.{name}", value, remedy
+    name, choice = ("advantage_norm", "group") if ppo.advantage_norm == "group" else ("baseline", ppo.baseline)
+    if judges_by_group(ppo) and config.rollout.group_size == 1:
+        instead = "batch" if name == "advantage_norm" else "none"
+        yield (
+            f"train.ppo.{name}",
+            choice,
+            f"a group of one has no advantage; use {instead}, or rollout.group_size > 1",
+        )
+    if judges_by_group(ppo) and config.train.critic is not None:
+        remedy = "does without values; with train.critic use train.ppo.baseline=none and train.ppo.advantage_norm=batch or none"
+        yield f"train.ppo.{name}", choice, remedy
+    if config.rollout.reject_equal_rewards and config.rollout.group_size == 1:
+        yield "rollout.reject_equal_rewards", True, "would reject every group of one; use rollout.group_size > 1"
+    if config.rollout.reject_equal_rewards and config.train.reward_model is not None:
+        yield (
+            "rollout.reject_equal_rewards",
+            True,
+            "sees the rewards of functions only; with train.reward_model set it to false",
         )
 
 
 def _bad_modes(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     """What one mode needs and another has no use for."""
     replay = config.replay
+    if config.mode == "sync":
+        yield from _bad_sync(config)
     if config.mode == "train_only":
         if not replay.path:
             yield "replay.path", "", "is required with mode=train_only: a run that recorded trajectories"
@@ -841,17 +1137,31 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         )
 
 
+def _bad_sync(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
+    """What takes rollout workers."""
+    for name, task in config.rollout.tasks.items():
+        for kind, spec in (("agent", task.agent), ("env", task.env)):
+            if spec:
+                remedy = (
+                    f"mode=sync has tasks of one response and a reward function: name rollout.tasks.{name}.reward alone"
+                )
+                yield f"rollout.tasks.{name}.{kind}", spec, f"{remedy}, or use mode=async"
+    if config.train.wait_for_full_lag:
+        yield "train.wait_for_full_lag", True, "with mode=sync no data is old; set it to false, or use mode=async"
+
+
 def _deadlocks(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     """Settings under which a batch could never be full."""
     manager, batch_size = config.manager, config.train.batch_size
-    if 0 < manager.max_concurrent_rollouts < batch_size and manager.max_head_offpolicyness == 0:
+    has_manager = config.mode != "sync"
+    if has_manager and 0 < manager.max_concurrent_rollouts < batch_size and manager.max_head_offpolicyness == 0:
         # with eta = 0 this is slow, not stuck: tickets finish and free their slot; named because it is never meant
         yield (
             "manager.max_concurrent_rollouts",
             manager.max_concurrent_rollouts,
             f"is below train.batch_size={batch_size}: generation would idle; use 0 (no bound but staleness) or >= {batch_size}",
         )
-    if manager.heartbeat_s * 2 >= manager.lease_s:
+    if has_manager and manager.heartbeat_s * 2 >= manager.lease_s:
         yield "manager.lease_s", manager.lease_s, f"must be more than twice manager.heartbeat_s={manager.heartbeat_s}"
     longest = max(config.rollout.sampling.max_new_tokens, 1)
     capacity = config.generation.num_blocks * config.generation.page_size

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from asyncrl.config import TrainConfig
+from asyncrl.config import PlacedMFC, TrainConfig
 
 TRAIN_MFC = "actor_train"  # the node that makes new weights
+GENERATE_MFC = "actor_gen"  # the node that makes trajectories, where the graph is synchronous
+ADVANTAGES_MFC = "advantages"  # the node that says what is to be learned
 
 # Keys that every trajectory carries (KEY_SPECS in data/sequence.py says what each is).
 TRAJECTORY_KEYS = (
@@ -37,10 +39,22 @@ class MFCDef:
 
     name: str
     role: str
-    kind: str  # inference | train_step
-    interface: str  # `actor_logprobs`, `ppo_actor` or `package.module:function`
+    kind: str  # inference | train_step | generate
+    interface: str  # as asyncrl.model.interfaces.make_interface knows them, or `package.module:function`
     input_keys: tuple[str, ...]
     output_keys: tuple[str, ...] = ()
+    model: str = ""  # which of the role's models (topology.ModelPlacement); "": not placed yet
+
+    @classmethod
+    def of(cls, placed: PlacedMFC) -> MFCDef:
+        """As the configs of processes hold it."""
+        reads, writes = tuple(placed.input_keys), tuple(placed.output_keys)
+        return cls(placed.name, placed.role, placed.kind, placed.interface, reads, writes, placed.model)
+
+    def placed(self, model: str) -> PlacedMFC:
+        """For the config of a process."""
+        keys = list(self.input_keys), list(self.output_keys)
+        return PlacedMFC(self.name, self.role, model, self.kind, self.interface, *keys)
 
 
 class DataflowGraph:
@@ -68,7 +82,9 @@ class DataflowGraph:
                 raise ValueError(f"MFC {mfc.name!r} reads {unknown}, which nothing writes; there are {known}")
             self.parents[mfc.name] = frozenset(producer[key] for key in mfc.input_keys if key in producer)
         try:
-            self.order = tuple(TopologicalSorter(self.parents).static_order())
+            # The same in every process: sets come in the order of hashes, which differ between processes
+            sorter = TopologicalSorter({name: sorted(parents) for name, parents in self.parents.items()})
+            self.order = tuple(sorter.static_order())
         except CycleError as error:
             raise ValueError(f"MFCs wait for one another in a circle: {' -> '.join(error.args[1])}") from None
 
@@ -82,36 +98,91 @@ class DataflowGraph:
         return tuple(dict.fromkeys(mfc.role for mfc in self.mfcs.values() if mfc.kind == "train_step"))
 
 
-def build_dataflow(train: TrainConfig) -> DataflowGraph:
-    """The graph of asynchronous PPO as the config asks for it."""
+def build_dataflow(train: TrainConfig, mode: str = "async") -> DataflowGraph:
+    """The graph of a training run as the config asks for it. Raises ValueError where its parts do not fit together.
+
+    Trajectories come from outside, but with mode=sync: there the first node makes them, and all else reads what it wrote.
+    """
+    if mode != "sync":
+        return DataflowGraph(training_mfcs(train))
+    generate = MFCDef(GENERATE_MFC, "actor", "generate", "actor_generate", (), TRAJECTORY_KEYS)
+    return DataflowGraph([generate, *training_mfcs(train)], dataset_keys=())
+
+
+def without_generation(mfcs: Sequence[MFCDef]) -> DataflowGraph:
+    """What is done with trajectories once they are there."""
+    return DataflowGraph([mfc for mfc in mfcs if mfc.kind != "generate"])
+
+
+def training_mfcs(train: TrainConfig) -> list[MFCDef]:
+    """All that is done with a batch of trajectories, whoever made them:
+
+        actor_inf   proximal_logprobs    ---+
+        ref_inf     packed_ref_logprobs  ---+                      +--> actor_train
+        critic_inf  values               ---+--> advantages -------+
+        rew_inf     model_rewards        ---+                      +--> critic_train
+
+    `advantages` reads all that says how good a response was, extra MFCs' `dense_rewards` and `values` too.
+    """
     ppo = train.ppo
-    mfcs: list[MFCDef] = []
-    actor_inputs = [
-        "packed_input_ids",
-        "packed_logprobs",
-        "loss_mask",
-        "prompt_mask",
-        "seq_no_eos_mask",
-        "rewards",
-        "versions",
-    ]
+    inference: list[MFCDef] = []
+    anchor: tuple[str, ...] = ()
     if ppo.use_decoupled_loss or ppo.recompute_logprob:
-        mfcs.append(
-            MFCDef("actor_inf", "actor", "inference", "actor_logprobs", ("packed_input_ids",), ("proximal_logprobs",))
-        )
-        actor_inputs.append("proximal_logprobs")
+        inference.append(_inference("actor_inf", "actor", "actor_logprobs", "proximal_logprobs"))
+        anchor = ("proximal_logprobs",)
     if ppo.kl_coef > 0:
-        mfcs.append(
-            MFCDef("ref_inf", "ref", "inference", "ref_logprobs", ("packed_input_ids",), ("packed_ref_logprobs",))
-        )
-        actor_inputs.append("packed_ref_logprobs")
-    for name, extra in train.extra_mfcs.items():
-        mfcs.append(
-            MFCDef(name, extra.role, extra.kind, extra.interface, tuple(extra.input_keys), tuple(extra.output_keys))
-        )
-    actor_inputs.extend(train.extra_train_keys)
-    mfcs.append(MFCDef(TRAIN_MFC, "actor", "train_step", "ppo_actor", tuple(actor_inputs)))
-    return DataflowGraph(mfcs)
+        inference.append(_inference("ref_inf", "ref", "ref_logprobs", "packed_ref_logprobs"))
+    if train.critic is not None:
+        inference.append(_inference("critic_inf", "critic", "critic_values", "values"))
+    if train.reward_model is not None:
+        inference.append(_inference("rew_inf", "reward", "reward_scores", "model_rewards"))
+    extra = [
+        MFCDef(name, mfc.role, mfc.kind, mfc.interface, tuple(mfc.input_keys), tuple(mfc.output_keys))
+        for name, mfc in train.extra_mfcs.items()
+    ]
+    _check_roles(extra, train)
+
+    judged = [key for mfc in inference for key in mfc.output_keys if ppo.kl_coef > 0 or key != "proximal_logprobs"]
+    if ppo.kl_coef > 0 and not anchor:
+        judged.append("packed_logprobs")
+    made_by_extra = {key for mfc in extra for key in mfc.output_keys}
+    judged += [key for key in ("dense_rewards", "values") if key in made_by_extra and key not in judged]
+    advantages = MFCDef(
+        ADVANTAGES_MFC,
+        "actor",
+        "inference",
+        "ppo_advantages",
+        ("packed_input_ids", "loss_mask", "prompt_mask", "seq_no_eos_mask", "rewards", *judged),
+        ("advantages", "trained_mask", *(("returns", "value_mask") if train.critic is not None else ())),
+    )
+    actor_keys: tuple[str, ...] = ("packed_input_ids", "packed_logprobs", *anchor, "advantages", "trained_mask")
+    if ppo.kl_coef > 0 and ppo.kl_in == "loss":
+        actor_keys += ("packed_ref_logprobs",)
+    actor_keys = tuple(dict.fromkeys((*actor_keys, *train.extra_train_keys)))
+    training = [MFCDef(TRAIN_MFC, "actor", "train_step", "ppo_actor", actor_keys)]
+    if train.critic is not None:
+        critic_keys = ("packed_input_ids", "values", "returns", "value_mask")
+        training.append(MFCDef("critic_train", "critic", "train_step", "ppo_critic", critic_keys))
+    return [*inference, *extra, advantages, *training]
+
+
+def _inference(name: str, role: str, interface: str, output_key: str) -> MFCDef:
+    return MFCDef(name, role, "inference", interface, ("packed_input_ids",), (output_key,))
+
+
+def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
+    """Actor and reference can always be had; critic and reward model where the config has them."""
+    roles = ["actor", "ref"]
+    roles += ["critic"] if train.critic is not None else []
+    roles += ["reward"] if train.reward_model is not None else []
+    for mfc in extra:
+        if mfc.role not in roles:
+            raise ValueError(
+                f"train.extra_mfcs.{mfc.name}.role is {mfc.role!r}; there are the roles {roles} "
+                "(critic with train.critic, reward with train.reward_model)"
+            )
+        if mfc.kind == "train_step" and mfc.role in ("ref", "reward"):
+            raise ValueError(f"train.extra_mfcs.{mfc.name} trains the role {mfc.role!r}, whose model is frozen")
 
 
 def build_recording_dataflow() -> DataflowGraph:

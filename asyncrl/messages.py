@@ -485,20 +485,75 @@ class StoreVerdict(Struct, frozen=True, kw_only=True):
 # --------------------------------------------------------------------------------- MFC calls (master <-> model workers)
 
 
+class WrittenFile(Struct, frozen=True, array_like=True):
+    """A file of a weight version, not committed yet."""
+
+    name: str
+    size: int
+    xxh3: str
+    tensors: list[str]  # that are in it
+
+
 class ExecuteMFC(Struct, frozen=True, kw_only=True, tag=True):
-    """Run one MFC on this worker's part of a batch. `ids` is the whole batch in canonical order; a worker runs on what it holds."""
+    """Run one MFC on a batch, at every worker of its model. `ids` is the whole batch in canonical order."""
 
     mfc: str
     version: int
     ids: list[str]
+    parts: list[
+        list[str]
+    ] = []  # the ids of each data-parallel rank, in canonical order; all their workers hold the input keys
+    locators: list[Locator] = []  # of ids: prompts that the MFC is to make groups of
+    eval_mode: Literal["", "greedy", "sampled"] = (
+        ""  # of such an MFC: one response to each evaluation prompt, to be kept nowhere
+    )
+
+
+class RedistribStep(Struct, frozen=True, array_like=True):
+    """Groups' keys on their way between model workers. Who already has a pair (id, key) is not sent it."""
+
+    kind: Literal["bcast", "gather", "scatter"]
+    root: int  # bcast: sends the same to all `workers`; scatter: sends each its own; gather: receives from each
+    workers: list[int]
+    ids: list[list[str]]  # bcast: one list; else one for each of `workers`
+    keys: list[str]
+
+
+class Redistribute(Struct, frozen=True, kw_only=True, tag=True):
+    """Move data of MFCs, step by step, at every worker that takes part in any of the steps."""
+
+    steps: list[RedistribStep]
+
+
+class Reallocate(Struct, frozen=True, kw_only=True, tag=True):
+    """Copy a model's weights into another of the same architecture, at every worker of both. Layouts may differ.
+
+    target <- share * source + (1 - share) * target
+    """
+
+    source: str
+    target: str
+    share: float = 1.0
 
 
 class WriteWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Gather the role's weights (a numbered, collective call); the reply comes when the version is committed on disk."""
+    """Snapshot a model's weights, at every worker of it; the reply comes when this worker's files are on disk, with `files`."""
 
     role: str
     weight_version: str
     path: str
+
+
+class CommitWeights(Struct, frozen=True, kw_only=True, tag=True):
+    """To the model's first worker, when all files of a version are on disk: manifest, sync, final name.
+
+    weight_version: "" for a model for the user (SaveModel).
+    """
+
+    role: str
+    weight_version: str
+    path: str
+    files: list[WrittenFile]
 
 
 class HoldWeights(Struct, frozen=True, kw_only=True, tag=True):
@@ -509,9 +564,30 @@ class HoldWeights(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SaveModel(Struct, frozen=True, kw_only=True, tag=True):
-    """Write the role's model in Hugging Face format to path, for the user. The reply comes when it is there."""
+    """Like WriteWeights, for the user: Hugging Face format, which transformers loads."""
 
     role: str
+    path: str
+
+
+class SaveCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
+    """Write what training needs to go on (models, optimizers, random numbers) to path, at every worker; loadable in another
+    layout. The reply comes when this worker's files are on disk, with `files`, and in `stats` what its interfaces remember."""
+
+    path: str
+
+
+class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
+    """To any one worker, when all files of a checkpoint are on disk: manifest, sync, final name."""
+
+    path: str
+    files: list[WrittenFile]
+    state: dict[str, float]  # of interfaces, from the replies of all
+
+
+class LoadCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
+    """Inverse of SaveCheckpoint, at every worker."""
+
     path: str
 
 
@@ -525,16 +601,38 @@ class Ping(Struct, frozen=True, kw_only=True, tag=True):
     """Answered in order, by the compute thread."""
 
 
-CallBody = ExecuteMFC | HoldWeights | WriteWeights | SaveModel | ClearData | Ping
+CallBody = (
+    ExecuteMFC
+    | Redistribute
+    | Reallocate
+    | HoldWeights
+    | WriteWeights
+    | CommitWeights
+    | SaveModel
+    | SaveCheckpoint
+    | CommitCheckpoint
+    | LoadCheckpoint
+    | ClearData
+    | Ping
+)
 
 
 class CallResult(Struct, frozen=True, kw_only=True):
-    """What a call gave. For an MFC: the ids this worker ran on, the keys it made, its statistics (reduced over ranks)."""
+    """What a call gave. For an MFC: the ids this worker ran on, the keys it made and stored, its statistics (reduced over ranks).
+
+    Only heads answer an MFC with ids and statistics.
+    """
 
     ids: list[str] = []
     keys: list[str] = []
     stats: dict[str, float] = {}
     seconds: float = 0.0
+    files: list[WrittenFile] = []  # WriteWeights, SaveModel, SaveCheckpoint
+    num_bytes: int = 0  # Redistribute, Reallocate: sent by this worker
+    metas: list[
+        TrajectoryMeta
+    ] = []  # an MFC that makes groups: those of `ids`, stored here (of an evaluation: nowhere)
+    rejected: list[RejectedPrompt] = []  # ... and the prompts that gave none
 
 
 # ------------------------------------------------------------------------------------------------------------ worker status

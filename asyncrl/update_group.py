@@ -88,22 +88,29 @@ def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[li
     return buckets
 
 
-@torch.no_grad()
-def pack(tensors: Iterable[tuple[str, Tensor, torch.dtype]], bucket_bytes: int) -> list[Bucket]:
-    """A copy of tensors, in buckets on the CPU, each in the dtype that stands with it."""
+def empty_buckets(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], bucket_bytes: int) -> list[Bucket]:
+    """Buckets on the CPU with room for tensors of these names, dtypes and shapes."""
     given = list(tensors)
-    sizes = [(str(dtype), tensor.numel() * dtype.itemsize) for _, tensor, dtype in given]
+    sizes = [(str(dtype), num_bytes_of(dtype, shape)) for _, dtype, shape in given]
     buckets = []
     for members in plan_buckets(sizes, bucket_bytes):
         specs = TensorSpecs(
             names=[given[i][0] for i in members],
-            dtypes=[str(given[i][2]).removeprefix("torch.") for i in members],
-            shapes=[list(given[i][1].shape) for i in members],
+            dtypes=[str(given[i][1]).removeprefix("torch.") for i in members],
+            shapes=[list(given[i][2]) for i in members],
         )
-        flat = torch.empty(sum(sizes[i][1] for i in members), dtype=torch.uint8)
-        for i, view in zip(members, views(flat, specs), strict=True):
-            view.copy_(given[i][1])
-        buckets.append(Bucket(specs, flat))
+        buckets.append(Bucket(specs, torch.empty(sum(sizes[i][1] for i in members), dtype=torch.uint8)))
+    return buckets
+
+
+@torch.no_grad()
+def pack(tensors: Iterable[tuple[str, Tensor, torch.dtype]], bucket_bytes: int) -> list[Bucket]:
+    """A copy of tensors, in buckets on the CPU, each in the dtype that stands with it."""
+    given = list(tensors)
+    buckets = empty_buckets(((name, dtype, tensor.shape) for name, tensor, dtype in given), bucket_bytes)
+    room = (view for bucket in buckets for view in views(bucket.flat, bucket.specs))
+    for (_, tensor, _), view in zip(given, room, strict=True):
+        view.copy_(tensor)
     return buckets
 
 

@@ -1,28 +1,33 @@
 """Versioned weight directories: how weights travel from the trainer to the generation servers.
 
 `<run>/weights/<role>/a0001-v00000012/` holds Hugging Face safetensors in shards, config and tokenizer files, and
-`manifest.json`: who made it and size and xxh3 of every file. A version is written under a temporary name, synced, then renamed:
-a directory that has its final name is complete. Only then is `model_version` put to name resolve. Readers verify the
+`manifest.json`: who made it and size and xxh3 of every file. A version is made in two steps, under a temporary name: `write_part`,
+at every rank that has tensors, writes and syncs files of its own; `commit_version`, at one rank when all have, adds the rest and
+renames. A directory that has its final name is complete. Only then is `model_version` put to name resolve. Readers verify the
 manifest before anything is loaded, because an engine may load a torn or foreign checkpoint without a word.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 import xxhash
 
-from asyncrl.messages import DECODE_ERRORS, WeightVersion
+from asyncrl.messages import DECODE_ERRORS, WeightVersion, WrittenFile
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
@@ -111,11 +116,13 @@ def publish_folder(path: Path, *, source_dir: Path, version: WeightVersion, fsyn
             f"{source_dir} has no *.safetensors; save the model with save_pretrained(safe_serialization=True)"
         )
 
-    def fill(writer: _FileWriter) -> None:
+    def fill(writer: FileWriter) -> Manifest:
         for file in (*shards, *source_dir.glob(INDEX)):
             writer.link(file)
+        return _finish_version(writer, source_dir, version, None)
 
-    return _make_version(path, fill, source_dir=source_dir, version=version, fsync=fsync)
+    _temporary(path).mkdir(parents=True, exist_ok=True)
+    return commit_folder(path, [], fill, fsync=fsync)
 
 
 def write_version(
@@ -128,56 +135,140 @@ def write_version(
     fsync: bool = True,
     probe: Probe | None = None,
 ) -> Manifest:
-    """Write a full version to path: tensors in Hugging Face names, side files (config, tokenizer) copied from source_dir.
+    """Both steps, where one process has all tensors.
 
-    Written beside path, synced and renamed, so that path is complete or absent. Leftovers of an earlier try are removed first.
-    Raises FileExistsError if path is there, OSError (disk full, ...) with nothing left behind.
+    path is complete or absent afterwards. Raises FileExistsError if it is there already, OSError (disk full, ...) with nothing
+    left behind.
     """
-    return _make_version(
-        path,
-        lambda writer: _write_shards(writer, tensors, shard_bytes),
-        source_dir=source_dir,
-        version=version,
-        fsync=fsync,
-        probe=probe,
-    )
+    _check_absent(path)
+    files = write_part(path, tensors, shard_bytes=shard_bytes, fsync=fsync)
+    return commit_version(path, files, source_dir=source_dir, version=version, fsync=fsync, probe=probe)
 
 
-def _make_version(
+def write_part(
     path: Path,
-    fill: Callable[[_FileWriter], None],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    part: int = 0,
+    shard_bytes: int = 2_000_000_000,
+    fsync: bool = True,
+    offsets: Mapping[str, Sequence[int]] | None = None,
+    others: Mapping[str, bytes] | None = None,
+) -> list[WrittenFile]:
+    """The first step, at each rank that has tensors: files of at most shard_bytes (or one tensor) beside path, on disk when it
+    returns. Needs no other rank; `part` tells the ranks apart. No tensors, no files.
+
+    path: where what is made will be, a version or another folder. offsets: of tensors that are parts of larger ones (a
+    checkpoint's), in the way of torch.distributed.checkpoint. others: files without tensors, by name. Raises OSError
+    (disk full, ...) with nothing of this part left behind.
+    """
+    temporary = _temporary(path)
+    temporary.mkdir(parents=True, exist_ok=True)  # what a died attempt has left in it goes when the folder is committed
+    written: list[WrittenFile] = []
+    try:
+        with FileWriter(temporary, fsync) as writer:
+            for number, shard in enumerate(_shards(tensors, shard_bytes)):
+                name = f"part-{part:05d}-{number:05d}.safetensors"
+                written.append(WrittenFile(name, 0, "", list(shard)))
+                writer.write(name, _safetensors(shard, offsets))
+            for name, content in (others or {}).items():
+                written.append(WrittenFile(name, 0, "", []))
+                writer.write(name, [content])
+    except BaseException:
+        for file in written:
+            (temporary / file.name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others are at work in it
+            temporary.rmdir()
+        raise
+    entries = writer.files
+    return [WrittenFile(file.name, entries[file.name].bytes, entries[file.name].xxh3, file.tensors) for file in written]
+
+
+def commit_version(
+    path: Path,
+    files: Sequence[WrittenFile],
     *,
     source_dir: Path,
     version: WeightVersion,
-    fsync: bool,
+    fsync: bool = True,
     probe: Probe | None = None,
 ) -> Manifest:
-    """Weights by `fill`, side files, manifest; synced, then renamed."""
-    if path.exists():
-        raise FileExistsError(f"weight version {path} exists already; versions are written once")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + _TMP_SUFFIX)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    """The second step, at one process that sees what all have written: Hugging Face's names, side files (config, tokenizer) from
+    source_dir, manifest, final name.
+
+    Raises FileExistsError if path is there already, OSError (disk full, ...), ValueError where the files have no tensors or one
+    twice, WeightsError where a file is not what was reported: with nothing left behind.
+    """
+
+    def finish(writer: FileWriter) -> Manifest:
+        name_shards(writer, files)
+        return _finish_version(writer, source_dir, version, probe)
+
+    return commit_folder(path, files, finish, fsync=fsync)
+
+
+def commit_folder(
+    path: Path, files: Sequence[WrittenFile], finish: Callable[[FileWriter], T], *, fsync: bool, replace: bool = False
+) -> T:
+    """Give a folder that was written beside path its name: complete or absent. `finish` adds what is lacking to the files.
+
+    What is not in `files` (of an attempt that died) is removed. replace: what is at path goes, else nothing may be there.
+    """
+    temporary = _temporary(path)
     try:
-        with _FileWriter(temporary, fsync) as writer:
-            fill(writer)
-            for pattern in _SIDE_FILES:
-                for side in sorted(source_dir.glob(pattern)):
-                    writer.write(side.name, [side.read_bytes()])
-        files = dict(sorted(writer.files.items()))
-        manifest = Manifest(attempt=version.attempt, version=version.version, kind="full", files=files, probe=probe)
-        (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        if not replace:
+            _check_absent(path)
+        with FileWriter(temporary, fsync) as writer:
+            writer.adopt(files)
+            result = finish(writer)
         if fsync:
-            _sync(temporary / MANIFEST)
             _sync(temporary)
+        if replace and path.exists():
+            shutil.rmtree(path.rename(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent)), ignore_errors=True)
         temporary.rename(path)
         if fsync:
             _sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    return result
+
+
+def name_shards(writer: FileWriter, files: Sequence[WrittenFile]) -> None:
+    """Hugging Face's names: one file, or numbered ones with an index."""
+    if not files:
+        raise ValueError("no tensors to write")
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
+    for number, file in enumerate(sorted(files, key=lambda file: file.name)):
+        name = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        num_bytes += writer.num_tensor_bytes(file.name)
+        writer.rename(file.name, name)
+        if twice := [tensor for tensor in file.tensors if tensor in weight_map]:
+            raise ValueError(f"tensor {twice[0]} is in {weight_map[twice[0]]} and in {name}")
+        weight_map.update(dict.fromkeys(file.tensors, name))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        writer.write(INDEX, [msgspec.json.encode(index)])
+
+
+def _finish_version(writer: FileWriter, source_dir: Path, version: WeightVersion, probe: Probe | None) -> Manifest:
+    for pattern in _SIDE_FILES:
+        for side in sorted(source_dir.glob(pattern)):
+            writer.write(side.name, [side.read_bytes()])
+    files = dict(sorted(writer.files.items()))
+    manifest = Manifest(attempt=version.attempt, version=version.version, kind="full", files=files, probe=probe)
+    writer.write(MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest), indent=1)])
     return manifest
+
+
+def _check_absent(path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(f"weight version {path} exists already; versions are written once")
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + _TMP_SUFFIX)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -197,7 +288,13 @@ def verify_version(path: Path, expected: WeightVersion | None = None) -> Manifes
         raise WeightsError(f"{path} holds {manifest.weight_version}, expected {expected}")
     if not any(name.endswith(".safetensors") for name in manifest.files):
         raise WeightsError(f"{path} lists no safetensors file")
-    for name, entry in manifest.files.items():
+    check_files(path, manifest.files)
+    return manifest
+
+
+def check_files(path: Path, files: Mapping[str, FileEntry]) -> None:
+    """Check files of a folder (size, then xxh3). Raises WeightsError naming the file and what differs."""
+    for name, entry in files.items():
         file = path / name
         if os.sep in name or not file.is_file():
             raise WeightsError(f"{file} is in the manifest but not on disk")
@@ -206,7 +303,6 @@ def verify_version(path: Path, expected: WeightVersion | None = None) -> Manifes
             raise WeightsError(f"{file} has {size} bytes, the manifest says {entry.bytes}")
         if _xxh3(file) != entry.xxh3:
             raise WeightsError(f"{file} has another checksum than the manifest")
-    return manifest
 
 
 def tensor_files(path: Path) -> list[Path]:
@@ -228,9 +324,14 @@ def list_versions(directory: Path) -> list[WeightVersion]:
 def prune_versions(directory: Path, *, keep: int, in_use: Iterable[WeightVersion]) -> list[WeightVersion]:
     """Remove all but the newest `keep` versions and those in use. Returns what was removed.
 
-    A version is renamed away before its files go, so that no reader takes a half-removed one for complete.
+    A version is renamed away before its files go, so that no reader takes a half-removed one for complete. What an attempt
+    before that of the newest version has left unfinished goes, too: nobody is at work on it any more.
     """
     versions = list_versions(directory)
+    for unfinished in directory.glob(f"*{_TMP_SUFFIX}") if versions else ():
+        with contextlib.suppress(ValueError):
+            if WeightVersion.parse(unfinished.name.removesuffix(_TMP_SUFFIX)).attempt < versions[-1].attempt:
+                shutil.rmtree(unfinished, ignore_errors=True)
     kept = {*versions[max(0, len(versions) - keep) :], *in_use}
     removed = [version for version in versions if version not in kept]
     for version in removed:
@@ -240,22 +341,22 @@ def prune_versions(directory: Path, *, keep: int, in_use: Iterable[WeightVersion
     return removed
 
 
-class _FileWriter:
-    """Writes the files of a version, hashed in the same pass; each is synced on a thread while the next is written.
+class FileWriter:
+    """Writes the files of a folder, hashed in the same pass; each is synced on a thread while the next is written.
 
     Leaving the `with` block waits until everything is on disk. What fails, a write or a sync, raises: here or there.
     """
 
     def __init__(self, directory: Path, fsync: bool) -> None:
         self.files: dict[str, FileEntry] = {}
-        self._directory, self._fsync = directory, fsync
+        self.directory, self._fsync = directory, fsync
         self._closes: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(_NUM_SYNCERS, thread_name_prefix="sync_weights")
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         """Write a file. The buffers are read where they are, in pieces that a core's cache holds."""
         digest, size = xxhash.xxh3_64(), 0
-        file = (self._directory / name).open("wb", buffering=0)
+        file = (self.directory / name).open("wb", buffering=0)
         try:
             for part in parts:
                 view = memoryview(part)
@@ -272,7 +373,7 @@ class _FileWriter:
 
     def link(self, source: Path) -> None:
         """Have a file that is there already, without writing it again where the file system can do that."""
-        target = self._directory / source.name
+        target = self.directory / source.name
         try:
             os.link(source.resolve(), target)
         except OSError:  # another file system, or one without links
@@ -280,11 +381,29 @@ class _FileWriter:
         self.files[target.name] = FileEntry(bytes=target.stat().st_size, xxh3=_xxh3(target))
         self._closes.append(self._pool.submit(_close, target.open("rb", buffering=0), self._fsync))
 
+    def adopt(self, files: Sequence[WrittenFile]) -> None:
+        """Take over what other processes have written here; all else goes. Raises WeightsError for what is not as reported."""
+        self.files |= {file.name: FileEntry(bytes=file.size, xxh3=file.xxh3) for file in files}
+        for there in self.directory.iterdir():
+            if there.name not in self.files:
+                there.unlink()
+        for file in files:
+            there = self.directory / file.name
+            size = there.stat().st_size if os.sep not in file.name and there.is_file() else -1
+            if size != file.size:
+                found = f"has {size} bytes" if size >= 0 else "is not there"
+                raise WeightsError(f"{there} {found}; the worker that wrote it reported {file.size} bytes")
+
+    def num_tensor_bytes(self, name: str) -> int:
+        """Of a safetensors file: its size without the header."""
+        with (self.directory / name).open("rb") as file:
+            return self.files[name].bytes - 8 - int.from_bytes(file.read(8), "little")
+
     def rename(self, old: str, new: str) -> None:
-        (self._directory / old).rename(self._directory / new)
+        (self.directory / old).rename(self.directory / new)
         self.files[new] = self.files.pop(old)
 
-    def __enter__(self) -> _FileWriter:
+    def __enter__(self) -> FileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -300,29 +419,9 @@ def _close(file: FileIO, fsync: bool) -> None:
             os.fsync(file.fileno())
 
 
-def _write_shards(writer: _FileWriter, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
-    """Shards by Hugging Face's naming: one file, or numbered ones with an index."""
-    shards: list[list[str]] = []
-    total = 0
-    for number, shard in enumerate(_shards(tensors, shard_bytes)):
-        writer.write(f"shard-{number}", _safetensors(shard))
-        shards.append(list(shard))
-        total += sum(tensor.nbytes for tensor in shard.values())
-    if not shards:
-        raise ValueError("no tensors to write")
-    if len(shards) == 1:
-        writer.rename("shard-0", "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        writer.rename(f"shard-{number}", name)
-        weight_map.update(dict.fromkeys(names, name))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    writer.write(INDEX, [msgspec.json.encode(index)])
-
-
-def _safetensors(shard: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def _safetensors(
+    shard: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]] | None
+) -> Iterator[bytes | memoryview]:
     """A safetensors file in pieces, the tensors' own memory among them: the library's writer copies, and cannot be hashed along.
 
     The format: the header's length (64 bits, little-endian), the header (JSON, padded with spaces to a multiple of 8 bytes), the
@@ -331,7 +430,11 @@ def _safetensors(shard: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]
     import torch  # only the writer needs it
 
     order = sorted(shard, key=lambda name: (-shard[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    about = {"format": "pt"}
+    if offsets is not None:
+        saved = {name: {"saved_offsets": list(offsets[name])} for name in order}
+        about["DCP_SHARDING_INFO"] = msgspec.json.encode(saved).decode()
+    header: dict[str, object] = {"__metadata__": about}
     end = 0
     for name in order:
         tensor = shard[name]

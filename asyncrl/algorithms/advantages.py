@@ -1,21 +1,28 @@
-"""From rewards to advantages: reward shaping, group advantages, generalised advantage estimation on packed sequences.
+"""From rewards to advantages: reward shaping, baselines of groups, generalised advantage estimation on packed sequences.
 
-Called once a train step by the `ppo_actor` interface on the groups that this rank holds, before the batch is split into
-minibatches. Nothing here communicates: a group never spans ranks (normalisation over the whole batch: normalisation.py).
+`compute_advantages` is all of it, as train.ppo asks for it: called once a train step on the groups that this rank holds, before the
+batch is split into minibatches, by the interfaces of the actor and of the critic. The functions above it are its parts. A group
+never spans ranks; only normalisation over the batch communicates (normalisation.py).
 
-Shapes: T tokens, packed; S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1]; A actions: the tokens that the policy
-sampled (mask_T), in order. Everything is float32 outside and float64 inside.
+Shapes: T tokens, packed; S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1]; groups lie one after another, `group_sizes`
+sequences each; A actions: the tokens that the policy sampled (mask_T), in order. float32 outside, float64 inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.normalisation import normalise_groups
-from asyncrl.algorithms.ppo import count_per_sequence
+from asyncrl.algorithms.kl import kl_estimate
+from asyncrl.algorithms.normalisation import AllReduceSum, group_means, identity_sum, normalise_batch, normalise_groups
+from asyncrl.algorithms.packed import count_per_sequence, sum_per_sequence, to_tokens
+from asyncrl.algorithms.ppo import anchor_key
+from asyncrl.config import PPOConfig, judges_by_group
+
+# ---------------------------------------------------------------------------------------------------------------- rewards
 
 
 def shape_rewards(
@@ -29,6 +36,19 @@ def shape_rewards(
     return shaped_S.masked_fill(truncated_S, 0.0) if mask_no_eos_with_zero else shaped_S
 
 
+def overlong_penalties(lengths_S: Tensor, *, length: int, buffer: float, penalty: float) -> Tensor:
+    """What a response of so many sampled tokens loses of its reward: float32, S, from -penalty to 0.
+
+    Soft overlong punishment (Yu et al., DAPO, arXiv:2503.14476, eq. 13), with b = buffer * length tokens:
+
+        0                                        where lengths <= length - b
+        penalty * (length - b - lengths) / b     in between
+        -penalty                                 where lengths >= length
+    """
+    buffer_tokens = buffer * length
+    return penalty * ((length - buffer_tokens - lengths_S) / buffer_tokens).clamp(-1.0, 0.0).float()
+
+
 def trained_mask(mask_T: Tensor, truncated_S: Tensor, cu_seqlens: Tensor, *, mask_too_long: bool) -> Tensor:
     """The tokens that the loss is over. mask_too_long takes truncated sequences out (DAPO, arXiv:2503.14476).
 
@@ -38,12 +58,38 @@ def trained_mask(mask_T: Tensor, truncated_S: Tensor, cu_seqlens: Tensor, *, mas
     return mask_T & ~to_tokens(truncated_S, cu_seqlens) if mask_too_long else mask_T
 
 
+# ------------------------------------------------------------------------------------------------ responses as a whole
+
+
 def group_advantages(rewards_S: Tensor, group_sizes: Sequence[int], eps: float = 1e-6) -> Tensor:
     """A_s = (reward_s - mean of its group) / (std of its group + eps): Shao et al., GRPO, arXiv:2402.03300.
 
     The advantage of a whole sequence; every token of the response gets it (`to_tokens`). Equal rewards: 0, nothing to learn.
     """
     return normalise_groups(rewards_S, torch.ones_like(rewards_S, dtype=torch.bool), group_sizes, eps)
+
+
+def mean_baseline_advantages(rewards_S: Tensor, group_sizes: Sequence[int]) -> Tensor:
+    """A_s = reward_s - mean of its group: Liu et al., Dr.GRPO, arXiv:2503.20783.
+
+    GRPO without its division, which makes prompts that are nearly always (or never) solved weigh more than others.
+    """
+    return (rewards_S.double() - group_means(rewards_S, group_sizes)).to(rewards_S.dtype)
+
+
+def leave_one_out_advantages(rewards_S: Tensor, group_sizes: Sequence[int]) -> Tensor:
+    """A_s = reward_s - mean of the others of its group: Ahmadian et al., RLOO, arXiv:2402.14740.
+
+    An unbiased baseline: it does not depend on the response it is compared with. It is n / (n - 1) times mean_baseline_advantages;
+    a group of one has no others: 0.
+    """
+    sizes_G = torch.tensor(group_sizes, dtype=torch.float64, device=rewards_S.device)
+    factor_G = sizes_G / (sizes_G - 1).clamp(min=1)
+    factor_S = factor_G.repeat_interleave(sizes_G.long(), output_size=len(rewards_S))
+    return (factor_S * (rewards_S.double() - group_means(rewards_S, group_sizes))).to(rewards_S.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------- token by token
 
 
 def final_rewards(rewards_S: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -118,6 +164,113 @@ def gae(
     return torch.zeros_like(rewards_T).masked_scatter_(mask_T, advantage_A.to(rewards_T.dtype))
 
 
-def to_tokens(x_S: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """A value of each sequence, given to every one of its tokens."""
-    return x_S.repeat_interleave(cu_seqlens.diff())
+def returns_of(advantages_T: Tensor, values_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """(returns_T, states_T): what a critic is to predict, and where.
+
+    R_k = A_k + V_k with the advantages of `gae`, as they are before any normalisation. It stands at the position that V_k was read
+    from, the token before the action: t_k - 1. So values, returns and states of a critic's train step are aligned. An action at
+    the first position of its sequence has no such state.
+    """
+    first_T = torch.zeros_like(mask_T)
+    first_T[cu_seqlens[:-1][cu_seqlens.diff() > 0]] = True
+    states_T = torch.cat([(mask_T & ~first_T)[1:], mask_T.new_zeros(1)])[: len(mask_T)]
+    next_T = torch.cat([advantages_T[1:], advantages_T.new_zeros(1)])[: len(mask_T)]
+    return (next_T + values_T).masked_fill(~states_T, 0.0), states_T
+
+
+# --------------------------------------------------------------------------------------------------------------- together
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What `compute_advantages` gives."""
+
+    advantages_T: Tensor  # 0 where mask_T is False
+    mask_T: Tensor  # bool: the tokens to train
+    rewards_S: Tensor  # shaped: scaled, cut, with overlong penalties
+    kl_T: Tensor | None  # estimate of KL(policy || reference), 0 where nothing was sampled; None without a KL penalty
+    returns_T: Tensor  # of use with a critic: what it is to predict, where states_T; else 0
+    states_T: Tensor  # bool: the states in which the tokens to train were sampled
+
+
+def compute_advantages(
+    data: Mapping[str, Tensor],
+    cu_seqlens: Tensor,
+    group_sizes: Sequence[int],
+    config: PPOConfig,
+    *,
+    kl_coef: float,
+    all_reduce_sum: AllReduceSum = identity_sum,
+) -> Advantages:
+    """From the keys of `advantage_keys` (packed, of the groups of this rank) to advantages; kl_coef: what the KL controller holds.
+
+    Optional keys: `values` (T, in units of rewards: a critic's, denormalised), `dense_rewards` (T, added to the sequence's reward).
+    Collective where config.advantage_norm is `batch` (every rank calls it, without groups too), else not.
+
+    Judged by group (config.judges_by_group): a response's advantage, given to each of its tokens, and a KL penalty added to it per
+    token, unnormalised, because a group of equal rewards would blow it up. Otherwise: the reward at the last sampled token, GAE.
+    """
+    sampled_T, truncated_S = data["loss_mask"], data["seq_no_eos_mask"]
+    mask_T = trained_mask(sampled_T, truncated_S, cu_seqlens, mask_too_long=config.mask_too_long)
+    rewards_S = shape_rewards(
+        data["rewards"],
+        truncated_S,
+        scaling=config.reward_scaling,
+        bias=config.reward_bias,
+        clip=config.max_reward_clip,
+        mask_no_eos_with_zero=config.mask_no_eos_with_zero,
+    )
+    if config.overlong_penalty > 0:
+        rewards_S = rewards_S + overlong_penalties(
+            count_per_sequence(sampled_T, cu_seqlens),
+            length=config.overlong_length,
+            buffer=config.overlong_buffer,
+            penalty=config.overlong_penalty,
+        )
+    zeros_T = torch.zeros(len(sampled_T), device=sampled_T.device)
+    dense_T, values_T = data.get("dense_rewards", zeros_T), data.get("values", zeros_T)
+
+    kl_T, rewards_T = None, zeros_T
+    if config.kl_coef > 0:
+        kl_T = kl_estimate(data[anchor_key(config)], data["packed_ref_logprobs"], config.kl_estimator)
+        kl_T = kl_T.masked_fill(~sampled_T, 0.0)
+        rewards_T = -kl_coef * kl_T if config.kl_in == "reward" else zeros_T
+
+    base_T = zeros_T
+    if judges_by_group(config):
+        scores_S = rewards_S + sum_per_sequence(dense_T, cu_seqlens)
+        base_T = to_tokens(_judge(scores_S, group_sizes, config), cu_seqlens)
+        values_T = zeros_T
+    else:
+        rewards_T = rewards_T + final_rewards(rewards_S, sampled_T, cu_seqlens) + dense_T
+    estimated_T = gae(
+        rewards_T,
+        values_T,
+        sampled_T,
+        truncated_S,
+        cu_seqlens,
+        discount=config.discount,
+        gae_lambda=config.gae_lambda,
+    )
+    returns_T, states_T = returns_of(estimated_T, values_T, mask_T, cu_seqlens)
+    advantages_T = base_T + estimated_T
+    if config.advantage_norm == "batch":
+        advantages_T = normalise_batch(advantages_T, mask_T, all_reduce_sum)
+    advantages_T = advantages_T.masked_fill(~mask_T, 0.0)
+    return Advantages(advantages_T, mask_T, rewards_S, kl_T, returns_T, states_T)
+
+
+def advantage_keys(config: PPOConfig) -> list[str]:
+    """Keys that `compute_advantages` needs; `values` and `dense_rewards` it takes where they are."""
+    penalty = [anchor_key(config), "packed_ref_logprobs"] if config.kl_coef > 0 else []
+    return ["loss_mask", "seq_no_eos_mask", "rewards", *penalty]
+
+
+def _judge(scores_S: Tensor, group_sizes: Sequence[int], config: PPOConfig) -> Tensor:
+    if config.advantage_norm == "group":
+        return group_advantages(scores_S, group_sizes)
+    if config.baseline == "group_mean":
+        return mean_baseline_advantages(scores_S, group_sizes)
+    if config.baseline == "leave_one_out":
+        return leave_one_out_advantages(scores_S, group_sizes)
+    raise ValueError(f"baseline is {config.baseline!r}; use none, group_mean or leave_one_out")

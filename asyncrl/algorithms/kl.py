@@ -1,6 +1,7 @@
 """KL divergence to a reference policy: estimates per token, and who sets the coefficient.
 
-The penalty enters PPO as a reward: token t costs `coef * kl_t` (model/interfaces.py). Used by the `ppo_actor` interface.
+The penalty enters as a reward (token t costs `coef * kl_t`: advantages.py) or, with train.ppo.kl_in `loss`, as a term of the
+loss (`coef * kl_t` is added to that of token t: ppo.py).
 
 Shapes: T tokens, packed.
 """
@@ -13,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.ppo import MAX_LOG_RATIO
+from asyncrl.algorithms.packed import MAX_LOG_RATIO
 from asyncrl.config import PPOConfig
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -26,7 +27,9 @@ def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: str) -> T
         k2 = d^2 / 2             biased, low variance, never negative
         k3 = exp(-d) - 1 + d     unbiased, low variance, never negative
 
-    J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). k3 is GRPO's (arXiv:2402.03300).
+    J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). k3 is GRPO's (arXiv:2402.03300). That is about
+    values, as a reward has them. As a term of the loss, k2 is the one whose gradient is that of the divergence, k3's is close to it
+    near the reference, and k1's is 0 in expectation: it does nothing (Tang and Munos, arXiv:2506.09477).
     """
     d_T = logprobs_T - ref_logprobs_T
     if estimator == "k1":

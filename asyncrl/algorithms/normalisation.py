@@ -57,5 +57,13 @@ def normalise_groups(x_N: Tensor, mask_N: Tensor, group_sizes: Sequence[int], ep
     return _scatter(centred / (std[group] + eps), x_N, mask_N)
 
 
+def group_means(x_N: Tensor, group_sizes: Sequence[int]) -> Tensor:
+    """The mean of each element's group: float64, N."""
+    sizes_G = torch.tensor(group_sizes, dtype=torch.int64, device=x_N.device)
+    group_N = torch.arange(len(group_sizes), device=x_N.device).repeat_interleave(sizes_G, output_size=len(x_N))
+    sums_G = torch.zeros(len(group_sizes), dtype=torch.float64, device=x_N.device).index_add_(0, group_N, x_N.double())
+    return (sums_G / sizes_G.clamp(min=1))[group_N]
+
+
 def _scatter(values: Tensor, like_N: Tensor, mask_N: Tensor) -> Tensor:
     return torch.zeros_like(like_N).masked_scatter_(mask_N, values.to(like_N.dtype))

@@ -1,19 +1,28 @@
-"""The PPO losses: naive and decoupled, from the logprobs of three policies to one number to minimise.
+"""The policy losses: from the logprobs of three policies to one number to minimise.
 
 The policies differ because generation runs ahead of training (logprobs of the tokens in the batch, each):
 
     behaviour   sampled the tokens, maybe several versions ago, maybe several versions in one response
-    proximal    the trained policy at the start of this train step; PPO's trust region is around it
+    proximal    the trained policy at the start of this train step; the trust region is around it
     current     the policy being optimised: gradients flow through this one only
 
-What was left out: value losses (no critic yet), an entropy bonus, sequence-level ratios.
+Four independent choices make the loss of a token; docs/algorithms.md says which of them which algorithm makes:
 
-The order of reading: `ppo_token_loss` gives every token its loss, `sum_loss` makes one number of them, `PPOLoss` is both as the
-function that an engine calls on each micro-batch. Advantages come from advantages.py. Sums are divided by denominators
-counted over the whole minibatch on all ranks, so that the update does not depend on how the minibatch was cut up.
+    train.ppo.importance_level      token_ratios      the ratio current / anchor of a token, or one of its whole sequence (GSPO)
+    train.ppo.policy_loss           clip_loss | cispo_loss      what the trust region does to the gradient
+    train.ppo.behav_imp_weight_*    masked_weights | clamped_weights      what becomes of the weight proximal / behaviour
+    train.ppo.loss_normalization    sum_loss          how tokens are put together
+
+The order of reading: `policy_token_loss` gives every token its loss, `sum_loss` makes one number of them, `PPOLoss` is both as the
+function that an engine calls on each micro-batch. Advantages come from advantages.py, the critic's loss from values.py. Sums are
+divided by denominators counted over the whole minibatch on all ranks, so that the update does not depend on how the minibatch
+was cut up. Sequences are never cut by micro-batches.
+
+What was left out: an entropy bonus.
 
 Shapes: T tokens, packed (sequences one after another); S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1]. Position t
 describes token t: logprobs_T[t] is the logprob of token t, mask_T[t] says whether the policy sampled it and it is to be trained.
+Logprobs, advantages and losses are float32, masks bool. Whatever stands outside of the mask, nan too, has no say.
 """
 
 from __future__ import annotations
@@ -24,138 +33,263 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.config import PPOConfig
+from asyncrl.algorithms.kl import kl_estimate
+from asyncrl.algorithms.packed import MAX_LOG_RATIO, count_per_sequence, masked_sum, mean_per_sequence, to_tokens
+from asyncrl.config import PPOConfig, ppo_problems
 
-# Differences of logprobs are cut here before exp: e^20 = 5e8 is far outside of any trust region, and an inf would turn the
-# gradient of a clipped token (0 * inf) into nan.
-MAX_LOG_RATIO = 20.0
+# ---------------------------------------------------------------------------------------------------------------- ratios
+
+
+def token_ratios(
+    logprobs_T: Tensor, anchor_logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str
+) -> Tensor:
+    """How much more likely the tokens are under one policy than under another; 0 where mask_T is False.
+
+    token:     r_t = exp(logprob_t - anchor_t)                        (PPO, arXiv:1707.06347, eq. 6)
+    sequence:  s   = exp(mean over the sequence's masked tokens of (logprob_t - anchor_t)), given to each of them
+                     (Zheng et al., GSPO, arXiv:2507.18071, eq. 7: the ratio of whole responses, to the power 1 / length)
+    """
+    difference_T = (logprobs_T - anchor_logprobs_T).masked_fill(~mask_T, 0.0)
+    if level == "sequence":
+        difference_T = to_tokens(mean_per_sequence(difference_T, mask_T, cu_seqlens), cu_seqlens)
+    elif level != "token":
+        raise ValueError(f"importance_level is {level!r}; use token or sequence")
+    return difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().masked_fill(~mask_T, 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------- trust region
+
+
+def clip_loss(
+    ratio_T: Tensor, advantages_T: Tensor, eps_low: float, eps_high: float, c_clip: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss_T, where the clip decided, where the dual clip decided).
+
+    The clipped surrogate (Schulman et al., PPO, arXiv:1707.06347, eq. 7), as a loss:
+
+        L = max(-A * r, -A * clip(r, 1 - eps_low, 1 + eps_high))
+
+    eps_high above eps_low is clip-higher (Yu et al., DAPO, arXiv:2503.14476). With c_clip = c > 1, dual clip (Ye et al.,
+    arXiv:1912.09729): where A < 0, a large r must not make the loss larger than
+
+        L <- min(L, c * |A|)
+    """
+    unclipped_T = -advantages_T * ratio_T
+    clipped_T = -advantages_T * ratio_T.clamp(1 - eps_low, 1 + eps_high)
+    loss_T = torch.max(unclipped_T, clipped_T)
+    by_clip_T = clipped_T > unclipped_T
+    if c_clip is None:
+        return loss_T, by_clip_T, torch.zeros_like(by_clip_T)
+    bound_T = c_clip * advantages_T.abs()
+    return torch.min(loss_T, bound_T), by_clip_T, loss_T > bound_T
+
+
+def cispo_loss(
+    logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, eps_low: float, eps_high: float
+) -> tuple[Tensor, Tensor]:
+    """(loss_T, where the ratio was cut).
+
+    CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4): the ratio is cut, not the update. Every token keeps its gradient, weighted by
+
+        L = -sg(clip(r, 1 - eps_low, 1 + eps_high)) * A * log pi        sg: no gradient
+
+    eps_low = 1 is no lower bound. The value of L means little: it moves with log pi.
+    """
+    ratio_T = ratio_T.detach()
+    weight_T = ratio_T.clamp(1 - eps_low, 1 + eps_high)
+    return -weight_T * advantages_T * logprobs_T, weight_T != ratio_T
+
+
+# ------------------------------------------------------------------------------------------------------------- correction
+
+
+def masked_weights(weight_T: Tensor, cap: float | None, floor: float | None) -> Tensor:
+    """w where floor <= w <= cap, else 0; None: no such bound.
+
+    A token far outside is one that the two policies disagree on so much that its weight is mostly noise. With a cap alone: the
+    decoupled loss of Fu et al., AReaL, arXiv:2505.24298. With both: IcePop (Ling Team, Ring-1T, arXiv:2510.18855), for servers
+    and a trainer that compute the same policy differently.
+    """
+    return weight_T.masked_fill(outside(weight_T, cap, floor), 0.0)
+
+
+def clamped_weights(weight_T: Tensor, cap: float | None, floor: float | None) -> Tensor:
+    """clip(w, floor, cap); None: no such bound.
+
+    With a cap alone: truncated importance sampling, min(w, C) (Ionides, 2008; for language models Yao et al., "Your efficient RL
+    framework secretly brings you off-policy RL training", 2025; as in V-trace, arXiv:1802.01561).
+    """
+    return weight_T if cap is None and floor is None else weight_T.clamp(floor, cap)
+
+
+def outside(weight_T: Tensor, cap: float | None, floor: float | None) -> Tensor:
+    """bool: which weights are beyond a bound."""
+    outside_T = torch.zeros_like(weight_T, dtype=torch.bool)
+    if cap is not None:
+        outside_T |= weight_T > cap
+    if floor is not None:
+        outside_T |= weight_T < floor
+    return outside_T
+
+
+# --------------------------------------------------------------------------------------------------------------- together
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What `ppo_token_loss` gives, per token; 0 or False where mask_T is False. Only `loss_T` carries a gradient."""
+    """What `policy_token_loss` gives, per token; 0 or False where mask_T is False. Only `loss_T` carries a gradient."""
 
     loss_T: Tensor
     ratio_T: Tensor  # current / anchor
-    weight_T: Tensor  # proximal / behaviour, before the cap; 1 with the naive loss
+    weight_T: Tensor  # proximal / behaviour, before the bounds; 1 with the naive loss
     clipped_T: Tensor  # bool: the clip decided
     dual_clipped_T: Tensor  # bool: the dual clip decided
-    capped_T: Tensor  # bool: the behaviour weight is above the cap
+    capped_T: Tensor  # bool: the behaviour weight is beyond its bounds
 
 
-def ppo_token_loss(
+def policy_token_loss(
     logprobs_T: Tensor,
     anchor_logprobs_T: Tensor,
     behav_logprobs_T: Tensor | None,
     advantages_T: Tensor,
     mask_T: Tensor,
+    cu_seqlens: Tensor,
     config: PPOConfig,
 ) -> TokenLoss:
-    """The loss of every token.
+    """The loss of every token, with r = current / anchor.
 
-    The clipped surrogate (Schulman et al., PPO, arXiv:1707.06347, eq. 7), with r = current / anchor:
+    Naive: the anchor is the behaviour policy (behav_logprobs_T is None), or, with recompute_logprob, the proximal one as if it had
+    sampled. The decoupled loss (Hilton et al., arXiv:2110.00641; for language models Fu et al., AReaL, arXiv:2505.24298): the
+    anchor is the proximal policy, and a weight without gradient corrects for what sampled the tokens:
 
-        L = max(-A * r, -A * clip(r, 1 - eps_clip, 1 + eps_clip_higher))
+        L <- L * w,    w = proximal / behaviour, within its bounds
 
-    eps_clip_higher (clip-higher: Yu et al., DAPO, arXiv:2503.14476) is eps_clip where it is not set. With c_clip = c > 1, dual clip
-    (Ye et al., arXiv:1912.09729): where A < 0, a large r must not make the loss larger than
-
-        L <- min(L, c * |A|)
-
-    Naive PPO: the anchor is the behaviour policy (behav_logprobs_T is None). The decoupled loss (Hilton et al.,
-    arXiv:2110.00641; for language models Fu et al., AReaL, arXiv:2505.24298): the anchor is the proximal policy, and a weight
-    without gradient corrects for what sampled the tokens:
-
-        L <- L * w,    w = proximal / behaviour
-
-    A token with w > behav_imp_weight_cap was so unlikely under the behaviour policy that its weight is mostly noise. In mode
-    `mask` it is taken out of the sum (and stays in the denominator); in mode `clamp` its weight becomes the cap.
+    A token whose weight is masked is taken out of the sum and stays in the denominator. With importance_level `sequence` both
+    ratios are of whole sequences: a weight of single tokens would bring the noise back.
     """
     eps_low = config.eps_clip
     eps_high = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
     anchor_logprobs_T = anchor_logprobs_T.detach()
     advantages_T = advantages_T.detach().masked_fill(~mask_T, 0.0)
-
-    ratio_T = _exp_difference(logprobs_T, anchor_logprobs_T, mask_T)
-    unclipped_loss_T = -advantages_T * ratio_T
-    clipped_loss_T = -advantages_T * ratio_T.clamp(1 - eps_low, 1 + eps_high)
-    loss_T = torch.max(unclipped_loss_T, clipped_loss_T)
-    clipped_T = mask_T & (clipped_loss_T > unclipped_loss_T)
+    ratio_T = token_ratios(logprobs_T, anchor_logprobs_T, mask_T, cu_seqlens, config.importance_level)
 
     dual_clipped_T = torch.zeros_like(mask_T)
-    if config.c_clip is not None:
-        bound_T = config.c_clip * advantages_T.abs()
-        dual_clipped_T = mask_T & (loss_T > bound_T)
-        loss_T = torch.min(loss_T, bound_T)
+    if config.policy_loss == "clip":
+        loss_T, clipped_T, dual_clipped_T = clip_loss(ratio_T, advantages_T, eps_low, eps_high, config.c_clip)
+    elif config.policy_loss == "cispo":
+        logprobs_T = logprobs_T.masked_fill(~mask_T, 0.0)
+        loss_T, clipped_T = cispo_loss(logprobs_T, ratio_T, advantages_T, eps_low, eps_high)
+    else:
+        raise ValueError(f"policy_loss is {config.policy_loss!r}; use clip or cispo")
 
     weight_T = mask_T.to(logprobs_T.dtype)
     capped_T = torch.zeros_like(mask_T)
     if behav_logprobs_T is not None:
-        weight_T = _exp_difference(anchor_logprobs_T, behav_logprobs_T.detach(), mask_T)
-        applied_T = weight_T
-        if config.behav_imp_weight_cap is not None:
-            capped_T = mask_T & (weight_T > config.behav_imp_weight_cap)
-            instead = config.behav_imp_weight_cap if config.behav_imp_weight_mode == "clamp" else 0.0
-            applied_T = weight_T.masked_fill(capped_T, instead)
-        loss_T = loss_T * applied_T
+        behav_logprobs_T = behav_logprobs_T.detach()
+        weight_T = token_ratios(anchor_logprobs_T, behav_logprobs_T, mask_T, cu_seqlens, config.importance_level)
+        bounds = config.behav_imp_weight_cap, config.behav_imp_weight_floor
+        bounded_weights = clamped_weights if config.behav_imp_weight_mode == "clamp" else masked_weights
+        loss_T = loss_T * bounded_weights(weight_T, *bounds)
+        capped_T = mask_T & outside(weight_T, *bounds)
 
-    return TokenLoss(loss_T.masked_fill(~mask_T, 0.0), ratio_T.detach(), weight_T, clipped_T, dual_clipped_T, capped_T)
+    return TokenLoss(
+        loss_T.masked_fill(~mask_T, 0.0),
+        ratio_T.detach(),
+        weight_T,
+        mask_T & clipped_T,
+        mask_T & dual_clipped_T,
+        capped_T,
+    )
 
 
 def sum_loss(loss_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, normalization: str, denominator: float) -> Tensor:
     """This micro-batch's share of the minibatch's loss; the shares of all micro-batches on all ranks add up to it.
 
-        token:     sum over tokens of L_t / (masked tokens of the minibatch)               every token counts the same (DAPO)
-        sequence:  sum over sequences of (mean over its masked tokens of L_t)               every response counts the same
-                   / (sequences of the minibatch that have masked tokens)                  (GRPO, arXiv:2402.03300)
+        token:     sum over tokens of L_t / N                                every token counts the same (DAPO, arXiv:2503.14476)
+        sequence:  sum over sequences of (mean over its tokens of L_t) / M   every response counts the same (GRPO, arXiv:2402.03300)
+        constant:  sum over tokens of L_t / (M * loss_length)                as the policy gradient has it: no length is favoured
+                                                                             (Dr.GRPO, arXiv:2503.20783)
 
-    `denominator` is the count in brackets, over all ranks. Sequences are never cut by micro-batches.
+    N: masked tokens, M: sequences that have any, both of the minibatch over all ranks. `denominator`: N, M or M * loss_length, as
+    `loss_denominator` gives it.
     """
-    if normalization == "token":
+    if normalization in ("token", "constant"):
         return loss_T.sum() / denominator
     if normalization == "sequence":
         num_tokens_S = count_per_sequence(mask_T, cu_seqlens).clamp(min=1)
         num_tokens_T = num_tokens_S.repeat_interleave(cu_seqlens.diff(), output_size=len(loss_T))
         return (loss_T / num_tokens_T).sum() / denominator
-    raise ValueError(f"loss_normalization is {normalization!r}; use token or sequence")
+    raise ValueError(f"loss_normalization is {normalization!r}; use token, sequence or constant")
+
+
+def loss_denominator(config: PPOConfig, num_tokens: float, num_sequences: float) -> float:
+    """What `sum_loss` divides by. The counts, masked tokens and sequences that have any, are of the whole minibatch, all ranks."""
+    if config.loss_normalization == "token":
+        return num_tokens
+    return num_sequences * (config.loss_length if config.loss_normalization == "constant" else 1)
 
 
 @dataclass(frozen=True)
 class PPOLoss:
     """The loss of one minibatch, as an engine wants it: called on each micro-batch, under autograd.
 
-    Reads the keys loss_mask, advantages, packed_logprobs and, where the config asks for it, proximal_logprobs. The statistics
-    are sums over masked tokens, so that they add up over micro-batches and ranks (names ending in `_max`: maxima).
+    outputs: `logprobs` and `entropy`, T each. data: the keys of `loss_keys`. The statistics are sums over masked tokens, so that
+    they add up over micro-batches and ranks (names ending in `_max`: maxima).
     """
 
     config: PPOConfig
-    denominator: float  # of the whole minibatch, all ranks: see sum_loss
+    denominator: float  # of the whole minibatch, all ranks: see loss_denominator
 
     def __call__(
-        self, logprobs_T: Tensor, entropy_T: Tensor, data: Mapping[str, Tensor], cu_seqlens: Tensor
+        self, outputs: Mapping[str, Tensor], data: Mapping[str, Tensor], cu_seqlens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs_T, entropy_T = outputs["logprobs"], outputs["entropy"]
         mask_T = data["loss_mask"].bool()
         anchor_T = data[anchor_key(self.config)]
         behav_T = data["packed_logprobs"] if self.config.use_decoupled_loss else None
-        token = ppo_token_loss(logprobs_T, anchor_T, behav_T, data["advantages"], mask_T, self.config)
-        loss = sum_loss(token.loss_T, mask_T, cu_seqlens, self.config.loss_normalization, self.denominator)
+        token = policy_token_loss(logprobs_T, anchor_T, behav_T, data["advantages"], mask_T, cu_seqlens, self.config)
+        loss_T = token.loss_T
+        if kl_in_loss(self.config):
+            ref_T = data["packed_ref_logprobs"].masked_fill(~mask_T, 0.0)
+            kl_T = kl_estimate(logprobs_T.masked_fill(~mask_T, 0.0), ref_T, self.config.kl_estimator)
+            loss_T = loss_T + self.config.kl_coef * kl_T
+        loss = sum_loss(loss_T, mask_T, cu_seqlens, self.config.loss_normalization, self.denominator)
         with torch.no_grad():
             stats = {
                 "loss": loss.detach(),
-                "entropy": _masked_sum(entropy_T, mask_T),
-                "approx_kl": _masked_sum(anchor_T - logprobs_T, mask_T),  # k1 estimate of KL(anchor || current)
-                "importance_weight": _masked_sum(token.ratio_T, mask_T),
+                "num_tokens": mask_T.sum(),
+                "entropy": masked_sum(entropy_T, mask_T),
+                "approx_kl": masked_sum(anchor_T - logprobs_T, mask_T),  # k1 estimate of KL(anchor || current)
+                "importance_weight": masked_sum(token.ratio_T, mask_T),
                 "clip_share": token.clipped_T.sum(),
                 "dual_clip_share": token.dual_clipped_T.sum(),
             }
             if behav_T is not None:
                 stats |= {
-                    "behav_weight": _masked_sum(token.weight_T, mask_T),
+                    "behav_weight": masked_sum(token.weight_T, mask_T),
                     "behav_weight_max": torch.cat([token.weight_T, token.weight_T.new_zeros(1)]).max(),
-                    "behav_approx_kl": _masked_sum(behav_T - anchor_T, mask_T),  # k1 of KL(behaviour || proximal)
+                    "behav_approx_kl": masked_sum(behav_T - anchor_T, mask_T),  # k1 of KL(behaviour || proximal)
                     "cap_share": token.capped_T.sum(),
                 }
+            if kl_in_loss(self.config):
+                stats["kl_loss"] = masked_sum(kl_T, mask_T)
         return loss, stats
+
+    def stop_reason(self, stats: Mapping[str, float]) -> str:
+        """Why the step must not be taken, or "". stats: sums over the whole minibatch, all ranks, before the optimizer step.
+
+        The first minibatch of a step is at the proximal policy; those after it have moved. A mean importance ratio or KL beyond its
+        bound says that they have moved too far. What is not finite is not stopped here: the engine skips such a step.
+        """
+        num_tokens = max(stats["num_tokens"], 1.0)
+        for name, mean, bound in (
+            ("early_stop_imp_ratio", stats["importance_weight"] / num_tokens, self.config.early_stop_imp_ratio),
+            ("early_stop_kl", stats["approx_kl"] / num_tokens, self.config.early_stop_kl),
+        ):
+            if bound is not None and mean > bound:
+                what = "importance ratio" if name == "early_stop_imp_ratio" else "KL to the start of the train step"
+                return f"mean {what} {mean:.4g} is above train.ppo.{name}={bound:g}"
+        return ""
 
 
 def anchor_key(config: PPOConfig) -> str:
@@ -163,43 +297,20 @@ def anchor_key(config: PPOConfig) -> str:
     return "proximal_logprobs" if config.use_decoupled_loss or config.recompute_logprob else "packed_logprobs"
 
 
-def count_per_sequence(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """How many tokens of each sequence are masked in: int64, S."""
-    total_before = torch.cat([mask_T.new_zeros(1, dtype=torch.int64), mask_T.cumsum(0)])
-    return total_before[cu_seqlens[1:]] - total_before[cu_seqlens[:-1]]
+def kl_in_loss(config: PPOConfig) -> bool:
+    """The KL penalty is a term of the loss (GRPO) and not of the rewards."""
+    return config.kl_coef > 0 and config.kl_in == "loss"
+
+
+def loss_keys(config: PPOConfig) -> list[str]:
+    """Keys that PPOLoss reads, all packed [T]."""
+    keys = ["loss_mask", "advantages", "packed_logprobs", anchor_key(config)]
+    keys += ["packed_ref_logprobs"] if kl_in_loss(config) else []
+    return list(dict.fromkeys(keys))
 
 
 def check_ppo_config(config: PPOConfig) -> None:
-    """Refuses values for which the formulas above make no sense."""
-    if not 0 < config.eps_clip < 1:
-        raise ValueError(f"train.ppo.eps_clip is {config.eps_clip}; it must be between 0 and 1")
-    if config.eps_clip_higher is not None and config.eps_clip_higher <= 0:
-        raise ValueError(
-            f"train.ppo.eps_clip_higher is {config.eps_clip_higher}; it must be above 0, or null for eps_clip"
-        )
-    if config.c_clip is not None and config.c_clip <= 1:
-        raise ValueError(f"train.ppo.c_clip is {config.c_clip}; the dual clip must be above 1, or null for none")
-    if config.behav_imp_weight_cap is not None and config.behav_imp_weight_cap <= 0:
-        raise ValueError(
-            f"train.ppo.behav_imp_weight_cap is {config.behav_imp_weight_cap}; it must be above 0, or null for no cap"
-        )
-    for name, value, choices in (
-        ("behav_imp_weight_mode", config.behav_imp_weight_mode, ("mask", "clamp")),
-        ("loss_normalization", config.loss_normalization, ("token", "sequence")),
-        ("advantage_norm", config.advantage_norm, ("group", "batch", "none")),
-        ("kl_estimator", config.kl_estimator, ("k1", "k2", "k3")),
-    ):
-        if value not in choices:
-            raise ValueError(f"train.ppo.{name} is {value!r}; use one of {', '.join(choices)}")
-    if config.minibatches < 1:
-        raise ValueError(f"train.ppo.minibatches is {config.minibatches}; it must be at least 1")
-
-
-def _exp_difference(a_T: Tensor, b_T: Tensor, mask_T: Tensor) -> Tensor:
-    """exp(a - b) where mask_T, else 0, without overflow; whatever stands outside of the mask cannot reach the gradient."""
-    difference_T = (a_T - b_T).masked_fill(~mask_T, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return difference_T.exp().masked_fill(~mask_T, 0.0)
-
-
-def _masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
-    return x_T.detach().masked_fill(~mask_T, 0.0).sum()
+    """Refuses values for which the formulas above make no sense. Raises ValueError with every problem found."""
+    problems = [f"train.ppo.{name} is {value!r}; {remedy}" for name, value, remedy in ppo_problems(config)]
+    if problems:
+        raise ValueError("\n".join(problems))

@@ -64,7 +64,12 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     # From MFCs.
     "proximal_logprobs": _spec("float32", "token"),
     "packed_ref_logprobs": _spec("float32", "token"),
-    "values": _spec("float32", "token"),
+    "values": _spec("float32", "token"),  # of the state after token t, in the critic's units
+    "model_rewards": _spec("float32", "sequence"),  # scores of the reward model
+    "advantages": _spec("float32", "token"),  # of having sampled token t
+    "trained_mask": _spec("bool", "token"),  # loss_mask without what train.ppo leaves out
+    "returns": _spec("float32", "token"),  # what `values` are to become, in the same units ...
+    "value_mask": _spec("bool", "token"),  # ... where a trained token follows
 }
 
 DTYPES = tuple(

@@ -29,7 +29,15 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from asyncrl.config import ConfigError, ExperimentConfig, NameResolveConfig, RuntimeConfig
+from asyncrl.config import (
+    ConfigError,
+    ExperimentConfig,
+    ModelWorkerConfig,
+    NameResolveConfig,
+    RuntimeConfig,
+    allocation_of,
+    max_head_offpolicyness,
+)
 from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SGLangEnvironment, find_sglang
 from asyncrl.launch.model_files import count_parameters
 from asyncrl.launch.program import ProcessSpec, run_directory, with_dtypes
@@ -53,6 +61,7 @@ SGLANG_BYTES = 2 << 30  # a SGLang server: its front and, for each tensor parall
 FIXED_BYTES = 200 << 20  # launcher and etcd
 LOGS_BYTES = 200 << 20  # on disk: logs, and the data of a private etcd
 _TRAINED_PARAMETER_BYTES = 16  # weights, gradients and two moments in float32
+_FROZEN_PARAMETER_BYTES = 4
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 _LOW_SHM_BYTES = GIB  # what NCCL between some ranks wants; Docker's default is 64 MiB
@@ -111,7 +120,7 @@ def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec]
         *([judge_num_gpus(len(devices), config)] if config else []),
         *(find_endpoints(name_resolve) if name_resolve.endpoints else [find_etcd_binary(name_resolve.binary)]),
         judge_sglang(
-            Allocation.parse(config.allocation).engine if config else "",
+            allocation_of(config).engine if config else "",
             find_sglang(config.generation.python if config else ""),
             config.generation.python if config else "",
         ),
@@ -194,7 +203,7 @@ class Need:
 
     threads: int = 0  # that compute on cores all the time
     memory: int = 0  # bytes of main memory, all processes together
-    disk: int = 0  # bytes: the weight versions kept, one in the making, the final checkpoint, logs, etcd's data
+    disk: int = 0  # bytes: the weight versions kept, one in the making, the final checkpoints, logs, etcd's data
     open_files: int = 0  # of the process that opens most
 
     @classmethod
@@ -203,23 +212,31 @@ class Need:
         count = Counter(spec.kind for spec in specs)
         computing = sum(spec.computes for spec in specs)
         memory = FIXED_BYTES + computing * COMPUTING_BYTES + (len(specs) - computing) * OTHER_BYTES
-        allocation = Allocation.parse(config.allocation)
+        allocation = allocation_of(config)
         if allocation.engine == "sglang":
             memory += count["generation_server"] * allocation.generation.tensor * SGLANG_BYTES
         if not on_gpu:
             value = _DTYPE_BYTES.get(generation.dtype, 4)
             cache = generation.num_blocks * generation.page_size * model.kv_values_per_token
-            trained = _TRAINED_PARAMETER_BYTES + (4 if train.ppo.kl_coef > 0 else 0)  # the reference model
-            memory += count["generation_server"] * (model.num_parameters + cache) * value
-            memory += count["model_worker"] * model.num_parameters * trained
-        prompts = manager.max_concurrent_rollouts or (1 + manager.max_head_offpolicyness) * train.batch_size
+            sampling = count["model_worker" if config.mode == "sync" else "generation_server"]
+            memory += sampling * (model.num_parameters + cache) * value
+            memory += model.num_parameters * _training_bytes(specs)  # all models are taken to be as large as model_path
+        prompts = manager.max_concurrent_rollouts or (1 + max_head_offpolicyness(config)) * train.batch_size
         rolled_out = min(prompts, rollout.num_workers * rollout.max_concurrent_per_worker)
+        num_copies = config.weights.keep + 2 + (train.critic is not None)
         return cls(
             threads=0 if on_gpu else computing * max(train.torch_threads, 1),
             memory=memory,
-            disk=(config.weights.keep + 2) * model.num_parameters * _DTYPE_BYTES.get(train.dtype, 4) + LOGS_BYTES,
+            disk=num_copies * model.num_parameters * _DTYPE_BYTES.get(train.dtype, 4) + LOGS_BYTES,
             open_files=rolled_out * rollout.group_size + _SPARE_OPEN_FILES,  # a server's: a connection a response
         )
+
+
+def _training_bytes(specs: Sequence[ProcessSpec]) -> int:
+    """Of all model workers, for each parameter of a model: their ranks share weights, gradients and moments of each model."""
+    worker = next((spec.config for spec in specs if isinstance(spec.config, ModelWorkerConfig)), None)
+    models = worker.models if worker is not None else []
+    return sum(_TRAINED_PARAMETER_BYTES if model.trainable else _FROZEN_PARAMETER_BYTES for model in models)
 
 
 def num_cores() -> int:
@@ -374,9 +391,9 @@ def judge_gpus(devices: Sequence[str], gpus: Sequence[Gpu] | str, torch_version:
 
 def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
     """Whether there is a GPU for each that the allocation asks for. Without any a run is one on the CPU."""
-    allocation, name = Allocation.parse(config.allocation), "GPUs asked for"
+    allocation, name = allocation_of(config), "GPUs asked for"
     generation = allocation.generation.size if config.mode != "train_only" and allocation.engine != "external" else 0
-    training = allocation.training.size if config.mode != "rollout_only" else 0
+    training = allocation.num_model_workers if config.mode != "rollout_only" else 0
     needed = generation + training
     value = f"allocation={config.allocation}: {generation} for generation, {training} for training; {found} found"
     if not found and allocation.engine != "sglang":
@@ -388,13 +405,9 @@ def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
         )
         return Finding(name, "warn", value, remedy)
     if found < needed:
-        whole = (
-            allocation.generation.data + allocation.training.data
-            == allocation.generation.size + allocation.training.size
-        )
         fitting = (
             f"allocation={allocation.engine}.d{found // 2}p1m1+d{found - found // 2}p1m1, or "
-            if found > 1 and whole
+            if found > 1 and _is_data_parallel(allocation)
             else ""
         )
         remedy = (
@@ -403,6 +416,12 @@ def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
         )
         return Finding(name, "warn", value, remedy)
     return Finding(name, "ok", value)
+
+
+def _is_data_parallel(allocation: Allocation) -> bool:
+    """Whether a number of servers and one of trainers is all that it says, so that smaller ones are as good."""
+    grids = [allocation.generation, *(grid for devices in allocation.training for _, grid in devices.grids)]
+    return bool(allocation.engine) and not allocation.names and all(grid.data == grid.size for grid in grids)
 
 
 def _because() -> str:

@@ -1,4 +1,5 @@
 """Models by name: `model_path: Qwen/Qwen2.5-1.5B-Instruct` in place of a folder. Before a run starts, the name becomes a folder.
+So are reference, critic and reward model named.
 
 Only the launcher asks the Hub, once and before there is any other process: `prepare` and `run` download what is missing, `check`
 looks into the cache and nowhere else. All that comes later (preflight, workers, SGLang) is given the folder. The revision may be
@@ -19,6 +20,7 @@ from asyncrl.launch.model_files import count_parameters
 from asyncrl.launch.redact import redact_urls
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_TOKENIZER = "tokenizer_path"
 _MODEL_FILES = ["*.safetensors", "*.safetensors.index.json"]
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # config.json and generation_config.json are among them
 _ELSEWHERE = ["*/*"]  # folders hold other formats: original/, onnx/, gguf/
@@ -37,14 +39,24 @@ def with_local_models(
     download: fetch what the cache lacks, with a progress bar on stderr; say: is told what will be fetched and where to. Without,
     nothing is written and the network is not touched.
     """
-    folders = {}
-    for field, path, patterns in (
-        ("model_path", config.model_path, _MODEL_FILES + _TOKENIZER_FILES),
-        ("tokenizer_path", config.tokenizer_path, _TOKENIZER_FILES),
-    ):
-        if is_hub_name(path):
-            folders[field] = str(_snapshot(field, path, patterns, download=download, say=say))
-    return replace(config, **folders) if folders else config  # type: ignore[arg-type]  # both are strings
+
+    def folder(field: str, path: str) -> str:
+        patterns = _TOKENIZER_FILES if field == _TOKENIZER else _MODEL_FILES + _TOKENIZER_FILES
+        return str(_snapshot(field, path, patterns, download=download, say=say)) if is_hub_name(path) else path
+
+    train = config.train
+    ref, critic, judge = train.ref, train.critic, train.reward_model
+    return replace(
+        config,
+        model_path=folder("model_path", config.model_path),
+        tokenizer_path=folder(_TOKENIZER, config.tokenizer_path),
+        train=replace(
+            train,
+            ref=replace(ref, path=folder("train.ref.path", ref.path)),
+            critic=replace(critic, path=folder("train.critic.path", critic.path)) if critic else None,
+            reward_model=replace(judge, path=folder("train.reward_model.path", judge.path)) if judge else None,
+        ),
+    )
 
 
 def _snapshot(field: str, name: str, patterns: list[str], *, download: bool, say: Callable[[str], None]) -> Path:
@@ -64,7 +76,7 @@ def _snapshot(field: str, name: str, patterns: list[str], *, download: bool, say
             ignore_patterns=_ELSEWHERE,
             local_files_only=local_files_only,
         )
-        _check_whole(folder, with_weights=field == "model_path")
+        _check_whole(folder, with_weights=field != _TOKENIZER)
         return Path(folder)
 
     cache = constants.HF_HUB_CACHE

@@ -1,7 +1,7 @@
 """A recorded trajectory as somebody looks at it: text, and per token version, logprobs, mask, reward and advantage side by side.
 
-What the file does not hold is found in the run it was recorded in: the tokenizer, and the config from which the trainer computes
-advantages. It works without either: token ids only, no advantages. No torch, but where advantages are computed.
+What the file does not hold is found in the run it was recorded in: the tokenizer, and the config from which the trainer would
+compute advantages, where none are recorded. It works without either: token ids only. No torch, but where advantages are computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncrl.data.trajectories import (
     list_recording,
     read_trajectory,
 )
-from asyncrl.dataflow import TRAIN_MFC, build_dataflow
+from asyncrl.dataflow import build_dataflow
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import configs_dir
 from asyncrl.messages import WeightVersion
@@ -289,7 +289,10 @@ def _at(values: list[float] | None, position: int, there: bool) -> float | None:
 def _advantages(
     path: Path, trajectory: Trajectory, master: MasterWorkerConfig | None, notes: list[str]
 ) -> Array | None:
-    """Per token of the group, as the trainer computes them from the run's config; None with a note where that cannot be."""
+    """Per token of the group: as trained on, else (rollout_only) computed from the run's config; None: a note says why."""
+    if "advantages" in trajectory.sample.keys:
+        trained: Array = trajectory.sample.data["advantages"]
+        return trained
     if master is None:
         notes.append("no advantages: the config of the run's master is not there")
         return None
@@ -300,20 +303,24 @@ def _advantages(
             notes.append(
                 f"advantages are normalised over {len(samples)} of the batch's {trajectory.header.batch} groups"
             )
-    from asyncrl.model.interfaces import LocalBatch, OneRank, PPOActorInterface, make_interface  # imports torch
+    from asyncrl.model.interfaces import AdvantagesInterface, LocalBatch, OneRank  # imports torch
 
-    interface = make_interface(build_dataflow(master.train).mfcs[TRAIN_MFC], master.train, master.worker.seed)
-    assert isinstance(interface, PPOActorInterface)
-    keys = interface.advantage_keys
-    missing = sorted({key for sample in samples for key in keys if key not in sample.keys})
+    interface = AdvantagesInterface(build_dataflow(master.train).mfcs["advantages"], master.train)
+    missing = sorted({key for sample in samples for key in interface.keys if key not in sample.keys})
     if missing:
         notes.append(f"no advantages: they need the keys {missing}, which are recorded where a train step runs")
         return None
     if master.train.ppo.kl_coef > 0 and master.train.ppo.kl_adaptive:
         notes.append("advantages with the KL coefficient that the run began with (train.ppo.kl_adaptive changes it)")
-    batch = LocalBatch.make(SequenceSample.gather([sample.select_keys(keys) for sample in samples]), keys)
-    advantages_T, _, _ = interface.advantages(OneRank(), batch)
-    whole: Array = advantages_T.numpy()
+    if interface.value_norm is not None:
+        notes.append(
+            "advantages with values in the units that the run began with (train.critic.value_norm changes them)"
+        )
+    batch = LocalBatch.make(
+        SequenceSample.gather([sample.select_keys(interface.keys) for sample in samples]), interface.keys
+    )
+    made, _ = interface.compute(OneRank(), batch)
+    whole: Array = made.advantages_T.numpy()
     return whole[: trajectory.sample.total_tokens()]
 
 

@@ -23,28 +23,28 @@ _LENGTH_BYTES = 8  # of the number at the start of a safetensors file: how long 
 _CAUSAL_MAPPING = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", re.MULTILINE | re.DOTALL)
 
 
-def read_config(model_path: str, hint: str) -> dict[str, Any]:
-    """config.json of the model. Raises ConfigError; hint: what to do where there is none."""
+def read_config(model_path: str, hint: str, *, field: str = "model_path") -> dict[str, Any]:
+    """config.json of the model. Raises ConfigError naming the field; hint: what to do where there is none."""
     file = Path(model_path).expanduser() / "config.json"
     if not file.is_file():
-        raise ConfigError(f"model_path={model_path!r}: there is no config.json; {hint}")
+        raise ConfigError(f"{field}={model_path!r}: there is no config.json; {hint}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(
-            f"model_path={model_path!r}: config.json cannot be read: {error}; copy the model again"
+            f"{field}={model_path!r}: config.json cannot be read: {error}; copy the model again"
         ) from error
     if not isinstance(config, dict):
-        raise ConfigError(f"model_path={model_path!r}: config.json holds no object; copy the model again")
-    _check_architecture(model_path, config.get("model_type"))
+        raise ConfigError(f"{field}={model_path!r}: config.json holds no object; copy the model again")
+    _check_architecture(f"{field}={model_path!r}", config.get("model_type"))
     return config
 
 
-def _check_architecture(model_path: str, model_type: object) -> None:
+def _check_architecture(where: str, model_type: object) -> None:
     known = causal_architectures()
     if known and model_type not in known:
         raise ConfigError(
-            f"model_path={model_path!r}: config.json says model_type={model_type!r}, which is no causal language model that the "
+            f"{where}: config.json says model_type={model_type!r}, which is no causal language model that the "
             f"installed transformers knows; upgrade transformers, or give another model, such as qwen3 or llama"
         )
 
@@ -62,36 +62,36 @@ def causal_architectures() -> set[str]:
     return set(re.findall(r'\("([\w.-]+)",', table[0])) if table else set()
 
 
-def count_parameters(model_path: str) -> int:
+def count_parameters(model_path: str, *, field: str = "model_path") -> int:
     """Parameters in the model's safetensors, all of which must be there and whole; 0 for older formats. Raises ConfigError."""
-    folder = Path(model_path).expanduser()
+    folder, where = Path(model_path).expanduser(), f"{field}={model_path!r}"
     if (folder / _SINGLE).is_file():
         files = {_SINGLE}
     elif (folder / _INDEX).is_file():
-        files = _indexed_files(model_path, folder / _INDEX)
+        files = _indexed_files(where, folder / _INDEX)
     elif any((folder / name).is_file() for name in _OLD_FORMATS):
         return 0
     else:
         raise ConfigError(
-            f"model_path={model_path!r}: there are no weights, neither {_SINGLE} nor {_INDEX}; copy the model's weights there"
+            f"{where}: there are no weights, neither {_SINGLE} nor {_INDEX}; copy the model's weights there"
         )
     missing = sorted(name for name in files if not (folder / name).is_file())
     if missing:
         raise ConfigError(
-            f"model_path={model_path!r}: {_INDEX} names {len(files)} files, and {', '.join(missing[:5])} "
+            f"{where}: {_INDEX} names {len(files)} files, and {', '.join(missing[:5])} "
             f"{'is' if len(missing) == 1 else 'are'} missing; copy what is missing again"
         )
-    return sum(_parameters_of(model_path, folder / name) for name in files)
+    return sum(_parameters_of(where, folder / name) for name in files)
 
 
-def _indexed_files(model_path: str, index: Path) -> set[str]:
+def _indexed_files(where: str, index: Path) -> set[str]:
     try:
         return set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model_path={model_path!r}: {_INDEX} cannot be read: {error!r}; copy it again") from error
+        raise ConfigError(f"{where}: {_INDEX} cannot be read: {error!r}; copy it again") from error
 
 
-def _parameters_of(model_path: str, file: Path) -> int:
+def _parameters_of(where: str, file: Path) -> int:
     """Read the header of a safetensors file, and compare what it promises with the file's size."""
     size = file.stat().st_size
     try:
@@ -104,11 +104,11 @@ def _parameters_of(model_path: str, file: Path) -> int:
         parameters = sum(math.prod(map(int, entry["shape"])) for entry in tensors)
     except (AssertionError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise ConfigError(
-            f"model_path={model_path!r}: {file.name} ({size} bytes) is no safetensors file, or was cut short; copy it again"
+            f"{where}: {file.name} ({size} bytes) is no safetensors file, or was cut short; copy it again"
         ) from None
     if size != expected:
         raise ConfigError(
-            f"model_path={model_path!r}: {file.name} has {size} bytes, its header says {expected}: it was cut short; copy it again"
+            f"{where}: {file.name} has {size} bytes, its header says {expected}: it was cut short; copy it again"
         )
     return parameters
 

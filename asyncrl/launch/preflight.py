@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import math
 import os
 import shutil
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from asyncrl.config import ConfigError, ExperimentConfig, PromptSourceConfig
+from asyncrl.config import CRITIC, REF, REWARD, ConfigError, ExperimentConfig, PromptSourceConfig, allocation_of
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
@@ -21,12 +22,22 @@ from asyncrl.generation.sglang_environment import SETUP_HINT, find_sglang
 from asyncrl.launch.model_files import check_vocabulary, count_parameters, read_config
 from asyncrl.launch.program import run_directory, with_dtypes
 from asyncrl.launch.task_arguments import check_task_arguments
+from asyncrl.names import ACTOR
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import existing_parent, size_text
 from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
-from asyncrl.topology import Allocation
 from asyncrl.weights import MANIFEST, read_manifest, tensor_files
 
+_SHAPE_FIELDS = (  # of config.json: models that differ in one have other tensors
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 _ETCD_BYTES = 130_000_000  # two files of its log, which it allocates as it starts
 
 
@@ -41,12 +52,14 @@ def preflight(config: ExperimentConfig) -> int:
     tokenizer_path = config.tokenizer_path or config.model_path
     _check_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer_path, model)
+    models = {ACTOR: model} | _read_other_models(config, tokenizer_path, model)
+    if config.mode != "rollout_only":
+        _check_grids(config, models)
     _check_chat_template(config, tokenizer_path)
     _check_tasks(config)
     _check_name_resolve(config)
     _check_length(config, model)
     _check_room(config, num_parameters)
-    _check_dataflow(config)
     _check_engine(config)
     _check_wandb(config)
     if config.mode == "train_only":
@@ -67,6 +80,58 @@ def preflight(config: ExperimentConfig) -> int:
             f"eval.num_prompts={config.eval.num_prompts}: {config.eval.prompts.path} has fewer prompts; use a smaller number"
         )
     return num_prompts
+
+
+def _read_other_models(
+    config: ExperimentConfig, tokenizer_path: str, actor: Mapping[str, object]
+) -> dict[str, Mapping[str, object]]:
+    """config.json of critic, reference and reward model, where they are others than model_path's; checked like that one."""
+    train = config.train
+    found: dict[str, Mapping[str, object]] = {}
+    for role, field, path in (
+        (CRITIC, "train.critic.path", train.critic.path if train.critic else ""),
+        (REF, "train.ref.path", train.ref.path),
+        (REWARD, "train.reward_model.path", train.reward_model.path if train.reward_model else ""),
+    ):
+        if path:
+            found[role] = read_config(path, "give a folder in Hugging Face format", field=field)
+            count_parameters(path, field=field)
+            try:
+                check_vocabulary(tokenizer_path, found[role])
+            except ConfigError as error:
+                raise ConfigError(f"{field}={path!r}: it reads the same tokens as the actor, but {error}") from error
+    others = [name for name in _SHAPE_FIELDS if REF in found and found[REF].get(name) != actor.get(name)]
+    if train.ref.update_interval and others:
+        raise ConfigError(
+            f"train.ref.update_interval={train.ref.update_interval}: the actor's weights do not fit into train.ref.path: its "
+            f"config.json has another {others[0]}; use 0, or a reference of the actor's architecture"
+        )
+    return found
+
+
+def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, object]]) -> None:
+    """Each model can be cut into the stages and tensor parallel ranks that the allocation gives it."""
+    placements, _ = allocation_of(config).place(build_dataflow(config.train, config.mode))
+    for placement in placements:
+        whole = models.get(placement.role, models[ACTOR])
+        nested = whole.get("text_config")
+        model = nested if isinstance(nested, dict) else whole
+        layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
+        where = f"allocation={config.allocation!r}: the {placement.name} has the grid {placement.grid}"
+        if isinstance(layers, int) and placement.grid.pipe > layers:
+            raise ConfigError(f"{where}, and {layers} layers: use at most p{layers}")
+        split = {
+            "attention heads": heads,
+            "heads of keys and values": model.get("num_key_value_heads") or heads,
+            "wide MLPs": model.get("intermediate_size"),
+        }
+        sizes = {name: size for name, size in split.items() if isinstance(size, int)}
+        if uneven := [f"{size} {name}" for name, size in sizes.items() if size % placement.grid.tensor]:
+            common = math.gcd(*sizes.values())
+            fitting = ", ".join(f"m{size}" for size in range(1, common + 1) if common % size == 0)
+            raise ConfigError(
+                f"{where}, and {', '.join(uneven)}, of which each rank has as much as the others: use {fitting}"
+            )
 
 
 def _check_wandb(config: ExperimentConfig) -> None:
@@ -194,11 +259,13 @@ def _check_replay(config: ExperimentConfig, model: Mapping[str, object]) -> int:
 
 
 def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
-    """The run's disk has room for what is sure to be written: the versions kept, one in the making, the model, etcd's log."""
+    """The run's disk has room for what is sure to be written: the versions kept, one in the making, the model (and a critic, taken
+    to be as large), etcd's log."""
     run_dir = run_directory(config)
     dtype = with_dtypes(config, on_gpu=bool(visible_devices())).train.dtype
     weights = num_parameters * (2 if dtype == "bfloat16" else 4)
-    needed = (config.weights.keep + 2) * weights + (0 if config.name_resolve.endpoints else _ETCD_BYTES)
+    others = 2 + (config.train.critic is not None)
+    needed = (config.weights.keep + others) * weights + (0 if config.name_resolve.endpoints else _ETCD_BYTES)
     try:
         free = shutil.disk_usage(existing_parent(run_dir)).free
         free += sum(file.stat().st_size for file in run_dir.glob("weights/*/*/*"))  # of attempts before: they go
@@ -206,8 +273,8 @@ def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
         return
     if free < needed:
         raise ConfigError(
-            f"fileroot={config.fileroot!r}: {size_text(free)} are free there, the run needs {size_text(needed)} (weights.keep + 2 "
-            f"times {size_text(weights)} of weights, and etcd's data); make room, use a larger disk, or set weights.keep=1"
+            f"fileroot={config.fileroot!r}: {size_text(free)} are free there, the run needs {size_text(needed)} (weights.keep + "
+            f"{others} times {size_text(weights)} of weights, and etcd's data); make room, use a larger disk, or set weights.keep=1"
         )
 
 
@@ -218,14 +285,6 @@ def _check_length(config: ExperimentConfig, model: Mapping[str, object]) -> None
         raise ConfigError(
             f"rollout.sampling.max_new_tokens={asked}: the model has {limit} positions for prompt and response"
         )
-
-
-def _check_dataflow(config: ExperimentConfig) -> None:
-    """The MFCs fit together."""
-    try:
-        build_dataflow(config.train)
-    except ValueError as error:
-        raise ConfigError(f"train.extra_mfcs: {error}") from error
 
 
 def _check_name_resolve(config: ExperimentConfig) -> None:
@@ -259,7 +318,7 @@ def _count(field: str, prompts: PromptSourceConfig, config: ExperimentConfig) ->
 
 def _check_engine(config: ExperimentConfig) -> None:
     """SGLang's interpreter is one, and has SGLang. Asks its files, not itself: that would take a second."""
-    if config.mode == "train_only" or Allocation.parse(config.allocation).engine != "sglang":
+    if config.mode == "train_only" or allocation_of(config).engine != "sglang":
         return
     python = config.generation.python
     if find_sglang(python) is None:

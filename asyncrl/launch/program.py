@@ -16,13 +16,19 @@ from omegaconf import OmegaConf
 
 from asyncrl.config import (
     AUTO,
+    CRITIC,
+    REF,
+    REWARD,
     ConfigError,
     EvalConfig,
     ExperimentConfig,
     GenerationServerConfig,
+    GroupsConfig,
     GserverManagerConfig,
     MasterWorkerConfig,
+    ModelConfig,
     ModelWorkerConfig,
+    PlacedMFC,
     PromptSourceConfig,
     RecorderConfig,
     ReplayerConfig,
@@ -31,10 +37,13 @@ from asyncrl.config import (
     TaskConfig,
     TrainConfig,
     WorkerInfo,
+    allocation_of,
+    max_head_offpolicyness,
 )
+from asyncrl.dataflow import DataflowGraph, build_dataflow, build_recording_dataflow
 from asyncrl.launch.redact import redact
 from asyncrl.names import ACTOR
-from asyncrl.topology import Allocation
+from asyncrl.topology import Allocation, ModelPlacement
 
 ProcessConfig = (
     MasterWorkerConfig
@@ -54,6 +63,7 @@ CONFIG_CLASSES: Mapping[str, type[ProcessConfig]] = {
     "recorder": RecorderConfig,
     "replayer": ReplayerConfig,
 }
+_KINDS = {CRITIC: "value", REWARD: "reward"}  # ModelConfig.kind by role; others: lm
 
 
 @dataclass(frozen=True)
@@ -88,19 +98,24 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
     """All processes of a run, in the order in which they are started. num_prompts: as `preflight` counts.
 
     devices: the GPUs of the machine as CUDA_VISIBLE_DEVICES names them. Generation servers get the first ones, as many each as
-    they have tensor parallel ranks, model workers those after; where there are too few, they are shared in turn.
+    they have tensor parallel ranks, model workers those after, one each; where there are too few, they are shared in turn.
     """
     config = with_dtypes(_patient(config), on_gpu=bool(devices))
-    allocation = Allocation.parse(config.allocation)
+    allocation = allocation_of(config)
     manager = config.manager
-    rolls_out, trains = config.mode != "train_only", config.mode != "rollout_only"
-    num_heads = allocation.training.data if trains else 1
-    eta = manager.max_head_offpolicyness
+    rolls_out, trains = config.mode in ("async", "rollout_only"), config.mode != "rollout_only"
+    eta = max_head_offpolicyness(config)
     model_path = _absolute(config.model_path)
     tokenizer_path = _absolute(config.tokenizer_path or config.model_path)
     train = _resolve_train(config, num_prompts)
+    placements, mfcs = _place(allocation, build_dataflow(train, config.mode)) if trains else ([], _recording())
+    models = [_model(placement, mfcs, train, model_path) for placement in placements]
+    heads = placements[0].heads if trains else (0,)  # they take trajectories
+    num_heads = len(heads)
+    num_model_workers = allocation.num_model_workers
     prompts = _resolve_prompts(config.prompts)
     eval_prompts = _resolve_prompts(config.eval.prompts) if config.eval.prompts else None
+    rollout = _resolve_rollout(config.rollout)
     num_workers = config.rollout.num_workers
 
     def info(kind: str, index: int, count: int) -> WorkerInfo:
@@ -131,19 +146,25 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
         )
         for index in range(allocation.num_servers)
     ]
+    groups = GroupsConfig(prompts, eval_prompts, rollout, config.generation) if config.mode == "sync" else None
     model_workers = [
         ModelWorkerConfig(
-            worker=info("model_worker", index, allocation.training.size),
-            data_parallel_rank=index,
-            data_parallel_size=num_heads,
+            worker=info("model_worker", index, num_model_workers),
+            models=models,
+            mfcs=mfcs,
             model_path=model_path,
             tokenizer_path=tokenizer_path,
             train=train,
             weights=config.weights,
             store_capacity=(1 + eta) * train.batch_size,
-            record=replace(config.record, max_bytes=config.record.max_bytes // num_heads),
+            record=replace(
+                config.record,
+                trajectories=config.record.trajectories and index in heads,  # which have what the MFCs made of them
+                max_bytes=config.record.max_bytes // num_heads,
+            ),
+            groups=groups,
         )
-        for index in range(allocation.training.size)
+        for index in range(num_model_workers)
     ]
     recorder = RecorderConfig(
         worker=info("recorder", 0, 1),
@@ -156,8 +177,9 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
     )
     master = MasterWorkerConfig(
         worker=info("master", 0, 1),
-        num_model_workers=allocation.training.size if trains else 1,
-        data_parallel_size=num_heads,
+        num_model_workers=num_model_workers if trains else 1,
+        models=models,
+        mfcs=mfcs,
         prompts=prompts,
         train=train if trains else _without_saving(train),
         eval=replace(config.eval, prompts=eval_prompts) if trains else _only_at_start(config.eval, eval_prompts),
@@ -171,7 +193,7 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
         tasks=sorted(config.rollout.tasks),
         mode=config.mode,
         first_step=config.replay.first_step,
-        num_replayed=0 if rolls_out else num_prompts,
+        num_replayed=num_prompts if config.mode == "train_only" else 0,
     )
     gserver_manager = GserverManagerConfig(
         worker=info("gserver_manager", 0, 1),
@@ -193,7 +215,7 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
             tokenizer_path=tokenizer_path,
             prompts=prompts,
             eval_prompts=eval_prompts,
-            rollout=_resolve_rollout(config.rollout),
+            rollout=rollout,
             num_heads=num_heads,
             heartbeat_s=manager.heartbeat_s,
         )
@@ -212,7 +234,8 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
         *(servers if rolls_out else []),
         *(model_workers if trains else [recorder]),
         master,
-        *([gserver_manager, *rollout_workers] if rolls_out else [replayer]),
+        *([gserver_manager, *rollout_workers] if rolls_out else ()),
+        *([replayer] if config.mode == "train_only" else ()),
     ]
     _check_left_out(config, [process.worker.name for process in processes])
     specs = [_spec(process, config.train.torch_threads) for process in processes]
@@ -235,7 +258,7 @@ def with_dtypes(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:
 
 def can_scale(config: ExperimentConfig) -> bool:
     """Whether the run starts generation servers, so that more or fewer of them can be had."""
-    return config.mode != "train_only" and Allocation.parse(config.allocation).engine != "external"
+    return config.mode in ("async", "rollout_only") and allocation_of(config).engine != "external"
 
 
 def server_spec(
@@ -249,8 +272,8 @@ def server_spec(
     allocation = Allocation.parse(config.allocation)
     if index < allocation.num_servers:
         return next(spec for spec in planned if spec.name == f"generation_server/{index}")
-    wide = f"{allocation.engine}.{replace(allocation.generation, data=index + 1)}+{allocation.training}"
-    more = plan(replace(config, allocation=wide), attempt=attempt, num_prompts=num_prompts, devices=devices)
+    wide = replace(allocation, generation=replace(allocation.generation, data=index + 1))
+    more = plan(replace(config, allocation=str(wide)), attempt=attempt, num_prompts=num_prompts, devices=devices)
     spec = next(spec for spec in more if spec.name == f"generation_server/{index}")
     if not devices:
         return spec
@@ -287,6 +310,36 @@ def load_process_config(path: Path) -> ProcessConfig:
     return loaded
 
 
+def _place(allocation: Allocation, graph: DataflowGraph) -> tuple[list[ModelPlacement], list[PlacedMFC]]:
+    placements, model_of = allocation.place(graph)
+    return placements, [mfc.placed(model_of[name]) for name, mfc in graph.mfcs.items()]
+
+
+def _recording() -> list[PlacedMFC]:
+    """MFCs of mode=rollout_only: the recorder has no model."""
+    return [mfc.placed("") for mfc in build_recording_dataflow().mfcs.values()]
+
+
+def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainConfig, model_path: str) -> ModelConfig:
+    """What to make of a placement: the role says which checkpoint, which output and which optimizer."""
+    role = placement.role
+    own_path = {
+        CRITIC: train.critic.path if train.critic else "",
+        REF: train.ref.path,
+        REWARD: train.reward_model.path if train.reward_model else "",
+    }.get(role, "")
+    return ModelConfig(
+        name=placement.name,
+        path=_absolute(own_path) or model_path,
+        grid=str(placement.grid),
+        workers=list(placement.workers),
+        kind=_KINDS.get(role, "lm"),
+        trainable=placement.name == role and any(mfc.role == role and mfc.kind == "train_step" for mfc in mfcs),
+        optimizer=train.critic.optimizer if train.critic and role == CRITIC else train.optimizer,
+        offload=role in train.offload,
+    )
+
+
 def _num_devices(spec: ProcessSpec) -> int:
     """GPUs of a process."""
     return getattr(spec.config, "tensor_parallel", 1) if spec.computes else 0
@@ -311,7 +364,10 @@ def _resolve_train(config: ExperimentConfig, num_prompts: int) -> TrainConfig:
     sampling, ppo = config.rollout.sampling, config.train.ppo
     temperature = ppo.temperature or (1.0 if sampling.greedy else sampling.temperature)
     steps = config.train.total_steps or total_steps(config, num_prompts)
-    return replace(config.train, total_steps=steps, ppo=replace(ppo, temperature=temperature))
+    extra = {
+        name: replace(mfc, interface=_absolute_spec(mfc.interface)) for name, mfc in config.train.extra_mfcs.items()
+    }
+    return replace(config.train, total_steps=steps, ppo=replace(ppo, temperature=temperature), extra_mfcs=extra)
 
 
 def _verify_tolerance(config: ExperimentConfig) -> float:

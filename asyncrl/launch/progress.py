@@ -327,19 +327,22 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
         ]
         rows.append((f"evaluation at step {evaluation['step']}", ", ".join(scores)))
     idle = summary["generation_idle_share"]
-    rows += [
-        (
-            "trainer idle",
-            f"{number('trainer_idle_share'):.0%} of the time (waiting for data {number('trainer_waits_data_share'):.0%}, "
-            f"for weights {number('trainer_waits_weights_share'):.0%})",
-        ),
-        ("generation idle", "unknown" if idle is None else f"{float(str(idle)):.0%} of the time"),
-        (
-            "off-policyness, head",
-            f"mean {number('head_offpolicyness_mean'):.2f}, max {number('head_offpolicyness_max'):.0f}; "
-            f"{number('sequences_of_two_versions'):.0f} responses sampled by more than one version",
-        ),
-    ]
+    if summary.get("mode") == "sync":
+        rows.append(("generation", f"{number('trainer_waits_data_share'):.0%} of the time, in turn with training"))
+    else:
+        rows += [
+            (
+                "trainer idle",
+                f"{number('trainer_idle_share'):.0%} of the time (waiting for data "
+                f"{number('trainer_waits_data_share'):.0%}, for weights {number('trainer_waits_weights_share'):.0%})",
+            ),
+            ("generation idle", "unknown" if idle is None else f"{float(str(idle)):.0%} of the time"),
+            (
+                "off-policyness, head",
+                f"mean {number('head_offpolicyness_mean'):.2f}, max {number('head_offpolicyness_max'):.0f}; "
+                f"{number('sequences_of_two_versions'):.0f} responses sampled by more than one version",
+            ),
+        ]
     rejected = summary["rejected"]
     assert isinstance(rejected, dict)
     if "wandb" in summary:

@@ -1,4 +1,4 @@
-"""The master's view of what the heads hold: metadata only, never a tensor.
+"""The master's view of what the model workers hold: metadata only, never a tensor. Who holds what: tracker.py.
 
 A trajectory enters once (`put`: the first of its prompt wins), is chosen into a batch, gains keys as MFCs write them
 (`amend_batch`), and leaves when its train step is over. An MFC's call starts when the batch has all its input keys
@@ -76,6 +76,11 @@ class AsyncIOSequenceBuffer:
 
     def metas(self, tickets: Iterable[str]) -> list[TrajectoryMeta]:
         return [self._entries[ticket].meta for ticket in tickets]
+
+    def common_keys(self, tickets: Iterable[str]) -> frozenset[str]:
+        """Keys that all of these trajectories have by now."""
+        keys = [self._entries[ticket].keys for ticket in tickets]
+        return frozenset.intersection(*map(frozenset, keys)) if keys else frozenset()
 
     async def begin_batch(self, tickets: Sequence[str]) -> None:
         """The batch of the next step, in canonical order."""

@@ -1,20 +1,44 @@
-"""Runs the dataflow of one train step: every MFC as its keys are there, each a call to all workers of its mesh."""
+"""Runs the dataflow of one train step: every MFC as its keys are there, each a call to all workers of its model.
+
+    batch -> parts of each model's data ranks -> Redistribute (what the parts lack)
+    keys that an MFC has made ---------------> Redistribute (to whoever reads them)   -> ExecuteMFC, when all input keys are there
+
+Data moves as soon as it is there, before anything that waits for it is called: a worker sends without waiting, so MFCs of
+disjoint meshes run at the same time, and none waits for a worker that computes something else.
+
+No deadlock: one master sends all calls, to all their workers without awaiting in between. So all workers have the calls that
+they share in the same order, whatever meshes overlap.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from asyncrl.dataflow import DataflowGraph, MFCDef
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
-from asyncrl.messages import CallBody, CallResult, ExecuteMFC
+from asyncrl.master.hooks import ParameterHooks
+from asyncrl.master.tracker import StorageTracker
+from asyncrl.messages import (
+    CallBody,
+    CallResult,
+    ExecuteMFC,
+    Reallocate,
+    RedistribStep,
+    Redistribute,
+    TrajectoryMeta,
+)
+from asyncrl.redistribution import assign, members, plan_redistribution
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.worker import StatusBoard
-from asyncrl.topology import Handler
+from asyncrl.topology import Handler, ModelPlacement, ModelShardID
 
 T = TypeVar("T")
+
+MOVED_BYTES = "redistribution/bytes"  # statistic of a step: sent by model workers to one another
+BALANCE_TOLERANCE = 0.1  # data moves between ranks of a model where one has more than this above the mean of tokens
 
 
 @dataclass
@@ -25,24 +49,21 @@ class StepResult:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-class MeshCaller:
-    """Calls all workers of a mesh at once, with a limit and a name on the wait."""
+class WorkerCaller:
+    """Calls several workers at once, with a limit and a name on the wait."""
 
-    def __init__(
-        self, client: NameResolvingRequestClient, board: StatusBoard, handlers: Sequence[Handler], limit_s: float
-    ) -> None:
+    def __init__(self, client: NameResolvingRequestClient, board: StatusBoard, limit_s: float) -> None:
         self._client = client
         self._board = board
-        self._handlers = tuple(handlers)
         self._limit_s = limit_s
 
-    async def call(self, what: str, body: CallBody) -> list[CallResult]:
-        """Enqueue to every member without awaiting in between, then wait for all. The first error wins."""
-        return await self.start(what, body)
+    async def call(self, what: str, handlers: Sequence[Handler], body: CallBody) -> list[CallResult]:
+        """Enqueue to every handler without awaiting in between, then wait for all. The first error wins."""
+        return await self.start(what, handlers, body)
 
-    def start(self, what: str, body: CallBody) -> asyncio.Task[list[CallResult]]:
+    def start(self, what: str, handlers: Sequence[Handler], body: CallBody) -> asyncio.Task[list[CallResult]]:
         """Like call, but the sending happens now and the wait later."""
-        futures = self._client.call_nowait(self._handlers, [body] * len(self._handlers))
+        futures = self._client.call_nowait(handlers, [body] * len(handlers))
         return asyncio.create_task(self._gather(what, futures))
 
     async def _gather(self, what: str, futures: Sequence[asyncio.Future[CallResult]]) -> list[CallResult]:
@@ -53,54 +74,181 @@ class MeshCaller:
         return await self._board.bounded(awaitable, what=what, on=on, limit_s=self._limit_s)
 
 
+class _Step:
+    """One batch on its way through the graph: its parts, what has moved, what came of it. Sends; waits for nothing."""
+
+    def __init__(
+        self,
+        version: int,
+        mfcs: Sequence[MFCDef],
+        placements: Mapping[str, ModelPlacement],
+        tracker: StorageTracker,
+        caller: WorkerCaller,
+    ) -> None:
+        self.version = version
+        self.parts: dict[str, list[list[str]]] = {}  # model -> the ids of each data rank
+        self.result = StepResult()
+        self.tracker = tracker
+        self._sent: list[asyncio.Task[None]] = []
+        self._placements = placements
+        self._caller = caller
+        self._reads: dict[str, list[str]] = {}  # model -> the keys that its MFCs read
+        for mfc in mfcs:
+            self._reads.setdefault(mfc.model, []).extend(mfc.input_keys)
+
+    def begin(self, metas: Sequence[TrajectoryMeta], keys: Collection[str]) -> asyncio.Task[None]:
+        """Give each model's ranks their parts, where these keys lie if that is balanced, and move what they lack."""
+        ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
+        steps: list[RedistribStep] = []
+        for model, reads in self._reads.items():
+            placement, wanted = self._placements[model], _those_in(reads, keys)
+            homes = {group: self._homes(group, placement, wanted) for group in ids}
+            self.parts[model] = assign(ids, tokens, homes, placement.grid.data, BALANCE_TOLERANCE)
+            steps += self._plan(model, wanted)
+        return self._send(steps)
+
+    def move(self, keys: Collection[str]) -> asyncio.Task[None]:
+        """Send keys that have just been made to all models that read them."""
+        plans = [self._plan(model, _those_in(reads, keys)) for model, reads in self._reads.items()]
+        return self._send([step for plan in plans for step in plan])
+
+    def copy_weights(self, copies: Iterable[Reallocate]) -> list[asyncio.Task[list[CallResult]]]:
+        """Have weights copied, each at all workers of both models."""
+        return start_copies(copies, self._placements, self._caller)
+
+    def _homes(self, group: str, placement: ModelPlacement, keys: Sequence[str]) -> list[int]:
+        """The data ranks that lack the fewest of these keys."""
+        ranks = range(placement.grid.data)
+        missing = [self.tracker.num_missing(group, placement.replica(rank), keys) for rank in ranks]
+        return [rank for rank in ranks if missing[rank] == min(missing)]
+
+    def _plan(self, model: str, keys: Sequence[str]) -> list[RedistribStep]:
+        """Counts as done: what is planned next may build on it."""
+        placement = self._placements[model]
+        needed = {w: part for rank, part in enumerate(self.parts[model]) for w in placement.replica(rank)}
+        steps = plan_redistribution(needed, keys, self.tracker.holders) if keys else []
+        self.tracker.apply(steps)
+        return steps
+
+    def _send(self, steps: list[RedistribStep]) -> asyncio.Task[None]:
+        replies = None
+        if steps:
+            replies = self._caller.start("data to be moved", members(steps), Redistribute(steps=steps))
+        self._sent.append(asyncio.create_task(self._count(replies)))
+        return self._sent[-1]
+
+    def give_up(self) -> None:
+        """Wait for no replies any more."""
+        for task in self._sent:
+            task.cancel()
+
+    async def _count(self, replies: asyncio.Task[list[CallResult]] | None) -> None:
+        if replies is not None:
+            num_bytes = sum(reply.num_bytes for reply in await replies)
+            self.result.stats[MOVED_BYTES] = self.result.stats.get(MOVED_BYTES, 0.0) + num_bytes
+
+
+def start_copies(
+    copies: Iterable[Reallocate], placements: Mapping[str, ModelPlacement], caller: WorkerCaller
+) -> list[asyncio.Task[list[CallResult]]]:
+    """Have weights copied, each at all workers of both models."""
+    tasks = []
+    for body in copies:
+        workers = {*placements[body.source].workers, *placements[body.target].workers}
+        what = f"weights of {body.source} to be copied to {body.target}"
+        tasks.append(caller.start(what, sorted(workers), body))
+    return tasks
+
+
+def shard_handlers(placement: ModelPlacement) -> list[Handler]:
+    """All workers of a model, in rank order."""
+    return [ModelShardID.from_rank(placement.name, placement.topology, rank) for rank in range(placement.grid.size)]
+
+
+def _those_in(reads: Iterable[str], keys: Collection[str]) -> list[str]:
+    return [key for key in dict.fromkeys(reads) if key in keys]
+
+
 class ModelFunctionCall:
     """One MFC: consumes batches that have its input keys, produces its output keys for them.
 
-    waits for: the buffer to hold all input keys of the batch, then the replies of all workers of its mesh.
+    waits for: the buffer to hold all input keys of the batch, then the replies of all workers of its model.
     unblocked by: amend_batch of the MFCs before it.
     """
 
-    def __init__(self, mfc: MFCDef, buffer: AsyncIOSequenceBuffer, mesh: MeshCaller) -> None:
-        self._mfc = mfc
+    def __init__(
+        self,
+        mfc: MFCDef,
+        placement: ModelPlacement,
+        buffer: AsyncIOSequenceBuffer,
+        caller: WorkerCaller,
+        hooks: ParameterHooks,
+    ) -> None:
+        self.mfc = mfc
+        self._placement = placement
         self._buffer = buffer
-        self._mesh = mesh
+        self._caller = caller
+        self._hooks = hooks
+        self._handlers = shard_handlers(placement)
 
-    async def run(self, version: int, result: StepResult) -> None:
-        mfc = self._mfc
-        ids = await self._mesh.bounded(
-            self._buffer.get_batch_for_rpc(mfc), f"the input keys of MFC {mfc.name}", "other MFCs"
-        )
-        replies = await self._mesh.call(f"MFC {mfc.name}", ExecuteMFC(mfc=mfc.name, version=version, ids=list(ids)))
-        done = [ticket for reply in replies for ticket in reply.ids]
-        if sorted(done) != sorted(ids):
-            missing, extra = sorted(set(ids) - set(done)), sorted(set(done) - set(ids))
-            raise RuntimeError(
-                f"MFC {mfc.name} ran on {len(done)} of {len(ids)} ids; missing {missing[:5]}, extra {extra[:5]}"
-            )
-        for reply in replies:
-            result.stats.update(reply.stats)
-        result.seconds[mfc.name] = max(reply.seconds for reply in replies)
+    async def run(self, step: _Step) -> None:
+        mfc, placement = self.mfc, self._placement
+        what = f"the input keys of MFC {mfc.name}"
+        ids = await self._caller.bounded(self._buffer.get_batch_for_rpc(mfc), what, "other MFCs")
+        parts = step.parts[placement.name]
+        copied = step.copy_weights(self._hooks.before(mfc))
+        body = ExecuteMFC(mfc=mfc.name, version=step.version, ids=list(ids), parts=parts)
+        replies, *_ = await asyncio.gather(self._caller.start(f"MFC {mfc.name}", self._handlers, body), *copied)
+        by_worker = dict(zip(placement.workers, replies, strict=True))
+        for head, part in zip(placement.heads, parts, strict=True):
+            reply = by_worker[head]
+            if reply.ids != part:
+                raise RuntimeError(
+                    f"MFC {mfc.name} ran on {len(reply.ids)} ids at model_worker/{head}, {reply.ids[:5]}; {len(part)} were "
+                    f"to be run there, {part[:5]}"
+                )
+            step.tracker.add(head, part, reply.keys)
+            step.result.stats.update(reply.stats)
+        step.result.seconds[mfc.name] = max(reply.seconds for reply in replies)
+        moved = step.move(mfc.output_keys)  # before anyone hears of them
         await self._buffer.amend_batch(ids, mfc.output_keys)
+        await moved
 
 
 class FunctionExecutor:
     """Executes the graph. Names no MFC: it knows only keys."""
 
-    def __init__(self, graph: DataflowGraph, buffer: AsyncIOSequenceBuffer, meshes: Mapping[str, MeshCaller]) -> None:
-        self._buffer = buffer
-        self._calls = [
-            ModelFunctionCall(graph.mfcs[name], buffer, meshes[graph.mfcs[name].role]) for name in graph.order
-        ]
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        placements: Sequence[ModelPlacement],
+        buffer: AsyncIOSequenceBuffer,
+        tracker: StorageTracker,
+        caller: WorkerCaller,
+        hooks: ParameterHooks,
+    ) -> None:
+        self._buffer, self._tracker, self._caller, self._hooks = buffer, tracker, caller, hooks
+        self._placements = {placement.name: placement for placement in placements}
+        mfcs = [graph.mfcs[name] for name in graph.order]
+        homeless = [f"{mfc.name} on {mfc.model!r}" for mfc in mfcs if mfc.model not in self._placements]
+        if homeless:
+            raise ValueError(f"MFCs run on models that are nowhere: {homeless}; there are {list(self._placements)}")
+        self._calls = [ModelFunctionCall(mfc, self._placements[mfc.model], buffer, caller, hooks) for mfc in mfcs]
 
     async def execute_step(self, tickets: Sequence[str], version: int) -> StepResult:
         """Take a batch through every MFC. If one fails the others are cancelled and its error is raised."""
-        result = StepResult()
+        left_out = self._hooks.left_out(version)
+        calls = [call for call in self._calls if call.mfc.name not in left_out]
+        step = _Step(version, [call.mfc for call in calls], self._placements, self._tracker, self._caller)
         await self._buffer.begin_batch(tickets)
-        tasks = [asyncio.ensure_future(call.run(version, result)) for call in self._calls]
+        moved = step.begin(self._buffer.metas(tickets), self._buffer.common_keys(tickets))
+        tasks = [moved, *(asyncio.ensure_future(call.run(step)) for call in calls)]
         try:
             await asyncio.gather(*tasks)
+            await asyncio.gather(*step.copy_weights(self._hooks.after_step(version + 1)))
         finally:
             for task in tasks:
                 task.cancel()
+            step.give_up()
         self._buffer.end_batch()
-        return result
+        return step.result

@@ -25,6 +25,7 @@ _REMEDIES = {
     "reward_not_finite": "have the reward function return a finite number",
     "reward_timeout": "make the reward function faster, or raise rollout.reward_timeout_s",
     "rollout_timeout": "see what the agent waits for, or raise rollout.rollout_timeout_s",
+    "equal_rewards": "use prompts of middling difficulty or a larger rollout.group_size, or set rollout.reject_equal_rewards=false",
     "too_easy": "use harder prompts, or raise rollout.success_rate_ub",
     "too_hard": "use easier prompts, or lower rollout.success_rate_lb",
     "unknown_task": "name the task in rollout.tasks",

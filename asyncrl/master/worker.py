@@ -10,16 +10,18 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from asyncrl.config import MasterWorkerConfig
+from asyncrl.config import CRITIC, MasterWorkerConfig
 from asyncrl.data.prompts import PromptSource
-from asyncrl.dataflow import build_dataflow, build_recording_dataflow
+from asyncrl.dataflow import MFCDef, without_generation
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
-from asyncrl.master.executor import FunctionExecutor, MeshCaller, StepResult
+from asyncrl.master.executor import FunctionExecutor, StepResult, WorkerCaller
+from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
 from asyncrl.master.report import (
     RunSummary,
@@ -30,14 +32,19 @@ from asyncrl.master.report import (
     step_metrics,
 )
 from asyncrl.master.schedule import Schedule
+from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import (
+    CallBody,
+    CallResult,
     ClearData,
+    CommitWeights,
     EvaluateReply,
     EvaluateRequest,
     HoldWeights,
     LedgerView,
     MasterReport,
     Ping,
+    RejectedPrompt,
     SaveModel,
     TrajectoryMeta,
     WeightVersion,
@@ -51,7 +58,7 @@ from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.wandb_writer import WandbWriter
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, Worker
-from asyncrl.topology import ParallelGrid, build_handler_routing, training_topology
+from asyncrl.topology import ModelPlacement, ParallelGrid, build_handler_routing
 from asyncrl.weights import prune_versions, role_dir, version_dir
 
 _LONG_POLL_S = 5.0  # how long the manager may hold back its answer while nothing changes
@@ -59,6 +66,8 @@ _CALL_LIMIT_S = 60.0  # a call to the manager, retries included
 _MAX_EVALUATIONS = 4  # that go on at the same time
 _REWARD_WINDOW = 5  # steps that target_reward is averaged over
 _REJECTION_WINDOW = 4  # batches' worth of prompts that max_rejected_share looks back on
+_RECORDER = ModelPlacement(ACTOR, ParallelGrid(), (0,))  # rollout_only: no model, but who takes its place
+_SAVED = (ACTOR, CRITIC)  # models that the user gets at the end
 
 
 class RejectedShareError(RunEndedError):
@@ -73,7 +82,11 @@ class MasterWorker(Worker):
     waits for: a batch (`form_batch`: stored trajectories that DESIGN.md, "The asynchronous rule", lets train), the replies of the
     model workers, and before a step's weights are written for those of the step before.
     unblocked by: rollout workers finishing, model workers replying.
+
+    Where the model workers make the trajectories: sync.py.
     """
+
+    rejects_in = "rollout_worker"  # the kind of process that says why a prompt is rejected
 
     def __init__(self, config: MasterWorkerConfig) -> None:
         super().__init__(config.worker)
@@ -98,6 +111,10 @@ class MasterWorker(Worker):
         if config.eval.prompts is not None and not config.eval.num_prompts:
             self._num_eval_prompts = len(PromptSource(config.eval.prompts, None, config.worker.seed))
         self.trains = config.mode != "rollout_only"
+        models = [ModelPlacement.of(model) for model in config.models]
+        self.models = {model.name: model for model in models or [_RECORDER]}
+        self.heads = next(iter(self.models.values())).heads  # workers that take trajectories, by head
+        self.tracker = StorageTracker()
         self.step = config.first_step  # batches done
         self.summary = RunSummary()
         self.save_schedule = Schedule(
@@ -133,13 +150,8 @@ class MasterWorker(Worker):
     # ------------------------------------------------------------------------------------------------------------- life
 
     async def setup(self) -> None:
-        config = self.config
-        routing = build_handler_routing(
-            {ACTOR: range(config.num_model_workers)}, training_topology(ParallelGrid(data=config.data_parallel_size))
-        )
-        self.metas = MetaPuller(self.resolver, self.names, runtime=self.info.runtime, lease=self.lease)
-        await self.metas.start()
-        self.spawn(self._accept_trajectories(), "accept trajectories")
+        config, models = self.config, list(self.models.values())
+        await self._open_intake()
         self.wandb = self._open_wandb()
         self.metrics = MetricsWriter(
             self.run_dir, attempt=self.info.attempt, tensorboard=config.tensorboard, wandb=self.wandb
@@ -149,20 +161,29 @@ class MasterWorker(Worker):
             self.resolver,
             self.names,
             num_workers=config.num_model_workers,
-            handler_routing=routing,
+            handler_routing=build_handler_routing(models),
             runtime=self.info.runtime,
             incarnation=self.incarnation,
         )
         with self.board.waiting("model workers to connect", on="barrier", limit_s=self.info.runtime.start_timeout_s):
             await self.client.start()
-        self.mesh = MeshCaller(
-            self.client, self.board, list(range(config.num_model_workers)), config.train.call_timeout_s
-        )
-        graph = build_dataflow(config.train) if self.trains else build_recording_dataflow()
-        self.executor = FunctionExecutor(graph, self.buffer, dict.fromkeys(graph.roles, self.mesh))
+        self.caller = WorkerCaller(self.client, self.board, config.train.call_timeout_s)
+        mfcs = [MFCDef.of(mfc) for mfc in config.mfcs]
+        self.hooks = ParameterHooks(mfcs, config.train)
+        graph = without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs])
+        self.executor = FunctionExecutor(graph, models, self.buffer, self.tracker, self.caller, self.hooks)
+        await self._meet_manager()
+        await self.publish(self.names.experiment_status(), "RUNNING")
+
+    async def _open_intake(self) -> None:
+        """Before the heads look for it."""
+        self.metas = MetaPuller(self.resolver, self.names, runtime=self.info.runtime, lease=self.lease)
+        await self.metas.start()
+        self.spawn(self._accept_trajectories(), "accept trajectories")
+
+    async def _meet_manager(self) -> None:
         self.manager = ServiceClient(self, self.names.gserver_manager(), "gserver manager")
         await self.manager.start()
-        await self.publish(self.names.experiment_status(), "RUNNING")
 
     async def close(self) -> None:
         for name in ("manager", "client", "metas"):
@@ -173,7 +194,8 @@ class MasterWorker(Worker):
                 getattr(self, name).close()
 
     async def run(self) -> None:
-        await self.mesh.call("models to be loaded", Ping())
+        everyone = list(range(self.config.num_model_workers))
+        await self.caller.call("models to be loaded", everyone, Ping())
         await self._publish_weights(WeightVersion(self.info.attempt, self.version))
         self._training_began = time.time()
         if self.config.eval.at_start:
@@ -207,8 +229,8 @@ class MasterWorker(Worker):
         self.progress.mark_trained(meta.locator for meta in metas)
         self._consumed.extend(batch)
         self._recent_outcomes.extend([True] * len(batch))
-        await self.report()
-        cleared = self.mesh.start("forgetting trained data", ClearData(ids=list(batch)))
+        await self._tell_consumed()
+        cleared = self._clear(batch)
         if self.trains:
             with self.trace.span("wait for weights", track="steps", version=version):
                 await self._wait_for_publisher()
@@ -247,7 +269,7 @@ class MasterWorker(Worker):
                 self.summary.num_dropped += len(decision.drop)
                 for ticket in decision.drop:
                     self.buffer.drop(ticket)
-                await self.mesh.call("forgetting what is too old", ClearData(ids=list(decision.drop)))
+                await self._clear(decision.drop)
             limit_s = self.config.train.data_timeout_s
             if state != (state := (len(self.buffer), self.progress.num_done)):
                 moved = time.monotonic()
@@ -255,6 +277,11 @@ class MasterWorker(Worker):
                 raise WaitTimeoutError(decision.reason, decision.on, limit_s)
             with self.board.waiting(decision.reason, on=decision.on, limit_s=limit_s, since=start):
                 view = await self.report(revoke=decision.revoke, wait_s=_LONG_POLL_S, after_revision=view.revision)
+
+    def _clear(self, tickets: Sequence[str]) -> asyncio.Task[list[CallResult]]:
+        """Have everyone who holds something of these groups forget it."""
+        workers = self.tracker.drop(tickets)
+        return self.caller.start("forgetting groups", workers, ClearData(ids=list(tickets)))
 
     def _is_last(self, metrics: dict[str, float]) -> bool:
         train = self.config.train
@@ -274,7 +301,7 @@ class MasterWorker(Worker):
         await self._wait_for_publisher()
         if self.trains:
             await self._save("final")  # first: an evaluation that fails must not cost the result
-        await self.report(stop=True)
+        await self._tell_consumed(stop=True)
         if self.config.eval.at_end and self.config.eval.prompts is not None:
             try:
                 await self._wait_until_served(self.version)
@@ -323,16 +350,15 @@ class MasterWorker(Worker):
         path = version_dir(self.run_dir, ACTOR, version)
         sends = self.trains and self.config.weights.transport == "broadcast"
         hold = HoldWeights(role=ACTOR, weight_version=str(version))
-        held = self.mesh.start(f"weights {version} to be in memory", hold) if sends else None
-        written = self.mesh.start(
-            f"weights {version} to be written", WriteWeights(role=ACTOR, weight_version=str(version), path=str(path))
-        )
+        held = self._start_of(ACTOR, f"weights {version} to be in memory", hold) if sends else None
+        write = WriteWeights(role=ACTOR, weight_version=str(version), path=str(path))
+        written = self._start_of(ACTOR, f"weights {version} to be written", write)
         if held is not None:
             await held
             await self._baseline_first(version)
             await self.publish(self.names.weights_held(ACTOR), str(version))
         with self.trace.overlapping(f"publish {version}", kind="weights"):
-            await written
+            await self._commit(write, await written)
         await self._baseline_first(version)
         await self.publish(self.names.model_version(ACTOR), str(version))
         served = [server.version for server in self._view.servers if server.version] if self._view else []
@@ -374,9 +400,27 @@ class MasterWorker(Worker):
         )
 
     async def _save(self, name: str) -> None:
-        path = self.run_dir / "checkpoints" / name
-        await self.mesh.call(f"checkpoint {name}", SaveModel(role=ACTOR, path=str(path)))
-        self.logger.info("model saved in %s", path)
+        """The models for the user: the actor's by this name, the critic's beside it."""
+        for model in _SAVED:
+            if model in self.models:
+                path = self.run_dir / "checkpoints" / (name if model == ACTOR else f"{name}-{model}")
+                save = SaveModel(role=model, path=str(path))
+                await self._commit(save, await self._start_of(model, f"{model} to be saved as {path.name}", save))
+                self.logger.info("model saved in %s", path)
+
+    def _start_of(self, model: str, what: str, body: CallBody) -> asyncio.Task[list[CallResult]]:
+        """Call all workers of a model."""
+        return self.caller.start(what, self.models[model].workers, body)
+
+    async def _commit(self, body: WriteWeights | SaveModel, written: Sequence[CallResult]) -> None:
+        """All workers of the model have written their files: the first of them gives the folder its name."""
+        commit = CommitWeights(
+            role=body.role,
+            weight_version=body.weight_version if isinstance(body, WriteWeights) else "",
+            path=body.path,
+            files=[file for reply in written for file in reply.files],
+        )
+        await self.caller.call(f"{body.path} to be complete", self.models[body.role].workers[:1], commit)
 
     # ----------------------------------------------------------------------------------------------- manager and schedules
 
@@ -418,9 +462,17 @@ class MasterWorker(Worker):
         self._view = view
         return view
 
+    async def _tell_consumed(self, *, stop: bool = False) -> None:
+        """Whoever hands prompts out learns what has been trained. stop: nothing more is needed."""
+        await self.report(stop=stop)
+
     def _record_rejections(self, view: LedgerView) -> None:
-        for rejected in view.rejected:
-            self._num_rejections_seen += 1
+        self._num_rejections_seen += len(view.rejected)
+        self._reject(view.rejected)
+
+    def _reject(self, prompts: Sequence[RejectedPrompt]) -> None:
+        """Prompts that will not be trained. Raises RejectedShareError where they are too many."""
+        for rejected in prompts:
             if self.progress.is_done(rejected.locator) or self.buffer.holds(rejected.locator):
                 continue  # its trajectory came after the manager had given the prompt up
             self.progress.mark_rejected(rejected.locator, rejected.reason)
@@ -447,7 +499,7 @@ class MasterWorker(Worker):
     def _rejections(self) -> str:
         """How many prompts were rejected why, what helps, and where more is to be read."""
         lines = rejection_lines(self.progress.rejected, self._first_details)
-        log = f"the first of each kind is told in full in {self.run_dir}/logs/latest/rollout_worker_*.log"
+        log = f"the first of each kind is told in full in {self.run_dir}/logs/latest/{self.rejects_in}_*.log"
         return "\n  ".join(["", *lines, log])
 
     def _evaluate_beside_training(self, name: str = "") -> asyncio.Task[None]:
@@ -509,9 +561,11 @@ class MasterWorker(Worker):
         while True:
             meta, ack = await self.metas.pull_meta()
             num_stored = len(self.buffer)
-            ack(self.buffer.put(meta))
+            verdict = self.buffer.put(meta)
             if len(self.buffer) > num_stored:  # not one that was told about before
+                self.tracker.add(self.heads[meta.head], [meta.ticket_id], meta.keys)
                 self.summary.add_trajectory(meta)
+            ack(verdict)
 
     def _write_books(
         self,

@@ -1,8 +1,11 @@
-"""WeightSender: gives generation servers the newest weights over the network. Rank 0 of the training side has it.
+"""WeightSender: gives generation servers the newest weights over the network. The first rank of the model that is served has it.
 
-    compute thread -- snapshot, in buckets --> held: the newest version, in memory
+    compute threads of all ranks -- export.take_whole, in buckets --> held: the newest version, in this rank's memory
     gserver manager -- POST /broadcast_weights: version, servers that it has paused --> one broadcast to all of them
     per server: join a group (kept while the servers are the same), begin, a request a bucket beside its broadcast, end
+
+Whatever the layout, that rank holds the whole model in CPU memory, in the dtype handed out: once, and twice while the version
+before is still sent. Where that is too much, weights.transport=disk has every rank write what it holds.
 
 Nothing is broadcast before every server has joined and has agreed to what will come. A server that refuses, dies or hangs
 costs this broadcast and no more: within its limit the manager is told, the group is given up, and the servers load from disk.

@@ -1,23 +1,22 @@
-"""Training engine: one Hugging Face causal language model on one data-parallel rank.
+"""Training engine: one rank of one Hugging Face model, in any layout of data, tensor and pipeline ranks.
 
-Interfaces (asyncrl/model/interfaces.py) say what to compute; the engine loads, runs forward and backward in token-budget
-micro-batches, sums gradients over ranks, steps the optimizer and hands out weights. Every rank holds a full replica: the same
-initial weights from disk, the same summed gradient, the same step. So parameters stay equal without ever being sent.
+Interfaces (asyncrl/model/interfaces) say what to compute; the engine loads, runs forward and backward in token-budget
+micro-batches, sums gradients over ranks, steps the optimizer and hands out weights. How a model is split: sharding.py, pipeline.py.
 
 Same update in any layout: the loss of a micro-batch is a sum that is already divided by the global denominator, so that
-gradients add up over micro-batches and over ranks, whoever holds what. A rank that holds nothing adds zero.
+gradients add up over micro-batches and over ranks, whoever holds what. A rank that holds nothing adds zero: it runs
+micro-batches of one token that predicts nothing, so that all ranks make the same collective calls.
 
-Shapes: T tokens of a micro-batch, packed; N tokens that are predicted; H hidden size.
+Shapes: T tokens of a micro-batch, packed; S sequences.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import logging
 import math
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,114 +24,225 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from asyncrl.config import ConfigError, OptimizerConfig, TrainConfig
+from asyncrl.config import ConfigError, ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.model.interfaces import LossFn
-from asyncrl.model.logprobs import token_logprobs
-from asyncrl.model.packing import MicroBatch, Rows, SequenceBatch, cu_seqlens_of, plan_micro_batches
-from asyncrl.update_group import Bucket, pack
+from asyncrl.model import sharding
+from asyncrl.model.interfaces.common import LossFn
+from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.packing import MicroBatch, Packed, SequenceBatch, cu_seqlens_of, plan_micro_batches, run_indices
+from asyncrl.model.pipeline import Outputs, Stage, cut_to_stage, run_micro_batches, train_micro_batches
+from asyncrl.model.sharding import local_tensor
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OUTPUT_NAMES = {"lm": ("logprobs", "entropy"), "value": ("values",), "reward": ("scores",)}
 _HEAD_CHECK_TOKENS = 4
-_LOADING = threading.Lock()  # from_pretrained patches torch for the whole process while it builds the empty model
 
 
 class TrainEngine:
-    """A model that gives logprobs and, if trainable, is trained. All methods run on the worker's compute thread."""
+    """A model that gives logprobs, values or scores and, if trainable, is trained. All methods run on the compute thread.
+
+    Methods that compute are collective over all ranks of the model: each calls them, in the same order, also without groups.
+    """
 
     def __init__(
         self,
-        model_path: str | Path,
+        model: ModelConfig,
         train: TrainConfig,
         *,
+        mesh: ModelMesh | None = None,
         device: str | torch.device = "cpu",
-        process_group: dist.ProcessGroup | None = None,
-        trainable: bool = True,
     ) -> None:
-        """process_group: the data-parallel ranks; None where this is the only one.
+        """mesh: of model.grid; None where this is the only rank. Collective. Raises ConfigError where model and grid do not fit.
 
-        Trained weights are float32 whatever train.dtype says: with bfloat16 the computation is autocast and weights are
+        Trained weights are float32 whatever train.dtype says: with bfloat16 the computation is in bfloat16 and weights are
         handed out in bfloat16, while small updates are not lost. A frozen model is loaded in train.dtype itself.
         """
         if train.dtype not in DTYPES:
             raise ValueError(f"train.dtype is {train.dtype!r}; choose one of {', '.join(DTYPES)}")
         self.train = train
+        self._max_tokens = model.max_tokens_per_mb or train.max_tokens_per_mb
+        self.optimizer_config = model.optimizer
+        self.kind = model.kind
+        self.trainable = model.trainable
         self.device = torch.device(device)
-        self.trainable = trainable
-        self.group = process_group
-        self.dp_rank = process_group.rank() if process_group is not None else 0
-        self.dp_size = process_group.size() if process_group is not None else 1
         self.dtype = DTYPES[train.dtype]
-        self.model = _load(model_path, torch.float32 if trainable else self.dtype, self.device)
-        self.vocab_size: int = self.model.config.get_text_config().vocab_size
-        self._backbone = self.model.base_model
-        self._output_layer = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self._check_output_layer(model_path)
+        self.mesh = mesh
+        self._mesh = mesh if mesh is not None and mesh.placement.grid.size > 1 else None
+        self.dp_rank = self._mesh.data if self._mesh is not None else 0
+        self.dp_size = self._mesh.placement.grid.data if self._mesh is not None else 1
+        self.num_stages = self._mesh.placement.grid.pipe if self._mesh is not None else 1
+        self.is_last_stage = self._mesh is None or self._mesh.is_last_stage
+        self.is_head = self._mesh is None or self._mesh.is_head
+
+        config = sharding.load_config(model.path, model.kind)
+        self.config = copy.deepcopy(config)
+        self.vocab_size: int = config.get_text_config().vocab_size
+        self._slots: sharding.Slots  # where each parameter of this rank is
+        self._split: set[str] = set()  # parameters that tensor ranks have parts of
+        self._partial: set[str] = set()  # parameters whose gradients are still to be summed over tensor ranks
+        self._tied = ""  # the embedding, where the last stage of several has a copy as its output layer
+        weights_dtype = torch.float32 if self.trainable else self.dtype
+        if self._mesh is None:
+            self.module = self._load_whole(model, config, weights_dtype)
+        else:
+            self.module = self._load_shard(model, config, weights_dtype, self._mesh)
+        self.model: PreTrainedModel = self.module.model
+        self.config.architectures = [type(self.model).__name__]  # of the whole model, to be saved with it
         self._total_steps = train.total_steps
         self.skipped_steps = 0
-        if not trainable:
+        self.optimizer: torch.optim.AdamW | None = None
+        self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
+        if not self.trainable:
             self.model.requires_grad_(False)
             return
         if train.gradient_checkpointing:
             # Renamed within transformers 5; the first argument is the same.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
-            self.model.train()  # transformers checkpoints in training mode only; _load has put all dropout to 0
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._flat_grad = _flatten_gradients(parameters)
-        self._optimizer = _make_optimizer(self.model, train.optimizer, fused=self.device.type == "cuda")
+            self.model.train()  # transformers checkpoints in training mode only; all dropout is 0
+        self.optimizer = _make_optimizer(
+            self.named_parameters().values(), model.optimizer, fused=self.device.type == "cuda"
+        )
+
+    # ------------------------------------------------------------------------------------------------------------- loading
+
+    @property
+    def _compute_dtype(self) -> torch.dtype | None:
+        """Of a computation that is not in the weights' own."""
+        return self.dtype if self.trainable and self.dtype != torch.float32 else None
+
+    def _load_whole(self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> Stage:
+        whole = sharding.load_whole(model.path, model.kind, config, dtype)
+        whole.to(self.device)  # type: ignore[arg-type]
+        self._slots = sharding.slots(whole)
+        stage = Stage(
+            whole,
+            model.kind,
+            autocast=self._compute_dtype,
+            hidden_dtype=dtype,
+            chunk_tokens=self.train.logprob_chunk_tokens,
+        )
+        if model.kind == "lm":
+            _check_output_layer(stage, model.path, self.vocab_size)
+        return stage
+
+    def _load_shard(self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, mesh: ModelMesh) -> Stage:
+        """The pieces that this rank holds, and nothing else for longer than it takes to shard a unit."""
+        grid = mesh.placement.grid
+        skeleton = sharding.Skeleton.of(config, model.kind, dtype)
+        read = sharding.open_weights(model.path, skeleton, config, dtype)
+        if model.kind == "lm":
+            _check_nothing_follows_output_layer(skeleton.model, model.path)
+        if grid.pipe > 1 and (mesh.is_first_stage or mesh.is_last_stage):
+            self._tied = skeleton.tied_name
+        vocab = sharding.apply_tensor_parallel(skeleton, mesh, model.path) if grid.tensor > 1 else None
+        if grid.pipe > 1:
+            cut_to_stage(skeleton.model, mesh, model.path)
+        by_fsdp = grid.data > 1  # it casts by itself
+        stage = Stage(
+            skeleton.model,
+            model.kind,
+            is_first=mesh.is_first_stage,
+            is_last=mesh.is_last_stage,
+            autocast=None if by_fsdp else self._compute_dtype,
+            vocab=vocab if model.kind == "lm" else None,
+            hidden_dtype=(self._compute_dtype or dtype) if by_fsdp else dtype,
+            chunk_tokens=self.train.logprob_chunk_tokens,
+        )
+        filler = sharding.Filler(
+            skeleton, read, mesh, dtype=dtype, device=self.device, trainable=self.trainable, path=model.path
+        )
+        filler.fill_buffers()
+        if by_fsdp:
+            for unit in sharding.shard_units(skeleton.model):
+                for layer in unit:
+                    filler.fill(layer)
+                sharding.apply_data_parallel(unit, mesh, self._compute_dtype)
+        filler.fill(stage)
+        if by_fsdp:
+            sharding.apply_data_parallel(stage, mesh, self._compute_dtype)
+        self._slots = filler.slots
+        self._split = filler.split
+        self._partial = skeleton.partial & filler.slots.keys()
+        return stage
 
     # ---------------------------------------------------------------------------------------------------------- inference
 
+    def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None:
+        """log p(token t | tokens before it), packed like packed_input_ids; 0 for the first token of each sequence.
+
+        Collective. On every rank of the last stage of a replica that has a sample; else None. So are values and scores.
+        """
+        return self._infer("lm", sample, temperature)
+
+    def values(self, sample: SequenceSample | None) -> npt.NDArray[np.float32] | None:
+        """The value of the state after each token, packed like packed_input_ids."""
+        return self._infer("value", sample)
+
+    def scores(self, sample: SequenceSample | None) -> npt.NDArray[np.float32] | None:
+        """One a sequence, at its last token."""
+        return self._infer("reward", sample)
+
     @torch.no_grad()
-    def logprobs(self, sample: SequenceSample, *, temperature: float) -> npt.NDArray[np.float32]:
-        """log p(token t | tokens before it), packed like packed_input_ids; 0 for the first token of each sequence."""
-        batch = SequenceBatch.of(sample.select_keys(["packed_input_ids"]))
-        result = np.zeros(len(batch.data["packed_input_ids"]), np.float32)
-        starts = cu_seqlens_of(batch.lengths)
-        for micro_batch in plan_micro_batches(batch.lengths, self.train.max_tokens_per_mb):
-            packed_ids = batch.select(micro_batch.sequences)["packed_input_ids"]
-            logprobs_T, _ = self._forward(packed_ids, batch, micro_batch, temperature)
-            values, at = logprobs_T.cpu().numpy(), 0
-            for i in micro_batch.sequences:
-                result[starts[i] : starts[i + 1]] = values[at : at + batch.lengths[i]]
-                at += batch.lengths[i]
+    def _infer(
+        self, kind: str, sample: SequenceSample | None, temperature: float = 1.0
+    ) -> npt.NDArray[np.float32] | None:
+        if kind != self.kind:
+            raise RuntimeError(f"a model of kind {self.kind!r} has no {OUTPUT_NAMES[kind][0]}")
+        self.onload()
+        work = self._set_up(sample, min_count=0 if self._mesh is None else 1, temperature=temperature)
+        outputs = run_micro_batches(self.module, self._mesh)
+        self.module.micro_batches = ()
+        self._reshard()
+        if work.batch is None or not self.is_last_stage:
+            return None
+        lengths = np.ones(len(work.batch.lengths), np.int64) if kind == "reward" else np.array(work.batch.lengths)
+        result = np.zeros(lengths.sum(), np.float32)
+        for micro_batch, (found, *_) in zip(work.plan, outputs, strict=True):
+            if micro_batch.sequences:
+                result[run_indices(lengths, micro_batch.sequences)] = found.float().cpu().numpy()
         return result
 
-    @torch.no_grad()
-    def next_token_logits(self, input_ids: Sequence[int]) -> Tensor:
-        """Logits of the token after these, float32, on the CPU."""
-        with self._autocast():
-            input_ids_1T = torch.tensor([input_ids], device=self.device)
-            logits_V: Tensor = self.model(input_ids=input_ids_1T, use_cache=False).logits[0, -1]
-        return logits_V.float().cpu()
+    # ------------------------------------------------------------------------------------------------------ micro-batches
 
-    def _forward(
-        self, packed_ids: npt.NDArray[np.int64], batch: SequenceBatch, micro_batch: MicroBatch, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """(logprobs_T, entropy_T) of a micro-batch, packed and aligned: position t describes token t."""
-        rows = Rows.of(packed_ids, [batch.lengths[i] for i in micro_batch.sequences], micro_batch.width)
-        input_ids = self._tensor(rows.input_ids)
-        predicted = self._tensor(rows.predicted)
-        with self._autocast():
-            hidden_RWH = self._backbone(input_ids=input_ids, use_cache=False).last_hidden_state
-            hidden_NH = hidden_RWH.flatten(0, 1)[self._tensor(rows.predictors)]
-            logprobs_N, entropy_N = token_logprobs(
-                hidden_NH,
-                self._output_layer,
-                self._tensor(packed_ids)[predicted],
-                temperature=temperature,
-                chunk_tokens=self.train.logprob_chunk_tokens,
-            )
-        zeros_T = logprobs_N.new_zeros(rows.num_tokens)
-        return zeros_T.index_put((predicted,), logprobs_N), zeros_T.index_put((predicted,), entropy_N)
+    def _set_up(self, sample: SequenceSample | None, *, min_count: int, temperature: float) -> Work:
+        """Gives the stage its micro-batches: equally many on all data ranks, and in a pipeline all of one length."""
+        batch = SequenceBatch.of(sample) if sample is not None and sample.num_ids else None
+        lengths = batch.lengths if batch is not None else ()
+        budget = self._max_tokens
+        plan = plan_micro_batches(lengths, budget, min_count=min_count)
+        count = self._largest(len(plan))
+        if count > len(plan):
+            plan = plan_micro_batches(lengths, budget, min_count=count)
+        pad_to = max(micro_batch.num_tokens for micro_batch in plan) if self.num_stages > 1 else 0
+        packed, of_sequences = [], []
+        for micro_batch in plan:
+            # An empty micro-batch is a token that predicts nothing: all parameters get a gradient, of zero
+            own = [lengths[i] for i in micro_batch.sequences] or [1]
+            ids = np.zeros(1, np.int64)
+            if batch is not None and micro_batch.sequences:
+                ids = batch.select(micro_batch.sequences)["packed_input_ids"]
+            packed.append(Packed.of(ids, own, pad_to=pad_to, device=self.device))
+            of_sequences.append(own)
+        self.module.micro_batches = packed
+        self.module.lengths = of_sequences
+        self.module.temperature = temperature
+        return Work(batch, plan)
+
+    def _largest(self, count: int) -> int:
+        """Over data ranks."""
+        if self._mesh is None or self.dp_size == 1:
+            return count
+        counts = torch.tensor([count], device=self.device)
+        dist.all_reduce(counts, dist.ReduceOp.MAX, self._mesh.data_group)
+        return int(counts)
 
     # ----------------------------------------------------------------------------------------------------------- training
 
@@ -145,77 +255,153 @@ class TrainEngine:
     ) -> dict[str, float]:
         """One optimizer step on this rank's part of a batch. Collective: every rank calls it, without groups too.
 
-        Consumes the part and loss_fn; produces new parameters, the same on all ranks, and statistics over all ranks (those of
-        loss_fn, `loss`, `grad_norm`, `lr`, `skipped_steps`). Waits for the other ranks in two all-reduces, limited by the
-        process group's timeout; unblocked by their arrival or by the loss of their connection. A loss or gradient that
-        is not finite skips the step on all ranks and is counted.
+        Consumes the part and loss_fn; produces new parameters, the same update in any layout, and statistics over all data ranks:
+        those of loss_fn and `loss` on the last stage, `grad_norm`, `lr`, `skipped_steps` and `stopped_steps` everywhere. Waits for
+        the other ranks in collectives limited by the process group's timeout; unblocked by their arrival or by the loss of their
+        connection. A loss or gradient that is not finite skips the step on all ranks and is counted.
         """
-        if not self.trainable:
+        if self.optimizer is None:
             raise RuntimeError("train_step on a frozen model")
-        self._flat_grad.zero_()
+        self.onload()
+        self.optimizer.zero_grad()
+        work = self._set_up(sample, min_count=self.num_stages, temperature=temperature)
         local: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
-        for data, batch, micro_batch in self._micro_batches(sample):
-            packed_ids = data["packed_input_ids"]
-            logprobs_T, entropy_T = self._forward(packed_ids, batch, micro_batch, temperature)
-            cu_seqlens = self._tensor(cu_seqlens_of([batch.lengths[i] for i in micro_batch.sequences]))
-            tensors = {key: self._tensor(array) for key, array in data.items()}
-            loss, stats = loss_fn(logprobs_T, entropy_T, tensors, cu_seqlens)
-            loss.backward()  # type: ignore[no-untyped-call]
+
+        def loss_of(outputs: Outputs, number: int) -> Tensor:
+            sequences = work.plan[number].sequences
+            connected = outputs[0].sum() * 0.0  # a loss that masks all tokens may have no gradient
+            if work.batch is None or not sequences:
+                return connected
+            named = dict(zip(OUTPUT_NAMES[self.kind], outputs, strict=True))
+            data = {key: self._tensor(array) for key, array in work.batch.select(sequences).items()}
+            cu_seqlens = self._tensor(cu_seqlens_of([work.batch.lengths[i] for i in sequences]))
+            loss, stats = loss_fn(named, data, cu_seqlens)
             _accumulate(local, {"loss": loss, **stats})
-        if self.group is not None:
-            dist.all_reduce(self._flat_grad, group=self.group)
-        result = self._reduce_stats({name: float(value) for name, value in local.items()})
-        return result | self._step(result["loss"], lr_step)
+            return loss if loss.requires_grad else loss + connected
 
-    def _micro_batches(
-        self, sample: SequenceSample | None
-    ) -> Iterator[tuple[dict[str, npt.NDArray[Any]], SequenceBatch, MicroBatch]]:
-        if sample is None or sample.num_ids == 0:
-            return
-        batch = SequenceBatch.of(sample)
-        for micro_batch in plan_micro_batches(batch.lengths, self.train.max_tokens_per_mb):
-            yield batch.select(micro_batch.sequences), batch, micro_batch
-
-    def _step(self, loss: float, lr_step: int) -> dict[str, float]:
-        """Clip and step on the summed gradient. The decision to skip is made from summed values: the same on every rank."""
-        optimizer = self.train.optimizer
-        grad_norm = float(torch.linalg.vector_norm(self._flat_grad))
-        lr = learning_rate(optimizer, lr_step, self._total_steps)
-        finite = math.isfinite(grad_norm) and math.isfinite(loss)
-        if finite:
-            if 0 < optimizer.grad_clip < grad_norm:
-                self._flat_grad.mul_(optimizer.grad_clip / grad_norm)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
+        if self._mesh is not None and self.num_stages > 1:
+            train_micro_batches(self.module, self._mesh, loss_of)
         else:
+            for i in range(len(work.plan)):
+                if isinstance(self.module, FSDPModule):
+                    self.module.set_requires_gradient_sync(i == len(work.plan) - 1)
+                loss_of(self.module(torch.tensor([[i]])), i).backward()  # type: ignore[no-untyped-call]
+        self.module.micro_batches = ()
+        result: dict[str, float] = {}
+        stop = ""
+        if self.is_last_stage:
+            result = self._reduce_stats({name: float(value) for name, value in local.items()})
+            if stop_reason := getattr(loss_fn, "stop_reason", None):
+                stop = stop_reason(result)
+        return result | self._step(result.get("loss", 0.0), stop, lr_step)
+
+    def _step(self, loss: float, stop: str, lr_step: int) -> dict[str, float]:
+        """Clip and step on the summed gradient. The decision to skip is made from reduced values: the same on every rank."""
+        assert self.optimizer is not None
+        grads = self._finish_gradients()
+        squares = self._sum_of_squares(grads)
+        summed = self._all_reduce_model([squares, 0.0 if math.isfinite(loss) else 1.0, 1.0 if stop else 0.0])
+        grad_norm = math.sqrt(summed[0]) if summed[0] >= 0 else math.nan
+        finite = math.isfinite(grad_norm) and summed[1] == 0
+        stopped = summed[2] > 0
+        config = self.optimizer_config
+        lr = learning_rate(config, lr_step, self._total_steps)
+        if finite and not stopped:
+            if 0 < config.grad_clip < grad_norm:
+                torch._foreach_mul_(list(grads.values()), config.grad_clip / grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        elif not finite:
             self.skipped_steps += 1
             logger.warning("step skipped: loss %g, gradient norm %g (%d so far)", loss, grad_norm, self.skipped_steps)
-        return {"grad_norm": grad_norm, "lr": lr, "skipped_steps": 0.0 if finite else 1.0}
+        elif stop:
+            logger.info("step stopped: %s", stop)
+        return {
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "skipped_steps": 0.0 if finite else 1.0,
+            "stopped_steps": 1.0 if finite and stopped else 0.0,
+        }
+
+    @torch.no_grad()
+    def _finish_gradients(self) -> dict[str, Tensor]:
+        """This rank's part of the summed gradient, by name, after what backward leaves to be added."""
+        grads: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters().items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grads[name] = local_tensor(parameter.grad)
+        if self._mesh is not None and self._partial:
+            parts = [grads[name] for name in sorted(self._partial)]
+            flat = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(flat, group=self._mesh.tensor_group)
+            for part, summed in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
+                part.copy_(summed.view_as(part))
+        if self._mesh is not None and self._tied:
+            self._add_other_copy(grads[self._tied], self._mesh)
+        return grads
+
+    def _add_other_copy(self, grad: Tensor, mesh: ModelMesh) -> None:
+        """First and last stage have a copy each of a tied embedding: both get the sum, so that they stay alike."""
+        other = self.num_stages - 1 if mesh.is_first_stage else 0
+        mine, theirs = grad.contiguous(), torch.empty_like(grad, memory_format=torch.contiguous_format)
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, mine, group=mesh.pipe_group, group_peer=other),
+                dist.P2POp(dist.irecv, theirs, group=mesh.pipe_group, group_peer=other),
+            ]
+        ):
+            work.wait()
+        grad.add_(theirs)
+
+    @torch.no_grad()
+    def _sum_of_squares(self, grads: Mapping[str, Tensor]) -> float:
+        """Of what this rank counts: what several ranks have whole, only the first of them."""
+        counted = list(grads)
+        if self._mesh is not None:
+            if self._mesh.tensor > 0:
+                counted = [name for name in counted if name in self._split]
+            if not self._mesh.is_first_stage:
+                counted = [name for name in counted if name != self._tied]
+        if not counted:
+            return 0.0
+        norms = torch.stack(torch._foreach_norm([grads[name] for name in counted]))
+        return float(norms.double().square().sum())
 
     # ---------------------------------------------------------------------------------------------------- between the ranks
 
     def all_reduce_sum(self, values: npt.NDArray[Any] | Sequence[float]) -> npt.NDArray[np.float64]:
-        """Sums over the data-parallel ranks, in float64. Collective."""
+        """Sums over the data ranks of this stage and tensor rank, in float64. Collective."""
         array = np.array(values, dtype=np.float64)
-        if self.group is None:
+        if self._mesh is None or self.dp_size == 1:
             return array
         tensor = self._tensor(array)
-        dist.all_reduce(tensor, group=self.group)
+        dist.all_reduce(tensor, group=self._mesh.data_group)
         return tensor.cpu().numpy()
 
+    def _all_reduce_model(self, values: list[float]) -> list[float]:
+        """Sums over all ranks of the model."""
+        if self._mesh is None:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, group=self._mesh.model_group)
+        summed: list[float] = tensor.tolist()
+        return summed
+
     def _reduce_stats(self, local: dict[str, float]) -> dict[str, float]:
-        """Statistics over all ranks. A rank without groups knows no names, so names travel with the values."""
-        if self.group is None:
+        """Statistics over data ranks. A rank without groups knows no names, so names travel with the values."""
+        if self._mesh is None or self.dp_size == 1:
             return local
+        group = self._mesh.data_group
         payload = np.frombuffer(msgspec.msgpack.encode(local), np.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.dp_size)]
-        dist.all_gather(sizes, self._tensor(np.array([len(payload)])), group=self.group)
+        dist.all_gather(sizes, self._tensor(np.array([len(payload)])), group=group)
         longest = max(int(size) for size in sizes)
         padded = np.zeros(longest, np.uint8)
         padded[: len(payload)] = payload
         payloads = [torch.zeros(longest, dtype=torch.uint8, device=self.device) for _ in range(self.dp_size)]
-        dist.all_gather(payloads, self._tensor(padded), group=self.group)
+        dist.all_gather(payloads, self._tensor(padded), group=group)
         result: dict[str, float] = {}
         for size, buffer in zip(sizes, payloads, strict=True):
             stats = msgspec.msgpack.decode(buffer[: int(size)].cpu().numpy().tobytes(), type=dict[str, float])
@@ -226,68 +412,69 @@ class TrainEngine:
 
     # ------------------------------------------------------------------------------------------------------------- weights
 
-    def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """A snapshot of all weights under their Hugging Face names, on the CPU, in train.dtype; shared ones once.
+    def named_parameters(self) -> dict[str, Tensor]:
+        """Parameters of this rank by their names in a Hugging Face checkpoint of the whole model: DTensors where ranks have parts.
 
-        Training may go on while the snapshot is written.
+        A tied parameter once, under its embedding's name: on a last stage that is not the first too, which has a copy of it.
         """
-        return [
-            (name, tensor.to("cpu", self._handed_out(tensor), copy=True).contiguous())
-            for name, tensor in self._state().items()
-        ]
+        return {name: getattr(module, attribute) for name, (module, attribute) in self._slots.items()}
 
-    def buckets(self, bucket_bytes: int) -> list[Bucket]:
-        """Like named_tensors, laid out for the network (update_group.py): buckets of at most bucket_bytes."""
-        state = self._state().items()
-        return pack(((name, tensor, self._handed_out(tensor)) for name, tensor in state), bucket_bytes)
+    # -------------------------------------------------------------------------------------------------------------- memory
 
-    def _handed_out(self, tensor: Tensor) -> torch.dtype:
-        return self.dtype if tensor.is_floating_point() else tensor.dtype
+    def offload(self) -> None:
+        """Weights and optimizer state to the CPU, until the next call. Nothing to do on a CPU."""
+        if self.device.type == "cpu" or self._offloaded:
+            return
+        tensors = [local_tensor(parameter.detach()) for parameter in self.named_parameters().values()]
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+            states = [value for state in self.optimizer.state.values() for value in state.values()]
+            tensors += [local_tensor(value) for value in states if isinstance(value, Tensor)]
+        self._offloaded = offload_storages([tensor for tensor in tensors if tensor.device.type == self.device.type])
+        torch.cuda.empty_cache()
 
-    def save(self, path: str | Path, tensors: Sequence[tuple[str, Tensor]] | None = None) -> None:
-        """Write Hugging Face format; `AutoModelForCausalLM.from_pretrained(path)` loads it.
+    def onload(self) -> None:
+        """Inverse of offload. Every method that needs the weights begins with it."""
+        onload_storages(self._offloaded)
+        self._offloaded = []
 
-        tensors: an earlier snapshot; with one, this may run on any thread while training goes on.
-        """
-        Path(path).mkdir(parents=True, exist_ok=True)
-        state = dict(self.named_tensors() if tensors is None else tensors)
-        self.model.save_pretrained(path, state_dict=state, save_original_format=False)
-
-    @torch.no_grad()
-    def _state(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers in the names of a checkpoint. named_parameters gives shared ones once."""
-        persistent = self.model.state_dict(keep_vars=True)
-        state = {name: tensor.detach() for name, tensor in self.model.named_parameters()}
-        state |= {name: tensor.detach() for name, tensor in self.model.named_buffers() if name in persistent}
-        return dict(revert_weight_conversion(self.model, state))
-
-    # -------------------------------------------------------------------------------------------------------------- inside
+    def _reshard(self) -> None:
+        """Without a backward pass FSDP's root keeps the gathered parameters, which would grow old at the next step."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.tensor(array, device=self.device)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if not self.trainable or self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
 
-    @torch.no_grad()
-    def _check_output_layer(self, model_path: str | Path) -> None:
-        """The output layer alone must give the model's logits: some architectures scale or cap them afterwards."""
-        input_ids = torch.arange(_HEAD_CHECK_TOKENS, device=self.device)[None] % self.vocab_size
-        with self._autocast():
-            expected = self.model(input_ids=input_ids, use_cache=False).logits.float()
-            hidden = self._backbone(input_ids=input_ids, use_cache=False).last_hidden_state
-            found = self._output_layer(hidden).float()
-        if expected.isnan().any():
-            raise ConfigError(
-                f"model_path={str(model_path)!r}: its weights are broken: they give logits that are no numbers; copy them again"
-            )
-        if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
-            raise ValueError(
-                f"{model_path}: architecture {self.model.config.model_type!r} changes its logits after the output layer; "
-                "logprobs in chunks do not support that"
-            )
+@dataclass(frozen=True)
+class Work:
+    """A sample as micro-batches."""
+
+    batch: SequenceBatch | None  # None: this data rank has no groups
+    plan: list[MicroBatch]
+
+
+def offload_storages(tensors: Sequence[Tensor]) -> list[tuple[torch.UntypedStorage, Tensor]]:
+    """Empties what lies under some tensors, each once. They, their views, and whoever holds them stay as they are, without data."""
+    moved: list[tuple[torch.UntypedStorage, Tensor]] = []
+    for storage in {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in tensors)}.values():
+        if storage.nbytes():
+            moved.append((storage, _bytes_of(storage).to("cpu", copy=True)))
+            storage.resize_(0)
+    return moved
+
+
+def onload_storages(moved: Sequence[tuple[torch.UntypedStorage, Tensor]]) -> None:
+    """Inverse of offload_storages."""
+    for storage, kept in moved:
+        storage.resize_(kept.numel())
+        _bytes_of(storage).copy_(kept)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -306,51 +493,24 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> fl
     return optimizer.lr * (optimizer.min_lr_ratio + (1.0 - optimizer.min_lr_ratio) * left)
 
 
-def _load(model_path: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model in evaluation mode, with dropout off for good: logprobs must not depend on chance."""
-    try:
-        config = AutoConfig.from_pretrained(model_path)
-        for name, value in config.to_dict().items():
-            if isinstance(value, float) and (name.endswith(("dropout", "_pdrop")) or "dropout_" in name):
-                setattr(config, name, 0.0)
-        with _LOADING:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                model_path, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-            )
-    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"model_path={str(model_path)!r}: the model cannot be loaded: {error}; copy it again, or give another"
-        ) from error
-    model: PreTrainedModel = loaded[0]
-    if lacking := sorted(loaded[1]["missing_keys"]):  # transformers would make them up
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        raise ConfigError(
-            f"model_path={str(model_path)!r}: its weights lack {', '.join(lacking[:3])}{more}, which a model of type "
-            f"{config.model_type!r} has; copy the weights again, or the config.json that belongs to them"
-        )
-    model.to(device)  # type: ignore[arg-type]
-    model.eval()  # type: ignore[no-untyped-call]
-    return model
+class _AdamW(torch.optim.AdamW):
+    """Steps on what this rank has of each parameter: the update is elementwise, and DTensors of several meshes do not mix."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [local_tensor(tensor) for tensor in tensors]
+        return has_complex
 
 
-def _flatten_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-    """One buffer for all gradients; each parameter's .grad becomes a view of it, which backward adds to."""
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device)
-    at = 0
-    for parameter in parameters:
-        parameter.grad = flat[at : at + parameter.numel()].view_as(parameter)
-        at += parameter.numel()
-    return flat
-
-
-def _make_optimizer(model: PreTrainedModel, config: OptimizerConfig, *, fused: bool) -> torch.optim.AdamW:
+def _make_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig, *, fused: bool) -> torch.optim.AdamW:
     """AdamW; vectors (norms and biases) do not decay."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    parameters = list(parameters)
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return _AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -366,3 +526,57 @@ def _accumulate(total: dict[str, Tensor], stats: Mapping[str, Tensor]) -> None:
             total[name] = value
         else:
             total[name] = torch.maximum(total[name], value) if name.endswith("_max") else total[name] + value
+
+
+# ------------------------------------------------------------------------------------------------------------------ checks
+
+
+@torch.no_grad()
+def _check_output_layer(stage: Stage, path: str, vocab_size: int) -> None:
+    """The output layer alone must give the model's logits: some architectures scale or cap them afterwards."""
+    model = stage.model
+    input_ids = torch.arange(_HEAD_CHECK_TOKENS, device=stage.device)[None] % vocab_size
+    with stage.autocast():
+        expected = model(input_ids=input_ids, use_cache=False).logits.float()
+        hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        found = model.get_output_embeddings()(hidden).float()  # type: ignore[no-untyped-call]
+    if expected.isnan().any():
+        raise ConfigError(
+            f"model_path={path!r}: its weights are broken: they give logits that are no numbers; copy them again"
+        )
+    if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+        raise _changed_logits(path, model)
+
+
+@torch.no_grad()
+def _check_nothing_follows_output_layer(model: PreTrainedModel, path: str) -> None:
+    """The same of a model without weights, with a backbone and an output layer that stand in for its own."""
+    hidden = torch.arange(12.0).reshape(1, 3, 4) - 6.0
+
+    class Output(BaseModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            """Whatever else the architecture looks for (router logits, cross-attentions) is not there."""
+
+    class Backbone(nn.Module):
+        def forward(self, *_: object, **__: object) -> Output:
+            return Output(last_hidden_state=hidden)
+
+    backbone, output_layer = model.base_model, model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    stand_in = nn.Linear(4, 5, bias=False)
+    stand_in.weight.copy_(torch.arange(20.0).reshape(5, 4) * 10.0)
+    setattr(model, model.base_model_prefix, Backbone())
+    model.set_output_embeddings(stand_in)  # type: ignore[no-untyped-call]
+    try:
+        found = model(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits
+    finally:
+        setattr(model, model.base_model_prefix, backbone)
+        model.set_output_embeddings(output_layer)  # type: ignore[no-untyped-call]
+    if not torch.allclose(found, stand_in(hidden), rtol=1e-2):
+        raise _changed_logits(path, model)
+
+
+def _changed_logits(path: str, model: PreTrainedModel) -> ValueError:
+    return ValueError(
+        f"{path}: architecture {model.config.model_type!r} changes its logits after the output layer; "
+        "logprobs in chunks do not support that"
+    )

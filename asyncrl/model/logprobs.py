@@ -1,66 +1,176 @@
-"""Logprobs of given tokens from hidden states, in chunks: [tokens, vocabulary] never exists for more than a chunk of tokens.
+"""Logprobs of given tokens from hidden states, in blocks: [tokens, vocabulary] never exists as a whole.
 
 A vocabulary of 150k makes logits the largest tensor of training by far: 16k tokens in float32 are 10 GB, several times over
-with gradients. Here the output layer runs on `chunk_tokens` hidden states at a time; backward computes each chunk's logits again.
+with gradients. Here logits exist for a block of tokens and of the vocabulary; forward keeps one number a token (the
+normaliser), backward computes each block's logits again. A token whose logprob gets no gradient costs nothing in backward.
 
-Shapes: N tokens, H hidden size, V vocabulary, C tokens of a chunk.
+Vocabulary-parallel: with a tensor_group each rank has some rows of the output layer, and only numbers a token are reduced.
+
+Shapes: N tokens, H hidden size, V vocabulary (of this rank), C tokens and U words of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+import torch.distributed as dist
+from torch import Tensor, nn
 
-OutputLayer = Callable[[Tensor], Tensor]  # hidden_CH -> logits_CV
+# Logits of a block: on a CPU they stay in its caches, on a GPU they keep it busy.
+_BLOCK_LOGITS = {False: 1 << 21, True: 1 << 26}  # by whether it is one
+_LEAST_WORDS = 256  # of a block: matrix products of fewer are slow
 
 
 def token_logprobs(
-    hidden_NH: Tensor, output_layer: OutputLayer, targets_N: Tensor, *, temperature: float, chunk_tokens: int
+    hidden_NH: Tensor,
+    output_layer: nn.Module | Tensor,
+    targets_N: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    bias: Tensor | None = None,
+    tensor_group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(log p(target), entropy) of softmax(logits / temperature), float32, for each token. Entropy carries no gradient."""
+    """(log p(target), entropy) of softmax(logits / temperature), float32, for each token. Entropy carries no gradient.
+
+    output_layer: an nn.Linear, or its weight [V, H] (then with its bias, if it has one).
+    tensor_group: its ranks share hidden_NH, targets_N and the gradients of what is returned; each gives its own rows of
+    the weight, which begin at word vocab_start, and gets all of the gradient of hidden_NH. Collective, in backward too.
+    """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; logprobs need one above 0")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1 (train.logprob_chunk_tokens)")
-    logprobs: list[Tensor] = []
-    entropies: list[Tensor] = []
-    for hidden_CH, targets_C in zip(
-        torch.split(hidden_NH, chunk_tokens), torch.split(targets_N, chunk_tokens), strict=True
-    ):
-        if torch.is_grad_enabled():
-            logprobs_C, entropy_C = checkpoint(
-                _chunk,
-                hidden_CH,
-                output_layer,
-                targets_C,
-                temperature,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        else:
-            logprobs_C, entropy_C = _chunk(hidden_CH, output_layer, targets_C, temperature)
-        logprobs.append(logprobs_C)
-        entropies.append(entropy_C)
-    return torch.cat(logprobs), torch.cat(entropies)
+    if isinstance(output_layer, nn.Linear):
+        weight, bias = output_layer.weight, output_layer.bias
+    elif isinstance(output_layer, Tensor):
+        weight = output_layer
+    else:
+        raise TypeError(f"the output layer is a {type(output_layer).__name__}; logprobs in blocks need an nn.Linear")
+    logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight, bias, targets_N, 1.0 / temperature, chunk_tokens, tensor_group, vocab_start
+    )
+    return logprobs_N, entropy_N
 
 
-def _chunk(
-    hidden_CH: Tensor, output_layer: OutputLayer, targets_C: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    logits_CV = output_layer(hidden_CH).float()
-    if temperature != 1.0:
-        logits_CV = logits_CV / temperature
-    normaliser_C = logits_CV.logsumexp(-1)
-    logprobs_C = logits_CV.gather(-1, targets_C[:, None]).squeeze(-1) - normaliser_C
-    with torch.no_grad():  # last: the recomputation in backward stops before it
-        entropy_C = _entropy(logits_CV, normaliser_C)
-    return logprobs_C, entropy_C
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        scale: float,
+        chunk_tokens: int,
+        group: dist.ProcessGroup | None,
+        vocab_start: int,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = hidden_NH.dtype
+        if torch.is_autocast_enabled(hidden_NH.device.type):
+            dtype = torch.get_autocast_dtype(hidden_NH.device.type)
+        targets_N = targets_N - vocab_start
+        hidden = hidden_NH.to(dtype)
+        # Relative to the highest logit so far: sum of exp, and of exp * logit.
+        high_N = hidden.new_full(targets_N.shape, -torch.inf, dtype=torch.float32)
+        sum_N, weighted_N, target_N = hidden.new_zeros((3, len(targets_N)), dtype=torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for words, weight_UH, bias_U in _words(weight_VH, bias_V, dtype, min(chunk_tokens, len(hidden))):
+                for tokens in _chunks(len(hidden), chunk_tokens):
+                    logits_CU = _logits(hidden[tokens], weight_UH, bias_U, scale)
+                    inside_C, column_C = _inside(targets_N[tokens], words)
+                    target_N[tokens] += logits_CU.gather(1, column_C).squeeze(1).where(inside_C, 0.0)
+                    before_C = high_N[tokens]
+                    high_C = torch.maximum(before_C, logits_CU.amax(1))
+                    shrink_C = (before_C - high_C).exp_()
+                    exp_CU = (logits_CU - high_C[:, None]).exp_()
+                    sum_N[tokens] = sum_N[tokens] * shrink_C + exp_CU.sum(1)
+                    dot_C = torch.bmm(exp_CU[:, None], logits_CU[:, :, None])[:, 0, 0]
+                    weighted_N[tokens] = weighted_N[tokens] * shrink_C + dot_C
+                    high_N[tokens] = high_C
+        if group is not None:
+            highest_N = high_N.clone()
+            dist.all_reduce(highest_N, dist.ReduceOp.MAX, group)
+            shrink_N = (high_N - highest_N).exp_()
+            sums = torch.stack([sum_N * shrink_N, weighted_N * shrink_N, target_N])
+            dist.all_reduce(sums, group=group)
+            high_N, (sum_N, weighted_N, target_N) = highest_N, sums.unbind()
+        normaliser_N = high_N + sum_N.log()
+        entropy_N = normaliser_N - weighted_N / sum_N
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normaliser_N)
+        ctx.settings = (dtype, scale, chunk_tokens, group)
+        ctx.mark_non_differentiable(entropy_N)
+        return target_N - normaliser_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """d logprob / d logits = scale * (one at the target - softmax)."""
+        hidden_NH, weight_VH, bias_V, targets_N, normaliser_N = ctx.saved_tensors
+        dtype, scale, chunk_tokens, group = ctx.settings
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        used = grad_N.nonzero().squeeze(1)  # the same on all ranks of the group
+        hidden, targets, normaliser = (t[used] for t in (hidden_NH.to(dtype), targets_N, normaliser_N))
+        factor = grad_N[used, None] * -scale
+        scaled = (hidden * factor).to(dtype)
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight_VH) if need_weight else None
+        grad_bias = torch.zeros_like(bias_V) if need_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for words, weight_UH, bias_U in _words(weight_VH, bias_V, dtype, min(chunk_tokens, len(hidden))):
+                for tokens in _chunks(len(hidden), chunk_tokens):
+                    delta_CU = _logits(hidden[tokens], weight_UH, bias_U, scale)
+                    delta_CU.sub_(normaliser[tokens, None]).exp_()
+                    inside_C, column_C = _inside(targets[tokens], words)
+                    delta_CU.scatter_add_(1, column_C, -inside_C[:, None].float())
+                    # Not multiplied by factor, which [tokens, hidden] can be with less work.
+                    if grad_bias is not None:
+                        grad_bias[words] += (factor[tokens].T @ delta_CU)[0]
+                    delta_CU = delta_CU.to(dtype)
+                    if need_hidden:
+                        _add_product(grad_hidden[tokens], delta_CU, weight_UH)
+                    if grad_weight is not None:
+                        _add_product(grad_weight[words], delta_CU.T, scaled[tokens])
+        if not need_hidden:
+            return None, grad_weight, grad_bias, None, None, None, None, None
+        if group is not None:
+            dist.all_reduce(grad_hidden, group=group)
+        grad_hidden.mul_(factor)
+        grad_hidden_NH = torch.zeros_like(hidden_NH).index_copy_(0, used, grad_hidden.to(hidden_NH.dtype))
+        return grad_hidden_NH, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _entropy(logits_CV: Tensor, normaliser_C: Tensor) -> Tensor:
-    """-sum p log p."""
-    logprobs_CV = logits_CV - normaliser_C[:, None]
-    return -logprobs_CV.exp().mul_(logprobs_CV).sum(-1)
+def _words(
+    weight_VH: Tensor, bias_V: Tensor | None, dtype: torch.dtype, num_tokens: int
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """The output layer in pieces, in the dtype of the computation, so that a block with num_tokens has _BLOCK_LOGITS."""
+    num_words = max(_LEAST_WORDS, _BLOCK_LOGITS[weight_VH.device.type == "cuda"] // max(num_tokens, 1))
+    for start in range(0, len(weight_VH), num_words):
+        words = slice(start, min(start + num_words, len(weight_VH)))
+        yield words, weight_VH[words].to(dtype), None if bias_V is None else bias_V[words].to(dtype)
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, chunk_tokens):
+        yield slice(start, min(start + chunk_tokens, num_tokens))
+
+
+def _logits(hidden_CH: Tensor, weight_UH: Tensor, bias_U: Tensor | None, scale: float) -> Tensor:
+    """float32, divided by the temperature; rounded to the dtype of the computation first, as the model's own logits are."""
+    logits_CU = nn.functional.linear(hidden_CH, weight_UH, bias_U).float()
+    return logits_CU if scale == 1.0 else logits_CU.mul_(scale)
+
+
+def _inside(targets_C: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """(whether each target is one of these words [C], its column [C, 1]: 0 where it is not)."""
+    inside_C = (targets_C >= words.start) & (targets_C < words.stop)
+    return inside_C, (targets_C - words.start).where(inside_C, 0)[:, None]
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

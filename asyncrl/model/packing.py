@@ -1,78 +1,83 @@
-"""From a packed SequenceSample to micro-batches that a model can run, and back. Pure numpy.
+"""From a packed SequenceSample to micro-batches that a model can run, and back.
 
-A micro-batch is some sequences of about the same length, laid out as right-padded rows. Under causal attention no real token can
-see the padding behind it, so rows need no mask and no position ids, and sdpa takes its fast causal path. What comes out of
-the model is brought back to the packed layout at once: padding exists only between embedding and last hidden state.
-
-Why rows and not one long packed row: sdpa computes masked-out blocks too. Measured on one CPU core, forward and backward, budget
-of 2048 / 16384 tokens (2 layers, hidden 64):
-
-    512 sequences of ~17 tokens          one row, block-diagonal mask 1043 / 5202 ms    rows 198 / 197 ms
-    512 sequences, long tail to 112      one row 2075 ms / -                            rows 390 / 488 ms
-    64 sequences, long tail to 2000      one row 4373 ms / -                            rows 1738 / 1941 ms
-
-Several sequences to a row under a block-diagonal mask came to 222, 396-488 and 4107-4280 ms.
+A micro-batch is one packed row of whole sequences, one after another, without padding; positions restart at each sequence. All of
+the transformer but attention runs on exactly the tokens there are; attention keeps the sequences apart (attention.py).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from asyncrl.data.sequence import KEY_SPECS, Array, SequenceSample
-
-MIN_FILL = (
-    0.8  # of a row is real tokens; measured 0.5 to 0.9: below, padding costs more, above, many small micro-batches
-)
+from asyncrl.model.attention import Segments
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences that run together: one row each, `width` tokens wide."""
+    """Sequences that run together as one packed row."""
 
-    sequences: tuple[int, ...]  # indices into the sample's sequences, ascending
-    width: int  # length of the longest
-
-    @property
-    def num_padded_tokens(self) -> int:
-        """What the token budget bounds: padding included, because it costs memory like any token."""
-        return len(self.sequences) * self.width
+    sequences: tuple[
+        int, ...
+    ]  # indices into the sample's sequences, ascending; empty: a micro-batch that waits for others'
+    num_tokens: int
 
 
-def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, min_fill: float = MIN_FILL) -> list[MicroBatch]:
-    """First fit, longest first: each sequence joins the first micro-batch that has room for a row of its width and would not be
-    padding to more than 1 - min_fill of the row; else it opens one. A sequence longer than the budget gets one for itself.
+def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, min_count: int = 1) -> list[MicroBatch]:
+    """As few micro-batches as first fit, longest first, needs to keep to max_tokens, but at least min_count; their tokens balanced.
 
-    Every sequence is in exactly one. The same lengths always give the same plan.
+    Every sequence is in exactly one. A sequence longer than the budget gets one for itself. Fewer sequences than min_count: the
+    last ones are empty. Ranks that must run equally many take the maximum of their counts and plan again with it. The same
+    arguments always give the same plan. Without a sequence and with min_count 0 there is none.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1 (train.max_tokens_per_mb)")
     empty = [i for i, length in enumerate(lengths) if length < 1]
     if empty:
         raise ValueError(f"sequences {empty[:8]} have no token; every sequence has a prompt of at least one")
-    open_batches: list[list[int]] = []  # the first sequence of each is its longest
-    first_open = 0  # batches before it are full: lengths only fall, so that a full one stays full
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        while first_open < len(open_batches) and _is_closed(
-            open_batches[first_open], lengths, lengths[i], max_tokens, min_fill
-        ):
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    fitted = _first_fit(longest_first, lengths, max_tokens)
+    count = max(len(fitted), min_count)
+    parts = _balanced(longest_first, lengths, count)
+    if any(len(part) > 1 and sum(lengths[i] for i in part) > max_tokens for part in parts):
+        parts = fitted + [[] for _ in range(count - len(fitted))]
+    return [MicroBatch(tuple(sorted(part)), sum(lengths[i] for i in part)) for part in parts]
+
+
+def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Each sequence joins the first part that has room for it; else it opens one."""
+    parts: list[list[int]] = []
+    room: list[int] = []
+    first_open = 0  # parts before it are full: they have no room for a token more
+    for i in longest_first:
+        while first_open < len(parts) and room[first_open] < 1:
             first_open += 1
-        for members in open_batches[first_open:]:
-            if not _is_closed(members, lengths, lengths[i], max_tokens, min_fill):
-                members.append(i)
+        for at in range(first_open, len(parts)):
+            if lengths[i] <= room[at]:
+                parts[at].append(i)
+                room[at] -= lengths[i]
                 break
         else:
-            open_batches.append([i])
-    return [MicroBatch(tuple(sorted(members)), lengths[members[0]]) for members in open_batches]
+            parts.append([i])
+            room.append(max_tokens - lengths[i])
+    return parts
 
 
-def _is_closed(members: Sequence[int], lengths: Sequence[int], length: int, max_tokens: int, min_fill: float) -> bool:
-    """Nothing of this length or shorter can join any more."""
-    width = lengths[members[0]]
-    return (len(members) + 1) * width > max_tokens or length < min_fill * width
+def _balanced(longest_first: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Each sequence joins the part that has the fewest tokens so far."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, at) for at in range(count)]
+    for i in longest_first:
+        tokens, at = heap[0]
+        parts[at].append(i)
+        heapq.heapreplace(heap, (tokens + lengths[i], at))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -125,25 +130,47 @@ def cu_seqlens_of(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A micro-batch as the model takes it, and the way back.
+class Packed:
+    """A micro-batch as the model takes it, and the way back. T tokens, then padding to T' that nothing reads.
 
-    Token t of a sequence is predicted at position t - 1. Position 0 of each sequence is predicted by nothing.
+    Token t of a sequence is predicted at position t - 1. The first token of each sequence is predicted by nothing.
     """
 
-    input_ids: npt.NDArray[np.int64]  # [rows, width], padded with 0
-    predictors: npt.NDArray[np.int64]  # positions in the flattened rows whose hidden states predict a token
-    predicted: npt.NDArray[np.int64]  # where in the packed micro-batch that token is
-    num_tokens: int  # of the packed micro-batch
+    input_ids: Tensor  # [1, T'] int64; 0 in the padding
+    position_ids: Tensor  # [1, T'] int64, from 0 in each sequence; 0 in the padding
+    segments: Segments
+    predictors: Tensor  # [N] int64: positions whose hidden states predict a token
+    predicted: Tensor  # [N] int64: the positions of those tokens
+    num_tokens: int  # T
 
     @classmethod
-    def of(cls, packed_ids: npt.NDArray[np.int64], lengths: Sequence[int], width: int) -> Rows:
-        """packed_ids: the sequences of the micro-batch, one after another."""
-        lengths_S = np.asarray(lengths, dtype=np.int64)
-        real = np.arange(width)[None, :] < lengths_S[:, None]
-        input_ids = np.zeros((len(lengths_S), width), np.int64)
-        input_ids[real] = packed_ids
-        first = cu_seqlens_of(lengths)[:-1]
-        predicted = np.delete(np.arange(len(packed_ids)), first)
-        positions = np.flatnonzero(real)  # of each packed token in the flattened rows
-        return cls(input_ids, positions[predicted] - 1, predicted, len(packed_ids))
+    def of(
+        cls,
+        packed_ids: npt.NDArray[np.int64],
+        lengths: Sequence[int],
+        *,
+        pad_to: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> Packed:
+        """packed_ids: the sequences of the micro-batch, one after another. pad_to: the least T'; at least one token is made."""
+        num_tokens = len(packed_ids)
+        cu_seqlens = cu_seqlens_of(lengths)
+        if num_tokens != cu_seqlens[-1]:
+            raise ValueError(f"{num_tokens} token ids for sequences of {cu_seqlens[-1]} tokens in all")
+        input_ids = np.zeros(max(num_tokens, pad_to, 1), np.int64)
+        input_ids[:num_tokens] = packed_ids
+        position_ids = np.zeros_like(input_ids)
+        position_ids[:num_tokens] = np.arange(num_tokens) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+        predicted = np.flatnonzero(position_ids)
+
+        def to_device(array: npt.NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        return cls(
+            to_device(input_ids[None]),
+            to_device(position_ids[None]),
+            Segments.of(lengths, device=device),
+            to_device(predicted - 1),
+            to_device(predicted),
+            num_tokens,
+        )

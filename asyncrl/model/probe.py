@@ -1,20 +1,33 @@
 """The trainer's half of weights.verify_logprobs: a short text, and its logprobs under the weights that are handed out.
 
-Rank 0 measures on its compute thread, in the same call that takes a snapshot of the weights, and writes the result into the
-version's manifest. The servers' half is asyncrl/generation/verify.py.
+Measured on the compute threads of all ranks of the model, in the same call that takes a snapshot of the weights; the rank that
+commits the version writes the result into its manifest. The servers' half is asyncrl/generation/verify.py.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.model.engine import TrainEngine
+from asyncrl.model.moving import ShardedModel, exchange, workers_of
 from asyncrl.weights import Probe
 
 _NUM_RANDOM = 8
 _NUM_SAMPLED = 24
+_NUM_CANDIDATES = 64  # for each sampled token
+
+
+class ScoringModel(ShardedModel, Protocol):
+    """engine.TrainEngine."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None:
+        """Of each token, packed like packed_input_ids, at the ranks of the last stage. Collective."""
 
 
 class LogprobProbe:
@@ -27,20 +40,40 @@ class LogprobProbe:
         self._seed = seed
         self._input_ids: list[int] | None = None
 
-    def measure(self, engine: TrainEngine) -> Probe:
-        """Under the weights that the engine has now. On its compute thread."""
+    def measure(self, engine: ScoringModel) -> Probe:
+        """Under the weights that the engine has now. Collective over all ranks of the model; the same result on each."""
         if self._input_ids is None:
             self._input_ids = self._write_text(engine)
-        sample = SequenceSample.from_groups(["probe"], [{"packed_input_ids": [np.array(self._input_ids)]}])
-        logprobs_T = engine.logprobs(sample, temperature=1.0)
-        return Probe(self._input_ids, [float(logprob) for logprob in logprobs_T[-_NUM_SAMPLED:]])
+        (logprobs_T,) = _score(engine, [self._input_ids])
+        return Probe(self._input_ids, logprobs_T[-_NUM_SAMPLED:].tolist())
 
-    def _write_text(self, engine: TrainEngine) -> list[int]:
-        """Once a run, without a KV cache: short as it is, that takes less than a train step."""
+    def _write_text(self, engine: ScoringModel) -> list[int]:
+        """Once a run, in less than the time of a train step. Layouts have the logprobs of given tokens and nobody all logits, so a
+        token is sampled by importance: candidates from a simple distribution, one of them by its weight p(model) / p(candidate).
+
+        Candidates are log-uniform: tokenizers number tokens by how frequent they are, the frequent first (Zipf's law).
+        """
         rng = np.random.default_rng([self._seed, engine.vocab_size])
         input_ids: list[int] = rng.integers(engine.vocab_size, size=_NUM_RANDOM).tolist()
-        generator = torch.Generator().manual_seed(self._seed)
+        log_prior_V = -np.log(np.arange(1, engine.vocab_size + 1))
+        prior_V = np.exp(log_prior_V) / np.exp(log_prior_V).sum()
         for _ in range(_NUM_SAMPLED):
-            probs_V = engine.next_token_logits(input_ids).softmax(-1)
-            input_ids.append(int(torch.multinomial(probs_V, 1, generator=generator)))
+            candidates_C = rng.choice(engine.vocab_size, size=_NUM_CANDIDATES, p=prior_V)
+            scores = _score(engine, [[*input_ids, int(candidate)] for candidate in candidates_C])
+            log_weights_C = np.array([logprobs_T[-1] for logprobs_T in scores], np.float64) - log_prior_V[candidates_C]
+            weights_C = np.exp(log_weights_C - log_weights_C.max())
+            input_ids.append(int(rng.choice(candidates_C, p=weights_C / weights_C.sum())))
         return input_ids
+
+
+def _score(engine: ScoringModel, texts: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+    """Logprobs of texts of one length, at temperature 1, told to all ranks of the model. Collective.
+
+    Every data rank scores them, so that none is without work; the answer is the first one's.
+    """
+    groups = [{"packed_input_ids": [np.array(text)]} for text in texts]
+    found = engine.logprobs(SequenceSample.from_groups([str(i) for i in range(len(texts))], groups), temperature=1.0)
+    payload = found.astype("<f4").tobytes() if found is not None else b""
+    told = exchange(workers_of(engine), payload) if len(workers_of(engine)) > 1 else {0: payload}
+    (answer, *_) = [payload for _, payload in sorted(told.items()) if payload]
+    return np.split(np.frombuffer(answer, "<f4"), len(texts))

@@ -34,7 +34,7 @@ class SendError(RuntimeError):
 
 @dataclass(frozen=True)
 class Held:
-    """A version in memory."""
+    """A version in memory, whole."""
 
     version: WeightVersion
     buckets: list[Bucket]

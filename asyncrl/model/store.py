@@ -1,7 +1,8 @@
-"""Data store of a head: trajectories by id, and the keys that MFCs add to them. Bounded in groups.
+"""Data store of a model worker: groups by id, with the keys that are here. Bounded in groups.
 
-The worker's event loop puts what arrives, its compute thread reads and amends; a lock joins the two. A group enters before the
-master knows of it, so that a call that names it always finds it, and leaves when the master says so.
+Trajectories are put by the event loop of a head, before the master knows of them, so that a call that names one always finds it.
+Copies of groups of other workers, with the keys that MFCs read here, and the keys that MFCs make are added by the compute thread;
+a lock joins the two. All leave when the master says so. Copies have a bound of their own: they take no room from trajectories.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ FULL = "store_full"
 
 
 class DataStore:
-    """Groups by id, at most `capacity` of them."""
+    """Groups by id: at most `capacity` trajectories, and as many copies of groups whose trajectory is elsewhere."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"store capacity is {capacity}; it must hold at least one group")
         self.capacity = capacity
         self._groups: dict[str, SequenceSample] = {}
+        self._copies: set[str] = set()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -47,7 +49,7 @@ class DataStore:
         with self._lock:
             if any(group_id in self._groups for group_id in sample.ids):
                 return DUPLICATE
-            if len(self._groups) + len(groups) > self.capacity:
+            if len(self._groups) - len(self._copies) + len(groups) > self.capacity:
                 return FULL
             for group in groups:
                 self._set(group.ids[0], group)
@@ -55,30 +57,41 @@ class DataStore:
 
     def amend(self, sample: SequenceSample) -> None:
         """Add (or replace) keys of groups that are here. An id that is not here is a ValueError, and nothing changes."""
-        groups = sample.unpack()
+        self._merge(sample, copies=False)
+
+    def add_copies(self, sample: SequenceSample) -> None:
+        """Keys of groups from another worker; for an id that is not here a copy begins. Too many are a ValueError: who sends
+        them, the master, has at most a batch under way, which always has room."""
+        self._merge(sample, copies=True)
+
+    def _merge(self, sample: SequenceSample, *, copies: bool) -> None:
+        groups = {group.ids[0]: group for group in sample.unpack()}
         with self._lock:
-            missing = [group_id for group_id in sample.ids if group_id not in self._groups]
+            new = [group_id for group_id in groups if group_id not in self._groups]
+            if new and not copies:
+                raise ValueError(f"keys {sorted(sample.keys)} came for the ids {new[:4]}, which are not in the store")
+            if len(self._copies) + len(new) > self.capacity:
+                raise ValueError(
+                    f"{len(new)} copies of groups came, {len(self._copies)} are here; at most {self.capacity} may be"
+                )
+            merged = {i: self._groups[i].update(group) if i in self._groups else group for i, group in groups.items()}
+            self._copies.update(new)
+            for group_id, group in merged.items():
+                self._set(group_id, group)
+
+    def select(self, ids: Sequence[str], keys: Sequence[str]) -> SequenceSample | None:
+        """These groups, in the given order, with these keys; None for no ids. What is not here is a ValueError."""
+        with self._lock:
+            missing = [group_id for group_id in ids if group_id not in self._groups]
             if missing:
                 raise ValueError(
-                    f"keys {sorted(sample.keys)} came for the ids {missing[:4]}, which are not in the store"
+                    f"{len(missing)} of {len(ids)} groups are not in the store, such as {missing[:4]}; master and workers disagree"
                 )
-            merged = [self._groups[group.ids[0]].update(group) for group in groups]
-            for group in merged:
-                self._set(group.ids[0], group)
-
-    def local_ids(self, ids: Iterable[str]) -> list[str]:
-        """Those that are here, in the given order."""
-        with self._lock:
-            return [group_id for group_id in ids if group_id in self._groups]
-
-    def select(self, ids: Iterable[str], keys: Sequence[str]) -> SequenceSample | None:
-        """The groups of `ids` that are here, in the given order, with these keys. None where none is here."""
-        with self._lock:
-            groups = [self._groups[group_id] for group_id in ids if group_id in self._groups]
+            groups = [self._groups[group_id] for group_id in ids]
         for group in groups:
-            missing = [key for key in keys if key not in group.keys]
-            if missing:
-                raise ValueError(f"id {group.ids[0]!r} has no {missing} yet; it has {sorted(group.keys)}")
+            lacking = [key for key in keys if key not in group.keys]
+            if lacking:
+                raise ValueError(f"id {group.ids[0]!r} has no {lacking} yet; it has {sorted(group.keys)}")
         if not groups:
             return None
         return SequenceSample.gather([group.select_keys(keys) for group in groups])
@@ -91,7 +104,9 @@ class DataStore:
     def discard(self, ids: Iterable[str]) -> int:
         """Forget these ids with all their keys; unknown ones are ignored. Returns how many were here."""
         with self._lock:
+            ids = list(ids)
             groups = [group for group_id in ids if (group := self._groups.pop(group_id, None)) is not None]
+            self._copies.difference_update(ids)
             self._num_bytes -= sum(group.num_bytes for group in groups)
         return len(groups)
 

@@ -17,9 +17,9 @@ from typing import Any
 from asyncrl.config import SamplingConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.groups.reward import Completion
+from asyncrl.groups.trajectory import Episode, Response, build_sample
 from asyncrl.rollout.env import Env
-from asyncrl.rollout.reward import Completion
-from asyncrl.rollout.trajectory import Episode, Response, build_sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,9 @@ from typing import TYPE_CHECKING, Any, cast
 from asyncrl.config import SamplingConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.groups.outcome import RolloutRejected
+from asyncrl.groups.reward import Completion, start_thread
+from asyncrl.groups.trajectory import Episode, build_sample
 from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.client import gather_or_cancel
 from asyncrl.rollout.env import Env
@@ -34,10 +37,7 @@ from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.openai_request import IGNORABLE
 from asyncrl.rollout.openai_session import Policy, Session, SessionLimits, Trained
 from asyncrl.rollout.openai_turns import Turn
-from asyncrl.rollout.outcome import RolloutRejected
-from asyncrl.rollout.reward import Completion, start_thread
 from asyncrl.rollout.tool_calls import TAG, Said, parse_tool_calls
-from asyncrl.rollout.trajectory import Episode, build_sample
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

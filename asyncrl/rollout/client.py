@@ -27,6 +27,8 @@ import msgspec
 from yarl import URL
 
 from asyncrl.config import SamplingConfig
+from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
+from asyncrl.groups.trajectory import OnPiece, Response
 from asyncrl.messages import (
     DECODE_ERRORS,
     GenerateReply,
@@ -36,8 +38,6 @@ from asyncrl.messages import (
     Ticket,
     WeightVersion,
 )
-from asyncrl.rollout.outcome import RolloutRejected, RolloutReleased
-from asyncrl.rollout.trajectory import OnPiece, Response
 from asyncrl.runtime.service_client import ServiceError
 from asyncrl.runtime.worker import StatusBoard, WaitTimeoutError
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncrl.config import SamplingConfig
+from asyncrl.groups.outcome import RolloutEnded, RolloutRejected
+from asyncrl.groups.trajectory import OnPiece, Response
 from asyncrl.rollout.chat_template import ChatTemplate, TemplateRefused, message_for_template
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules
 from asyncrl.rollout.openai_turns import Turn, all_turns, find_turn, num_sampled
-from asyncrl.rollout.outcome import RolloutEnded, RolloutRejected
 from asyncrl.rollout.tool_calls import Said
-from asyncrl.rollout.trajectory import OnPiece, Response
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 Trained = Literal["last", "longest"]  # which sequence of a session is trained

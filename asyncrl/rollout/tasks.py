@@ -10,12 +10,12 @@ from typing import Any
 
 from asyncrl.config import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt
+from asyncrl.groups.loading import load_object
+from asyncrl.groups.outcome import RolloutRejected
+from asyncrl.groups.reward import Reward
 from asyncrl.rollout.agent import Agent, SingleStepAgent
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.env import Env, RewardEnv, UnjudgedEnv
-from asyncrl.rollout.loading import load_object
-from asyncrl.rollout.outcome import RolloutRejected
-from asyncrl.rollout.reward import Reward
 from asyncrl.runtime.worker import StatusBoard
 
 TRAIN = "train"

@@ -19,15 +19,15 @@ from typing import Any, Literal
 from asyncrl.config import ConfigError, RolloutWorkerConfig, SamplingConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
+from asyncrl.groups.trajectory import OnPiece, Response, SampleSummary, complete_sample
 from asyncrl.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
 from asyncrl.rollout.agent import ActQueue, ObsQueue
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.rollout.manager_client import ManagerClient
 from asyncrl.rollout.openai_api import ChatEndpoint
-from asyncrl.rollout.outcome import RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.rollout.tasks import TRAIN, Task, TaskTable
-from asyncrl.rollout.trajectory import OnPiece, Response, SampleSummary, complete_sample
 from asyncrl.runtime.channel import ChannelRefused
 from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
@@ -251,11 +251,8 @@ class RolloutWorker(Worker):
         summary = SampleSummary.of(sample)
         if ticket.kind == "eval":
             return _result(ticket, summary, "evaluated")
-        success = sum(summary.rewards) / len(summary.rewards)
-        if success < self.config.rollout.success_rate_lb:
-            return _result(ticket, summary, "rejected", "too_hard")
-        if success > self.config.rollout.success_rate_ub:
-            return _result(ticket, summary, "rejected", "too_easy")
+        if objection := objection_to(summary.rewards, self.config.rollout):
+            return _result(ticket, summary, "rejected", objection)
         return await self._push(ticket, task, sample, summary, birth_time)
 
     def _find_prompt(self, ticket: Ticket) -> Prompt:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.groups.trajectory import Episode, build_sample
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
-from asyncrl.rollout.trajectory import Episode, build_sample
 
 FIRST_MEMBER = 2  # token id of the first member: those before are EOS and what the engine emits
 

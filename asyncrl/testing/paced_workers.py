@@ -16,12 +16,11 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import GenerationServerConfig, ModelWorkerConfig
-from asyncrl.dataflow import build_dataflow
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.worker_main import end_process
-from asyncrl.messages import CallBody, CallResult, ClearData, ExecuteMFC, WeightVersion, WriteWeights
+from asyncrl.messages import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, WeightVersion
 from asyncrl.model.intake import Intake
 from asyncrl.model.recorder import read_vocab_size
 from asyncrl.model.store import DataStore
@@ -98,7 +97,7 @@ class PacedTrainer(Worker):
     def __init__(self, config: ModelWorkerConfig, pace: Pace) -> None:
         super().__init__(config.worker)
         self._config, self._step_s = config, pace.step_s
-        self._mfcs = build_dataflow(config.train).mfcs
+        self._mfcs = {mfc.name: mfc for mfc in config.mfcs}
         self._store = DataStore(config.store_capacity)
 
     async def setup(self) -> None:
@@ -118,7 +117,8 @@ class PacedTrainer(Worker):
         while True:
             call = await self._server.receive()
             self.board.progress()
-            if isinstance(call.body, WriteWeights):
+            # of a model for the user, which has no version, there is nothing to write
+            if isinstance(call.body, CommitWeights) and call.body.weight_version:
                 self.spawn(self._write(call, call.body), "write")
             else:
                 await self._answer(call)
@@ -149,7 +149,7 @@ class PacedTrainer(Worker):
             await asyncio.sleep(self._step_s)
         return CallResult(ids=list(body.ids), keys=list(mfc.output_keys), seconds=time.monotonic() - start)
 
-    async def _write(self, call: Call, body: WriteWeights) -> None:
+    async def _write(self, call: Call, body: CommitWeights) -> None:
         version, source = WeightVersion.parse(body.weight_version), Path(self._config.model_path)
         fsync = self._config.weights.fsync
         await asyncio.to_thread(publish_folder, Path(body.path), source_dir=source, version=version, fsync=fsync)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from agent import CALCULATOR, calculate
 
-from asyncrl.rollout.loading import load_object
+from asyncrl.groups.loading import load_object
 from asyncrl.rollout.tool_calls import parse_tool_calls
 from asyncrl.testing.warm_start import Pair, Recipe
 

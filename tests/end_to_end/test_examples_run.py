@@ -20,7 +20,7 @@ from asyncrl.config import PromptSourceConfig, load_experiment
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import read_trajectory
-from asyncrl.rollout.loading import load_object
+from asyncrl.groups.loading import load_object
 from asyncrl.rollout.tool_calls import parse_tool_calls
 from asyncrl.testing.runs import RunHandle, evaluations, launch, train_steps
 

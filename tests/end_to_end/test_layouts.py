@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from whole_runs import STEPS, launch_synchronous, trained_events, trained_prompts, weights_dir
+from whole_runs import STEPS, launch_synchronous, published_weights, trained_events, trained_prompts
 
 from asyncrl.testing.runs import RunHandle
-from asyncrl.weights import tensor_files
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -20,7 +18,7 @@ def test_one_worker_and_two_train_the_same_weights(synchronous: RunHandle, sorte
     assert heads(synchronous.run_dir) == {0, 1}
     assert trained_prompts(run.run_dir) == trained_prompts(synchronous.run_dir)
     for version in range(STEPS + 1):
-        one, two = (weights(directory, version) for directory in (run.run_dir, synchronous.run_dir))
+        one, two = (published_weights(directory, version) for directory in (run.run_dir, synchronous.run_dir))
         assert one.keys() == two.keys()
         for name, tensor in one.items():
             torch.testing.assert_close(
@@ -30,8 +28,3 @@ def test_one_worker_and_two_train_the_same_weights(synchronous: RunHandle, sorte
 
 def heads(run_dir: Path) -> set[int]:
     return {group["head"] for event in trained_events(run_dir) for group in event["groups"]}
-
-
-def weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
-    (file,) = tensor_files(weights_dir(run_dir, version))
-    return load_file(file)

@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from whole_runs import BATCH, CLIP, LR, MAX_NEW_TOKENS, SEED, STEPS, WARMUP, trained_events, weights_dir
+from whole_runs import BATCH, CLIP, LR, MAX_NEW_TOKENS, SEED, STEPS, WARMUP, published_weights, trained_events
 
 from asyncrl.config import PromptSourceConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
-from asyncrl.weights import tensor_files
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -33,8 +32,7 @@ def test_trains_only_on_its_own_version(synchronous: RunHandle) -> None:
 
 def test_its_weights_equal_those_of_a_plain_loop(synchronous: RunHandle, sorter: Path) -> None:
     plain = plain_loop(sorter)
-    (file,) = tensor_files(weights_dir(synchronous.run_dir, STEPS))
-    trained = load_file(file)
+    trained = published_weights(synchronous.run_dir, STEPS)
     for name, tensor in trained.items():
         torch.testing.assert_close(
             tensor, plain[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"

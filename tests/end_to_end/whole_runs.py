@@ -5,9 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from asyncrl.testing.runs import RunHandle, journal, launch
+from asyncrl.weights import tensor_files
 
 ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart_cpu.yaml"
 Event = Mapping[str, Any]
 Prompt = tuple[int, int]  # epoch, position
 
@@ -15,10 +20,12 @@ Prompt = tuple[int, int]  # epoch, position
 STEPS, BATCH, MAX_NEW_TOKENS, LR, WARMUP, CLIP, SEED = 5, 16, 10, 2e-4, 5, 0.2, 7
 
 
-def launch_sorter(sorter: Path, fileroot: Path, *overrides: str, env: Mapping[str, str] | None = None) -> RunHandle:
-    """The quickstart, on a model and data made for the tests."""
+def launch_sorter(
+    sorter: Path, fileroot: Path, *overrides: str, env: Mapping[str, str] | None = None, config: Path = QUICKSTART
+) -> RunHandle:
+    """The quickstart, or another config of its task, on a model and data made for the tests."""
     return launch(
-        ROOT / "configs" / "quickstart_cpu.yaml",
+        config,
         f"fileroot={fileroot}",
         f"model_path={sorter / 'model'}",
         f"prompts.path={sorter / 'data' / 'train.jsonl'}",
@@ -57,6 +64,12 @@ def launch_synchronous(sorter: Path, fileroot: Path, *overrides: str) -> RunHand
 
 def weights_dir(run_dir: Path, version: int) -> Path:
     return run_dir / "weights" / "actor" / f"a0001-v{version:08d}"
+
+
+def published_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
+    """By name, from as many files as ranks have written."""
+    files = tensor_files(weights_dir(run_dir, version))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def trained_events(run_dir: Path) -> list[Event]:

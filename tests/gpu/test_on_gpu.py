@@ -5,12 +5,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import GenerationConfig, OptimizerConfig, TrainConfig
+from asyncrl.config import GenerationConfig, ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation.engine import EngineRequest
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import version_dir, write_version
 
@@ -37,16 +38,17 @@ def test_an_update_is_the_same(model_path):
     ]
     sample = SequenceSample.from_groups([f"g{i}" for i in range(len(groups))], groups)
 
-    def loss_fn(logprobs_T, entropy_T, data, cu_seqlens):
+    def loss_fn(outputs, data, cu_seqlens):
         mask_T = data["loss_mask"]
-        return -(data["advantages"] * logprobs_T)[mask_T].mean(), {"tokens": mask_T.sum()}
+        return -(data["advantages"] * outputs["logprobs"])[mask_T].mean(), {"tokens": mask_T.sum()}
 
     train = TrainConfig(optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0))
     weights = {}
     for device in ("cpu", "cuda"):
-        engine = TrainEngine(model_path, train, device=torch.device(device))
+        model = ModelConfig("actor", str(model_path), "d1", [0], trainable=True, optimizer=train.optimizer)
+        engine = TrainEngine(model, train, device=device)
         engine.train_step(sample, loss_fn, temperature=1.0, lr_step=0)
-        weights[device] = dict(engine.named_tensors())
+        weights[device] = take_share(engine)
     for name, tensor in weights["cpu"].items():
         torch.testing.assert_close(weights["cuda"][name], tensor, rtol=0, atol=1e-4)
 

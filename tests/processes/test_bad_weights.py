@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from asyncrl.config import ConfigError, TrainConfig
+from asyncrl.config import ConfigError, ModelConfig, TrainConfig
 from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
@@ -70,7 +70,7 @@ def cut(model: Path) -> None:
 def test_the_trainer_names_the_model_and_what_is_wrong(model: Path, damage, reason: str) -> None:  # type: ignore[no-untyped-def]
     damage(model)
     with pytest.raises(ConfigError, match=f"(?s)^model_path='{model}': .*{reason}") as caught:
-        TrainEngine(model, TrainConfig(batch_size=1))
+        TrainEngine(ModelConfig("actor", str(model), "d1", [0]), TrainConfig(batch_size=1))
     assert "Traceback" not in told(caught.value)
 
 
@@ -80,7 +80,7 @@ def test_a_shard_that_is_missing_is_named(model: Path) -> None:
         '{"metadata": {}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}'
     )
     with pytest.raises(ConfigError, match=r"cannot be loaded: .*model-00002-of-00002\.safetensors"):
-        TrainEngine(model, TrainConfig(batch_size=1))
+        TrainEngine(ModelConfig("actor", str(model), "d1", [0]), TrainConfig(batch_size=1))
 
 
 # ------------------------------------------------------------------------------------------------------------ published ones

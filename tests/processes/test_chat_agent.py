@@ -20,13 +20,13 @@ from test_rollout_worker import Stage
 from asyncrl.config import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, RolloutReleased
+from asyncrl.groups.trajectory import OnPiece, Response, SampleSummary
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.env import Env, StepResult, UnjudgedEnv
 from asyncrl.rollout.loop_watch import LoopWatch
 from asyncrl.rollout.openai_api import ChatEndpoint
-from asyncrl.rollout.outcome import RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.rollout.tasks import TRAIN, TaskTable
-from asyncrl.rollout.trajectory import OnPiece, Response, SampleSummary
 from asyncrl.testing.tiny import make_chat_tokenizer
 
 SAMPLING = SamplingConfig(max_new_tokens=32)

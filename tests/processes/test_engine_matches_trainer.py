@@ -21,6 +21,7 @@ from torch import Tensor
 from asyncrl.config import (
     GenerationConfig,
     GenerationServerConfig,
+    ModelConfig,
     NameResolveConfig,
     OptimizerConfig,
     RuntimeConfig,
@@ -30,6 +31,7 @@ from asyncrl.config import (
 )
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation.worker import GenerationServer
+from asyncrl.groups.trajectory import Episode, SampleSummary, build_sample
 from asyncrl.messages import (
     Locator,
     ScheduleReply,
@@ -40,9 +42,9 @@ from asyncrl.messages import (
     WeightVersion,
 )
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
 from asyncrl.names import Names
 from asyncrl.rollout.client import PartialRolloutManager, Route
-from asyncrl.rollout.trajectory import Episode, SampleSummary, build_sample
 from asyncrl.runtime.name_resolve import NameResolver, open_name_resolver
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller, NameResolvingZmqPusher
 from asyncrl.runtime.worker import StatusBoard
@@ -115,7 +117,7 @@ async def client(tmp_path: Path) -> AsyncIterator[PartialRolloutManager]:
 async def test_logprobs_of_server_and_trainer_are_equal_across_a_train_step(
     model_path: Path, tmp_path: Path, resolver: NameResolver, server_url: str, client: PartialRolloutManager
 ) -> None:
-    trainer = TrainEngine(model_path, TRAIN)
+    trainer = engine_of(model_path)
     await serve(trainer, V0, server_url, tmp_path, model_path)
     generating = asyncio.ensure_future(client.generate(Route(ticket(server_url)), [PROMPT] * GROUP, SAMPLING, []))
     while client.counts.tokens < GROUP and not generating.done():  # noqa: ASYNC110 - chunks have come in
@@ -130,7 +132,7 @@ async def test_logprobs_of_server_and_trainer_are_equal_across_a_train_step(
     sample = await through_the_stream(build_sample("t0", episodes), resolver)
 
     by_version = {
-        V0: TrainEngine(model_path, TRAIN, trainable=False).logprobs(sample, temperature=SAMPLING.temperature),
+        V0: engine_of(model_path).logprobs(sample, temperature=SAMPLING.temperature),
         V1: trainer.logprobs(sample, temperature=SAMPLING.temperature),
     }
     assert trained["skipped_steps"] == 0
@@ -147,7 +149,7 @@ async def test_logprobs_of_server_and_trainer_are_equal_across_a_train_step(
 async def serve(trainer: TrainEngine, version: WeightVersion, url: str, run_dir: Path, source_dir: Path) -> None:
     """What a model worker and the manager do between them: write the version, have the server load it."""
     path = version_dir(run_dir, "actor", version)
-    write_version(path, trainer.named_tensors(), source_dir=source_dir, version=version, fsync=False)
+    write_version(path, take_share(trainer).items(), source_dir=source_dir, version=version, fsync=False)
     request = UpdateWeightsRequest(model_path=str(path), weight_version=str(version))
     await post(url, "/update_weights_from_disk", msgspec.json.encode(request))
 
@@ -171,6 +173,12 @@ def ticket(server_url: str) -> Ticket:
     )
 
 
+def engine_of(model_path: Path) -> TrainEngine:
+    return TrainEngine(
+        ModelConfig("actor", str(model_path), "d1", [0], trainable=True, optimizer=TRAIN.optimizer), TRAIN
+    )
+
+
 def train_once(trainer: TrainEngine) -> dict[str, float]:
     """A real train step, on anything: it makes some random sequences likelier."""
     rng = np.random.default_rng(1)
@@ -178,9 +186,9 @@ def train_once(trainer: TrainEngine) -> dict[str, float]:
     sample = SequenceSample.from_groups(["a"], [{"packed_input_ids": ids}])
 
     def loss_fn(
-        logprobs_T: Tensor, entropy_T: Tensor, data: Mapping[str, Tensor], cu_seqlens: Tensor
+        outputs: Mapping[str, Tensor], data: Mapping[str, Tensor], cu_seqlens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return -logprobs_T.sum() / 320, {}
+        return -outputs["logprobs"].sum() / 320, {}
 
     return trainer.train_step(sample, loss_fn, temperature=1.0, lr_step=0)
 

@@ -1,15 +1,17 @@
-"""Model workers with a fake master and a fake rollout worker: one in this process, and two real processes over gloo and etcd."""
+"""Model workers with a fake master and a fake rollout worker: one in this process, and real processes over gloo and etcd."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import threading
+import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,9 +19,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import (
+    CriticConfig,
+    ModelConfig,
     ModelWorkerConfig,
     NameResolveConfig,
     OptimizerConfig,
+    PlacedMFC,
     PPOConfig,
     RuntimeConfig,
     TrainConfig,
@@ -32,28 +37,33 @@ from asyncrl.messages import (
     CallBody,
     CallResult,
     ClearData,
+    CommitCheckpoint,
+    CommitWeights,
     ExecuteMFC,
+    LoadCheckpoint,
     Locator,
     Ping,
+    SaveCheckpoint,
     SaveModel,
     StoreVerdict,
     TrajectoryMeta,
     WeightVersion,
+    WorkerStatus,
     WriteWeights,
 )
-from asyncrl.model import intake
-from asyncrl.model import worker as model_worker
+from asyncrl.model import intake, publishing
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
 from asyncrl.model.intake import trajectory_error
 from asyncrl.model.interfaces import make_interface
-from asyncrl.model.worker import ModelWorker, interface_of
+from asyncrl.model.worker import ModelWorker
+from asyncrl.model.world import interface_of
 from asyncrl.names import Names
-from asyncrl.runtime.etcd_server import EtcdServer
 from asyncrl.runtime.name_resolve import NameResolver, open_name_resolver
 from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
-from asyncrl.runtime.worker import run_worker
 from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.testing.training_side import TrainingSide, training_side
 from asyncrl.weights import tensor_files, verify_version
 
 RUNTIME = RuntimeConfig(start_timeout_s=60.0, stop_timeout_s=5.0, log_level="WARNING")
@@ -62,6 +72,7 @@ TRAIN = TrainConfig(
     max_tokens_per_mb=100,
     optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0),
     ppo=PPOConfig(minibatches=2, temperature=1.0, kl_coef=0.05),
+    call_timeout_s=60.0,
 )
 LIMIT_S = 60.0
 STORED = StoreVerdict(verdict="stored")
@@ -79,13 +90,39 @@ def model_path(tmp_path_factory):
     return path
 
 
-def worker_config(name_resolve, run_dir, model_path, *, rank=0, size=1, capacity=8, train=TRAIN) -> ModelWorkerConfig:
-    info = WorkerInfo("model_worker", rank, size, "test", "t0", 1, str(run_dir), 1, name_resolve, RUNTIME)
-    weights = WeightsConfig(fsync=False)
-    return ModelWorkerConfig(info, rank, size, str(model_path), str(model_path), train, weights, capacity)
+def one_model(name: str, path: Path, grid: str, workers: Sequence[int], train: TrainConfig = TRAIN) -> ModelConfig:
+    kind = "value" if name == "critic" else "lm"
+    optimizer = train.critic.optimizer if name == "critic" else train.optimizer
+    trainable = name in ("actor", "critic")
+    return ModelConfig(name, str(path), grid, list(workers), kind, trainable=trainable, optimizer=optimizer)
 
 
-def trajectory(ticket_id: str, head: int = 0, size: int = 3) -> tuple[TrajectoryMeta, SequenceSample]:
+def on_one_worker(path: Path, train: TrainConfig = TRAIN) -> list[ModelConfig]:
+    return [one_model(role, path, "d1p1m1", [0], train) for role in build_dataflow(train).roles]
+
+
+def placed_mfcs(train: TrainConfig = TRAIN, **elsewhere: str) -> list[PlacedMFC]:
+    """Each on the model of its role, but for those whose model is named."""
+    return [mfc.placed(elsewhere.get(mfc.name, mfc.role)) for mfc in build_dataflow(train).mfcs.values()]
+
+
+def worker_config(name_resolve, run_dir, model_path, *, capacity=8, train=TRAIN) -> ModelWorkerConfig:
+    info = WorkerInfo("model_worker", 0, 1, "test", "t0", 1, str(run_dir), 1, name_resolve, RUNTIME)
+    return ModelWorkerConfig(
+        worker=info,
+        models=on_one_worker(model_path, train),
+        mfcs=placed_mfcs(train),
+        model_path=str(model_path),
+        tokenizer_path=str(model_path),
+        train=train,
+        weights=WeightsConfig(fsync=False),
+        store_capacity=capacity,
+    )
+
+
+def trajectory(
+    ticket_id: str, head: int = 0, size: int = 3, position: int = 0
+) -> tuple[TrajectoryMeta, SequenceSample]:
     """A group of random tokens: 4 of prompt, then a response; its rewards differ. The same ticket gives the same group."""
     rng = np.random.default_rng(list(ticket_id.encode()))
     prompt = rng.integers(1, 64, 4)
@@ -111,7 +148,7 @@ def trajectory(ticket_id: str, head: int = 0, size: int = 3) -> tuple[Trajectory
     sample = SequenceSample.from_groups([ticket_id], [group])
     meta = TrajectoryMeta(
         ticket_id=ticket_id,
-        locator=Locator(0, 0),
+        locator=Locator(0, position),
         attempt=1,
         head=head,
         keys=list(sample.keys),
@@ -272,33 +309,66 @@ async def test_a_store_that_stays_full_refuses_by_reason(memory, tmp_path, model
 
 async def test_training_goes_on_while_weights_are_written(memory, tmp_path, model_path, monkeypatch):
     may_write = threading.Event()
-    write_version = model_worker.write_version
+    write_part = publishing.write_part
 
-    def slow_write_version(*args, **kwargs):
+    def slow_write_part(*args, **kwargs):
         assert may_write.wait(LIMIT_S)
-        return write_version(*args, **kwargs)
+        return write_part(*args, **kwargs)
 
-    monkeypatch.setattr(model_worker, "write_version", slow_write_version)
+    monkeypatch.setattr(publishing, "write_part", slow_write_part)
     async with worker_here(worker_config(memory, tmp_path, model_path)) as (worker, world):
         await world.push(*trajectory("t"))
         before = load_file(model_path / "model.safetensors")
-        written = world.call_nowait(
-            WriteWeights(role="actor", weight_version="a0001-v00000000", path=str(tmp_path / "v"))
-        )
+        path, version = tmp_path / "v", "a0001-v00000000"
+        written = world.call_nowait(WriteWeights(role="actor", weight_version=version, path=str(path)))
         for mfc in build_dataflow(TRAIN).order:
-            await world.call(ExecuteMFC(mfc=mfc, version=0, ids=["t"]))
+            await world.call(ExecuteMFC(mfc=mfc, version=0, ids=["t"], parts=[["t"]]))
         assert not written.done()
         may_write.set()
-        await written
-        verify_version(tmp_path / "v", WeightVersion(1, 0))
-        (file,) = tensor_files(tmp_path / "v")
+        (reply,) = await written
+        assert not path.exists()
+        await world.call(CommitWeights(role="actor", weight_version=version, path=str(path), files=reply.files))
+        verify_version(path, WeightVersion(1, 0))
+        (file,) = tensor_files(path)
         snapshot = load_file(file)
         assert snapshot.keys() == before.keys()
         assert all(torch.equal(snapshot[name], before[name]) for name in before)
-        now = dict(worker.engines["actor"].named_tensors())
+        now = take_share(worker.engines["actor"])
         assert not torch.equal(now["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
-        frozen = dict(worker.engines["ref"].named_tensors())
+        frozen = take_share(worker.engines["ref"])
         assert all(torch.equal(frozen[name], before[name]) for name in before)
+
+
+async def test_a_model_for_the_user_is_complete_or_absent(memory, tmp_path, model_path):
+    async with worker_here(worker_config(memory, tmp_path, model_path)) as (worker, world):
+        path = tmp_path / "final"
+        for _ in range(2):  # what was there before goes
+            (reply,) = await world.call(SaveModel(role="actor", path=str(path)))
+            await world.call(CommitWeights(role="actor", weight_version="", path=str(path), files=reply.files))
+        loaded = AutoModelForCausalLM.from_pretrained(path)
+        now = take_share(worker.engines["actor"])
+        assert torch.equal(loaded.get_input_embeddings().weight, now["model.embed_tokens.weight"])
+        assert (path / "tokenizer.json").exists()
+
+
+async def test_training_goes_on_from_a_checkpoint(memory, tmp_path, model_path):
+    async with worker_here(worker_config(memory, tmp_path, model_path)) as (worker, world):
+
+        async def train(version):
+            for mfc in build_dataflow(TRAIN).order:
+                await world.call(ExecuteMFC(mfc=mfc, version=version, ids=["t"], parts=[["t"]]))
+            return take_share(worker.engines["actor"])
+
+        await world.push(*trajectory("t"))
+        await train(0)
+        path = str(tmp_path / "checkpoint")
+        (reply,) = await world.call(SaveCheckpoint(path=path))
+        await world.call(CommitCheckpoint(path=path, files=reply.files, state=reply.stats))
+        first = await train(1)
+        assert any(not torch.equal(first[name], tensor) for name, tensor in (await train(2)).items())
+        await world.call(LoadCheckpoint(path=path))
+        again = await train(1)
+        assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 async def test_a_call_that_fails_is_answered_and_ends_the_worker(memory, tmp_path, model_path):
@@ -306,18 +376,10 @@ async def test_a_call_that_fails_is_answered_and_ends_the_worker(memory, tmp_pat
     life = asyncio.create_task(worker.main())
     with open_name_resolver(memory) as resolver:
         async with outside(resolver, 1) as world:
-            with pytest.raises(RemoteCallError, match="hold 0 of the batch's 1 groups"):
-                await world.call(ExecuteMFC(mfc="actor_inf", version=0, ids=["nowhere"]))
-            with pytest.raises(RuntimeError, match="disagree"):
+            with pytest.raises(RemoteCallError, match=r"such as \['nowhere'\]; master and workers disagree"):
+                await world.call(ExecuteMFC(mfc="actor_inf", version=0, ids=["nowhere"], parts=[["nowhere"]]))
+            with pytest.raises(ValueError, match="disagree"):
                 await asyncio.wait_for(life, LIMIT_S)
-
-
-def test_an_unknown_role_is_refused_before_anything_starts(memory, tmp_path, model_path):
-    from asyncrl.config import MFCConfig
-
-    extra = {"judge": MFCConfig(role="critic", interface="json:loads", input_keys=["rewards"], output_keys=["j"])}
-    with pytest.raises(ValueError, match="critic"):
-        ModelWorker(worker_config(memory, tmp_path, model_path, train=replace(TRAIN, extra_mfcs=extra)))
 
 
 def test_the_interface_of_loopback():
@@ -325,83 +387,114 @@ def test_the_interface_of_loopback():
     assert interface_of("203.0.113.77") == ""
 
 
-# ------------------------------------------------------------------------------------------------------ two real processes
+# ---------------------------------------------------------------------------------------------------------- real processes
 
 
-@pytest.fixture
-def etcd(tmp_path):
-    server = EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log")
-    server.start()
-    yield NameResolveConfig(endpoints=[server.endpoint])
-    server.stop()
-
-
-def be_worker(config: ModelWorkerConfig) -> None:
-    """Entry of a child process."""
-    raise SystemExit(run_worker(ModelWorker(config)))
-
-
-@contextlib.contextmanager
-def two_workers(name_resolve, tmp_path, model_path):
-    context = multiprocessing.get_context("spawn")
-    configs = [worker_config(name_resolve, tmp_path, model_path, rank=rank, size=2) for rank in range(2)]
-    processes = [context.Process(target=be_worker, args=(config,), daemon=True) for config in configs]
-    for process in processes:
-        process.start()
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.join(15)
-            if process.exitcode is None:
-                process.kill()
-
-
-def in_one_process(model_path, batches: list[list[str]]) -> dict[str, torch.Tensor]:
-    """The same batches through the same dataflow on one engine without ranks, streams or stores."""
-    graph = build_dataflow(TRAIN)
-    engines = {role: TrainEngine(model_path, TRAIN, trainable=role == "actor") for role in graph.roles}
-    interfaces = {name: make_interface(mfc, TRAIN, seed=1) for name, mfc in graph.mfcs.items()}
+def in_one_process(model_path, train: TrainConfig, batches: list[list[str]]) -> dict[str, dict[str, torch.Tensor]]:
+    """The same batches through the same dataflow on whole models without ranks, streams or stores; weights by trained role."""
+    graph = build_dataflow(train)
+    engines = {model.name: TrainEngine(model, train) for model in on_one_worker(model_path, train)}
+    interfaces = {name: make_interface(mfc, train, seed=1) for name, mfc in graph.mfcs.items()}
     for version, ids in enumerate(batches):
         sample = SequenceSample.gather([trajectory(ticket)[1] for ticket in ids])
         for name in graph.order:
+            if name == "actor_train" and version < train.num_critic_only_steps:
+                continue
             part = sample.select_keys(graph.mfcs[name].input_keys)
             made, _ = interfaces[name].run(engines[graph.mfcs[name].role], part, batch_ids=ids, version=version)
             sample = sample.update(made) if made is not None else sample
-    return dict(engines["actor"].named_tensors())
+    return {role: take_share(engines[role]) for role in graph.trained_roles}
 
 
-async def test_two_processes_train_as_one(etcd, tmp_path, model_path):
+async def write_and_commit(side: TrainingSide, model: ModelConfig, body: WriteWeights | SaveModel) -> None:
+    replies = await side.caller.call("write", model.workers, body)
+    files = [file for reply in replies for file in reply.files]
+    version = body.weight_version if isinstance(body, WriteWeights) else ""
+    commit = CommitWeights(role=body.role, weight_version=version, path=body.path, files=files)
+    await side.caller.call("commit", model.workers[:1], commit)
+
+
+def weights_in(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in tensor_files(path) for name, tensor in load_file(file).items()}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5, msg=name)
+
+
+async def push_all(side: TrainingSide, heads: dict[str, int]) -> None:
+    trajectories = [trajectory(ticket, head, position=i) for i, (ticket, head) in enumerate(heads.items())]
+    assert await asyncio.gather(*(side.push(*pair) for pair in trajectories)) == [STORED] * len(heads)
+
+
+def wait_until_stores_are_empty(side: TrainingSide) -> None:
+    """By what the workers' statuses say, which come twice a second."""
+    keys = [side.names.status(f"model_worker/{index}") for index in range(side.num_workers)]
+    deadline = time.monotonic() + LIMIT_S
+    while held := [msgspec.json.decode(side.resolver.get(key), type=WorkerStatus).queues.get("store") for key in keys]:
+        if held == [0] * len(keys):
+            return
+        assert time.monotonic() < deadline, f"groups at workers: {held}"
+        time.sleep(0.1)
+
+
+async def test_two_processes_train_as_one(tmp_path, model_path):
     """Batches that fall unevenly on the heads, and one that leaves a head empty, give the update of one process."""
     heads = {"a": 0, "b": 1, "c": 0, "d": 0, "e": 1, "f": 0, "g": 0, "h": 0}
     batches = [["a", "b", "c", "d", "e"], ["f", "g", "h"]]
-    with two_workers(etcd, tmp_path, model_path) as processes, open_name_resolver(etcd) as resolver:
-        async with outside(resolver, 2) as world:
-            pushes = (world.push(*trajectory(ticket, head)) for ticket, head in heads.items())
-            assert await asyncio.gather(*pushes) == [STORED] * len(heads)
-            for version, ids in enumerate(batches):
-                for mfc in build_dataflow(TRAIN).order:
-                    results = await world.call(ExecuteMFC(mfc=mfc, version=version, ids=ids))
-                    assert [r.ids for r in results] == [[i for i in ids if heads[i] == head] for head in (0, 1)]
-                assert results[0].stats == results[1].stats
-                assert results[0].stats["actor/optimizer_steps"] == 2
-                await world.call(ClearData(ids=ids))
-            path = tmp_path / "weights" / "a0001-v00000002"
-            await world.call(WriteWeights(role="actor", weight_version=path.name, path=str(path)))
-            await world.call(SaveModel(role="actor", path=str(tmp_path / "final")))
-            (file,) = tensor_files(path)
-            found, expected = load_file(file), in_one_process(model_path, batches)
-            assert found.keys() == expected.keys()
-            for name in expected:
-                torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5, msg=name)
-            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
-            assert torch.equal(loaded.get_input_embeddings().weight, found["model.embed_tokens.weight"])
-            assert (tmp_path / "final" / "tokenizer.json").exists()
+    models = [one_model(role, model_path, "d2p1m1", [0, 1]) for role in build_dataflow(TRAIN).roles]
+    async with training_side(models, placed_mfcs(), TRAIN, tmp_path / "run") as side:
+        await push_all(side, heads)
+        for version, ids in enumerate(batches):
+            result = await side.step(ids, version)
+            assert result.stats["actor/optimizer_steps"] == 2
+        path = tmp_path / "weights" / "a0001-v00000002"
+        write = WriteWeights(role="actor", weight_version=path.name, path=str(path))
+        await write_and_commit(side, models[0], write)
+        await write_and_commit(side, models[0], SaveModel(role="actor", path=str(tmp_path / "final")))
+        verify_version(path, WeightVersion(1, 2))
+        assert_close(weights_in(path), in_one_process(model_path, TRAIN, batches)["actor"])
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+        assert torch.equal(loaded.get_input_embeddings().weight, weights_in(path)["model.embed_tokens.weight"])
 
-            with pytest.raises(RemoteCallError, match="the batch's 2 groups"):  # cleared: both workers notice, and end
-                await world.call(ExecuteMFC(mfc="actor_inf", version=2, ids=["a", "gone"]))
-            for process in processes:
-                await asyncio.to_thread(process.join, 20)
-            assert [process.exitcode for process in processes] == [1, 1]
+        body = ExecuteMFC(mfc="actor_inf", version=2, ids=["a", "gone"], parts=[["a"], ["gone"]])
+        with pytest.raises(RemoteCallError, match="master and workers disagree"):  # cleared
+            await side.caller.call("MFC", [0, 1], body)
+
+
+async def test_models_on_workers_of_their_own_train_as_one_process(tmp_path, model_path):
+    """Actor on two data ranks, critic on two tensor ranks of which one has the actor too, a reference on a third worker, and the
+    actor again in two stages.
+
+    The first step trains the critic alone; proximal logprobs come from the other layout, which gets the weights of each step.
+    """
+    train = replace(
+        TRAIN,
+        critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0), minibatches=2),
+        ppo=replace(TRAIN.ppo, advantage_norm="batch", gae_lambda=0.9),
+        num_critic_only_steps=1,
+    )
+    models = [
+        one_model("actor", model_path, "d2p1m1", [0, 1], train),
+        one_model("critic", model_path, "d1p1m2", [1, 2], train),
+        one_model("ref", model_path, "d1p1m1", [2], train),
+        one_model("actor@1", model_path, "d1p2m1", [1, 2], train),
+    ]
+    heads = {"a": 0, "b": 1, "c": 0, "d": 0, "e": 1, "f": 0, "g": 1, "h": 1}
+    batches = [["a", "b", "c"], ["d", "e"], ["f", "g", "h"]]
+    async with training_side(models, placed_mfcs(train, actor_inf="actor@1"), train, tmp_path / "run") as side:
+        await push_all(side, heads)
+        for version, ids in enumerate(batches):
+            result = await side.step(ids, version)
+            assert result.stats["redistribution/bytes"] > 0
+            assert ("actor_train" in result.seconds) == (version > 0)
+        expected = in_one_process(model_path, train, batches)
+        for model in models[:2]:
+            path = tmp_path / model.name
+            version = WriteWeights(role=model.name, weight_version="a0001-v00000003", path=str(path))
+            await write_and_commit(side, model, version)
+            assert_close(weights_in(path), expected[model.name])
+        await asyncio.to_thread(wait_until_stores_are_empty, side)
+        assert (len(side.tracker), len(side.buffer)) == (0, 0)

@@ -13,13 +13,13 @@ import openai
 import pytest
 
 from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.groups.outcome import RolloutReleased
+from asyncrl.groups.trajectory import OnPiece, Response
 from asyncrl.messages import WeightVersion
 from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.openai_api import MAX_BODY_BYTES, ChatEndpoint
 from asyncrl.rollout.openai_session import Session, SessionLimits
-from asyncrl.rollout.outcome import RolloutReleased
 from asyncrl.rollout.tool_calls import TAG, parse_tool_calls
-from asyncrl.rollout.trajectory import OnPiece, Response
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_chat_tokenizer
 

@@ -13,10 +13,10 @@ from aiohttp import web
 from rollout_fakes import FakeGenerationServer, continuation, logprob_of
 
 from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
 from asyncrl.messages import Locator, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rollout import client as client_module
 from asyncrl.rollout.client import PartialRolloutManager, Route
-from asyncrl.rollout.outcome import RolloutRejected, RolloutReleased
 from asyncrl.runtime.worker import StatusBoard
 
 LOGGER = logging.getLogger("test_partial_rollout")

@@ -10,8 +10,8 @@ import numpy as np
 from served_engine import V1, NoOtherServer, forward_logprobs, serve
 
 from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.groups.trajectory import Episode, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
-from asyncrl.rollout.trajectory import Episode, build_sample
 from asyncrl.runtime.worker import StatusBoard
 
 LOGGER = logging.getLogger("test_rollout_generation")

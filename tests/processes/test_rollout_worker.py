@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -38,12 +39,15 @@ from asyncrl.testing.tiny import make_char_tokenizer
 
 V1 = WeightVersion(1, 1).pack()
 EOS_AT = 12
+_counter = itertools.count()
 
 
 def reward(prompt: str, completion: str, answer: Any, *, finished: bool, task: str) -> float:
     """The answer says what to do."""
     if answer == "raise":
         raise RuntimeError("this prompt cannot be judged")
+    if answer == "differ":
+        return float(next(_counter))
     assert task in {"default", "rude", "silent"}
     return float(answer) if finished else -1.0
 
@@ -262,6 +266,21 @@ async def test_rollouts_that_will_not_do_are_rejected_with_their_reason(
     assert stage.manager.results["ticket-0"].lengths == [9, 9, 9]
     assert "lost my way" in caplog.text
     assert "in collect_trajectory" in caplog.text  # the agent's own line
+
+
+async def test_groups_that_teach_nothing_are_rejected_where_the_config_says_so(stage: Stage) -> None:
+    """DAPO's dynamic sampling, in whatever units rewards are: all equal, or not. Evaluation takes every group."""
+    stage.rollout = replace(stage.rollout, reject_equal_rewards=True)
+    stage.rows[1]["answer"] = "differ"
+    await stage.start()
+    await stage.grant(stage.ticket(0), stage.ticket(1), stage.ticket(2, kind="eval"))
+    outcomes = await stage.results(3)
+    await stage.end()
+    assert outcomes == {
+        "ticket-0": ("rejected", "equal_rewards"),
+        "ticket-1": ("stored", ""),
+        "ticket-2": ("evaluated", ""),
+    }
 
 
 async def test_evaluations_take_one_response_and_are_not_pushed(stage: Stage) -> None:

@@ -17,9 +17,9 @@ from test_manager_http import Setup, running
 
 from asyncrl.config import GenerationConfig, GenerationServerConfig, SamplingConfig
 from asyncrl.generation.worker import GenerationServer
+from asyncrl.groups.trajectory import Response
 from asyncrl.messages import HeartbeatReply, LoadsReply, ScaleWish, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rollout.client import PartialRolloutManager, Route
-from asyncrl.rollout.trajectory import Response
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import version_dir, write_version

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import replace
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
-from asyncrl.config import OptimizerConfig, TrainConfig
+from asyncrl.config import ConfigError, ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine, learning_rate
+from asyncrl.model.export import commit_model, take_share
 from asyncrl.model.logprobs import token_logprobs
 from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.weights import write_part
 
 TRAIN = TrainConfig(max_tokens_per_mb=64, logprob_chunk_tokens=16, optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0))
 
@@ -55,7 +59,8 @@ def make_sample(num_groups: int = 7, group_size: int = 3, seed: int = 0) -> Sequ
 def policy_gradient(denominator: float):
     """-sum(advantage * logprob) / denominator, with statistics of both kinds."""
 
-    def loss_fn(logprobs_T, entropy_T, data, cu_seqlens):
+    def loss_fn(outputs, data, cu_seqlens):
+        logprobs_T, entropy_T = outputs["logprobs"], outputs["entropy"]
         assert not entropy_T.requires_grad
         assert int(cu_seqlens[-1]) == len(logprobs_T) == len(data["packed_input_ids"])
         mask_T = data["loss_mask"]
@@ -70,6 +75,10 @@ def plain_logprobs(model, ids: np.ndarray, temperature: float) -> torch.Tensor:
     tokens = torch.tensor(ids)[None]
     logits = model(input_ids=tokens).logits.float()[0, :-1] / temperature
     return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+
+
+def make_engine(path, train: TrainConfig = TRAIN, kind: str = "lm", *, trainable: bool = True) -> TrainEngine:
+    return TrainEngine(ModelConfig("model", str(path), "d1", [0], kind, trainable, train.optimizer), train)
 
 
 # ------------------------------------------------------------------------------------------------------- chunked logprobs
@@ -94,7 +103,7 @@ def test_chunked_logprobs_equal_the_plain_formula_in_value_and_gradient(chunk_to
     plain = all_logprobs.gather(-1, targets[:, None])[:, 0]
     expected = torch.autograd.grad((plain * weights).sum(), [hidden, layer.weight])
     torch.testing.assert_close(logprobs, plain, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(entropy, -(all_logprobs.exp() * all_logprobs).sum(-1).detach(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy, -(all_logprobs.exp() * all_logprobs).sum(-1).detach(), rtol=1e-6, atol=5e-6)
     assert not entropy.requires_grad
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=5e-6)
@@ -120,7 +129,7 @@ def test_no_tensor_of_all_tokens_and_the_whole_vocabulary_ever_exists():
     with LargestTensor() as largest:
         logprobs, _ = token_logprobs(hidden, layer, targets, temperature=0.9, chunk_tokens=16)
         logprobs.sum().backward()
-    assert largest.numel == 16 * 999
+    assert largest.numel < 256 * 999 / 8
 
 
 # --------------------------------------------------------------------------------------------------------------- logprobs
@@ -130,7 +139,7 @@ def test_no_tensor_of_all_tokens_and_the_whole_vocabulary_ever_exists():
 @pytest.mark.parametrize("temperature", [1.0, 1.3])
 def test_logprobs_equal_a_plain_forward_of_each_sequence(model_path, max_tokens_per_mb, temperature):
     sample = make_sample()
-    engine = TrainEngine(model_path, replace(TRAIN, max_tokens_per_mb=max_tokens_per_mb), trainable=False)
+    engine = make_engine(model_path, replace(TRAIN, max_tokens_per_mb=max_tokens_per_mb), trainable=False)
     found = engine.logprobs(sample, temperature=temperature)
     assert found.dtype == np.float32
     model = AutoModelForCausalLM.from_pretrained(model_path)
@@ -146,7 +155,7 @@ def test_logprobs_equal_a_plain_forward_of_each_sequence(model_path, max_tokens_
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "mistral"])
 def test_other_architectures(tmp_path, architecture):
     make_tiny_model(tmp_path, architecture, hidden_size=32, intermediate_size=64, num_layers=1, tie_embeddings=False)
-    engine = TrainEngine(tmp_path, TRAIN)
+    engine = make_engine(tmp_path, TRAIN)
     sample = make_sample(2)
     before = engine.logprobs(sample, temperature=1.0)
     engine.train_step(sample, policy_gradient(10.0), temperature=1.0, lr_step=0)
@@ -161,14 +170,75 @@ def test_logits_that_are_changed_after_the_output_layer_are_refused(tmp_path):
     )
     CohereForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="cohere"):
-        TrainEngine(tmp_path, TRAIN)
+        make_engine(tmp_path, TRAIN)
+
+
+def test_a_value_model_from_a_causal_model_begins_with_zeros_and_learns(model_path):
+    engine = make_engine(model_path, kind="value")
+    sample = make_sample(2)
+
+    def squared_error(outputs, data, cu_seqlens):
+        mask = data["loss_mask"]
+        return (outputs["values"] - data["advantages"])[mask].square().sum() / 50, {"tokens": mask.sum()}
+
+    before = engine.values(sample)
+    assert (before.dtype, before.shape) == (np.float32, sample.data["packed_input_ids"].shape)
+    assert not before.any()
+    losses = [engine.train_step(sample, squared_error, temperature=1.0, lr_step=i)["loss"] for i in range(20)]
+    assert losses[-1] < 0.9 * losses[0]
+    names = set(engine.named_parameters())
+    assert {"score.weight", "score.bias"} < names
+    assert "lm_head.weight" not in names
+
+
+def test_values_are_those_of_the_saved_value_model(model_path, tmp_path):
+    config = AutoConfig.from_pretrained(model_path, num_labels=1)
+    model = AutoModelForTokenClassification.from_pretrained(model_path, config=config).eval()
+    model.save_pretrained(tmp_path)
+    sample = make_sample(3)
+    found = make_engine(tmp_path, kind="value", trainable=False).values(sample)
+    with torch.no_grad():
+        expected = [
+            model(input_ids=torch.tensor(ids)[None]).logits[0, :, 0].numpy()
+            for group in sample.slices("packed_input_ids")
+            for ids in group
+        ]
+    np.testing.assert_allclose(found, np.concatenate(expected), atol=2e-6)
+
+
+@pytest.mark.parametrize("max_tokens_per_mb", [40, 16384])
+def test_scores_are_those_of_the_saved_reward_model(model_path, tmp_path, max_tokens_per_mb):
+    config = AutoConfig.from_pretrained(model_path, num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained(model_path, config=config).eval()
+    model.save_pretrained(tmp_path)
+    sample = make_sample(3)
+    train = replace(TRAIN, max_tokens_per_mb=max_tokens_per_mb)
+    found = make_engine(tmp_path, train, kind="reward", trainable=False).scores(sample)
+    with torch.no_grad():
+        expected = [
+            float(model(input_ids=torch.tensor(ids)[None]).logits)
+            for group in sample.slices("packed_input_ids")
+            for ids in group
+        ]
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_a_reward_model_needs_its_output_layer_and_gives_scores_only(model_path):
+    with pytest.raises(ConfigError, match=r"lack score\.weight"):
+        make_engine(model_path, kind="reward", trainable=False)
+    with pytest.raises(RuntimeError, match="'value' has no logprobs"):
+        make_engine(model_path, kind="value").logprobs(make_sample(1), temperature=1.0)
+
+
+def test_without_groups_there_are_no_outputs(model_path):
+    assert make_engine(model_path).logprobs(None, temperature=1.0) is None
 
 
 # --------------------------------------------------------------------------------------------------------------- training
 
 
 def parameters_of(engine: TrainEngine) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in engine.named_tensors()}
+    return {name: tensor.numpy() for name, tensor in take_share(engine).items()}
 
 
 def assert_same_parameters(found, expected, atol=1e-5):
@@ -209,7 +279,7 @@ def test_any_micro_batch_budget_gives_the_plain_update(
     model_path, expected_after_three_steps, max_tokens_per_mb, gradient_checkpointing
 ):
     train = replace(TRAIN, max_tokens_per_mb=max_tokens_per_mb, gradient_checkpointing=gradient_checkpointing)
-    engine = TrainEngine(model_path, train)
+    engine = make_engine(model_path, train)
     sample = make_sample()
     for step in range(3):
         stats = engine.train_step(sample, policy_gradient(50.0), temperature=1.0, lr_step=step)
@@ -221,66 +291,44 @@ def test_any_micro_batch_budget_gives_the_plain_update(
     assert stats["grad_norm"] > 1  # so that the comparison covers clipping
 
 
-def in_two_ranks(function) -> list:
-    """function(rank, process group) on two threads, each a gloo rank of its own."""
-    store = dist.HashStore()
-    results: list = [None, None]
-
-    def run(rank: int) -> None:
-        torch.set_num_threads(1)
-        try:
-            results[rank] = function(rank, dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30)))
-        except BaseException as error:
-            results[rank] = error
-            raise
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+def test_a_loss_that_is_not_finite_skips_the_step(model_path):
+    engine = make_engine(model_path)
+    before = parameters_of(engine)
+    bad = engine.train_step(make_sample(2), policy_gradient(math.nan), temperature=1.0, lr_step=0)
+    assert_same_parameters(parameters_of(engine), before, atol=0)
+    good = engine.train_step(make_sample(2), policy_gradient(50.0), temperature=1.0, lr_step=0)
+    assert (bad["skipped_steps"], good["skipped_steps"], engine.skipped_steps) == (1.0, 0.0, 1)
 
 
-@pytest.mark.parametrize("cut", [3, 1, 0], ids=["4+3", "uneven", "empty head"])
-def test_two_ranks_give_the_plain_update(model_path, expected_after_three_steps, cut):
-    sample = make_sample()
-    parts = [sample.select_ids(sample.ids[cut:]), sample.select_ids(sample.ids[:cut]) if cut else None]
+class Stopping:
+    """A loss function that ends the minibatches of a step."""
 
-    def train(rank, group):
-        engine = TrainEngine(model_path, replace(TRAIN, max_tokens_per_mb=40 + 60 * rank), process_group=group)
-        assert (engine.dp_rank, engine.dp_size) == (rank, 2)
-        for step in range(3):
-            stats = engine.train_step(parts[rank], policy_gradient(50.0), temperature=1.0, lr_step=step)
-        return parameters_of(engine), stats, engine.all_reduce_sum([1.0, rank])
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
-    (first, first_stats, sums), (second, second_stats, _) = in_two_ranks(train)
-    assert_same_parameters(first, expected_after_three_steps)
-    assert_same_parameters(second, first, atol=0)
-    assert first_stats == second_stats
-    assert first_stats["tokens"] == sample.data["loss_mask"].sum()
-    assert sums.tolist() == [2.0, 1.0]
+    def __call__(self, outputs, data, cu_seqlens):
+        return policy_gradient(50.0)(outputs, data, cu_seqlens)
+
+    def stop_reason(self, stats):
+        assert stats["tokens"] > 0
+        assert math.isfinite(stats["loss"])
+        return self.reason
 
 
-def test_a_loss_that_is_not_finite_skips_the_step_on_all_ranks(model_path):
-    def train(rank, group):
-        engine = TrainEngine(model_path, TRAIN, process_group=group)
-        before = parameters_of(engine)
-        denominator = math.nan if rank == 0 else 50.0
-        stats = engine.train_step(make_sample(2, seed=rank), policy_gradient(denominator), temperature=1.0, lr_step=0)
-        assert_same_parameters(parameters_of(engine), before, atol=0)
-        good = engine.train_step(make_sample(2, seed=rank), policy_gradient(50.0), temperature=1.0, lr_step=0)
-        return stats["skipped_steps"], good["skipped_steps"], engine.skipped_steps
-
-    assert in_two_ranks(train) == [(1.0, 0.0, 1), (1.0, 0.0, 1)]
+def test_a_loss_function_can_stop_the_step_once_it_has_seen_the_statistics(model_path):
+    engine = make_engine(model_path)
+    before = parameters_of(engine)
+    stopped = engine.train_step(make_sample(2), Stopping("far from the behaviour policy"), temperature=1.0, lr_step=0)
+    assert_same_parameters(parameters_of(engine), before, atol=0)
+    assert (stopped["stopped_steps"], stopped["skipped_steps"]) == (1.0, 0.0)
+    taken = engine.train_step(make_sample(2), Stopping(""), temperature=1.0, lr_step=0)
+    assert taken["stopped_steps"] == 0.0
+    assert not np.array_equal(parameters_of(engine)["model.norm.weight"], before["model.norm.weight"])
 
 
 def test_norms_and_biases_do_not_decay(model_path):
     train = replace(TRAIN, optimizer=replace(TRAIN.optimizer, weight_decay=0.5))
-    engine = TrainEngine(model_path, train)
+    engine = make_engine(model_path, train)
     before = parameters_of(engine)
     engine.train_step(None, policy_gradient(1.0), temperature=1.0, lr_step=0)  # no gradient: what changes is decay
     after = parameters_of(engine)
@@ -291,22 +339,22 @@ def test_norms_and_biases_do_not_decay(model_path):
 
 def test_a_frozen_model_refuses_to_train(model_path):
     with pytest.raises(RuntimeError, match="frozen"):
-        TrainEngine(model_path, TRAIN, trainable=False).train_step(
+        make_engine(model_path, TRAIN, trainable=False).train_step(
             None, policy_gradient(1.0), temperature=1.0, lr_step=0
         )
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(model_path):
     sample = make_sample(3)
-    exact = TrainEngine(model_path, TRAIN).logprobs(sample, temperature=1.0)
-    engine = TrainEngine(model_path, replace(TRAIN, dtype="bfloat16"))
+    exact = make_engine(model_path, TRAIN).logprobs(sample, temperature=1.0)
+    engine = make_engine(model_path, replace(TRAIN, dtype="bfloat16"))
     found = engine.logprobs(sample, temperature=1.0)
     assert 0 < np.abs(found - exact).mean() < 0.02
-    before = engine.model.get_input_embeddings().weight.detach().clone()
+    before = engine.named_parameters()["model.embed_tokens.weight"].detach().clone()
     engine.train_step(sample, policy_gradient(10.0), temperature=1.0, lr_step=0)
     assert before.dtype == torch.float32
-    assert not torch.equal(before, engine.model.get_input_embeddings().weight)
-    assert {tensor.dtype for _, tensor in engine.named_tensors()} == {torch.bfloat16}
+    assert not torch.equal(before, engine.named_parameters()["model.embed_tokens.weight"])
+    assert {tensor.dtype for tensor in take_share(engine).values()} == {torch.bfloat16}
 
 
 # ---------------------------------------------------------------------------------------------------------------- weights
@@ -315,26 +363,34 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(model_path):
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_saved_models_load_in_transformers_and_hold_shared_weights_once(tmp_path, tie_embeddings):
     make_tiny_model(tmp_path / "in", hidden_size=32, intermediate_size=64, tie_embeddings=tie_embeddings)
-    engine = TrainEngine(tmp_path / "in", TRAIN)
+    engine = make_engine(tmp_path / "in", TRAIN)
     sample = make_sample(2)
     engine.train_step(sample, policy_gradient(10.0), temperature=1.0, lr_step=0)
-    names = [name for name, _ in engine.named_tensors()]
-    assert len(names) == len(set(names))
-    assert ("lm_head.weight" in names) is not tie_embeddings
-    engine.save(tmp_path / "out")
-    again = TrainEngine(tmp_path / "out", TRAIN, trainable=False)
+    tensors = take_share(engine)
+    assert ("lm_head.weight" in tensors) is not tie_embeddings
+    files = write_part(tmp_path / "out", tensors.items(), part=0, shard_bytes=10**9, fsync=False)
+    commit_model(
+        tmp_path / "out",
+        files,
+        config=engine.config,
+        dtype=engine.dtype,
+        source_dir=tmp_path / "in",
+        tokenizer_path=str(tmp_path / "in"),
+        fsync=False,
+    )
+    again = make_engine(tmp_path / "out", TRAIN, trainable=False)
     expected = engine.logprobs(sample, temperature=1.0)
     np.testing.assert_array_equal(again.logprobs(sample, temperature=1.0), expected)
 
 
 def test_a_snapshot_does_not_change_while_training_goes_on(model_path):
-    engine = TrainEngine(model_path, TRAIN)
-    snapshot = engine.named_tensors()
-    before = {name: tensor.clone() for name, tensor in snapshot}
+    engine = make_engine(model_path, TRAIN)
+    snapshot = take_share(engine)
+    before = {name: tensor.clone() for name, tensor in snapshot.items()}
     engine.train_step(make_sample(), policy_gradient(10.0), temperature=1.0, lr_step=0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot)
-    after = dict(engine.named_tensors())
-    assert not any(torch.equal(tensor, after[name]) for name, tensor in snapshot)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot.items())
+    after = take_share(engine)
+    assert not any(torch.equal(tensor, after[name]) for name, tensor in snapshot.items())
 
 
 @pytest.mark.parametrize(

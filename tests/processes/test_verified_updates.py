@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.config import GenerationConfig, OptimizerConfig, TrainConfig
+from asyncrl.config import GenerationConfig, ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.http import GenerationHTTP
@@ -23,6 +23,7 @@ from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.generation.verify import VerifiedLoads
 from asyncrl.messages import UpdateWeightsReply, WeightVersion
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
 from asyncrl.model.probe import LogprobProbe
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import version_dir, write_version
@@ -36,14 +37,16 @@ class Trainer:
     """What a model worker's rank 0 does: train, take a snapshot with its probe, write it."""
 
     def __init__(self, model_path: Path, run_dir: Path) -> None:
-        self.engine = TrainEngine(model_path, TRAIN)
+        self.engine = TrainEngine(
+            ModelConfig("actor", str(model_path), "d1", [0], trainable=True, optimizer=TRAIN.optimizer), TRAIN
+        )
         self.probe = LogprobProbe(seed=1)
         self.model_path, self.run_dir = model_path, run_dir
 
     def write(self, version: WeightVersion, *, with_probe: bool = True) -> Path:
         path = version_dir(self.run_dir, "actor", version)
         probe = self.probe.measure(self.engine) if with_probe else None
-        tensors = self.engine.named_tensors()
+        tensors = take_share(self.engine).items()
         write_version(path, tensors, source_dir=self.model_path, version=version, fsync=False, probe=probe)
         return path
 
@@ -51,8 +54,8 @@ class Trainer:
         ids = [np.random.default_rng(1).integers(1, 64, 40) for _ in range(4)]
         sample = SequenceSample.from_groups(["a"], [{"packed_input_ids": ids}])
 
-        def loss_fn(logprobs_T: Tensor, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            return -logprobs_T.sum() / 160, {}
+        def loss_fn(outputs: Mapping[str, Tensor], *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            return -outputs["logprobs"].sum() / 160, {}
 
         self.engine.train_step(sample, loss_fn, temperature=1.0, lr_step=0)
 
@@ -171,7 +174,7 @@ async def test_what_was_refused_before_still_is_and_the_old_version_goes_on(
     """Wrong shapes and torn files never get as far as the probe; what was served before stays."""
     assert (await server.update(trainer.write(V0), V0)).success
     other = version_dir(trainer.run_dir, "actor", V1)
-    tensors = [(name, torch.zeros(3, 64) if "up_proj" in name else t) for name, t in trainer.engine.named_tensors()]
+    tensors = [(name, torch.zeros(3, 64) if "up_proj" in name else t) for name, t in take_share(trainer.engine).items()]
     write_version(other, tensors, source_dir=model_path, version=V1, fsync=False)
     reply = await server.update(other, V1)
     assert (reply.success, reply.mismatch) == (False, False)

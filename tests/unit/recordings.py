@@ -4,8 +4,8 @@ from pathlib import Path
 
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import Entry, TrajectoryStore, recording_dir
+from asyncrl.groups.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 from asyncrl.messages import Locator, TrajectoryMeta, WeightVersion
-from asyncrl.rollout.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 
 
 def make_group(

@@ -6,7 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import final_rewards, gae, group_advantages, shape_rewards, to_tokens, trained_mask
+from asyncrl.algorithms.advantages import (
+    advantage_keys,
+    compute_advantages,
+    final_rewards,
+    gae,
+    group_advantages,
+    leave_one_out_advantages,
+    mean_baseline_advantages,
+    overlong_penalties,
+    returns_of,
+    shape_rewards,
+    trained_mask,
+)
+from asyncrl.algorithms.packed import mean_per_sequence, sum_per_sequence, to_tokens
+from asyncrl.config import PPOConfig
 
 
 def reference_gae(
@@ -60,6 +74,35 @@ def test_group_advantages_by_hand() -> None:
     assert to_tokens(advantages[:2], packed(2, 3)).tolist() == pytest.approx([1, 1, -1, -1, -1], abs=1e-5)
 
 
+def test_baselines_by_hand() -> None:
+    """Groups of 4 (one right answer), 2 and 1. Leave one out: against the mean of the other three, 0 or 1/3."""
+    rewards, sizes = torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 4.0, 5.0]), [4, 2, 1]
+    assert mean_baseline_advantages(rewards, sizes).tolist() == [0.75, -0.25, -0.25, -0.25, -1, 1, 0]
+    assert leave_one_out_advantages(rewards, sizes).tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3, -2, 2, 0])
+    for of_group in (mean_baseline_advantages, leave_one_out_advantages, group_advantages):
+        assert of_group(torch.zeros(0), []).tolist() == []
+        assert of_group(torch.full((3,), 0.1), [3]).abs().max() < 1e-8  # 0.1 is not a float32
+        assert of_group(rewards, sizes).dtype == torch.float32
+
+
+def test_overlong_penalties_by_hand() -> None:
+    """DAPO's numbers: at most 20480 tokens, the last 4096 of them are the buffer."""
+    lengths = torch.tensor([0, 16384, 18432, 20480, 30000])
+    penalties = overlong_penalties(lengths, length=20480, buffer=0.2, penalty=1.0)
+    assert penalties.tolist() == pytest.approx([0, 0, -0.5, -1, -1])
+    assert penalties.dtype == torch.float32
+    assert overlong_penalties(lengths, length=20480, buffer=0.2, penalty=3.0).tolist() == pytest.approx(
+        [0, 0, -1.5, -3, -3]
+    )
+    assert overlong_penalties(torch.tensor([5]), length=10, buffer=1.0, penalty=1.0).tolist() == [-0.5]
+
+
+def test_sequences_by_hand() -> None:
+    x, mask = torch.tensor([1.0, 2.0, 4.0, float("nan"), 8.0]), bools("11001")
+    assert sum_per_sequence(torch.tensor([1.0, 2.0, 4.0, 8.0]), packed(1, 0, 3)).tolist() == [1, 0, 14]
+    assert mean_per_sequence(x, mask, packed(3, 1, 0, 1)).tolist() == [1.5, 0, 0, 8]
+
+
 def test_final_rewards_stand_on_the_last_sampled_token() -> None:
     """With padding of the environment behind it, with gaps, and a sequence in which nothing was sampled."""
     mask = bools("0110" + "00" + "10101")
@@ -78,6 +121,27 @@ def test_gae_by_hand() -> None:
     assert ended.tolist() == [0, 0, -7 / 16, -7 / 4, -7]
     truncated = gae(rewards, values, mask, bools("1"), packed(5), discount=0.5, gae_lambda=0.5)
     assert truncated.tolist() == [0, 0, 1 / 16, 1 / 4, 1]
+
+
+def test_returns_by_hand() -> None:
+    """The same sequence: R_k = A_k + V_k beside V_k, one token before the action. An action that comes first has no state."""
+    values, mask = torch.tensor([9.0, 2, 4, 8, 16]), bools("00111")
+    advantages = torch.tensor([0, 0, -7 / 16, -7 / 4, -7])
+    returns, states = returns_of(advantages, values, mask, packed(5))
+    assert states.tolist() == bools("01110").tolist()
+    assert returns.tolist() == [0, 2 - 7 / 16, 4 - 7 / 4, 1, 0]
+    returns, states = returns_of(torch.ones(5), torch.zeros(5), bools("10" + "101"), packed(2, 0, 3))
+    assert states.tolist() == bools("00010").tolist()
+    assert returns.tolist() == [0, 0, 0, 1, 0]
+    assert returns_of(torch.zeros(0), torch.zeros(0), bools(""), packed())[1].tolist() == []
+
+
+def test_with_lambda_1_returns_are_the_rewards_to_come() -> None:
+    """Whatever the critic says, where the sequence has ended."""
+    mask, values = bools("00111"), torch.randn(5)
+    rewards = torch.tensor([0.0, 0, 1, 2, 4])
+    advantages = gae(rewards, values, mask, bools("0"), packed(5), discount=1.0, gae_lambda=1.0)
+    assert returns_of(advantages, values, mask, packed(5))[0].tolist() == pytest.approx([0, 7, 6, 4, 0], abs=1e-5)
 
 
 def test_value_free_gives_every_token_the_final_reward() -> None:
@@ -113,3 +177,124 @@ def test_gae_of_nothing() -> None:
     assert gae(empty, empty, bools(""), bools(""), packed(), discount=1.0, gae_lambda=1.0).tolist() == []
     ones = torch.ones(3)
     assert gae(ones, ones, bools("000"), bools("1"), packed(3), discount=1.0, gae_lambda=1.0).tolist() == [0, 0, 0]
+
+
+# ------------------------------------------------------------------------------------------------------------- together
+
+# Two groups of two: prompts of one token, responses of 1, 2, 2, 1 tokens, the last one truncated.
+LENGTHS, SIZES = (2, 3, 3, 2), [2, 2]
+DATA = {
+    "rewards": torch.tensor([1.0, 0.0, 3.0, 1.0]),
+    "loss_mask": bools("01" + "011" + "011" + "01"),
+    "seq_no_eos_mask": bools("0001"),
+}
+
+
+def made(extra: dict[str, Tensor] | None = None, kl_coef: float = 0.0, **fields: object) -> list[float]:
+    config = PPOConfig(kl_coef=kl_coef, **fields)  # type: ignore[arg-type]
+    result = compute_advantages(DATA | (extra or {}), packed(*LENGTHS), SIZES, config, kl_coef=kl_coef)
+    assert not result.advantages_T[~result.mask_T].any()
+    assert result.advantages_T.dtype == result.returns_T.dtype == torch.float32
+    return result.advantages_T.tolist()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [1, -1, 1, -1]),  # GRPO
+        ({"baseline": "leave_one_out"}, [1, -1, 1, -1]),  # the norm of the group is stronger
+        ({"baseline": "group_mean", "advantage_norm": "none"}, [0.5, -0.5, 1, -1]),  # Dr.GRPO
+        ({"baseline": "leave_one_out", "advantage_norm": "none"}, [1, -1, 2, -2]),  # RLOO
+        ({"advantage_norm": "none"}, [1, 0, 3, 1]),  # REINFORCE
+        ({"advantage_norm": "none", "reward_bias": 1.0, "reward_scaling": 2.0}, [0, -2, 4, 0]),
+        ({"advantage_norm": "none", "mask_no_eos_with_zero": True}, [1, 0, 3, 0]),
+        ({"advantage_norm": "none", "mask_too_long": True}, [1, 0, 3, 0]),
+        # DAPO's shaping, before the group judges: of at most 2 tokens the second costs 1
+        (
+            {
+                "advantage_norm": "none",
+                "overlong_penalty": 1.0,
+                "overlong_length": 2,
+                "overlong_buffer": 0.5,
+            },
+            [1, -1, 2, 1],
+        ),
+        (
+            {
+                "baseline": "group_mean",
+                "advantage_norm": "none",
+                "overlong_penalty": 1.0,
+                "overlong_length": 2,
+                "overlong_buffer": 0.5,
+            },
+            [1, -1, 0.5, -0.5],
+        ),
+    ],
+)
+def test_every_token_gets_the_advantage_of_its_response(fields: dict[str, object], expected: list[float]) -> None:
+    one, two, three, four = expected
+    wanted = [0, one, 0, two, two, 0, three, three, 0, four]
+    assert made(**fields) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_reinforce_pp_normalises_over_tokens_of_the_batch() -> None:
+    """Rewards 1, 0, 0, 3, 3, 1 of six tokens: mean 4/3, variance 20/6 - 16/9. With a baseline: 1/2, twice -1/2, twice 1, -1."""
+    std = (14 / 9) ** 0.5
+    right, wrong, best = ((reward - 4 / 3) / std for reward in (1, 0, 3))
+    wanted = [0, right, 0, wrong, wrong, 0, best, best, 0, right]
+    assert made(advantage_norm="batch") == pytest.approx(wanted, abs=1e-4)
+    values = [0.5, -0.5, -0.5, 1, 1, -1]
+    mean = sum(values) / 6
+    std = (sum((value - mean) ** 2 for value in values) / 6) ** 0.5
+    one, two, _, three, _, four = ((value - mean) / std for value in values)
+    wanted = [0, one, 0, two, two, 0, three, three, 0, four]
+    assert made(advantage_norm="batch", baseline="group_mean") == pytest.approx(wanted, abs=1e-4)
+
+
+def test_kl_as_a_reward_is_paid_by_the_tokens_before_it() -> None:
+    """k1 of 0.5 at each token, coefficient 0.1: a token pays for itself and those after it. In the loss: no token pays here."""
+    extra = {"proximal_logprobs": torch.zeros(10), "packed_ref_logprobs": torch.full((10,), -0.5)}
+    paid = [0, 1 - 0.05, 0, -0.1, -0.05, 0, 3 - 0.1, 3 - 0.05, 0, 1 - 0.05]
+    assert made(extra, 0.1, advantage_norm="none") == pytest.approx(paid)
+    free = [0, 1, 0, 0, 0, 0, 3, 3, 0, 1]
+    assert made(extra, 0.1, advantage_norm="none", kl_in="loss") == pytest.approx(free)
+
+
+def test_dense_rewards_count_for_the_group_and_from_their_token_on() -> None:
+    dense = torch.zeros(10)
+    dense[3] = 2.0  # at the first action of the second response
+    extra = {"dense_rewards": dense}
+    assert made(extra, advantage_norm="none")[2:5] == [0, 2, 0]
+    assert made(extra, advantage_norm="none", baseline="group_mean")[:5] == [0, -0.5, 0, 0.5, 0.5]
+
+
+def test_values_go_into_gae_and_returns() -> None:
+    values = torch.full((10,), 0.5)
+    config = PPOConfig(advantage_norm="none")
+    result = compute_advantages(DATA | {"values": values}, packed(*LENGTHS), SIZES, config, kl_coef=0.0)
+    # The last response was truncated: its last value, 0.5, is bootstrapped from.
+    assert result.advantages_T.tolist() == pytest.approx([0, 0.5, 0, -0.5, -0.5, 0, 2.5, 2.5, 0, 1])
+    assert result.states_T.tolist() == bools("10" + "110" + "110" + "10").tolist()
+    assert result.returns_T.tolist() == pytest.approx([1, 0, 0, 0, 0, 3, 3, 0, 1.5, 0])
+    by_group = PPOConfig(baseline="group_mean", advantage_norm="none")
+    assert compute_advantages(
+        DATA | {"values": values}, packed(*LENGTHS), SIZES, by_group, kl_coef=0.0
+    ).advantages_T.tolist() == made(baseline="group_mean", advantage_norm="none")
+
+
+def test_what_is_masked_out_cannot_bring_nan() -> None:
+    """The engine gives 0 there; whoever gives garbage changes nothing."""
+    mask = DATA["loss_mask"]
+    extra = {"proximal_logprobs": torch.zeros(10), "packed_ref_logprobs": torch.full((10,), -0.5)}
+    garbage = {key: value.masked_fill(~mask, float("nan")) for key, value in extra.items()}
+    for fields in ({"advantage_norm": "batch"}, {}, {"kl_estimator": "k3"}):
+        assert made(garbage, 0.1, **fields) == made(extra, 0.1, **fields)
+
+
+def test_advantage_keys() -> None:
+    assert advantage_keys(PPOConfig()) == ["loss_mask", "seq_no_eos_mask", "rewards"]
+    assert advantage_keys(PPOConfig(kl_coef=0.1))[3:] == ["proximal_logprobs", "packed_ref_logprobs"]
+    assert advantage_keys(PPOConfig(kl_coef=0.1, use_decoupled_loss=False))[3:] == [
+        "packed_logprobs",
+        "packed_ref_logprobs",
+    ]

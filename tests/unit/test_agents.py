@@ -13,13 +13,13 @@ import pytest
 from asyncrl.config import NameResolveConfig, RolloutConfig, RuntimeConfig, SamplingConfig, TaskConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.groups.outcome import RolloutRejected
+from asyncrl.groups.reward import Completion, Reward
+from asyncrl.groups.trajectory import Response
 from asyncrl.messages import WeightVersion
 from asyncrl.rollout.agent import ActQueue, Agent, MultiStepAgent, Observation, ObsQueue, SingleStepAgent
 from asyncrl.rollout.env import Env, FeedbackEnv, RewardEnv, StepResult
-from asyncrl.rollout.outcome import RolloutRejected
-from asyncrl.rollout.reward import Completion, Reward
 from asyncrl.rollout.tasks import TRAIN, TaskTable
-from asyncrl.rollout.trajectory import Response
 from asyncrl.runtime.worker import StatusBoard
 
 LOGGER = logging.getLogger("test_agents")

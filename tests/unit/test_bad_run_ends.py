@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from asyncrl.config import (
     EvalConfig,
     MasterWorkerConfig,
+    ModelConfig,
     NameResolveConfig,
     PromptSourceConfig,
     RuntimeConfig,
@@ -21,10 +22,13 @@ from asyncrl.config import (
     WeightsConfig,
     WorkerInfo,
 )
+from asyncrl.dataflow import build_dataflow
 from asyncrl.launch.progress import make_console, print_summary
 from asyncrl.master import worker as master_worker
 from asyncrl.master.worker import MasterWorker, RejectedShareError
 from asyncrl.messages import (
+    CallResult,
+    CommitWeights,
     EvaluateReply,
     EvaluateRequest,
     EvaluationResult,
@@ -84,14 +88,18 @@ class FakeManager:
         return view
 
 
-class FakeMesh:
+class FakeCaller:
     """Model workers that do what they are told."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    async def call(self, what: str, body: Any) -> None:
+    async def call(self, what: str, handlers: Sequence[int], body: Any) -> list[CallResult]:
         self.calls.append(body)
+        return [CallResult() for _ in handlers]
+
+    def start(self, what: str, handlers: Sequence[int], body: Any) -> asyncio.Task[list[CallResult]]:
+        return asyncio.create_task(self.call(what, handlers, body))
 
 
 MakeMaster = Callable[..., MasterWorker]
@@ -109,13 +117,15 @@ async def make(tmp_path: Path) -> Any:
         name_resolve = NameResolveConfig(backend="memory", endpoints=[str(tmp_path)])
         info = WorkerInfo("master", 0, 1, "e", "t", 1, str(tmp_path), 1, name_resolve, RuntimeConfig())
         prompts = PromptSourceConfig(path=str(tmp_path / "p.jsonl"))
+        train_config = TrainConfig(**{"batch_size": 2, **(train or {})})
         master = MasterWorker(
             MasterWorkerConfig(
                 worker=info,
                 num_model_workers=1,
-                data_parallel_size=1,
+                models=[ModelConfig("actor", "m", "d1p1m1", [0], trainable=True)],
+                mfcs=[mfc.placed("actor") for mfc in build_dataflow(train_config).mfcs.values()],
                 prompts=prompts,
-                train=TrainConfig(**{"batch_size": 2, **(train or {})}),
+                train=train_config,
                 eval=EvalConfig(prompts=prompts, num_prompts=1, modes=["greedy"], **eval_fields),
                 weights=WeightsConfig(),
                 max_head_offpolicyness=1,
@@ -126,7 +136,7 @@ async def make(tmp_path: Path) -> Any:
             )
         )
         master.resolver = open_name_resolver(name_resolve)
-        master.manager, master.mesh = FakeManager(), FakeMesh()  # type: ignore[assignment]
+        master.manager, master.caller = FakeManager(), FakeCaller()  # type: ignore[assignment]
         master.metrics = MetricsWriter(tmp_path, attempt=1, tensorboard=False)
         master.journal = JsonLinesWriter(tmp_path / "journal" / "master.jsonl")
         master.wandb = None
@@ -270,8 +280,11 @@ async def test_the_model_is_saved_before_the_last_evaluation(make: MakeMaster, t
     master.manager.view = ledger(served=1)  # type: ignore[attr-defined]
     finishing = asyncio.create_task(master.finish())
     await asyncio.wait_for(master.manager.evaluating.wait(), LIMIT_S)  # type: ignore[attr-defined]
-    (saved,) = master.mesh.calls  # type: ignore[attr-defined]
-    assert saved == SaveModel(role="actor", path=str(tmp_path / "checkpoints" / "final"))
+    final = str(tmp_path / "checkpoints" / "final")
+    assert master.caller.calls == [  # type: ignore[attr-defined]
+        SaveModel(role="actor", path=final),
+        CommitWeights(role="actor", weight_version="", path=final, files=[]),
+    ]
     assert not (tmp_path / "summary.json").exists()
     finishing.cancel()
     await asyncio.wait({finishing})
@@ -284,7 +297,7 @@ async def test_a_last_evaluation_that_fails_costs_no_model(make: MakeMaster) -> 
     master.manager.fails = True  # type: ignore[attr-defined]
     with pytest.raises(ConnectionError, match="gserver manager is gone"):
         await asyncio.wait_for(master.finish(), LIMIT_S)
-    assert [type(call) for call in master.mesh.calls] == [SaveModel]  # type: ignore[attr-defined]
+    assert [type(call) for call in master.caller.calls] == [SaveModel, CommitWeights]  # type: ignore[attr-defined]
 
 
 async def test_the_summary_says_which_versions_an_evaluation_saw(

@@ -7,10 +7,10 @@ import pytest
 
 from asyncrl.config import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.groups.reward import Reward
+from asyncrl.groups.trajectory import Episode, Response, build_sample, complete_sample
 from asyncrl.master.report import rejection_lines
 from asyncrl.messages import WeightVersion
-from asyncrl.rollout.reward import Reward
-from asyncrl.rollout.trajectory import Episode, Response, build_sample, complete_sample
 from asyncrl.runtime.worker import StatusBoard
 
 V1 = WeightVersion(1, 1).pack()

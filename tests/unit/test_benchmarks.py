@@ -47,6 +47,13 @@ def test_request_reply() -> None:
     assert result["ratio"]["raw_pyzmq_asyncio"].keys() == {"median", "p99"}
 
 
+def test_redistribute() -> None:
+    result = last_line("redistribute", "--prompts", "4", "--group-size", "2", "--longest", "400")
+    check(result, "redistribute", "bytes/token")
+    assert 1.0 <= result["ratio"]["minimum"] < 1.1  # headers
+    assert result["ratio"]["unpruned"] < 1.0
+
+
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("baselines/*.json")), ids=lambda path: path.stem)
 def test_baselines_are_results(path: Path) -> None:
     result = json.loads(path.read_text())

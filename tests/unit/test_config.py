@@ -1,3 +1,6 @@
+import json
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -38,7 +41,42 @@ def test_overrides_win(config_file):
         ("train.batch_size", "is not of the form key=value"),
         ("manager.routing=robin", "manager.routing='robin': did you mean 'round_robin'"),
         ("allocation=vllm.d1+d1", "unknown generation engine 'vllm'"),
-        ("allocation=transformers.d1+d2m2", "training runs data parallel only so far: use d2p1m1"),
+        ("allocation=transformers.d1m2+d2m2", "the engine transformers runs data parallel only: use d1p1m1"),
+        ("allocation=sglang.d1p2+d1", "the engine sglang has no pipeline stages: use d1p1m1"),
+        ("allocation=sglang.d1+actor_tran:d2m2", "'actor_tran' is neither an MFC nor a role of this run: did you mean"),
+        (
+            "allocation=sglang.d1+d2+ref_inf:d1",
+            "'ref_inf' is not part of this run: it comes with train.ppo.kl_coef above",
+        ),
+        ("allocation=sglang.d1+d2+critic:d1", "'critic' is not part of this run: it comes with train.critic"),
+        ("allocation=sglang.d1+d2+d1", "has 2 grids without a name"),
+        ("allocation=sglang.d1+d2+actor:d1", "nothing runs on d2p1m1: each of its MFCs is named by itself"),
+        ("train.offload=[actor_train]", "train.offload=['actor_train']: 'actor_train' is an MFC, name its role: actor"),
+        ("train.offload=[ref]", "'ref' is not part of this run: it comes with train.ppo.kl_coef above 0"),
+        ("train.offload=[aktor]", "'aktor' is neither an MFC nor a role of this run: did you mean 'actor'?"),
+        ("train.critic={}", "train.ppo.advantage_norm='group': does without values; with train.critic use"),
+        ("train.critic.minibatches=0", "train.critic.minibatches=0: must be at least 1"),
+        ("train.critic.eps_clip=-1", "train.critic.eps_clip=-1.0: must not be negative"),
+        ("train.critic.value_norm_beta=1", "train.critic.value_norm_beta=1.0: must be at least 0 and below 1"),
+        ("train.critic.optimizer.lr=0", "train.critic.optimizer.lr=0.0: must be above 0"),
+        ("train.critic.optimizer.schedule=linar", "train.critic.optimizer.schedule='linar': did you mean 'linear'?"),
+        ("train.num_critic_only_steps=3", "train.num_critic_only_steps=3: there is no critic to train"),
+        ("train.num_critic_only_steps=-1", "train.num_critic_only_steps=-1: must not be negative"),
+        ("train.reward_model={}", "train.reward_model.path='': is required"),
+        ("train.ref.update_share=0", "train.ref.update_share=0.0: must be above 0 and at most 1"),
+        ("train.ref.update_share=1.5", "train.ref.update_share=1.5: must be above 0 and at most 1"),
+        ("train.ref.update_interval=-1", "train.ref.update_interval=-1: must not be negative"),
+        ("train.ref.update_interval=5", "nothing asks the reference model; set train.ppo.kl_coef above 0"),
+        ("train.ref.path=x", "train.ref.path='x': nothing asks the reference model"),
+        (
+            "train.extra_mfcs.x={interface: 'a:b', role: critic}",
+            "(critic with train.critic, reward with train.reward_model)",
+        ),
+        ("train.extra_mfcs.x={interface: 'a:b', role: rwd}", "train.extra_mfcs.x.role='rwd': did you mean 'reward'?"),
+        (
+            "train.extra_mfcs.x={interface: 'a:b', input_keys: [y]}",
+            "train.extra_mfcs=['x']: MFC 'x' reads ['y'], which",
+        ),
         ("rollout.group_size=1", "a group of one has no advantage"),
         ("generation.num_blocks=1", "cannot hold one full sequence; use at least"),
         ("manager.lease_s=4", "must be more than twice"),
@@ -97,11 +135,8 @@ def test_plan_has_every_process_of_the_allocation(config_file):
     }
     assert {spec.config.worker.attempt for spec in specs} == {5}
     model_worker = next(spec.config for spec in specs if spec.name == "model_worker/1")
-    assert (model_worker.data_parallel_rank, model_worker.store_capacity, model_worker.train.total_steps) == (
-        1,
-        192,
-        10,
-    )
+    assert (model_worker.worker.index, model_worker.worker.count) == (1, 2)
+    assert (model_worker.store_capacity, model_worker.train.total_steps) == (192, 10)
     assert model_worker.train.ppo.temperature == 1.0
     manager = next(spec.config for spec in specs if spec.kind == "gserver_manager")
     assert manager.manager.max_concurrent_rollouts == 192
@@ -159,7 +194,10 @@ def test_visible_devices_are_those_of_the_environment(monkeypatch):
 def runnable(tmp_path):
     """A config whose files are all there."""
     make_char_tokenizer(tmp_path / "m")
-    (tmp_path / "m" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 512}')
+    (tmp_path / "m" / "config.json").write_text(
+        '{"model_type": "qwen2", "max_position_embeddings": 512, "num_hidden_layers": 2, "num_attention_heads": 4, '
+        '"num_key_value_heads": 2}'
+    )
     header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "2", "task": "other"}\n' * 64)
@@ -185,13 +223,53 @@ def test_preflight_counts_the_prompts(runnable):
         ("prompts.task_key=task", "has prompts of the tasks other, which rollout.tasks does not name"),
         ("train.extra_mfcs.x={interface: 'a:b', input_keys: [nowhere]}", "reads ['nowhere'], which nothing writes"),
         ("model_path=nowhere", "there is no config.json"),
+        (
+            "train.ref.path=nowhere train.ppo.kl_coef=1",
+            "train.ref.path='nowhere': there is no config.json; give a folder",
+        ),
+        ("allocation=transformers.d1+p3", "the actor has the grid d1p3m1, and 2 layers: use at most p2"),
+        (
+            "allocation=transformers.d1+m4",
+            "and 2 heads of keys and values, of which each rank has as much as the others: use m1, m2",
+        ),
         ("prompts.chat_template=true", "has no chat template; set prompts.chat_template=false"),
     ],
 )
 def test_preflight_refuses_what_a_run_would_trip_over(runnable, override, message):
     with pytest.raises(ConfigError) as error:
-        preflight(load_experiment(runnable, [override, "tokenizer_path=" + str(runnable.parent / "m")]))
+        preflight(
+            load_experiment(
+                runnable, [*re.split(r" (?=train\.)", override), "tokenizer_path=" + str(runnable.parent / "m")]
+            )
+        )
     assert message in str(error.value)
+
+
+def with_reference(runnable, **changes):
+    """A config with a reference of its own, which is the actor's but for these fields of config.json."""
+    own, ref = runnable.parent / "m", runnable.parent / "ref"
+    shutil.copytree(own, ref)
+    (ref / "config.json").write_text(json.dumps(json.loads((own / "config.json").read_text()) | changes))
+    return load_experiment(runnable, [f"train.ref.path={ref}", "train.ppo.kl_coef=0.1", "train.ref.update_interval=10"])
+
+
+def test_preflight_takes_a_reference_of_the_same_shape(runnable):
+    assert preflight(with_reference(runnable)) == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 1},
+            "weights do not fit into train.ref.path: its config.json has another num_hidden_layers",
+        ),
+        ({"vocab_size": 3}, "it reads the same tokens as the actor, but tokenizer_path=.* its tokens go up to"),
+    ],
+)
+def test_preflight_refuses_a_reference_that_does_not_fit(runnable, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        preflight(with_reference(runnable, **changes))
 
 
 def test_preflight_reads_reward_files_without_running_them(runnable):

@@ -1,7 +1,7 @@
 import pytest
 
-from asyncrl.config import MFCConfig, PPOConfig, TrainConfig
-from asyncrl.dataflow import DataflowGraph, MFCDef, build_dataflow
+from asyncrl.config import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
+from asyncrl.dataflow import TRAJECTORY_KEYS, DataflowGraph, MFCDef, build_dataflow, training_mfcs
 
 
 def mfc(name, reads=(), writes=()):
@@ -10,25 +10,100 @@ def mfc(name, reads=(), writes=()):
 
 def test_decoupled_loss_switches_actor_inf_on():
     graph = build_dataflow(TrainConfig())
-    assert graph.order == ("actor_inf", "actor_train")
-    assert graph.parents["actor_train"] == {"actor_inf"}
+    assert graph.order == ("actor_inf", "advantages", "actor_train")
+    assert graph.parents["actor_train"] == {"actor_inf", "advantages"}
+    assert graph.parents["advantages"] == set()  # rewards alone say what a group's responses are worth
 
 
-def test_naive_loss_needs_only_the_train_step():
-    assert build_dataflow(TrainConfig(ppo=PPOConfig(use_decoupled_loss=False))).order == ("actor_train",)
+def test_naive_loss_recomputes_nothing():
+    graph = build_dataflow(TrainConfig(ppo=PPOConfig(use_decoupled_loss=False)))
+    assert graph.order == ("advantages", "actor_train")
 
 
 def test_kl_adds_a_reference():
     graph = build_dataflow(TrainConfig(ppo=PPOConfig(kl_coef=0.1)))
     assert set(graph.roles) == {"actor", "ref"}
     assert graph.trained_roles == ("actor",)
+    assert graph.parents["advantages"] == {"actor_inf", "ref_inf"}
+    assert "packed_ref_logprobs" not in graph.mfcs["actor_train"].input_keys
+    graph = build_dataflow(TrainConfig(ppo=PPOConfig(kl_coef=0.1, kl_in="loss")))
     assert "ref_inf" in graph.parents["actor_train"]
+    naive = build_dataflow(TrainConfig(ppo=PPOConfig(kl_coef=0.1, use_decoupled_loss=False)))
+    assert {"packed_logprobs", "packed_ref_logprobs"} <= set(naive.mfcs["advantages"].input_keys)
+
+
+def test_a_critic_and_a_reward_model():
+    graph = build_dataflow(TrainConfig(critic=CriticConfig(), reward_model=RewardModelConfig()))
+    assert set(graph.roles) == {"actor", "critic", "reward"}
+    assert set(graph.trained_roles) == {"actor", "critic"}
+    assert graph.parents == {
+        "actor_inf": set(),
+        "critic_inf": set(),
+        "rew_inf": set(),
+        "advantages": {"critic_inf", "rew_inf"},
+        "actor_train": {"actor_inf", "advantages"},
+        "critic_train": {"critic_inf", "advantages"},
+    }
+
+
+def test_actor_and_critic_read_what_is_made_for_them_and_no_more():
+    """Keys travel to other meshes: what advantages are made from stays where they are made."""
+    graph = build_dataflow(TrainConfig(critic=CriticConfig(), ppo=PPOConfig(kl_coef=0.1)))
+    assert set(graph.mfcs["critic_train"].input_keys) == {"packed_input_ids", "values", "returns", "value_mask"}
+    assert set(graph.mfcs["actor_train"].input_keys) == {
+        "packed_input_ids",
+        "packed_logprobs",
+        "proximal_logprobs",
+        "advantages",
+        "trained_mask",
+    }
 
 
 def test_an_mfc_is_added_by_config():
     extra = MFCConfig(interface="mine:f", input_keys=["proximal_logprobs"], output_keys=["surprise"])
     graph = build_dataflow(TrainConfig(extra_mfcs={"surprise_inf": extra}, extra_train_keys=["surprise"]))
-    assert graph.order == ("actor_inf", "surprise_inf", "actor_train")
+    assert graph.order.index("actor_inf") < graph.order.index("surprise_inf") < graph.order.index("actor_train")
+
+
+def test_rewards_that_an_mfc_adds_reach_the_advantages():
+    extra = MFCConfig(interface="mine:f", input_keys=["packed_input_ids"], output_keys=["dense_rewards"])
+    graph = build_dataflow(TrainConfig(extra_mfcs={"judge": extra}))
+    assert graph.parents["advantages"] == {"judge"}
+
+
+@pytest.mark.parametrize(
+    ("role", "fields", "message"),
+    [
+        ("critic", {}, r"extra_mfcs.judge.role is 'critic'; there are the roles \['actor', 'ref'\]"),
+        ("reward", {"critic": CriticConfig()}, r"there are the roles \['actor', 'ref', 'critic'\]"),
+        ("ref", {"kind": "train_step"}, r"extra_mfcs.judge trains the role 'ref', whose model is frozen"),
+    ],
+)
+def test_an_mfc_needs_a_model(role, fields, message):
+    kind = fields.pop("kind", "inference")
+    extra = MFCConfig(role=role, kind=kind, interface="mine:f", input_keys=["rewards"], output_keys=["x"])
+    with pytest.raises(ValueError, match=message):
+        build_dataflow(TrainConfig(extra_mfcs={"judge": extra}, **fields))
+
+
+def test_an_mfc_may_run_on_the_critic_and_the_reward_model():
+    extra = {
+        name: MFCConfig(role=name, kind=kind, interface="mine:f", input_keys=["rewards"], output_keys=[f"by_{name}"])
+        for name, kind in (("critic", "train_step"), ("reward", "inference"))
+    }
+    train = TrainConfig(extra_mfcs=extra, critic=CriticConfig(), reward_model=RewardModelConfig())
+    assert build_dataflow(train).mfcs["critic"].role == "critic"
+
+
+def test_an_mfc_may_make_the_trajectories_themselves():
+    """As the synchronous graph does: what follows it is the same."""
+    made = [key for key in TRAJECTORY_KEYS if key != "packed_prompts"]
+    train = TrainConfig(ppo=PPOConfig(kl_coef=0.1))
+    graph = DataflowGraph(
+        [mfc("actor_gen", ["packed_prompts"], made), *training_mfcs(train)], dataset_keys=["packed_prompts"]
+    )
+    assert graph.order[0] == "actor_gen"
+    assert graph.parents["advantages"] == {"actor_gen", "actor_inf", "ref_inf"}
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ import json
 import os
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 from packaging.requirements import Requirement
 
-from asyncrl.config import ExperimentConfig, ManagerConfig, NameResolveConfig, TrainConfig
+from asyncrl.config import ExperimentConfig, ManagerConfig, NameResolveConfig, PPOConfig, TrainConfig
 from asyncrl.generation.sglang_environment import SGLangEnvironment
 from asyncrl.launch import doctor
 from asyncrl.launch.doctor import Gpu, ModelSize, Need
@@ -93,9 +94,12 @@ def test_need_of_a_config(tmp_path):
     small = Need.of(config, specs, ModelSize(0, 0), on_gpu=False)
     large = Need.of(config, specs, ModelSize(10**9, 0), on_gpu=False)
     assert small.threads == 5
-    assert large.memory - small.memory == 10**9 * (2 * 4 + 3 * 16)
+    assert large.memory - small.memory == 10**9 * (2 * 4 + 16)  # three ranks share a model
     assert large.disk - small.disk == 10**9 * 5 * 4
     assert small.open_files == 3 * 32 * 8 + 256
+    with_ref = replace(config, train=replace(config.train, ppo=PPOConfig(kl_coef=0.1)))
+    larger = Need.of(with_ref, plan(with_ref, attempt=1, num_prompts=100), ModelSize(10**9, 0), on_gpu=False)
+    assert larger.memory - large.memory == 10**9 * 4
     on_gpu = Need.of(config, specs, ModelSize(10**9, 10**6), on_gpu=True)
     assert (on_gpu.threads, on_gpu.memory) == (0, small.memory)
 
@@ -202,6 +206,8 @@ def test_packages():
         (1, "transformers.d1+d1", "async", "warn", "share GPUs in turn"),
         (3, "sglang.d2p1m2+d2p1m1", "async", "warn", "6 GPUs; or else"),
         (4, "external.d4p1m1+d4p1m1", "async", "ok", "0 for generation, 4 for training"),
+        (9, "sglang.d4p1m1+d2p2m1+ref:d1", "async", "ok", "4 for generation, 5 for training"),
+        (8, "sglang.d4p1m1+d2p2m1+ref:d1", "async", "warn", "9 GPUs; or else"),
         (4, "sglang.d4p1m1+d4p1m1", "rollout_only", "ok", "4 for generation, 0 for training"),
         (4, "sglang.d4p1m1+d4p1m1", "train_only", "ok", "0 for generation, 4 for training"),
     ],

@@ -84,7 +84,7 @@ def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     Path(NAME).mkdir(parents=True)
     config = config_of(NAME)
-    assert with_local_models(config, download=True) is config
+    assert with_local_models(config, download=True) == config
 
 
 @pytest.mark.parametrize("download", [False, True])

@@ -1,7 +1,11 @@
 """A process that computes nothing on tensors imports no torch: that is what makes it start at once."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+import asyncrl
 
 TORCHLESS = [
     "asyncrl.config",
@@ -27,6 +31,9 @@ TORCHLESS = [
     "asyncrl.model.recorder",
     "asyncrl.manager.worker",
     "asyncrl.master.worker",
+    "asyncrl.master.sync",
+    "asyncrl.groups.reward",
+    "asyncrl.groups.trajectory",
     "asyncrl.generation.sglang",
     "asyncrl.generation.worker",  # it imports its engine when its arguments are checked
     "asyncrl.launch.cli",
@@ -85,3 +92,17 @@ def test_tensorboard_events_without_torch(tmp_path):
 
 def test_name_resolve_without_etcd3_until_it_is_opened():
     assert imported_by("import asyncrl.runtime.name_resolve", ["grpc", "etcd3"]) == "[]"
+
+
+def test_process_folders_do_not_import_one_another():
+    folders = {"rollout", "manager", "generation", "model", "master"}
+    package = Path(asyncrl.__file__).parent
+    shared = [file for name in ("groups", "data", "runtime", "algorithms") for file in (package / name).glob("**/*.py")]
+    for file in [
+        *shared,
+        *package.glob("*.py"),
+        *(file for name in folders for file in (package / name).glob("**/*.py")),
+    ]:
+        others = folders - {file.relative_to(package).parts[0]}
+        found = re.findall(r"^ *(?:from|import) asyncrl\.(\w+)", file.read_text(), re.MULTILINE)
+        assert not others & set(found), f"{file.relative_to(package)} imports asyncrl.{sorted(others & set(found))}"

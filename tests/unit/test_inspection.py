@@ -107,6 +107,15 @@ def test_proximal_logprobs_are_shown_where_they_are(tiny, tmp_path):
     assert [row.proximal_logprob for row in view.tokens] == [None, None, 6.0, 7.0, 8.0]
 
 
+def test_advantages_that_were_trained_on_are_shown_as_they_are(tmp_path):
+    meta, sample = make_group(0)
+    trained_on = np.arange(sample.total_tokens(), dtype=np.float32)
+    made = sample.update(sample.derive({"advantages": trained_on}))
+    make_store(tmp_path, trained=True).write(0, 1, [Entry(made, meta, 0)])
+    view = make_view(first_file(tmp_path), sequence=1)
+    assert [row.advantage for row in view.tokens] == [None, None, 6.0, 7.0, 8.0]
+
+
 def test_nothing_in_a_text_reaches_the_terminal():
     hostile = "a\x1b[2Jb\r\n\tc\u202ed\x00[bold]e\N{ZERO WIDTH SPACE}\\n"
     assert visible(hostile) == "a\\x1b[2Jb\\r\\n\\tc\\u202ed\\x00[bold]e\\u200b\\n"

@@ -1,54 +1,84 @@
-"""Interfaces of MFCs on a fake engine: one rank, and ranks that are threads and meet at a barrier in every collective call.
+"""Interfaces of MFCs on fake engines: one rank, and ranks that are threads and meet at a barrier in every collective call.
 
-The fake's model is a table of logits by token (no context), trained by plain SGD: enough to see whether two updates are the same.
+A fake's model is a table by token (no context) of logits, of values or of scores, trained by plain SGD: enough to see whether two
+updates are the same. Real engines: tests/processes/test_mfcs_on_engines.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from asyncrl.algorithms.kl import AdaptiveKLController
-from asyncrl.algorithms.ppo import PPOLoss
-from asyncrl.config import MFCConfig, PPOConfig, TrainConfig
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.config import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
+from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow import MFCDef, build_dataflow
-from asyncrl.model.interfaces import Interface, LossFn, make_interface, split_minibatches
+from asyncrl.model.interfaces import AdvantagesInterface, Interface, LossFn, make_interface, split_minibatches
 
 VOCABULARY = 11
 torch.set_num_threads(1)
+
+Exchange = Callable[[str, Any], list[Any]]
 
 
 class FakeEngine:
     """The documented engine API. Each rank has its own copy of the model; `exchange` gives what all ranks brought."""
 
     def __init__(
-        self, dp_rank: int = 0, dp_size: int = 1, exchange: Callable[[str, object], list[object]] | None = None
+        self,
+        kind: str = "lm",
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        exchange: Exchange | None = None,
+        is_last_stage: bool = True,
     ) -> None:
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.kind, self.dp_rank, self.dp_size, self.is_head = kind, dp_rank, dp_size, is_last_stage
         self._exchange = exchange or (lambda _, value: [value])
-        self.logits = torch.linspace(-1, 1, VOCABULARY, dtype=torch.float32).requires_grad_()
+        self.table = torch.linspace(-1, 1, VOCABULARY, dtype=torch.float32).requires_grad_()
         self.calls: list[str] = []  # collective calls, in order
         self.batches: list[tuple[str, ...]] = []  # ids of each train_step
-        self.losses: list[PPOLoss] = []
+        self.losses: list[Any] = []
+        self.trained: SequenceSample | None = None  # what the last train_step was given
+        self.temperature = 0.0
 
-    def _all(self, what: str, value: object) -> list[object]:
+    def _all(self, what: str, value: object) -> list[Any]:
         self.calls.append(what)
         return self._exchange(what, value)
 
-    def _logprobs(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        return (self.logits / temperature).log_softmax(0)[tokens]
+    def _outputs(self, tokens: torch.Tensor, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+        if self.kind != "lm":
+            return {"values": self.table[tokens]}
+        logprobs = (self.table / temperature).log_softmax(0)[tokens]
+        return {"logprobs": logprobs, "entropy": -logprobs.detach()}
 
-    def logprobs(self, sample: SequenceSample, *, temperature: float) -> np.ndarray:
+    def _infer(self, what: str, sample: SequenceSample | None, temperature: float = 1.0) -> np.ndarray | None:
+        self._all(what, None)
+        if sample is None or not self.is_head:
+            return None
         with torch.no_grad():
-            return self._logprobs(torch.tensor(sample.data["packed_input_ids"]), temperature).numpy()
+            outputs = self._outputs(torch.tensor(sample.data["packed_input_ids"]), temperature)
+            return outputs["logprobs" if self.kind == "lm" else "values"].numpy()
+
+    def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> np.ndarray | None:
+        assert self.kind == "lm"
+        return self._infer(f"logprobs at {temperature}", sample, temperature)
+
+    def values(self, sample: SequenceSample | None) -> np.ndarray | None:
+        assert self.kind == "value"
+        return self._infer("values", sample)
+
+    def scores(self, sample: SequenceSample | None) -> np.ndarray | None:
+        assert self.kind == "reward"
+        by_token = self._infer("scores", sample)
+        return None if by_token is None or sample is None else by_token[sample.cu_seqlens()[1:] - 1]
 
     def all_reduce_sum(self, values: list[float]) -> np.ndarray:
         return np.sum(self._all(f"all_reduce_sum of {len(values)}", np.array(values, np.float64)), axis=0)
@@ -57,38 +87,50 @@ class FakeEngine:
         self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
     ) -> dict[str, float]:
         assert sample is None or sample.num_ids > 0
+        self.trained, self.temperature = sample, temperature
         self.batches.append(sample.ids if sample is not None else ())
-        assert isinstance(loss_fn, PPOLoss)
         self.losses.append(loss_fn)
         grad, stats = torch.zeros(VOCABULARY), {}
         if sample is not None:
             for part in sample.unpack():  # a micro-batch a group
                 data = {key: torch.tensor(array) for key, array in part.data.items()}
-                logprobs = self._logprobs(data["packed_input_ids"], temperature)
-                loss, part_stats = loss_fn(logprobs, -logprobs.detach(), data, torch.tensor(part.cu_seqlens()))
-                grad += torch.autograd.grad(loss, self.logits)[0]
+                outputs = self._outputs(data["packed_input_ids"], temperature)
+                loss, part_stats = loss_fn(outputs, data, torch.tensor(part.cu_seqlens()))
+                grad += torch.autograd.grad(loss, self.table)[0]
                 _add(stats, {key: float(value) for key, value in part_stats.items()})
         gathered = self._all(f"train_step {lr_step}", (grad, stats))
         total, total_stats = torch.zeros(VOCABULARY), {}
         for rank_grad, rank_stats in gathered:
             total += rank_grad
             _add(total_stats, rank_stats)
+        stop_reason = getattr(loss_fn, "stop_reason", lambda stats: "")
+        stopped = bool(stop_reason(total_stats))
         with torch.no_grad():
-            self.logits -= 0.5 * total
-        return total_stats | {"grad_norm": float(total.norm()), "lr": 0.5, "skipped_steps": 0.0}
+            self.table -= 0.0 if stopped else 0.5 * total
+        engine_stats = {
+            "grad_norm": float(total.norm()),
+            "lr": 0.5,
+            "skipped_steps": 0.0,
+            "stopped_steps": float(stopped),
+        }
+        return total_stats | engine_stats if self.is_head else {}
 
 
-def _add(total: dict[str, float], stats: dict[str, float]) -> None:
+def _add(total: dict[str, float], stats: Mapping[str, float]) -> None:
     for key, value in stats.items():
         total[key] = max(total.get(key, 0.0), value) if key.endswith("_max") else total.get(key, 0.0) + value
 
 
-def fake_ranks(n: int) -> list[FakeEngine]:
+KINDS = {"actor": "lm", "ref": "lm", "critic": "value", "reward": "reward"}
+Engines = dict[str, FakeEngine]  # by role
+
+
+def fake_ranks(n: int) -> list[Engines]:
     """Ranks that are threads: they must make the same collective calls, or it fails here."""
     barrier, slots = Barrier(n, timeout=10), [("", None)] * n
 
-    def make(rank: int) -> FakeEngine:
-        def exchange(what: str, value: object) -> list[object]:
+    def make(rank: int) -> Engines:
+        def exchange(what: str, value: Any) -> list[Any]:
             slots[rank] = (what, value)
             barrier.wait()
             names, values = {name for name, _ in slots}, [value for _, value in slots]
@@ -96,7 +138,7 @@ def fake_ranks(n: int) -> list[FakeEngine]:
             assert len(names) == 1, f"ranks are in different collective calls: {names}"
             return values
 
-        return FakeEngine(rank, n, exchange)
+        return {role: FakeEngine(kind, rank, n, exchange) for role, kind in KINDS.items()}
 
     return [make(rank) for rank in range(n)]
 
@@ -133,16 +175,40 @@ def make_batch(num_groups: int = 7, seed: int = 0) -> SequenceSample:
 
 
 def train_config(**ppo: object) -> TrainConfig:
-    return TrainConfig(ppo=PPOConfig(**({"temperature": 1.0} | ppo)))  # type: ignore[arg-type]
+    """Fields of TrainConfig by their name, all others are of its ppo."""
+    own = {name: ppo.pop(name) for name in list(ppo) if name in TrainConfig.__dataclass_fields__}
+    return TrainConfig(ppo=PPOConfig(**({"temperature": 1.0} | ppo)), **own)  # type: ignore[arg-type]
 
 
 def interfaces(train: TrainConfig, extra_keys: Sequence[str] = (), seed: int = 5) -> dict[str, Interface]:
+    """By MFC, in the order of the graph. extra_keys: that `advantages` reads besides its own."""
     graph = build_dataflow(train)
-    actor = graph.mfcs["actor_train"]
+    advantages = graph.mfcs["advantages"]
     mfcs = graph.mfcs | {
-        "actor_train": dataclasses.replace(actor, input_keys=(*actor.input_keys, *extra_keys)),
+        "advantages": dataclasses.replace(advantages, input_keys=(*advantages.input_keys, *extra_keys))
     }
-    return {name: make_interface(mfc, train, seed=seed) for name, mfc in mfcs.items()}
+    return {name: make_interface(mfcs[name], train, seed=seed) for name in graph.order}
+
+
+def run_mfcs(
+    mfcs: Mapping[str, Interface],
+    train: TrainConfig,
+    engines: Engines,
+    sample: SequenceSample | None,
+    batch_ids: Sequence[str],
+    version: int = 0,
+) -> tuple[SequenceSample | None, dict[str, float]]:
+    """All MFCs on one rank: what it then holds, and the statistics of the step."""
+    graph, stats = build_dataflow(train), {}
+    for name, interface in mfcs.items():
+        made, mfc_stats = interface.run(engines[graph.mfcs[name].role], sample, batch_ids=batch_ids, version=version)
+        stats |= mfc_stats
+        outputs = graph.mfcs[name].output_keys
+        assert (made is None) == (sample is None or not outputs)
+        if made is not None and sample is not None:
+            assert set(made.keys) == set(outputs)
+            sample = sample.update(made)
+    return sample, stats
 
 
 def run_step(
@@ -151,27 +217,18 @@ def run_step(
     layout: Sequence[Sequence[int]],
     extra_keys: Sequence[str] = (),
     steps: int = 2,
-) -> tuple[list[FakeEngine], list[list[dict[str, float]]]]:
+) -> tuple[list[Engines], list[list[dict[str, float]]]]:
     """Train steps with the groups spread over ranks as `layout` says; engines and, by rank, the statistics of each step."""
 
-    def run_rank(engine: FakeEngine) -> list[dict[str, float]]:
+    def run_rank(rank: int) -> list[dict[str, float]]:
         mfcs = interfaces(train, extra_keys)
-        here = [batch.ids[g] for g in layout[engine.dp_rank]]
-        result = []
-        for version in range(steps):
-            sample = batch.select_ids(here) if here else None
-            if "actor_inf" in mfcs:
-                proximal, _ = mfcs["actor_inf"].run(engine, sample, batch_ids=batch.ids, version=version)
-                assert (proximal is None) is (sample is None)
-                sample = sample.update(proximal) if sample is not None and proximal is not None else None
-            made, stats = mfcs["actor_train"].run(engine, sample, batch_ids=batch.ids, version=version)
-            assert made is None
-            result.append(stats)
-        return result
+        here = [batch.ids[g] for g in layout[rank]]
+        sample = batch.select_ids(here) if here else None
+        return [run_mfcs(mfcs, train, engines[rank], sample, batch.ids, version)[1] for version in range(steps)]
 
     engines = fake_ranks(len(layout))
     with ThreadPoolExecutor(len(engines)) as pool:
-        return engines, list(pool.map(run_rank, engines))
+        return engines, list(pool.map(run_rank, range(len(engines))))
 
 
 # ------------------------------------------------------------------------------------------------ layout independence
@@ -185,7 +242,24 @@ CONFIGS = {
     "masks": {"mask_too_long": True, "mask_no_eos_with_zero": True, "loss_normalization": "sequence"},
     "kl": {"kl_coef": 0.1, "kl_adaptive": True, "kl_horizon": 100.0, "kl_estimator": "k3"},
     "kl, batch": {"kl_coef": 0.1, "advantage_norm": "batch", "discount": 0.9, "gae_lambda": 0.8},
-    "critic": {"advantage_norm": "batch", "gae_lambda": 0.95},
+    "values and dense rewards of others": {"advantage_norm": "batch", "gae_lambda": 0.95},
+    "critic": {
+        "advantage_norm": "batch",
+        "gae_lambda": 0.9,
+        "discount": 0.95,
+        "kl_coef": 0.1,
+        "critic": CriticConfig(value_norm=True, value_norm_beta=0.5, minibatches=3),
+        "reward_model": RewardModelConfig(scale=0.5),
+        "mask_too_long": True,
+    },
+    "critic without clip and norm": {"advantage_norm": "none", "critic": CriticConfig(eps_clip=0.0)},
+    "reward model, group": {
+        "reward_model": RewardModelConfig(scale=2.0),
+        "loss_normalization": "constant",
+        "loss_length": 5,
+    },
+    "kl in the loss": {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3"},
+    "leave one out, sequences": {"baseline": "leave_one_out", "advantage_norm": "none", "importance_level": "sequence"},
 }
 LAYOUTS = [
     [[0, 2, 4, 6], [1, 3, 5]],
@@ -198,14 +272,16 @@ LAYOUTS = [
 @pytest.mark.parametrize("name", CONFIGS)
 def test_same_update_in_any_layout(name: str) -> None:
     train, batch = train_config(**CONFIGS[name]), make_batch()
-    extra = ("values", "dense_rewards") if name == "critic" else ()
+    extra = ("values", "dense_rewards") if "of others" in name else ()
     (single,), (expected,) = run_step(train, batch, [range(7)], extra)
-    assert expected[0]["actor/grad_norm"] > 0
+    assert expected[1]["actor/grad_norm"] > 0
+    expected_calls = {role: [call.split(" of ")[0] for call in engine.calls] for role, engine in single.items()}
     for layout in LAYOUTS:
         engines, stats = run_step(train, batch, layout, extra)
-        assert len({tuple(call for call in engine.calls if "train" in call) for engine in [single, *engines]}) == 1
-        for engine, rank_stats in zip(engines, stats, strict=True):
-            torch.testing.assert_close(engine.logits, single.logits, rtol=0, atol=1e-6)
+        for rank_engines, rank_stats in zip(engines, stats, strict=True):
+            for role, engine in rank_engines.items():
+                assert [call.split(" of ")[0] for call in engine.calls] == expected_calls[role]
+                torch.testing.assert_close(engine.table, single[role].table, rtol=0, atol=1e-6)
             for rank_step, step in zip(rank_stats, expected, strict=True):
                 assert rank_step == pytest.approx(step, abs=1e-5)
 
@@ -214,9 +290,9 @@ def test_fewer_groups_than_minibatches_and_ranks() -> None:
     train, batch = train_config(minibatches=4), make_batch(2)
     (single,), _ = run_step(train, batch, [range(2)])
     engines, _ = run_step(train, batch, [[], [0, 1], []])
-    assert len(single.batches) == 2 * 2
-    assert engines[0].batches == [()] * 4
-    torch.testing.assert_close(engines[0].logits, single.logits, rtol=0, atol=1e-6)
+    assert len(single["actor"].batches) == 2 * 2
+    assert engines[0]["actor"].batches == [()] * 4
+    torch.testing.assert_close(engines[0]["actor"].table, single["actor"].table, rtol=0, atol=1e-6)
 
 
 def test_a_batch_without_trained_tokens_steps_nowhere() -> None:
@@ -224,11 +300,37 @@ def test_a_batch_without_trained_tokens_steps_nowhere() -> None:
     truncated = SequenceSample(
         batch.ids, batch.seqlens, batch.data | {"seq_no_eos_mask": np.ones_like(batch.data["seq_no_eos_mask"])}
     )
-    (engine,), ((stats, _),) = run_step(train_config(mask_too_long=True, advantage_norm="batch"), truncated, [range(7)])
-    assert engine.batches == []
-    assert stats["actor/empty_minibatches"] == 4
+    train = train_config(mask_too_long=True, advantage_norm="batch", critic=CriticConfig(value_norm=True))
+    (engines,), ((stats, again),) = run_step(train, truncated, [range(7)])
+    assert engines["actor"].batches == engines["critic"].batches == []
+    assert stats["actor/empty_minibatches"] == stats["critic/empty_minibatches"] == 4
     assert stats["length/truncated_share"] == 1.0
     assert stats["advantages/max"] == stats["advantages/min"] == stats["batch/num_trained_tokens"] == 0.0
+    assert (again["critic/norm_mean"], again["critic/norm_std"], stats["critic/explained_variance"]) == (0, 1, 0)
+
+
+def test_ranks_before_the_last_stage_take_part_and_give_nothing() -> None:
+    """They make the same calls with the same sample, and what depends on the engine's outputs is left to the last stage."""
+    train = train_config(critic=CriticConfig(value_norm=True), advantage_norm="batch", kl_coef=0.1)
+    mfcs, graph = interfaces(train), build_dataflow(train)
+    last = {role: FakeEngine(kind) for role, kind in KINDS.items()}
+    first = {role: FakeEngine(kind, is_last_stage=False) for role, kind in KINDS.items()}
+    batch = make_batch()
+    whole, _ = run_mfcs(mfcs, train, last, batch, batch.ids)
+    assert whole is not None
+    for name, interface in interfaces(train).items():
+        engine = first[graph.mfcs[name].role]
+        made, stats = interface.run(engine, whole, batch_ids=batch.ids, version=0)
+        if name.endswith("_inf"):
+            assert made is None
+        if name.endswith("_train"):
+            assert stats == {
+                f"{graph.mfcs[name].role}/optimizer_steps": 4,
+                f"{graph.mfcs[name].role}/empty_minibatches": 0,
+            }
+    for role in graph.roles:
+        assert first[role].calls == last[role].calls
+        torch.testing.assert_close(first[role].table, last[role].table, rtol=0, atol=0)
 
 
 # --------------------------------------------------------------------------------------------------------- minibatches
@@ -250,11 +352,11 @@ def test_minibatches_cover_the_batch_once_in_sizes_that_differ_by_one() -> None:
 
 def test_denominators_are_of_the_minibatch() -> None:
     train, batch = train_config(minibatches=3), make_batch()
-    (engine,), _ = run_step(train, batch, [range(7)], steps=1)
+    ((engine, *_),) = [list(rank.values()) for rank in run_step(train, batch, [range(7)], steps=1)[0]]
     for ids, loss_fn in zip(engine.batches, engine.losses, strict=True):
         assert loss_fn.denominator == batch.select_ids(ids).data["loss_mask"].sum()
     train = train_config(minibatches=3, loss_normalization="sequence")
-    (engine,), _ = run_step(train, batch, [range(7)], steps=1)
+    ((engine, *_),) = [list(rank.values()) for rank in run_step(train, batch, [range(7)], steps=1)[0]]
     for ids, loss_fn in zip(engine.batches, engine.losses, strict=True):
         masks = [mask for group in batch.select_ids(ids).slices("loss_mask") for mask in group]
         assert loss_fn.denominator == sum(mask.any() for mask in masks)
@@ -281,28 +383,19 @@ def tiny_batch() -> SequenceSample:
     return SequenceSample.from_groups(["a", "b"], groups)
 
 
-class Recorder(FakeEngine):
-    """Keeps what it is given to train on."""
-
-    def train_step(
-        self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
-    ) -> dict[str, float]:
-        self.sample, self.temperature = sample, temperature
-        return super().train_step(sample, loss_fn, temperature=temperature, lr_step=lr_step)
-
-
 def trained_on(**ppo: object) -> tuple[SequenceSample, dict[str, float]]:
-    engine = Recorder()
-    train = train_config(minibatches=1, **ppo)
-    _, stats = interfaces(train)["actor_train"].run(engine, tiny_batch(), batch_ids=("a", "b"), version=0)
-    assert engine.sample is not None
-    return engine.sample, stats
+    """What an engine is given to train on, in one minibatch; the statistics of the step."""
+    engines, train = {"actor": FakeEngine()}, train_config(minibatches=1, **ppo)
+    mfcs = {name: mfc for name, mfc in interfaces(train).items() if not name.endswith("_inf")}
+    _, stats = run_mfcs(mfcs, train, engines, tiny_batch(), ("a", "b"))
+    assert engines["actor"].trained is not None
+    return engines["actor"].trained, stats
 
 
 def test_group_advantages() -> None:
     sample, stats = trained_on()
     assert sample.data["advantages"].tolist() == pytest.approx([0, 1, 1, 0, -1, 0, 0, 0, 0, 0], abs=1e-5)
-    assert sample.keys == ("packed_input_ids", "packed_logprobs", "proximal_logprobs", "advantages", "loss_mask")
+    assert set(sample.keys) == {"packed_input_ids", "packed_logprobs", "proximal_logprobs", "advantages", "loss_mask"}
     assert stats["reward/mean"] == 0.75
     assert stats["reward/std"] == pytest.approx(math.sqrt(0.75 * 0.25))
     assert stats["reward/equal_group_share"] == 0.5
@@ -350,14 +443,184 @@ def test_kl_is_charged_from_a_token_on_backwards() -> None:
     assert sample.data["advantages"].tolist() == pytest.approx([0, 0.95, 1, 0, -1.02, 0, -0.05, 0, 0, -0.02], abs=1e-5)
 
 
-def test_adaptive_kl_moves_once_a_step() -> None:
-    train = train_config(minibatches=2, kl_coef=0.1, kl_adaptive=True, kl_horizon=40.0)
-    interface = interfaces(train)["actor_train"]
+def test_adaptive_kl_moves_once_a_step_and_is_remembered() -> None:
+    train = train_config(kl_coef=0.1, kl_adaptive=True, kl_horizon=40.0)
+    interface = interfaces(train)["advantages"]
+    assert isinstance(interface, AdvantagesInterface)
+    assert isinstance(interface.kl, AdaptiveKLController)
     _, stats = interface.run(FakeEngine(), tiny_batch(), batch_ids=("a", "b"), version=0)
     assert stats["kl/coef"] == 0.1
-    assert isinstance(interface.kl, AdaptiveKLController)  # type: ignore[attr-defined]
+    after = interface.state()
     _, stats = interface.run(FakeEngine(), tiny_batch(), batch_ids=("a", "b"), version=1)
     assert stats["kl/coef"] == pytest.approx(0.1 * (1 - 0.2 * 4 / 40))
+    again = interfaces(train)["advantages"]
+    again.restore(after)
+    assert again.run(FakeEngine(), tiny_batch(), batch_ids=("a", "b"), version=1)[1] == stats
+
+
+def test_dense_rewards_count_from_their_token_on() -> None:
+    batch = tiny_batch()
+    dense = np.array([0, 0.25, 0, 0, 0.5, 0, 0, 0, 0, 0], np.float32)
+    batch = batch.update(batch.derive({"dense_rewards": dense}))
+    interface = interfaces(train_config(advantage_norm="none"), ["dense_rewards"])["advantages"]
+    made, _ = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
+    assert made is not None
+    assert made.data["advantages"].tolist() == pytest.approx([0, 1.25, 1, 0, 0.5, 0, 1, 1, 0, 1])
+
+
+# ------------------------------------------------------------------------------------- a critic and a reward model, by hand
+
+
+def judged(train: TrainConfig, steps: int = 1, **keys: list[float]) -> tuple[SequenceSample, dict[str, float]]:
+    """What `advantages` makes of the tiny batch with more keys, the last time of `steps`."""
+    batch = tiny_batch()
+    for key, values in keys.items():
+        lengths = [[1, 1], [1, 1]] if KEY_SPECS[key].layout == "sequence" else batch.seqlens["packed_input_ids"]
+        batch = batch.update(SequenceSample(batch.ids, {key: lengths}, {key: np.array(values, np.float32)}))
+    interface = interfaces(train)["advantages"]
+    for version in range(steps):
+        made, stats = interface.run(FakeEngine(), batch, batch_ids=batch.ids, version=version)
+    assert made is not None
+    return made, stats
+
+
+def test_scores_of_a_reward_model_add_to_the_rewards() -> None:
+    """Rewards 1, 0, 1, 1 + 0.5 * scores, before they are shaped: halved, cut at 0.75, truncated ones 0."""
+    model = RewardModelConfig(scale=0.5)
+    shape = {"reward_scaling": 0.5, "max_reward_clip": 0.75, "mask_no_eos_with_zero": True}
+    train = train_config(reward_model=model, advantage_norm="none", **shape)
+    made, stats = judged(train, model_rewards=[0.5, -2.0, 3.0, 4.0])
+    assert made.data["advantages"].tolist() == pytest.approx([0, 0.625, 0.625, 0, 0, 0, 0.75, 0.75, 0, 0])
+    assert stats["reward/mean"] == 0.75  # of the functions, as without the model
+    assert stats["reward/model_mean"] == pytest.approx(5.5 / 4)
+    assert stats["reward/shaped_mean"] == pytest.approx((0.625 + 0.75) / 4)
+
+
+VALUES = [0.5, 0.25, 9.0, 0.125, 0.75, 0.0, 0.5, 9.0, 0.25, 1.0]
+
+
+def test_returns_stand_where_their_values_do() -> None:
+    """GAE by hand: 'prompt, a, b' with a reward at b, and the truncated 'prompt, a', which bootstraps from the value after a."""
+    train = train_config(critic=CriticConfig(), advantage_norm="none", discount=0.5, gae_lambda=0.5)
+    made, stats = judged(train, values=VALUES)
+    b, a = 1 - 0.25, 0 + 0.5 * 0.25 - 0.5  # deltas
+    b2, a2 = 1 - 0.5, 0 + 0.5 * 0.5 - 0.0
+    first, second = 0 + 0.5 * 0.75 - 0.125, 1 + 0.5 * 1.0 - 0.25
+    advantages = [0, a + 0.25 * b, b, 0, first, 0, a2 + 0.25 * b2, b2, 0, second]
+    assert made.data["advantages"].tolist() == pytest.approx(advantages)
+    assert made.data["value_mask"].tolist() == [bool(on) for on in (1, 1, 0, 1, 0, 1, 1, 0, 1, 0)]
+    returns = [0.5 + advantages[1], 1.0, 0, 0.125 + first, 0, advantages[6], 1.0, 0, 0.25 + second, 0]
+    assert made.data["returns"].tolist() == pytest.approx(returns)
+    mask = made.data["value_mask"]
+    there, values = np.array(returns)[mask], np.array(VALUES)[mask]
+    assert stats["critic/returns_mean"] == pytest.approx(there.mean())
+    assert stats["critic/returns_std"] == pytest.approx(there.std())
+    assert stats["critic/values_mean"] == pytest.approx(values.mean())
+    assert stats["critic/explained_variance"] == pytest.approx(1 - (there - values).var() / there.var(), abs=1e-5)
+
+
+def test_value_norm_keeps_the_units_of_rewards_in_the_advantages() -> None:
+    """Second step: values are read in the units of after the first; returns are given in those of after the second."""
+    plain = train_config(critic=CriticConfig(), advantage_norm="none", gae_lambda=0.5)
+    norm = CriticConfig(value_norm=True, value_norm_beta=0.0)  # the units are those of the last batch
+    train = dataclasses.replace(plain, critic=norm)
+    first, stats = judged(train, values=VALUES)  # nothing seen yet: units of rewards
+    in_rewards, _ = judged(plain, values=VALUES)
+    assert first.data["advantages"].tolist() == in_rewards.data["advantages"].tolist()
+    assert (stats["critic/norm_mean"], stats["critic/norm_std"]) == (0, 1)
+    mask = first.data["value_mask"]
+    returns = in_rewards.data["returns"][mask].astype(np.float64)
+    mean, std = returns.mean(), returns.std()
+    assert first.data["returns"][mask].tolist() == pytest.approx(((returns - mean) / std).tolist(), abs=1e-5)
+    assert not first.data["returns"][~mask].any()
+
+    second, stats = judged(train, steps=2, values=VALUES)
+    assert (stats["critic/norm_mean"], stats["critic/norm_std"]) == pytest.approx((mean, std))
+    expected, _ = judged(plain, values=[value * std + mean for value in VALUES])
+    assert second.data["advantages"].tolist() == pytest.approx(expected.data["advantages"].tolist(), abs=1e-5)
+
+
+def test_the_units_of_values_are_remembered() -> None:
+    train = train_config(critic=CriticConfig(value_norm=True), advantage_norm="batch", kl_coef=0.1, kl_adaptive=True)
+    batch, _ = run_mfcs(interfaces(train), train, fake_ranks(1)[0], make_batch(), make_batch().ids)
+    one, other = interfaces(train)["advantages"], interfaces(train)["advantages"]
+    one.run(FakeEngine(), batch, batch_ids=make_batch().ids, version=0)
+    assert one.state().keys() == {"kl_coef", "value_norm.mean", "value_norm.mean_square", "value_norm.weight"}
+    assert one.state() != other.state()
+    other.restore(one.state())
+    ran = [mfc.run(FakeEngine(), batch, batch_ids=make_batch().ids, version=1) for mfc in (one, other)]
+    assert ran[0] == ran[1]
+
+
+@pytest.mark.parametrize("eps_clip", [0.0, 0.02])
+def test_a_critic_step_is_the_hand_written_one(eps_clip: float) -> None:
+    """Twice on the same groups: the second time the values have moved away from the old ones, and the clip matters."""
+    train = train_config(critic=CriticConfig(eps_clip=eps_clip, minibatches=1), advantage_norm="batch")
+    mfcs, batch, engine = interfaces(train), make_batch(), FakeEngine("value")
+    whole, _ = run_mfcs(mfcs, train, fake_ranks(1)[0], batch, batch.ids)
+    assert whole is not None
+    tokens, mask, old, returns = (
+        torch.tensor(whole.data[key]) for key in ("packed_input_ids", "value_mask", "values", "returns")
+    )
+    clipped = 0.0
+    for version in range(2):
+        table = engine.table.detach().clone().requires_grad_()
+        values = table[tokens[mask]]
+        losses = (values - returns[mask]) ** 2 / 2
+        if eps_clip:
+            within = torch.minimum(torch.maximum(values, old[mask] - eps_clip), old[mask] + eps_clip)
+            clipped = float(((within - returns[mask]) ** 2 / 2 > losses).float().mean())
+            losses = torch.maximum(losses, (within - returns[mask]) ** 2 / 2)
+        losses.mean().backward()
+        assert table.grad is not None
+        _, stats = mfcs["critic_train"].run(engine, whole, batch_ids=batch.ids, version=version)
+        torch.testing.assert_close(engine.table.detach(), (table - 0.5 * table.grad).detach(), rtol=0, atol=1e-6)
+        assert stats["critic/loss"] == pytest.approx(float(losses.detach().mean()), rel=1e-5)
+        assert stats["critic/clip_share"] == pytest.approx(clipped)
+        assert stats["critic/optimizer_steps"] == 1
+    assert (clipped > 0) == (eps_clip > 0)
+
+
+def test_a_policy_that_moved_too_far_takes_no_step() -> None:
+    """The first minibatch is at the proximal policy, as which it was written down; the second is not."""
+    train, batch, engine = train_config(early_stop_kl=1e-3, minibatches=1), make_batch(seed=3), FakeEngine()
+    mfcs = interfaces(train)
+    whole, first = run_mfcs(mfcs, train, {"actor": engine}, batch, batch.ids)
+    assert whole is not None
+    assert (first["actor/stopped_steps"], first["actor/approx_kl"]) == (0, 0)
+    moved = engine.table.detach().clone()
+    assert not torch.equal(moved, FakeEngine().table)
+    _, second = mfcs["actor_train"].run(engine, whole, batch_ids=batch.ids, version=1)
+    assert second["actor/approx_kl"] > 1e-3
+    assert second["actor/stopped_steps"] == second["actor/optimizer_steps"] == 1
+    assert torch.equal(engine.table, moved)
+
+
+def test_learns_values() -> None:
+    """A token's value comes to be the reward that follows it: 1 after a prompt of 2, else 0."""
+    engines = {"actor": FakeEngine(), "critic": FakeEngine("value")}
+    train = train_config(critic=CriticConfig(eps_clip=0.0), advantage_norm="none")
+    mfcs, random = interfaces(train), np.random.default_rng(0)
+    explained = []
+    for version in range(20):
+        prompts = random.integers(0, 4, (8, 1)).repeat(4, axis=1)
+        groups = [
+            {
+                "packed_input_ids": [[int(prompt), 7] for prompt in group],
+                "packed_logprobs": [[0.0, -2.4]] * 4,
+                "prompt_mask": [[True, False]] * 4,
+                "loss_mask": [[False, True]] * 4,
+                "seq_no_eos_mask": [False] * 4,
+                "rewards": [float(prompt == 2) for prompt in group],
+            }
+            for group in prompts
+        ]
+        batch = SequenceSample.from_groups([f"{version}-{i}" for i in range(8)], groups)
+        _, stats = run_mfcs(mfcs, train, engines, batch, batch.ids, version)
+        explained.append(stats["critic/explained_variance"])
+    assert explained[0] < 0.5
+    assert explained[-1] > 0.95
+    assert engines["critic"].table[:4].tolist() == pytest.approx([0, 0, 1, 0], abs=0.1)
 
 
 def test_learns() -> None:
@@ -367,7 +630,7 @@ def test_learns() -> None:
     random = np.random.default_rng(0)
     rewards = []
     for version in range(60):
-        probabilities = engine.logits.detach().softmax(0).double().numpy()
+        probabilities = engine.table.detach().softmax(0).double().numpy()
         tokens = random.choice(VOCABULARY, 64, p=probabilities / probabilities.sum())
         groups = [
             {
@@ -381,9 +644,7 @@ def test_learns() -> None:
             for group in tokens.reshape(8, 8)
         ]
         batch = SequenceSample.from_groups([f"{version}-{i}" for i in range(8)], groups)
-        proximal, _ = mfcs["actor_inf"].run(engine, batch, batch_ids=batch.ids, version=version)
-        assert proximal is not None
-        _, stats = mfcs["actor_train"].run(engine, batch.update(proximal), batch_ids=batch.ids, version=version)
+        _, stats = run_mfcs(mfcs, train, {"actor": engine}, batch, batch.ids, version)
         rewards.append(stats["reward/mean"])
     assert rewards[0] < 0.2
     assert np.mean(rewards[-5:]) > 0.9
@@ -395,7 +656,7 @@ def test_learns() -> None:
 def test_logprobs_interfaces() -> None:
     mfcs = interfaces(train_config(kl_coef=0.1, temperature=0.5))
     engine, batch = FakeEngine(), make_batch()
-    expected = (engine.logits.detach() / 0.5).log_softmax(0)[batch.data["packed_input_ids"]].tolist()
+    expected = (engine.table.detach() / 0.5).log_softmax(0)[batch.data["packed_input_ids"]].tolist()
     for name, key in (("actor_inf", "proximal_logprobs"), ("ref_inf", "packed_ref_logprobs")):
         made, stats = mfcs[name].run(engine, batch, batch_ids=batch.ids, version=0)
         assert made is not None
@@ -404,6 +665,25 @@ def test_logprobs_interfaces() -> None:
         assert made.data[key].tolist() == pytest.approx(expected)
         assert stats == {}
         assert mfcs[name].run(engine, None, batch_ids=batch.ids, version=0) == (None, {})
+
+
+def test_values_and_scores() -> None:
+    mfcs = interfaces(train_config(critic=CriticConfig(), reward_model=RewardModelConfig(), advantage_norm="none"))
+    batch, critic, reward = make_batch(), FakeEngine("value"), FakeEngine("reward")
+    tokens = batch.data["packed_input_ids"]
+    made, stats = mfcs["critic_inf"].run(critic, batch, batch_ids=batch.ids, version=0)
+    assert made is not None
+    assert (made.keys, stats) == (("values",), {})
+    assert made.data["values"].tolist() == critic.table.detach()[tokens].tolist()
+    made, stats = mfcs["rew_inf"].run(reward, batch, batch_ids=batch.ids, version=0)
+    assert made is not None
+    assert (made.keys, stats) == (("model_rewards",), {})
+    assert made.data["model_rewards"].tolist() == reward.table.detach()[tokens[batch.cu_seqlens()[1:] - 1]].tolist()
+    assert batch.update(made).num_sequences("model_rewards") == batch.num_sequences()
+    for name, engine in (("critic_inf", critic), ("rew_inf", reward)):
+        before = list(engine.calls)
+        assert mfcs[name].run(engine, None, batch_ids=batch.ids, version=0) == (None, {})
+        assert engine.calls == before * 2  # a rank without groups makes the same call
 
 
 def shout(engine: FakeEngine, sample: SequenceSample, train: TrainConfig) -> SequenceSample:
@@ -420,15 +700,21 @@ def whisper(engine: FakeEngine, sample: SequenceSample, train: TrainConfig) -> S
     return sample
 
 
-SEEN: list[SequenceSample | None] = []
+def surprise(engine: FakeEngine, sample: SequenceSample, train: TrainConfig) -> SequenceSample | None:
+    """One that runs the model."""
+    logprobs = engine.logprobs(sample, temperature=1.0)
+    return None if logprobs is None else sample.derive({"surprise": -logprobs})
 
 
-def learn(engine: FakeEngine, sample: SequenceSample | None, train: TrainConfig) -> None:
+SEEN: list[SequenceSample] = []
+
+
+def learn(engine: FakeEngine, sample: SequenceSample, train: TrainConfig) -> None:
     SEEN.append(sample)
 
 
 def extra(function: str, **fields: object) -> Interface:
-    mfc = MFCConfig(interface=f"{__name__}:{function}", input_keys=["packed_input_ids"], **fields)  # type: ignore[arg-type]
+    mfc = MFCConfig(interface=f"{__name__}:{function}", **({"input_keys": ["packed_input_ids"]} | fields))  # type: ignore[arg-type]
     train = dataclasses.replace(train_config(), extra_mfcs={"extra": mfc}, batch_size=3)
     return make_interface(build_dataflow(train).mfcs["extra"], train)
 
@@ -448,12 +734,36 @@ def test_a_function_by_config() -> None:
         extra("whisper", output_keys=["loudness"]).run(FakeEngine(), batch, batch_ids=batch.ids, version=0)
 
 
-def test_a_train_step_by_config_runs_on_an_empty_rank() -> None:
+def test_a_function_that_runs_the_model_is_called_on_every_rank() -> None:
+    batch = make_batch()
+    engines = [FakeEngine(), FakeEngine(is_last_stage=False), FakeEngine()]
+    interface = extra("surprise", output_keys=["surprise"])
+    made = [
+        interface.run(engine, sample, batch_ids=batch.ids, version=0)[0]
+        for engine, sample in zip(engines, (batch, batch, None), strict=True)
+    ]
+    assert [engine.calls for engine in engines] == [["logprobs at 1.0"]] * 3
+    assert made[0] is not None
+    assert made[0].keys == ("surprise",)
+    assert made[1:] == [None, None]
+
+
+def test_a_function_is_given_a_sample_of_nothing_where_there_is_nothing() -> None:
     SEEN.clear()
     batch = make_batch()
+    keys = ["packed_input_ids", "packed_prompts", "rewards", "birth_time", "of_a_user"]
     for sample in (batch, None):
-        assert extra("learn", kind="train_step").run(FakeEngine(), sample, batch_ids=batch.ids, version=0) == (None, {})
-    assert [batch, None] == SEEN
+        interface = extra("learn", kind="train_step")
+        assert interface.run(FakeEngine(), sample, batch_ids=batch.ids, version=0) == (None, {})
+    mfc = MFCDef("m", "actor", "inference", f"{__name__}:learn", tuple(keys))
+    make_interface(mfc, train_config()).run(FakeEngine(), None, batch_ids=batch.ids, version=0)
+    held, empty, of_all_layouts = SEEN
+    assert held == batch
+    assert (empty.ids, empty.keys) == ((), ("packed_input_ids",))
+    assert of_all_layouts.keys == tuple(keys)
+    for key in keys:
+        assert len(of_all_layouts.data[key]) == 0
+        assert key == "of_a_user" or of_all_layouts.data[key].dtype == KEY_SPECS[key].dtype
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -462,9 +772,9 @@ def test_a_train_step_by_config_runs_on_an_empty_rank() -> None:
 @pytest.mark.parametrize(
     ("interface", "message"),
     [
-        ("ppo_actr", "use actor_logprobs, ref_logprobs, ppo_actor or package.module:function"),
-        ("no.such.module:function", "cannot be imported: No module named 'no'"),
-        ("math:no_such_function", "cannot be imported"),
+        ("ppo_actr", "use actor_logprobs, .* ppo_actor, ppo_critic or package.module:function"),
+        ("no.such.module:function", "there is no module 'no.such.module'"),
+        ("math:no_such_function", "math has no 'no_such_function'"),
         ("math:pi", "is not a function"),
     ],
 )
@@ -478,19 +788,35 @@ def test_refused_configs() -> None:
         interfaces(train_config(temperature=0.0))
     with pytest.raises(ValueError, match=r"train.ppo.eps_clip is 2.0"):
         interfaces(train_config(eps_clip=2.0))
+    for values in (
+        {"critic": CriticConfig()},
+        {"critic": CriticConfig(), "baseline": "group_mean", "advantage_norm": "none"},
+    ):
+        with pytest.raises(ValueError, match="uses no values; with a critic use advantage_norm batch or none"):
+            interfaces(train_config(**values))
     with pytest.raises(ValueError, match="uses no values"):
         interfaces(train_config(), ["values"])
+    with pytest.raises(ValueError, match=r"kl_adaptive is True; is for kl_in=reward"):
+        interfaces(train_config(kl_coef=0.1, kl_adaptive=True, kl_in="loss"))
     naive = build_dataflow(train_config(use_decoupled_loss=False)).mfcs["actor_train"]
-    with pytest.raises(ValueError, match=r"needs the input keys \['proximal_logprobs'\]"):
+    with pytest.raises(ValueError, match=r"'actor_train' needs the input keys \['proximal_logprobs'\]"):
         make_interface(naive, train_config())
+    with pytest.raises(ValueError, match=r"'c' trains a critic, and train.critic is null"):
+        make_interface(MFCDef("c", "critic", "train_step", "ppo_critic", ()), train_config())
 
 
 def test_refused_samples() -> None:
-    interface, batch = interfaces(train_config())["actor_train"], tiny_batch()
-    with pytest.raises(ValueError, match=r"lacks the keys \['proximal_logprobs'\]"):
+    mfcs, batch = interfaces(train_config(kl_coef=0.1, reward_model=RewardModelConfig())), tiny_batch()
+    scores = {"model_rewards": np.zeros(4, np.float32)}
+    whole = batch.update(SequenceSample(batch.ids, {"model_rewards": [[1, 1], [1, 1]]}, scores))
+    interface = mfcs["advantages"]
+    with pytest.raises(ValueError, match=r"lacks the keys \['proximal_logprobs', 'model_rewards'\]"):
         interface.run(FakeEngine(), make_batch(), batch_ids=make_batch().ids, version=0)
-    bad = SequenceSample(batch.ids, batch.seqlens, batch.data | {"rewards": np.array([0, 1, np.nan, 0], np.float32)})
-    with pytest.raises(ValueError, match=r"rewards of the groups \['b'\] are not finite"):
-        interface.run(FakeEngine(), bad, batch_ids=batch.ids, version=0)
-    with pytest.raises(ValueError, match=r"ids \['b'\] are not in the batch"):
-        interface.run(FakeEngine(), batch, batch_ids=["a"], version=0)
+    for key in ("rewards", "model_rewards"):
+        bad = SequenceSample(whole.ids, whole.seqlens, whole.data | {key: np.array([0, 1, np.nan, 0], np.float32)})
+        with pytest.raises(ValueError, match=rf"{key} of the groups \['b'\] are not finite"):
+            interface.run(FakeEngine(), bad, batch_ids=batch.ids, version=0)
+    for name, mfc in mfcs.items():
+        engine = FakeEngine("reward" if name == "rew_inf" else "lm")
+        with pytest.raises(ValueError, match=r"ids \['b'\] are not in the batch"):
+            mfc.run(engine, whole, batch_ids=["a"], version=0)

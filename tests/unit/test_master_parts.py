@@ -1,15 +1,18 @@
-"""Pure parts of the master: prompt progress, schedules, the buffer."""
+"""Pure parts of the master: prompt progress, schedules, the buffer, who holds what, hooks."""
 
 import asyncio
 
 import pytest
 
+from asyncrl.config import RefConfig, TrainConfig
 from asyncrl.dataflow import MFCDef
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
+from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
 from asyncrl.master.report import StepTimes, UpdateSeconds, head_offpolicyness, step_metrics, tail_offpolicyness
 from asyncrl.master.schedule import Schedule
-from asyncrl.messages import Locator, ServerView, TrajectoryMeta, WeightVersion
+from asyncrl.master.tracker import StorageTracker
+from asyncrl.messages import Locator, Reallocate, RedistribStep, ServerView, TrajectoryMeta, WeightVersion
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
 
 
@@ -118,6 +121,53 @@ class TestBuffer:
         await buffer.begin_batch(["t1"])
         assert [meta.ticket_id for meta in buffer.stored] == ["t2"]
         assert buffer.stored_tickets == ["t1", "t2"]
+
+
+class TestTracker:
+    def test_who_holds_what(self):
+        tracker = StorageTracker()
+        tracker.add(0, ["a", "b"], ["ids", "rewards"])
+        tracker.apply(
+            [RedistribStep("bcast", 0, [1, 2], [["a"]], ["ids"]), RedistribStep("gather", 2, [0], [["b"]], ["ids"])]
+        )
+        assert tracker.holders["a"] == {"ids": {0, 1, 2}, "rewards": {0}}
+        assert tracker.num_missing("a", [0, 1, 3], ["ids", "rewards"]) == 3
+        assert tracker.num_missing("unheard of", [0, 1], ["ids"]) == 2
+        assert tracker.drop(["b", "unheard of"]) == [0, 2]
+        assert tracker.drop(["a", "b"]) == [0, 1, 2]
+        assert len(tracker) == 0
+
+
+class TestHooks:
+    def make(self, **train):
+        def mfc(name, model, kind="inference"):
+            return MFCDef(name, model.partition("@")[0], kind, "x:y", ("ids",), (), model)
+
+        self.inf = mfc("actor_inf", "actor@1")
+        self.ref_inf = mfc("ref_inf", "ref")
+        mfcs = [self.inf, self.ref_inf, mfc("other", "critic"), mfc("actor_train", "actor", "train_step")]
+        return ParameterHooks(mfcs, TrainConfig(**train))
+
+    def test_another_layout_gets_weights_once_after_they_changed(self):
+        hooks = self.make()
+        assert hooks.before(self.inf) == []  # all begin with the same
+        assert hooks.after_step(1) == []
+        assert hooks.before(self.inf) == [Reallocate(source="actor", target="actor@1")]
+        assert hooks.before(self.inf) == []
+        assert hooks.before(self.ref_inf) == []
+
+    def test_the_first_steps_train_the_critic_alone(self):
+        hooks = self.make(num_critic_only_steps=2)
+        assert [hooks.left_out(version) for version in range(3)] == [{"actor_train"}, {"actor_train"}, set()]
+        hooks.after_step(2)
+        assert hooks.before(self.inf) == []
+        hooks.after_step(3)
+        assert len(hooks.before(self.inf)) == 1
+
+    def test_the_reference_is_refreshed(self):
+        hooks = self.make(ref=RefConfig(update_interval=3, update_share=0.25))
+        refresh = [Reallocate(source="actor", target="ref", share=0.25)]
+        assert [hooks.after_step(version) for version in range(1, 7)] == [[], [], refresh, [], [], refresh]
 
 
 def test_step_metrics():

@@ -23,7 +23,7 @@ import pytest
 
 from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
-from asyncrl.rollout.reward import Completion, Reward
+from asyncrl.groups.reward import Completion, Reward
 from asyncrl.runtime.worker import StatusBoard
 
 ROOT = Path(__file__).parents[2]

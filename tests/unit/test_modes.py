@@ -34,7 +34,8 @@ def test_rolling_out_only_starts_no_trainer(tiny):
     ]
     processes = configs(config)
     master = processes["master/0"]
-    assert (master.mode, master.num_model_workers, master.data_parallel_size) == ("rollout_only", 1, 1)
+    assert (master.mode, master.num_model_workers, master.models) == ("rollout_only", 1, [])
+    assert [(mfc.name, mfc.model) for mfc in master.mfcs] == [("record", "")]
     assert (master.train.save_every_steps, master.eval.at_end) == (0, False)
     assert processes["gserver_manager/0"].num_heads == processes["rollout_worker/0"].num_heads == 1
     assert not any(spec.computes for spec in plan(config, attempt=1, num_prompts=20) if "server" not in spec.name)
@@ -47,15 +48,21 @@ def test_training_only_starts_no_generation(tiny):
     processes = configs(config, num_prompts=5)
     assert (processes["master/0"].first_step, processes["master/0"].num_replayed) == (3, 5)
     assert processes["replayer/0"].num_heads == 2
+    assert processes["master/0"].models == processes["model_worker/1"].models
+    assert [(model.name, model.grid, model.workers) for model in processes["master/0"].models] == [
+        ("actor", "d2p1m1", [0, 1])
+    ]
     assert processes["replayer/0"].replay.path.endswith("/somewhere")
     assert total_steps(config, 5) == 3 + 3  # 5 groups in batches of 2
 
 
 def test_heads_share_the_room_for_recordings(tiny):
     config = load_experiment(
-        tiny, ["record.max_bytes=1000", "allocation=transformers.d1+d2", "record.trajectories=true"]
+        tiny, ["record.max_bytes=1000", "allocation=transformers.d1+d2p2", "record.trajectories=true"]
     )
-    assert configs(config)["model_worker/1"].record.max_bytes == 500
+    records = [configs(config)[f"model_worker/{index}"].record for index in range(4)]
+    assert [record.trajectories for record in records] == [False, False, True, True]  # heads are on the last stage
+    assert records[3].max_bytes == 500
 
 
 @pytest.mark.parametrize(

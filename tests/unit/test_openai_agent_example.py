@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_experiment
+from asyncrl.groups.loading import load_object
 from asyncrl.launch.task_arguments import check_task_arguments
-from asyncrl.rollout.loading import load_object
 
 FOLDER = Path(__file__).parents[2] / "examples" / "openai_agent"
 

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from asyncrl.config import SamplingConfig
+from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
+from asyncrl.groups.trajectory import OnPiece, Response, build_sample
 from asyncrl.messages import WeightVersion
 from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules, parse_chat_request
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, SessionLimits, message_of
-from asyncrl.rollout.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rollout.tool_calls import TAG, parse_tool_calls
-from asyncrl.rollout.trajectory import OnPiece, Response, build_sample
 from asyncrl.testing.tiny import make_chat_tokenizer
 
 TOKENIZER = make_chat_tokenizer(None)

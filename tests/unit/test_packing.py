@@ -1,45 +1,78 @@
-"""Micro-batches: every sequence exactly once, the budget kept, and the way into rows and back."""
+"""Micro-batches: every sequence exactly once, the budget kept, tokens balanced, and the way into packed rows and back."""
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.model.packing import Rows, SequenceBatch, cu_seqlens_of, plan_micro_batches, run_indices
+from asyncrl.model.packing import Packed, SequenceBatch, cu_seqlens_of, plan_micro_batches, run_indices
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
 
-@given(lengths=LENGTHS, max_tokens=st.integers(1, 200), min_fill=st.floats(0, 1))
-def test_every_sequence_is_in_exactly_one_micro_batch_within_the_budget(lengths, max_tokens, min_fill):
-    plan = plan_micro_batches(lengths, max_tokens, min_fill=min_fill)
+@given(lengths=LENGTHS, max_tokens=st.integers(1, 200), min_count=st.integers(0, 12))
+def test_every_sequence_is_in_exactly_one_micro_batch_within_the_budget(lengths, max_tokens, min_count):
+    plan = plan_micro_batches(lengths, max_tokens, min_count=min_count)
     assert sorted(i for batch in plan for i in batch.sequences) == list(range(len(lengths)))
     for batch in plan:
-        assert batch.width == max(lengths[i] for i in batch.sequences)
-        assert batch.num_padded_tokens <= max_tokens or len(batch.sequences) == 1
-        assert min(lengths[i] for i in batch.sequences) >= min_fill * batch.width
+        assert batch.num_tokens == sum(lengths[i] for i in batch.sequences)
+        assert batch.num_tokens <= max_tokens or len(batch.sequences) == 1
         assert list(batch.sequences) == sorted(batch.sequences)
-    assert plan == plan_micro_batches(lengths, max_tokens, min_fill=min_fill)
+    assert len(plan) >= min_count
+    assert plan == plan_micro_batches(lengths, max_tokens, min_count=min_count)
+
+
+@given(lengths=LENGTHS, max_tokens=st.integers(60, 200))
+def test_there_are_few(lengths, max_tokens):
+    """First fit, longest first, is within 11/9 of the fewest, and 2/3 of a part more."""
+    fewest = -(-sum(lengths) // max_tokens)
+    plan = plan_micro_batches(lengths, max_tokens, min_count=0)
+    half = sum(1 for n in lengths if n > max_tokens // 2)  # no two of these fit together
+    assert len(plan) <= 1.5 * max(fewest, half) + 1
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), min_count=st.integers(1, 12))
+def test_tokens_are_balanced_where_the_budget_leaves_room(lengths, min_count):
+    plan = plan_micro_batches(lengths, sum(lengths), min_count=min_count)
+    assert len(plan) == min_count
+    tokens = [batch.num_tokens for batch in plan]
+    assert max(tokens) - min(tokens) <= max(lengths)
+    assert max(tokens) <= (4 / 3) * max(sum(lengths) / min_count, max(lengths), *_two_of(lengths, min_count))
+
+
+def _two_of(lengths, count):
+    """With more sequences than parts, two of the count + 1 longest are together."""
+    longest = sorted(lengths, reverse=True)
+    return [longest[count - 1] + longest[count]] if len(lengths) > count else [0]
+
+
+def test_every_rank_can_have_as_many_as_the_rank_that_has_most():
+    ranks = [[30, 10, 5], [60, 50, 40, 30, 20], []]
+    count = max(len(plan_micro_batches(lengths, 64)) for lengths in ranks)
+    plans = [plan_micro_batches(lengths, 64, min_count=count) for lengths in ranks]
+    assert [len(plan) for plan in plans] == [4, 4, 4]
+    assert [batch.num_tokens for batch in plans[0]] == [30, 10, 5, 0]
+    assert [batch.sequences for batch in plans[2]] == [()] * 4
 
 
 def test_a_sequence_longer_than_the_budget_gets_its_own_micro_batch():
-    plan = plan_micro_batches([5, 100, 5], 10)
-    assert [batch.sequences for batch in plan] == [(1,), (0, 2)]
+    assert [batch.sequences for batch in plan_micro_batches([5, 100, 5], 10)] == [(1,), (0, 2)]
 
 
-def test_first_fit_fills_an_earlier_micro_batch_first():
-    plan = plan_micro_batches([10, 10, 10, 9, 8], 20)
-    assert [batch.sequences for batch in plan] == [(0, 1), (2, 3), (4,)]
-    assert [batch.sequences for batch in plan_micro_batches([10, 9, 5, 8], 40)] == [(0, 1, 3), (2,)]
+def test_what_balances_worse_than_it_fits_is_kept_within_the_budget():
+    """4 + 4 and 3 + 3 + 2 fill two parts exactly; the least loaded first would give 4 + 3 + 2."""
+    plan = plan_micro_batches([4, 4, 3, 3, 2], 8)
+    assert [batch.num_tokens for batch in plan] == [8, 8]
 
 
-def test_padding_is_bounded_on_long_tails():
+def test_long_tails_are_balanced():
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.uniform(np.log(5), np.log(300), 512)).astype(int).tolist()
-    padded = sum(batch.num_padded_tokens for batch in plan_micro_batches(lengths, 16384))
-    assert padded < 1.15 * sum(lengths)
-    assert 512 * max(lengths) > 3 * sum(lengths)  # what padding to the longest costs
+    tokens = [batch.num_tokens for batch in plan_micro_batches(lengths, 4096)]
+    assert len(tokens) == -(-sum(lengths) // 4096)
+    assert max(tokens) - min(tokens) < 10
 
 
 @pytest.mark.parametrize(("lengths", "max_tokens", "says"), [([3, 0], 10, "no token"), ([3], 0, "max_tokens_per_mb")])
@@ -48,23 +81,59 @@ def test_what_cannot_be_planned_is_refused(lengths, max_tokens, says):
         plan_micro_batches(lengths, max_tokens)
 
 
-def test_nothing_makes_no_micro_batch():
-    assert plan_micro_batches([], 10) == []
+def test_nothing_makes_empty_micro_batches():
+    assert plan_micro_batches([], 10, min_count=0) == []
+    assert [(batch.sequences, batch.num_tokens) for batch in plan_micro_batches([], 10)] == [((), 0)]
 
 
-def test_rows_by_hand():
-    rows = Rows.of(np.array([1, 2, 3, 7, 8]), [3, 2], 4)
-    np.testing.assert_array_equal(rows.input_ids, [[1, 2, 3, 0], [7, 8, 0, 0]])
-    np.testing.assert_array_equal(rows.predictors, [0, 1, 4])  # they predict 2, 3 and 8
-    np.testing.assert_array_equal(rows.predicted, [1, 2, 4])
+def test_a_packed_row_by_hand():
+    packed = Packed.of(np.array([1, 2, 3, 9, 7, 8]), [3, 1, 2], pad_to=8)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 9, 7, 8, 0, 0]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]]
+    assert packed.predictors.tolist() == [0, 1, 4]  # they predict 2, 3 and 8
+    assert packed.predicted.tolist() == [1, 2, 5]
+    assert packed.num_tokens == packed.segments.num_tokens == 6
+    assert packed.segments.cu_seqlens.tolist() == [0, 3, 4, 6]
 
 
-@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=10), padding=st.integers(0, 3))
+def test_an_empty_micro_batch_is_one_token_of_padding():
+    packed = Packed.of(np.array([], np.int64), [])
+    assert packed.input_ids.tolist() == packed.position_ids.tolist() == [[0]]
+    assert len(packed.predictors) == len(packed.predicted) == packed.num_tokens == 0
+    assert Packed.of(np.array([], np.int64), [], pad_to=5).input_ids.shape == (1, 5)
+
+
+def test_ids_that_do_not_match_the_lengths_are_refused():
+    with pytest.raises(ValueError, match="3 token ids for sequences of 4"):
+        Packed.of(np.array([1, 2, 3]), [2, 2])
+
+
+@given(lengths=st.lists(st.integers(1, 20), max_size=10), padding=st.integers(0, 3))
 def test_each_predictor_is_the_token_before_the_predicted_one(lengths, padding):
-    packed = np.arange(1, sum(lengths) + 1)
-    rows = Rows.of(packed, lengths, max(lengths) + padding)
-    assert len(rows.predicted) == sum(lengths) - len(lengths)
-    np.testing.assert_array_equal(rows.input_ids.ravel()[rows.predictors], packed[rows.predicted] - 1)
+    ids = np.arange(1, sum(lengths) + 1)
+    packed = Packed.of(ids, lengths, pad_to=len(ids) + padding)
+    assert len(packed.predicted) == sum(lengths) - len(lengths)
+    np.testing.assert_array_equal(packed.input_ids[0][packed.predictors], ids[packed.predicted.numpy()] - 1)
+    starts = set(cu_seqlens_of(lengths)[:-1].tolist())
+    assert starts.isdisjoint(packed.predicted.tolist())
+
+
+@given(lengths=st.lists(st.integers(1, 300), max_size=60))
+def test_rectangles_of_attention_hold_every_sequence_in_a_row_of_its_own_and_little_else(lengths):
+    segments = Packed.of(np.zeros(sum(lengths), np.int64), lengths).segments
+    row_of_place = [
+        (at, row) for at, (rows, width) in enumerate(segments.rectangles) for row in range(rows) for _ in range(width)
+    ]
+    taken = set()
+    for places in torch.split(segments.places, lengths):
+        rows = {row_of_place[place] for place in places.tolist()}
+        assert len(rows) == 1
+        assert not rows & taken
+        assert places.diff().eq(1).all()
+        taken |= rows
+        assert places[0] == 0 or row_of_place[places[0] - 1] not in rows  # from the row's first place on
+    assert sum(rows for rows, _ in segments.rectangles) == len(lengths)
+    assert segments.num_places <= 1.1 * sum(lengths) + 4 * len(lengths)
 
 
 @given(lengths=LENGTHS, data=st.data())

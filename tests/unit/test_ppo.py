@@ -1,4 +1,4 @@
-"""The PPO losses, by hand and against loops over tokens; gradients; any split into micro-batches."""
+"""The policy losses, by hand and against loops over tokens; gradients; any split into micro-batches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.ppo import PPOLoss, anchor_key, check_ppo_config, count_per_sequence, ppo_token_loss, sum_loss
+from asyncrl.algorithms.packed import count_per_sequence
+from asyncrl.algorithms.ppo import (
+    PPOLoss,
+    anchor_key,
+    check_ppo_config,
+    cispo_loss,
+    clamped_weights,
+    clip_loss,
+    loss_denominator,
+    loss_keys,
+    masked_weights,
+    policy_token_loss,
+    sum_loss,
+    token_ratios,
+)
 from asyncrl.config import PPOConfig
+from asyncrl.presets import ALGORITHMS
 
 torch.set_num_threads(1)
 
@@ -22,11 +37,28 @@ CONFIGS = {
     "no cap": PPOConfig(behav_imp_weight_cap=None),
     "low cap": PPOConfig(behav_imp_weight_cap=1.1),
     "clamp": PPOConfig(behav_imp_weight_cap=1.1, behav_imp_weight_mode="clamp"),
+    "icepop": PPOConfig(behav_imp_weight_cap=1.2, behav_imp_weight_floor=0.8),
+    "clamp on both sides": PPOConfig(
+        behav_imp_weight_cap=1.1, behav_imp_weight_floor=0.9, behav_imp_weight_mode="clamp"
+    ),
+    "floor alone": PPOConfig(behav_imp_weight_cap=None, behav_imp_weight_floor=0.9),
     "clip higher": PPOConfig(eps_clip_higher=0.28),
     "dual clip": PPOConfig(c_clip=1.5, eps_clip_higher=2.0),
     "everything, sequences": PPOConfig(
         c_clip=1.5, eps_clip_higher=0.4, behav_imp_weight_cap=1.2, loss_normalization="sequence"
     ),
+    "kl in the loss": PPOConfig(kl_coef=0.1, kl_in="loss", kl_estimator="k3", loss_normalization="sequence"),
+    "gspo, decoupled": PPOConfig(
+        importance_level="sequence", loss_normalization="sequence", behav_imp_weight_cap=1.05, eps_clip=0.1
+    ),
+    "cispo, both bounds": PPOConfig(policy_loss="cispo", eps_clip=0.2, eps_clip_higher=0.3),
+    "cispo of sequences": PPOConfig(policy_loss="cispo", importance_level="sequence", eps_clip=0.1),
+    **{
+        f"preset {name}": PPOConfig(
+            **{key: 16 if key.endswith("_length") else value for key, value in preset["train"]["ppo"].items()}
+        )
+        for name, preset in ALGORITHMS.items()
+    },
 }
 
 
@@ -36,33 +68,49 @@ def reference(
     """One minibatch, the slow and obvious way: loss, and sums of statistics."""
     eps_high = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
     decoupled = config.use_decoupled_loss
+    floor = -math.inf if config.behav_imp_weight_floor is None else config.behav_imp_weight_floor
+    cap = math.inf if config.behav_imp_weight_cap is None else config.behav_imp_weight_cap
+    anchors = data["proximal_logprobs" if decoupled or config.recompute_logprob else "packed_logprobs"]
     sequences, start, sums = [], 0, dict.fromkeys(["clip_share", "dual_clip_share", "cap_share", "approx_kl"], 0.0)
     for length in lengths:
         losses = []
-        for t in range(start, start + length):
-            if not mask[t]:
-                continue
-            anchor = data["proximal_logprobs" if decoupled or config.recompute_logprob else "packed_logprobs"][t]
-            ratio, advantage = math.exp(data["current"][t] - anchor), data["advantages"][t]
+        tokens = [t for t in range(start, start + length) if mask[t]]
+
+        def ratio_of(above: list[float], below: list[float], t: int, tokens: list[int] = tokens) -> float:
+            if config.importance_level == "token":
+                return math.exp(above[t] - below[t])
+            return math.prod(math.exp(above[u] - below[u]) for u in tokens) ** (1 / len(tokens))
+
+        for t in tokens:
+            ratio, advantage = ratio_of(data["current"], anchors, t), data["advantages"][t]
             clipped = min(max(ratio, 1 - config.eps_clip), 1 + eps_high)
-            loss = max(-advantage * ratio, -advantage * clipped)
-            sums["clip_share"] += loss > -advantage * ratio
-            sums["approx_kl"] += anchor - data["current"][t]
+            if config.policy_loss == "cispo":
+                loss = -clipped * advantage * data["current"][t]
+                sums["clip_share"] += clipped != ratio
+            else:
+                loss = max(-advantage * ratio, -advantage * clipped)
+                sums["clip_share"] += loss > -advantage * ratio
+            sums["approx_kl"] += anchors[t] - data["current"][t]
             if config.c_clip is not None and loss > config.c_clip * abs(advantage):
                 loss = config.c_clip * abs(advantage)
                 sums["dual_clip_share"] += 1
             if decoupled:
-                weight = math.exp(anchor - data["packed_logprobs"][t])
-                if config.behav_imp_weight_cap is not None and weight > config.behav_imp_weight_cap:
-                    weight = config.behav_imp_weight_cap if config.behav_imp_weight_mode == "clamp" else 0.0
+                weight = ratio_of(anchors, data["packed_logprobs"], t)
+                if not floor <= weight <= cap:
+                    weight = min(max(weight, floor), cap) if config.behav_imp_weight_mode == "clamp" else 0.0
                     sums["cap_share"] += 1
                 loss *= weight
+            if config.kl_coef > 0 and config.kl_in == "loss":
+                d = data["current"][t] - data["packed_ref_logprobs"][t]
+                loss += config.kl_coef * (math.exp(-d) - 1 + d)
             losses.append(loss)
         start += length
         if losses:
             sequences.append(losses)
     if config.loss_normalization == "token":
         return sum(map(sum, sequences)) / sum(map(len, sequences)), sums
+    if config.loss_normalization == "constant":
+        return sum(map(sum, sequences)) / len(sequences) / config.loss_length, sums
     return sum(sum(losses) / len(losses) for losses in sequences) / len(sequences), sums
 
 
@@ -76,6 +124,7 @@ def random_batch(seed: int) -> tuple[dict[str, Tensor], list[int]]:
     data = {
         "packed_logprobs": behaviour,
         "proximal_logprobs": behaviour + 0.3 * torch.randn(total, generator=random),
+        "packed_ref_logprobs": behaviour + 0.3 * torch.randn(total, generator=random),
         "advantages": torch.randn(total, generator=random),
         "loss_mask": mask,
     }
@@ -87,9 +136,13 @@ def packed(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
+def outputs(logprobs: Tensor, entropy: Tensor | None = None) -> dict[str, Tensor]:
+    return {"logprobs": logprobs, "entropy": torch.zeros(len(logprobs)) if entropy is None else entropy}
+
+
 def denominator(mask: Tensor, lengths: list[int], config: PPOConfig) -> float:
     counts = count_per_sequence(mask, packed(lengths))
-    return float(counts.sum() if config.loss_normalization == "token" else (counts > 0).sum())
+    return loss_denominator(config, float(counts.sum()), float((counts > 0).sum()))
 
 
 # ---------------------------------------------------------------------------------------------------------- by hand
@@ -101,7 +154,9 @@ def one_token(config: PPOConfig, advantage: float = 2.0, current: float = -1.0) 
     """Current -1.0, proximal -1.2, behaviour -1.5."""
     proximal, behaviour = torch.tensor([-1.2]), torch.tensor([-1.5])
     anchor, weight_from = (proximal, behaviour) if config.use_decoupled_loss else (behaviour, None)
-    token = ppo_token_loss(torch.tensor([current]), anchor, weight_from, torch.tensor([advantage]), ON, config)
+    token = policy_token_loss(
+        torch.tensor([current]), anchor, weight_from, torch.tensor([advantage]), ON, packed([1]), config
+    )
     return float(token.loss_T)
 
 
@@ -125,6 +180,112 @@ def test_naive_by_hand() -> None:
     assert one_token(PPOConfig(use_decoupled_loss=False), 2.0, -2.5) == pytest.approx(-2 * math.exp(-1))
 
 
+def test_clip_by_hand() -> None:
+    """DAPO's range: below 0.8 where A < 0, above 1.28 where A > 0; each is let go on where it costs."""
+    ratio, advantages = torch.tensor([0.5, 0.5, 2.0, 2.0, 1.25]), torch.tensor([1.0, -1.0, 1.0, -1.0, 3.0])
+    loss, clipped, dual = clip_loss(ratio, advantages, 0.2, 0.28)
+    assert loss.tolist() == pytest.approx([-0.5, 0.8, -1.28, 2.0, -3.75])
+    assert clipped.tolist() == [False, True, True, False, False]
+    assert not dual.any()
+    loss, _, dual = clip_loss(ratio, advantages, 0.2, 0.28, c_clip=1.5)
+    assert loss.tolist() == pytest.approx([-0.5, 0.8, -1.28, 1.5, -3.75])
+    assert dual.tolist() == [False, False, False, True, False]
+
+
+def test_cispo_by_hand() -> None:
+    """Ratios 3, 8, 0.1 cut to at most 5, never from below: -w A log pi, gradient -w A, whatever the sign of A."""
+    logprobs = torch.tensor([-1.0, -2.0, -3.0, -2.0], requires_grad=True)
+    ratio, advantages = torch.tensor([3.0, 8.0, 0.1, 8.0]), torch.tensor([1.0, 2.0, -1.0, -2.0])
+    loss, cut = cispo_loss(logprobs, ratio, advantages, 1.0, 4.0)
+    assert loss.tolist() == pytest.approx([3.0, 20.0, -0.3, -20.0])
+    assert cut.tolist() == [False, True, False, True]
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-3.0, -10.0, 0.1, 10.0])
+
+
+def test_cispo_keeps_the_gradient_that_the_clip_takes() -> None:
+    """A rare token that has become 3 times as likely and was good: PPO stops, CISPO goes on."""
+    grads = {}
+    for policy_loss in ("clip", "cispo"):
+        current = torch.tensor([math.log(0.03)], requires_grad=True)
+        config = PPOConfig(use_decoupled_loss=False, policy_loss=policy_loss)
+        data = {"packed_logprobs": torch.tensor([math.log(0.01)]), "advantages": torch.ones(1), "loss_mask": ON}
+        PPOLoss(config, 1.0)(outputs(current), data, packed([1]))[0].backward()
+        assert current.grad is not None
+        grads[policy_loss] = float(current.grad)
+    assert grads == {"clip": 0.0, "cispo": pytest.approx(-1.2)}
+
+
+def test_gspo_ratio_by_hand() -> None:
+    """exp of the mean log ratio: (0.1 + 0.5) / 2 = 0.3 in one sequence, -0.2 in the other; what is masked out has no say."""
+    current = torch.tensor([9.0, -1.0, -1.0, 9.0, -2.0], requires_grad=True)
+    anchor = torch.tensor([math.nan, -1.1, -1.5, 0.0, -1.8])
+    mask = torch.tensor([False, True, True, False, True])
+    ratio = token_ratios(current, anchor, mask, packed([3, 2]), "sequence")
+    assert ratio.tolist() == pytest.approx([0, math.exp(0.3), math.exp(0.3), 0, math.exp(-0.2)])
+    ratio[1].backward()  # every token of the sequence shares it
+    assert current.grad is not None
+    assert current.grad.tolist() == pytest.approx([0, math.exp(0.3) / 2, math.exp(0.3) / 2, 0, 0])
+    with pytest.raises(ValueError, match="'word'; use token or sequence"):
+        token_ratios(current, anchor, mask, packed([3, 2]), "word")
+
+
+def test_gspo_clips_whole_sequences() -> None:
+    """Token ratios 2 and 1/2 cancel out: PPO would clip one of them, GSPO's ratio is 1. A longer one with ratio 1.5 is clipped."""
+    logs = torch.tensor([math.log(2.0), -math.log(2.0), math.log(1.5), math.log(1.5)])
+    data = {"packed_logprobs": torch.zeros(4), "advantages": torch.ones(4), "loss_mask": torch.ones(4).bool()}
+    config = PPOConfig(use_decoupled_loss=False, importance_level="sequence", loss_normalization="sequence")
+    loss, stats = PPOLoss(config, 2.0)(outputs(logs), data, packed([2, 2]))
+    assert float(loss) == pytest.approx(-(1.0 + 1.2) / 2)
+    assert stats["clip_share"] == 2
+
+
+def test_corrections_by_hand() -> None:
+    """IcePop's band, 0.5 to 5; truncated importance sampling, at most 2; the cap of the decoupled loss."""
+    weights = torch.tensor([0.4, 0.5, 1.0, 2.0, 5.0, 6.0])
+    assert masked_weights(weights, 5.0, 0.5).tolist() == [0.0, 0.5, 1.0, 2.0, 5.0, 0.0]
+    assert clamped_weights(weights, 2.0, None).tolist() == pytest.approx([0.4, 0.5, 1.0, 2.0, 2.0, 2.0])
+    assert masked_weights(weights, 5.0, None).tolist() == pytest.approx([0.4, 0.5, 1.0, 2.0, 5.0, 0.0])
+    assert clamped_weights(weights, 2.0, 0.5).tolist() == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
+    assert torch.equal(masked_weights(weights, None, None), weights)
+    assert torch.equal(clamped_weights(weights, None, None), weights)
+
+
+def test_the_behaviour_weight_of_a_sequence_takes_it_out_as_a_whole() -> None:
+    """Weights e^0.1 and e^0.5 of one response: e^0.3 together, above a cap of 1.3; the other response stays."""
+    data = {
+        "packed_logprobs": torch.tensor([-1.1, -1.5, -1.0]),
+        "proximal_logprobs": torch.tensor([-1.0, -1.0, -1.0]),
+        "advantages": torch.ones(3),
+        "loss_mask": torch.ones(3).bool(),
+    }
+    config = PPOConfig(importance_level="sequence", loss_normalization="sequence", behav_imp_weight_cap=1.3)
+    loss, stats = PPOLoss(config, 2.0)(outputs(data["proximal_logprobs"]), data, packed([2, 1]))
+    assert float(loss) == pytest.approx(-0.5)
+    assert stats["cap_share"] == 2
+
+
+def test_kl_in_the_loss_by_hand() -> None:
+    """k3 with d = 0.5: e^-0.5 - 0.5 = 0.1065, times 0.2, beside -A r = -1; it stays where the weight is masked."""
+    data = {
+        "packed_logprobs": torch.tensor([-1.0, -9.0]),
+        "proximal_logprobs": torch.tensor([-1.0, -1.0]),
+        "packed_ref_logprobs": torch.tensor([-1.5, -1.5]),
+        "advantages": torch.ones(2),
+        "loss_mask": torch.ones(2).bool(),
+    }
+    config = PPOConfig(kl_coef=0.2, kl_in="loss", kl_estimator="k3")
+    loss, stats = PPOLoss(config, 2.0)(outputs(torch.tensor([-1.0, -1.0])), data, packed([2]))
+    kl = math.exp(-0.5) - 0.5
+    assert float(loss) == pytest.approx((-1 + 2 * 0.2 * kl) / 2)
+    assert float(stats["kl_loss"]) == pytest.approx(2 * kl)
+    in_reward = PPOConfig(kl_coef=0.2, kl_estimator="k3")
+    loss, stats = PPOLoss(in_reward, 2.0)(outputs(torch.tensor([-1.0, -1.0])), data, packed([2]))
+    assert float(loss) == -0.5
+    assert "kl_loss" not in stats
+
+
 def test_a_capped_token_stays_in_the_denominator() -> None:
     """Two equal tokens, of which the cap takes out the one that the behaviour policy found unlikely: half of the other's loss."""
     data = {
@@ -134,19 +295,21 @@ def test_a_capped_token_stays_in_the_denominator() -> None:
         "loss_mask": torch.tensor([True, True]),
     }
     loss_fn = PPOLoss(PPOConfig(behav_imp_weight_cap=1.3), denominator=2.0)
-    loss, stats = loss_fn(torch.tensor([-1.0, -1.0]), torch.zeros(2), data, packed([2]))
+    loss, stats = loss_fn(outputs(torch.tensor([-1.0, -1.0])), data, packed([2]))
     assert float(loss) == pytest.approx(-2 * 1.2 / 2)
     assert stats["cap_share"] == 1
     assert float(stats["behav_weight_max"]) == pytest.approx(math.exp(0.3))
     assert float(stats["behav_weight"]) == pytest.approx(1 + math.exp(0.3))
 
 
-def test_token_and_sequence_normalisation_by_hand() -> None:
-    """Responses of 3 tokens with loss 1 and of 1 token with loss 5."""
+def test_normalisations_by_hand() -> None:
+    """Responses of 3 tokens with loss 1 and of 1 token with loss 5; the longest that could have been has 4."""
     loss, mask = torch.tensor([0.0, 1, 1, 1, 0, 5]), torch.tensor([False, True, True, True, False, True])
-    assert float(sum_loss(loss, mask, packed([4, 2]), "token", 4.0)) == 2.0
-    assert float(sum_loss(loss, mask, packed([4, 2]), "sequence", 2.0)) == pytest.approx(3.0)
-    with pytest.raises(ValueError, match="'word'; use token or sequence"):
+    for normalization, expected in (("token", 2.0), ("sequence", 3.0), ("constant", 1.0)):
+        config = PPOConfig(loss_normalization=normalization, loss_length=4)
+        total = sum_loss(loss, mask, packed([4, 2]), normalization, loss_denominator(config, 4.0, 2.0))
+        assert float(total) == pytest.approx(expected), normalization
+    with pytest.raises(ValueError, match="'word'; use token, sequence or constant"):
         sum_loss(loss, mask, packed([4, 2]), "word", 1.0)
 
 
@@ -161,9 +324,10 @@ def test_against_the_reference(name: str, seed: int) -> None:
         {key: value.double().tolist() for key, value in data.items()}, data["loss_mask"].tolist(), lengths, config
     )
     loss_fn = PPOLoss(config, denominator(data["loss_mask"], lengths, config))
-    loss, stats = loss_fn(data["current"], torch.ones(len(data["current"])), data, packed(lengths))
+    current = data["current"]
+    loss, stats = loss_fn(outputs(current, torch.ones(len(current))), data, packed(lengths))
     assert float(loss) == pytest.approx(expected, abs=1e-5)
-    assert stats["entropy"] == data["loss_mask"].sum()
+    assert stats["entropy"] == stats["num_tokens"] == data["loss_mask"].sum()
     for key in sums.keys() & stats.keys():
         assert float(stats[key]) == pytest.approx(sums[key], abs=1e-5), key
     assert ("behav_weight_max" in stats) is config.use_decoupled_loss
@@ -181,7 +345,9 @@ def test_micro_batches_add_up(name: str) -> None:
         for first, last in pairwise(cuts):
             here = slice(sum(lengths[:first]), sum(lengths[:last]))
             part = {key: value[here] for key, value in data.items()}
-            loss, part_stats = loss_fn(current[here], current[here].detach(), part, packed(lengths[first:last]))
+            loss, part_stats = loss_fn(
+                outputs(current[here], current[here].detach()), part, packed(lengths[first:last])
+            )
             total = total + loss
             for key, value in part_stats.items():
                 stats[key] = (
@@ -195,30 +361,37 @@ def test_micro_batches_add_up(name: str) -> None:
         assert stats == pytest.approx(results[0][2], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.policy_loss == "clip"])
 def test_gradient_against_finite_differences(name: str) -> None:
+    """CISPO's gradient is not that of its value: by hand above."""
     config, (data, lengths) = CONFIGS[name], random_batch(3)
     data = {key: value.double() if value.is_floating_point() else value for key, value in data.items()}
     loss_fn = PPOLoss(config, 10.0)
 
     def loss_of(current: Tensor) -> Tensor:
-        return loss_fn(current, torch.zeros_like(current), data, packed(lengths))[0]
+        return loss_fn(outputs(current), data, packed(lengths))[0]
 
     assert torch.autograd.gradcheck(loss_of, data["current"].clone().requires_grad_(), eps=1e-7, atol=1e-5)
 
 
-def test_gradient_on_policy_is_that_of_the_policy_gradient() -> None:
-    """Where the three policies are one: d loss / d logprob = -A / n."""
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.kl_coef == 0])
+def test_gradient_on_policy_is_that_of_the_policy_gradient(name: str) -> None:
+    """Where the three policies are one, every loss has the gradient -A / n of a token, but for its normalisation.
+
+    One advantage for the response, as all that judge it as a whole give it: then GSPO's too.
+    """
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     data = {
         "packed_logprobs": logprobs.detach(),
         "proximal_logprobs": logprobs.detach(),
-        "advantages": torch.tensor([3.0, -4.0]),
+        "advantages": torch.tensor([3.0, 3.0]),
         "loss_mask": torch.tensor([True, True]),
     }
-    PPOLoss(PPOConfig(), 2.0)(logprobs, torch.zeros(2), data, packed([2]))[0].backward()
+    config = CONFIGS[name]
+    scale = loss_denominator(config, 2.0, 1.0) * (2 if config.loss_normalization == "sequence" else 1)
+    PPOLoss(config, loss_denominator(config, 2.0, 1.0))(outputs(logprobs), data, packed([2]))[0].backward()
     assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([-1.5, 2.0])
+    assert logprobs.grad.tolist() == pytest.approx([-3 / scale] * 2)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -232,7 +405,7 @@ def test_nothing_outside_of_the_mask_matters(name: str) -> None:
     results = []
     for source in (data, garbage):
         current = source["current"].clone().requires_grad_()
-        loss, stats = loss_fn(current, source["current"], source, packed(lengths))
+        loss, stats = loss_fn(outputs(current, source["current"]), source, packed(lengths))
         loss.backward()
         results.append((loss.detach(), current.grad, stats))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
@@ -246,10 +419,11 @@ def test_wild_ratios_stay_finite(name: str, current: float, advantage: float) ->
     data = {
         "packed_logprobs": torch.tensor([-1500.0]),
         "proximal_logprobs": torch.tensor([-500.0]),
+        "packed_ref_logprobs": torch.tensor([-1.0]),
         "advantages": torch.tensor([advantage]),
         "loss_mask": ON,
     }
-    loss, stats = PPOLoss(CONFIGS[name], 1.0)(logprobs, torch.zeros(1), data, packed([1]))
+    loss, stats = PPOLoss(CONFIGS[name], 1.0)(outputs(logprobs), data, packed([1]))
     loss.backward()
     assert logprobs.grad is not None
     assert math.isfinite(float(loss.detach()))
@@ -261,12 +435,68 @@ def test_wild_ratios_stay_finite(name: str, current: float, advantage: float) ->
 def test_no_tokens(name: str) -> None:
     """What an engine passes on a rank without samples: a zero loss with a graph, and all statistics by name."""
     empty = torch.zeros(0)
-    data = dict.fromkeys(["packed_logprobs", "proximal_logprobs", "advantages"], empty) | {"loss_mask": empty.bool()}
+    keys = ["packed_logprobs", "proximal_logprobs", "packed_ref_logprobs", "advantages"]
+    data = dict.fromkeys(keys, empty) | {"loss_mask": empty.bool()}
     current = torch.zeros(0, requires_grad=True)
-    loss, stats = PPOLoss(CONFIGS[name], 5.0)(current, empty, data, packed([]))
+    loss, stats = PPOLoss(CONFIGS[name], 5.0)(outputs(current, empty), data, packed([]))
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert {float(value) for value in stats.values()} == {0.0}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_reads_the_keys_it_names(name: str) -> None:
+    config, (data, lengths) = CONFIGS[name], random_batch(2)
+    named = {key: data[key] for key in loss_keys(config)}
+    PPOLoss(config, 1.0)(outputs(data["current"]), named, packed(lengths))
+
+
+# ---------------------------------------------------------------------------------------------------------- early stop
+
+
+@pytest.mark.parametrize(
+    ("fields", "ratio", "kl", "reason"),
+    [
+        ({}, 100.0, 100.0, ""),
+        ({"early_stop_imp_ratio": 5.0}, 5.0, 100.0, ""),
+        (
+            {"early_stop_imp_ratio": 5.0},
+            5.1,
+            0.0,
+            "mean importance ratio 5.1 is above train.ppo.early_stop_imp_ratio=5",
+        ),
+        ({"early_stop_kl": 0.1}, 100.0, 0.1, ""),
+        (
+            {"early_stop_kl": 0.1},
+            1.0,
+            0.25,
+            "mean KL to the start of the train step 0.25 is above train.ppo.early_stop_kl=0.1",
+        ),
+        ({"early_stop_kl": 0.1}, 1.0, -0.25, ""),
+        ({"early_stop_imp_ratio": 2.0, "early_stop_kl": 0.1}, math.nan, math.nan, ""),
+    ],
+)
+def test_early_stop_by_hand(fields: dict[str, float], ratio: float, kl: float, reason: str) -> None:
+    """Sums over 8 tokens, as the engine reduces them. What is not finite is the engine's to skip."""
+    stats = {"num_tokens": 8.0, "importance_weight": 8 * ratio, "approx_kl": 8 * kl}
+    assert PPOLoss(PPOConfig(**fields), 3.0).stop_reason(stats) == reason  # type: ignore[arg-type]
+
+
+def test_early_stop_by_what_the_loss_itself_counts() -> None:
+    """The policy made all its tokens e times as likely: a ratio of e, k1 of -1; less likely by e: k1 of 1."""
+    data = {
+        "packed_logprobs": torch.full((4,), -2.0),
+        "advantages": torch.ones(4),
+        "loss_mask": torch.tensor([True, True, True, False]),
+    }
+    loss_fn = PPOLoss(PPOConfig(use_decoupled_loss=False, early_stop_imp_ratio=2.5, early_stop_kl=0.9), 3.0)
+    reasons = []
+    for current in (-2.0, -1.0, -3.0):
+        _, stats = loss_fn(outputs(torch.full((4,), current)), data, packed([4]))
+        reasons.append(loss_fn.stop_reason({name: float(value) for name, value in stats.items()}))
+    assert reasons[0] == ""
+    assert reasons[1].startswith("mean importance ratio 2.718")
+    assert reasons[2].startswith("mean KL to the start of the train step 1 ")
 
 
 # -------------------------------------------------------------------------------------------------------------- config
@@ -278,22 +508,43 @@ def test_anchor() -> None:
     assert anchor_key(CONFIGS["naive"]) == "packed_logprobs"
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_accepted_values(name: str) -> None:
+    check_ppo_config(CONFIGS[name])
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("fields", "message"),
     [
-        ("eps_clip", 0.0),
-        ("eps_clip", 1.0),
-        ("eps_clip_higher", -0.1),
-        ("c_clip", 1.0),
-        ("behav_imp_weight_cap", 0.0),
-        ("behav_imp_weight_mode", "truncate"),
-        ("loss_normalization", "word"),
-        ("advantage_norm", "rank"),
-        ("kl_estimator", "k4"),
-        ("minibatches", 0),
+        ({"eps_clip": 0.0}, "eps_clip is 0.0"),
+        ({"eps_clip": 1.5}, "eps_clip is 1.5; must be above 0 and at most 1"),
+        ({"eps_clip_higher": -0.1}, "eps_clip_higher is -0.1; must be above 0, or null for eps_clip"),
+        ({"c_clip": 1.0}, "c_clip is 1.0; must be above 1"),
+        ({"c_clip": 3.0, "policy_loss": "cispo"}, "c_clip is 3.0; is for policy_loss=clip"),
+        ({"behav_imp_weight_cap": 0.0}, "behav_imp_weight_cap is 0.0"),
+        ({"behav_imp_weight_floor": 0.0}, "behav_imp_weight_floor is 0.0"),
+        ({"behav_imp_weight_floor": 5.0}, "behav_imp_weight_floor is 5.0; must be below behav_imp_weight_cap=5"),
+        ({"behav_imp_weight_mode": "truncate"}, "behav_imp_weight_mode is 'truncate'"),
+        ({"early_stop_imp_ratio": 1.0}, "early_stop_imp_ratio is 1.0; must be above 1"),
+        ({"early_stop_kl": 0.0}, "early_stop_kl is 0.0"),
+        ({"policy_loss": "cisp"}, "policy_loss is 'cisp'; did you mean 'cispo'"),
+        ({"importance_level": "word"}, "importance_level is 'word'"),
+        ({"loss_normalization": "word"}, "loss_normalization is 'word'"),
+        ({"loss_normalization": "constant"}, "loss_length is 0"),
+        ({"baseline": "mean"}, "baseline is 'mean'; did you mean 'group_mean'"),
+        ({"advantage_norm": "rank"}, "advantage_norm is 'rank'"),
+        ({"overlong_penalty": 1.0}, "overlong_length is 0"),
+        ({"overlong_penalty": -1.0}, "overlong_penalty is -1.0"),
+        ({"overlong_buffer": 0.0}, "overlong_buffer is 0.0"),
+        ({"kl_in": "rewards"}, "kl_in is 'rewards'; did you mean 'reward'"),
+        ({"kl_in": "loss", "kl_adaptive": True}, "kl_adaptive is True; is for kl_in=reward"),
+        ({"kl_estimator": "k4"}, "kl_estimator is 'k4'"),
+        ({"minibatches": 0}, "minibatches is 0"),
+        ({"recompute_logprob": True}, "recompute_logprob is True; is for the naive loss"),
     ],
 )
-def test_refused_values(field: str, value: object) -> None:
-    check_ppo_config(PPOConfig())
-    with pytest.raises(ValueError, match=f"train.ppo.{field} is "):
-        check_ppo_config(PPOConfig(**{field: value}))  # type: ignore[arg-type]
+def test_refused_values(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=r"train\.ppo\.") as error:
+        check_ppo_config(PPOConfig(**fields))  # type: ignore[arg-type]
+    assert f"train.ppo.{message}" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1

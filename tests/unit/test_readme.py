@@ -15,11 +15,11 @@ import pytest
 
 from asyncrl.config import ExperimentConfig, NameResolveConfig, RuntimeConfig, WorkerInfo, load_experiment
 from asyncrl.data.prompts import PromptSource, load_tokenizer
+from asyncrl.groups.loading import load_object
+from asyncrl.groups.reward import Completion
 from asyncrl.launch.cli import _parser, main
 from asyncrl.messages import Locator
 from asyncrl.rollout.chat_agent import ChatAgent
-from asyncrl.rollout.loading import load_object
-from asyncrl.rollout.reward import Completion
 from asyncrl.rollout.tasks import TRAIN, TaskTable
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
@@ -125,7 +125,7 @@ def test_its_agent_of_openais_client_is_one(folder: Path) -> None:
 
 def test_what_it_says_of_rewards_is_so() -> None:
     """The keywords it names are those there are."""
-    from asyncrl.rollout import reward
+    from asyncrl.groups import reward
 
     python = "".join(blocks("python"))
     judged = re.search(r"async def judged\((.*?)\)", python)

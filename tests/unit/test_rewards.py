@@ -13,9 +13,9 @@ import pytest
 
 from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
-from asyncrl.rollout.loading import load_object
-from asyncrl.rollout.outcome import RolloutRejected
-from asyncrl.rollout.reward import Completion, Reward
+from asyncrl.groups.loading import load_object
+from asyncrl.groups.outcome import RolloutRejected
+from asyncrl.groups.reward import Completion, Reward
 from asyncrl.runtime.worker import StatusBoard
 
 LOGGER = logging.getLogger("test_rewards")

@@ -1,4 +1,4 @@
-"""Data store of a head: capacity, duplicates, keys that MFCs add."""
+"""Data store of a worker: capacity, duplicates, keys that MFCs add, copies of groups that live elsewhere."""
 
 import numpy as np
 import pytest
@@ -36,16 +36,17 @@ def test_a_sample_of_several_groups_enters_whole_or_not_at_all():
     assert store.ids() == ["a"]
 
 
-def test_select_gives_what_is_here_in_the_order_of_the_call():
+def test_select_is_in_the_order_of_the_call():
     store = DataStore(4)
     for name, length in (("b", 2), ("a", 1), ("c", 3)):
         store.put(group(name, length))
-    sample = store.select(["c", "elsewhere", "a"], ["packed_input_ids"])
+    sample = store.select(["c", "a"], ["packed_input_ids"])
     assert sample.ids == ("c", "a")
     assert sample.keys == ("packed_input_ids",)
     assert sample.data["packed_input_ids"].tolist() == [1, 2, 3, 1]
-    assert store.local_ids(["c", "elsewhere", "a"]) == ["c", "a"]
-    assert store.select(["elsewhere"], ["packed_input_ids"]) is None
+    assert store.select([], ["packed_input_ids"]) is None
+    with pytest.raises(ValueError, match=r"1 of 2 groups are not in the store, such as \['elsewhere'\]"):
+        store.select(["a", "elsewhere"], ["packed_input_ids"])
 
 
 def test_amend_adds_keys_to_each_group():
@@ -73,6 +74,24 @@ def test_amending_an_id_that_is_gone_changes_nothing():
         store.amend(both.derive({"values": np.zeros(2, np.float32)}))
     with pytest.raises(ValueError, match="no"):
         store.select(["a"], ["values"])
+
+
+def test_copies_take_no_room_from_trajectories_and_have_their_own_bound():
+    store = DataStore(2)
+    store.add_copies(SequenceSample.gather([group("x", 2), group("y", 3)]).select_keys(["packed_input_ids"]))
+    assert [store.put(group(name, 3)) for name in "abc"] == ["", "", FULL]
+    store.add_copies(group("x", 2).select_keys(["rewards"]))  # more keys of a copy
+    store.add_copies(group("a", 3).derive({"values": np.zeros(3, np.float32)}))  # a key made elsewhere, of what is here
+    assert store.whole("x") == group("x", 2)
+    assert "values" in store.whole("a").keys
+    with pytest.raises(ValueError, match="1 copies of groups came, 2 are here; at most 2"):
+        store.add_copies(group("z", 1))
+    assert store.put(group("y", 3)) == DUPLICATE
+    assert store.discard(["x", "a"]) == 2
+    assert store.put(group("d", 1)) == ""
+    store.add_copies(group("z", 1))
+    store.discard(store.ids())
+    assert store.num_bytes == len(store) == 0
 
 
 def test_bytes_are_counted():

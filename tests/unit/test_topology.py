@@ -1,24 +1,48 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from asyncrl.dataflow import DataflowGraph, MFCDef
 from asyncrl.topology import (
     Allocation,
+    ModelPlacement,
     ModelShardID,
     ParallelGrid,
     ProcessTopology,
     build_handler_routing,
-    data_head,
     inference_topology,
     training_topology,
 )
 
 
-def shards(role, topology, grid):
-    return {
-        ModelShardID(role, data, pipe, tensor): topology.get_rank(data=data, pipe=pipe, tensor=tensor)
-        for data in range(grid.data)
-        for pipe in range(grid.pipe)
-        for tensor in range(grid.tensor)
-    }
+def model(name: str, grid: str, first: int = 0) -> ModelPlacement:
+    parsed = ParallelGrid.parse(grid)
+    return ModelPlacement(name, parsed, tuple(range(first, first + parsed.size)))
+
+
+def mfc(name: str, role: str, kind: str = "inference") -> MFCDef:
+    return MFCDef(name, role, kind, "a:b", ("packed_input_ids",))
+
+
+# What a run with everything has; place() reads names, roles, kinds and the order.
+ALL = (
+    mfc("actor_inf", "actor"),
+    mfc("ref_inf", "ref"),
+    mfc("rew_inf", "reward"),
+    mfc("critic_inf", "critic"),
+    mfc("critic_train", "critic", "train_step"),
+    mfc("actor_train", "actor", "train_step"),
+)
+GRAPH = DataflowGraph(ALL)
+
+
+def place(text: str, graph: DataflowGraph = GRAPH) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, str]]:
+    """({model: (grid, workers)}, {MFC: model})."""
+    models, model_of = Allocation.parse(text).place(graph)
+    return {model.name: (str(model.grid), model.workers) for model in models}, model_of
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
 
 
 def test_training_order_is_pipe_data_tensor():
@@ -33,12 +57,31 @@ def test_inference_order_is_data_pipe_tensor():
     assert topology.get_rank(data=1, pipe=0, tensor=1) == 5
 
 
+@pytest.mark.parametrize("grid", [ParallelGrid(2, 3, 5), ParallelGrid(5, 2, 3), ParallelGrid(3, 1, 2)], ids=str)
+def test_rank_formulas(grid):
+    training, inference = training_topology(grid), inference_topology(grid)
+    for data in range(grid.data):
+        for pipe in range(grid.pipe):
+            for tensor in range(grid.tensor):
+                at = {"data": data, "pipe": pipe, "tensor": tensor}
+                assert training.get_rank(**at) == pipe * (grid.data * grid.tensor) + data * grid.tensor + tensor
+                assert inference.get_rank(**at) == data * (grid.pipe * grid.tensor) + pipe * grid.tensor + tensor
+
+
+@pytest.mark.parametrize("rank", range(12))
+def test_rank_and_coordinates_are_inverse(rank):
+    topology = ProcessTopology(("a", "b", "c"), (2, 3, 2))
+    assert topology.get_rank(**topology.get_coord(rank)) == rank
+
+
+# -------------------------------------------------------------------------------------------------------------- routing
+
+
 def test_routing_of_data_parallel_workers():
-    grid = ParallelGrid(data=2)
-    routing = build_handler_routing({"actor": [0, 1]}, training_topology(grid))
-    assert routing == {
-        ModelShardID("actor", 0, 0, 0): 0,
-        ModelShardID("actor", 1, 0, 0): 1,
+    """Scenario 1 of the seed: DP=2."""
+    assert build_handler_routing([model("actor", "d2")]) == {
+        ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
+        ModelShardID("actor", data=1, tensor=0, pipe=0): 1,
         "__data0__": 0,
         "__data1__": 1,
         0: 0,
@@ -47,34 +90,94 @@ def test_routing_of_data_parallel_workers():
 
 
 def test_routing_of_data_and_tensor_ranks():
-    routing = build_handler_routing({"actor": range(4)}, training_topology(ParallelGrid(data=2, tensor=2)))
-    assert routing[ModelShardID("actor", data=0, pipe=0, tensor=1)] == 1
-    assert (routing[data_head(0)], routing[data_head(1)]) == (0, 2)
+    """Scenario 2 of the seed: DP=2, TP=2. The head of a replica is its tensor rank 0."""
+    assert build_handler_routing([model("actor", "d2m2")]) == {
+        ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
+        ModelShardID("actor", data=0, tensor=1, pipe=0): 1,
+        ModelShardID("actor", data=1, tensor=0, pipe=0): 2,
+        ModelShardID("actor", data=1, tensor=1, pipe=0): 3,
+        "__data0__": 0,
+        "__data1__": 2,
+        0: 0,
+        1: 1,
+        2: 2,
+        3: 3,
+    }
 
 
-def test_routing_of_a_full_grid_has_its_heads_on_the_last_stage():
-    grid = ParallelGrid(data=2, pipe=2, tensor=2)
-    routing = build_handler_routing({"actor": range(8)}, training_topology(grid))
-    assert routing[ModelShardID("actor", data=1, pipe=1, tensor=0)] == 6
-    assert (routing[data_head(0)], routing[data_head(1)]) == (4, 6)
-    assert shards("actor", training_topology(grid), grid).items() <= routing.items()
+def test_routing_of_data_tensor_and_pipeline_ranks():
+    """Scenario 3 of the seed: DP=2, TP=2, PP=2. The heads are on the last stage."""
+    assert build_handler_routing([model("actor", "d2p2m2")]) == {
+        ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
+        ModelShardID("actor", data=0, tensor=1, pipe=0): 1,
+        ModelShardID("actor", data=1, tensor=0, pipe=0): 2,
+        ModelShardID("actor", data=1, tensor=1, pipe=0): 3,
+        ModelShardID("actor", data=0, tensor=0, pipe=1): 4,
+        ModelShardID("actor", data=0, tensor=1, pipe=1): 5,
+        ModelShardID("actor", data=1, tensor=0, pipe=1): 6,
+        ModelShardID("actor", data=1, tensor=1, pipe=1): 7,
+        "__data0__": 4,
+        "__data1__": 6,
+        0: 0,
+        1: 1,
+        2: 2,
+        3: 3,
+        4: 4,
+        5: 5,
+        6: 6,
+        7: 7,
+    }
 
 
-def test_routing_of_two_roles_on_the_same_workers():
-    routing = build_handler_routing({"actor": [0, 1], "critic": [0, 1]}, training_topology(ParallelGrid(data=2)))
-    assert routing[ModelShardID("actor", 1, 0, 0)] == routing[ModelShardID("critic", 1, 0, 0)] == 1
-    assert len(routing) == 8
+def test_routing_of_actor_and_critic_on_the_same_workers():
+    """Scenario 4 of the seed: actor and critic, DP=2."""
+    assert build_handler_routing([model("actor", "d2"), model("critic", "d2")]) == {
+        ModelShardID("actor", data=0, tensor=0, pipe=0): 0,
+        ModelShardID("actor", data=1, tensor=0, pipe=0): 1,
+        ModelShardID("critic", data=0, tensor=0, pipe=0): 0,
+        ModelShardID("critic", data=1, tensor=0, pipe=0): 1,
+        "__data0__": 0,
+        "__data1__": 1,
+        0: 0,
+        1: 1,
+    }
 
 
-def test_a_role_with_too_few_workers_is_refused():
-    with pytest.raises(ValueError, match="'actor' has 1 workers for 2 ranks"):
-        build_handler_routing({"actor": [0]}, training_topology(ParallelGrid(data=2)))
+def test_routing_of_models_on_disjoint_workers_has_the_heads_of_the_first():
+    routing = build_handler_routing([model("actor", "p2"), model("ref", "d2", first=2)])
+    assert routing == {
+        ModelShardID("actor", data=0, pipe=0, tensor=0): 0,
+        ModelShardID("actor", data=0, pipe=1, tensor=0): 1,
+        ModelShardID("ref", data=0, pipe=0, tensor=0): 2,
+        ModelShardID("ref", data=1, pipe=0, tensor=0): 3,
+        "__data0__": 1,
+        0: 0,
+        1: 1,
+        2: 2,
+        3: 3,
+    }
 
 
-@pytest.mark.parametrize("rank", range(12))
-def test_rank_and_coordinates_are_inverse(rank):
-    topology = ProcessTopology(("a", "b", "c"), (2, 3, 2))
-    assert topology.get_rank(**topology.get_coord(rank)) == rank
+def test_routing_without_models_is_to_a_recorder():
+    assert build_handler_routing([]) == {"__data0__": 0, 0: 0}
+
+
+def test_a_placement_knows_its_replicas_and_heads():
+    placed = model("actor@1", "d2p2m2", first=3)
+    assert placed.role == "actor"
+    assert (placed.replica(0), placed.replica(1)) == ((3, 4, 7, 8), (5, 6, 9, 10))
+    assert placed.heads == (7, 9)
+    assert placed.shard_of(10) == ModelShardID("actor@1", data=1, pipe=1, tensor=1)
+    assert placed.worker_of(data=1, pipe=1, tensor=1) == 10
+
+
+@pytest.mark.parametrize("workers", [(0,), (0, 1, 2), (1, 1)])
+def test_a_placement_has_one_worker_a_rank(workers):
+    with pytest.raises(ValueError, match="one worker a rank"):
+        ModelPlacement("actor", ParallelGrid(data=2), workers)
+
+
+# ---------------------------------------------------------------------------------------------------------- allocations
 
 
 @pytest.mark.parametrize("text", ["d2p1m1", "m1d2p1", "d2", "p1d2"])
@@ -89,8 +192,91 @@ def test_bad_grids_are_refused(text):
 
 
 def test_allocation():
-    allocation = Allocation.parse("transformers.d3p1m1+d2p1m1")
-    assert (allocation.num_servers, allocation.training.size, str(allocation.training)) == (3, 2, "d2p1m1")
+    allocation = Allocation.parse("transformers.d3p1m1+d2p2m1+ref_inf:d1,critic:m3")
+    assert (allocation.engine, allocation.num_servers, str(allocation.generation)) == ("transformers", 3, "d3p1m1")
+    assert [devices.size for devices in allocation.training] == [4, 3]
+    assert allocation.num_model_workers == 7
+    assert allocation.names == ("ref_inf", "critic")
+    assert str(allocation) == "transformers.d3p1m1+d2p2m1+ref_inf:d1p1m1,critic:d1p1m3"
+
+
+@pytest.mark.parametrize(
+    ("text", "models", "elsewhere"),
+    [
+        (  # one grid is everybody's
+            "sglang.d4p1m1+d2p2m2",
+            {role: ("d2p2m2", (0, 1, 2, 3, 4, 5, 6, 7)) for role in ("actor", "ref", "reward", "critic")},
+            {},
+        ),
+        (  # a grid each on shared workers; who is not named goes with the actor
+            "sglang.d4p1m1+actor_train:d2p2m1,ref_inf:d3p1m1",
+            {
+                "actor": ("d2p2m1", (0, 1, 2, 3)),
+                "ref": ("d3p1m1", (0, 1, 2)),
+                "reward": ("d2p2m1", (0, 1, 2, 3)),
+                "critic": ("d2p2m1", (0, 1, 2, 3)),
+            },
+            {},
+        ),
+        (  # disjoint workers, the grid without a name is for the rest
+            "transformers.d1p1m1+d2p2m1+ref_inf:d1p1m1+critic:d2p1m1,rew_inf:d1p1m1",
+            {
+                "actor": ("d2p2m1", (0, 1, 2, 3)),
+                "ref": ("d1p1m1", (4,)),
+                "reward": ("d1p1m1", (5,)),
+                "critic": ("d2p1m1", (5, 6)),
+            },
+            {},
+        ),
+        (  # a role with two models: the second is not the one that is trained
+            "sglang.d1+actor_inf:d4,actor_train:d2p2+critic_inf:d1",
+            {
+                "actor": ("d2p2m1", (0, 1, 2, 3)),
+                "actor@1": ("d4p1m1", (0, 1, 2, 3)),
+                "ref": ("d2p2m1", (0, 1, 2, 3)),
+                "reward": ("d2p2m1", (0, 1, 2, 3)),
+                "critic": ("d1p1m1", (4,)),
+            },
+            {"actor_inf": "actor@1"},
+        ),
+        (  # the name of an MFC goes before that of its role
+            "sglang.d1+actor:d2+actor_inf:d2,critic_inf:d1",
+            {
+                "actor": ("d2p1m1", (0, 1)),
+                "actor@1": ("d2p1m1", (2, 3)),
+                "ref": ("d2p1m1", (0, 1)),
+                "reward": ("d2p1m1", (0, 1)),
+                "critic": ("d1p1m1", (2,)),
+            },
+            {"actor_inf": "actor@1"},
+        ),
+        (  # the same grid on the same workers, written in two ways: one model
+            "sglang.d1+actor_inf:d2,actor_train:d2p1m1,ref:d1,critic:d1,reward:d1",
+            {
+                "actor": ("d2p1m1", (0, 1)),
+                "ref": ("d1p1m1", (0,)),
+                "reward": ("d1p1m1", (0,)),
+                "critic": ("d1p1m1", (0,)),
+            },
+            {},
+        ),
+    ],
+)
+def test_places(text, models, elsewhere):
+    assert place(text) == (models, {name: GRAPH.mfcs[name].role for name in GRAPH.mfcs} | elsewhere)
+
+
+def test_the_trained_actor_is_the_first_model():
+    graph = DataflowGraph([mfc("ref_inf", "ref"), mfc("actor_inf", "actor"), mfc("actor_train", "actor", "train_step")])
+    placed, _ = Allocation.parse("sglang.d1+ref:d1+actor_inf:d1+actor_train:d2").place(graph)
+    assert [(model.name, model.workers) for model in placed] == [("actor", (2, 3)), ("actor@1", (1,)), ("ref", (0,))]
+
+
+def test_a_role_that_nothing_trains_has_the_model_of_its_first_mfc():
+    graph = DataflowGraph([*ALL, mfc("other", "ref")])
+    models, model_of = place("sglang.d1+d1+other:d2+ref_inf:d1", graph)
+    assert (model_of["ref_inf"], model_of["other"]) == ("ref", "ref@1")
+    assert (models["ref"], models["ref@1"]) == (("d1p1m1", (3,)), ("d2p1m1", (1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -99,8 +285,97 @@ def test_allocation():
         ("d2+d2", "write <engine>"),
         ("transformers.d2", "write <engine>"),
         ("vllm.d1+d1", "unknown generation engine 'vllm'"),
+        ("sglang.d1+d1+", "'' is not a grid such as d2p1m1"),
+        ("sglang.d1+d1+d2", "has 2 grids without a name: one is for all MFCs that are not named"),
+        ("sglang.d1+d1,ref:d2", "'d1' in 'd1,ref:d2' has no name: write name:grid"),
+        ("sglang.d1+actor:d1,:d2", "':d2' in 'actor:d1,:d2' has no name"),
+        ("sglang.d1+ref:d1+actor:d1+ref:d2", "'ref' has 2 grids .* keep one"),
+        ("sglang.d1+actor:x2", "'x2' is not a grid such as d2p1m1"),
+        ("sglang.d1+d1+actor:", "'' is not a grid such as d2p1m1"),
     ],
 )
 def test_bad_allocations_say_what_would_fit(text, message):
     with pytest.raises(ValueError, match=message):
         Allocation.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "sglang.d1+d1+ref_in:d1",
+            r"'ref_in' is neither an MFC nor a role of this run: did you mean 'ref_inf'\? MFCs: ",
+        ),
+        ("sglang.d1+d1+zzz:d1", "this run: MFCs: actor_inf, ref_inf, .*; roles: actor, "),
+        ("sglang.d1+ref:d1", r"the actor has no place: add a grid .*\+d1p1m1, or actor:d1p1m1"),
+        ("sglang.d1+actor:d1,actor_inf:d1,actor_train:d1", "nothing runs on actor:d1p1m1: .* leave it out"),
+        ("sglang.d1+d2+actor:d1,ref:d1,reward:d1,critic:d1", "nothing runs on d2p1m1: .* leave it out"),
+        (
+            "sglang.d1+d2+more_train:d1",
+            r"both train the actor, on .*: name the role alone \(actor:d",
+        ),
+    ],
+)
+def test_places_that_do_not_fit_say_what_would(text, message):
+    more = [mfc("more_train", "actor", "train_step")] if "more_train" in text else []
+    with pytest.raises(ValueError, match=message):
+        place(text, DataflowGraph([*ALL, *more]))
+
+
+@st.composite
+def runs(draw):
+    """A graph with some of the MFCs, and an allocation that fits it: MFCs and roles that are named, divided among sets."""
+    graph = DataflowGraph([entry for entry in ALL if entry.name == "actor_train" or draw(st.booleans())])
+    grids = st.builds(ParallelGrid, *[st.integers(1, 3)] * 3)
+    names, covered = [], set()
+    for role in graph.roles:
+        of_role = [entry.name for entry in graph.mfcs.values() if entry.role == role]
+        named = [name for name in of_role if draw(st.booleans())]
+        if len(named) < len(of_role) and draw(st.booleans()):
+            names.append(role)
+            covered |= set(of_role)
+        names += named
+        covered |= set(named)
+    names = draw(st.permutations(names))
+    texts = []
+    while names:
+        count = draw(st.integers(1, len(names)))
+        texts.append(",".join(f"{name}:{draw(grids)}" for name in names[:count]))
+        names = names[count:]
+    if not covered & {"actor_inf", "actor_train"} or (covered != graph.mfcs.keys() and draw(st.booleans())):
+        texts.insert(draw(st.integers(0, len(texts))), str(draw(grids)))
+    return graph, Allocation.parse(f"sglang.d1+{'+'.join(texts)}")
+
+
+@given(run=runs())
+def test_every_mfc_has_one_place_and_every_worker_a_model(run):
+    graph, allocation = run
+    assert Allocation.parse(str(allocation)) == allocation
+    models, model_of = allocation.place(graph)
+    by_name = {model.name: model for model in models}
+    assert len(by_name) == len(models)
+    assert model_of.keys() == graph.mfcs.keys()
+    assert set(model_of.values()) == by_name.keys()  # no model without an MFC
+    assert all(by_name[model].role == graph.mfcs[name].role for name, model in model_of.items())
+    assert (models[0].name, model_of["actor_train"]) == ("actor", "actor")
+    assert "critic_train" not in model_of or model_of["critic_train"] == "critic"
+    places = [(model.role, model.grid, model.workers) for model in models]
+    assert len(set(places)) == len(places)  # the same role, grid and workers: the same model
+
+    used = {worker for model in models for worker in model.workers}
+    assert used == set(range(allocation.num_model_workers))  # dense, and none is idle
+    sets, first = [], 0
+    for devices in allocation.training:
+        sets.append(range(first, first + devices.size))
+        first += devices.size
+    for model in models:  # each is in one set, from its first worker on
+        (home,) = [workers for workers in sets if set(model.workers) & set(workers)]
+        assert model.workers == tuple(home[: model.grid.size])
+    named = {name: grid for devices in allocation.training for name, grid in devices.grids}
+    for name, model in model_of.items():
+        wanted = named.get(name) or named.get(graph.mfcs[name].role) or named.get("")
+        assert wanted is None or by_name[model].grid == wanted
+
+    routing = build_handler_routing(models)
+    assert {routing[worker] for worker in used} == used
+    assert [routing[f"__data{index}__"] for index in range(models[0].grid.data)] == list(models[0].heads)

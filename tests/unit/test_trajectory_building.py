@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from asyncrl.dataflow import TRAJECTORY_KEYS
+from asyncrl.groups.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 from asyncrl.messages import WeightVersion
-from asyncrl.rollout.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 
 V1, V2, V3 = (WeightVersion(1, version).pack() for version in (1, 2, 3))
 

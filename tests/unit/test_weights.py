@@ -1,3 +1,4 @@
+import json
 import os
 
 import pytest
@@ -5,9 +6,10 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl import weights
-from asyncrl.messages import WeightVersion
+from asyncrl.messages import WeightVersion, WrittenFile
 from asyncrl.weights import (
     WeightsError,
+    commit_version,
     list_versions,
     prune_versions,
     publish_folder,
@@ -15,6 +17,7 @@ from asyncrl.weights import (
     tensor_files,
     verify_version,
     version_dir,
+    write_part,
     write_version,
 )
 
@@ -55,6 +58,71 @@ def test_shards_have_an_index(tmp_path, source):
         "model-00002-of-00002.safetensors",
     ]
     assert '"b.bias":"model-00002-of-00002.safetensors"' in (path / "model.safetensors.index.json").read_text()
+
+
+def test_ranks_write_parts_and_one_commits(tmp_path, source):
+    """In any order of arrival; what a died attempt has left under the temporary name is not taken for a part."""
+    path = version_dir(tmp_path, "actor", V1)
+    left = path.with_name(path.name + ".writing")
+    left.mkdir(parents=True)
+    (left / "part-00007-00000.safetensors").write_bytes(b"torn")
+    late = write_part(path, [TENSORS[1]], part=2)
+    none = write_part(path, [], part=1)
+    early = write_part(path, [TENSORS[0], ("c", torch.ones(3))], part=0, shard_bytes=24)
+    assert [len(late), len(none), len(early)] == [1, 0, 2]
+    assert not path.exists()
+    commit_version(path, [*late, *early], source_dir=source, version=V1)
+    verify_version(path, V1)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert [sorted(load_file(file)) for file in tensor_files(path)] == [["a.weight"], ["c"], ["b.bias"]]
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 24 + 12 + 8
+    assert index["weight_map"]["b.bias"] == "model-00003-of-00003.safetensors"
+
+
+def test_what_is_not_as_reported_is_not_committed(tmp_path, source):
+    path = version_dir(tmp_path, "actor", V1)
+
+    def commit(files):
+        with pytest.raises((WeightsError, ValueError)) as caught:
+            commit_version(path, files, source_dir=source, version=V1)
+        assert list(path.parent.iterdir()) == []
+        return str(caught.value)
+
+    files = write_part(path, TENSORS)
+    (path.with_name(path.name + ".writing") / files[0].name).write_bytes(b"short")
+    assert "has 5 bytes; the worker that wrote it reported" in commit(files)
+    files = write_part(path, TENSORS) + write_part(path, TENSORS, part=1)
+    assert "is in model-00001-of-00002.safetensors and in model-00002-of-00002.safetensors" in commit(files)
+    assert "part-00003-00000.safetensors is not there" in commit(
+        [*write_part(path, TENSORS), WrittenFile("part-00003-00000.safetensors", 9, "", ["d"])]
+    )
+
+
+def test_a_part_that_fails_leaves_those_of_others(tmp_path, source):
+    def torn():
+        yield TENSORS[1]
+        raise OSError(28, "No space left on device")
+
+    path = version_dir(tmp_path, "actor", V1)
+    files = write_part(path, [TENSORS[0]], part=0)
+    with pytest.raises(OSError, match="No space left"):
+        write_part(path, torn(), part=1)
+    commit_version(path, files, source_dir=source, version=V1)
+    verify_version(path, V1)
+
+
+def test_what_older_attempts_left_unfinished_is_pruned(tmp_path, source):
+    path = write(tmp_path, source, WeightVersion(2, 3))
+    for name in ("a0001-v00000009.writing", "a0002-v00000004.writing", "a0003-v00000000.writing", "mine.writing"):
+        (path.parent / name).mkdir()
+    prune_versions(path.parent, keep=1, in_use=[])
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [
+        "a0002-v00000003",
+        "a0002-v00000004.writing",
+        "a0003-v00000000.writing",
+        "mine.writing",
+    ]
 
 
 def test_a_version_is_written_once(tmp_path, source):

@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.config import load_experiment
 from asyncrl.data.prompts import Prompt
-from asyncrl.rollout.reward import Completion
+from asyncrl.groups.reward import Completion
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "word_problems"

@@ -14,7 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
+from asyncrl.config import (
+    ConfigError,
+    ExperimentConfig,
+    ModelWorkerConfig,
+    load_experiment,
+    max_head_offpolicyness,
+)
 from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact
 from asyncrl.launch.rundir import RunRecord
@@ -32,6 +38,7 @@ NOT_RUNNING = 3  # of commands about a run that goes on, where none does
 _CONFIG_EPILOG = """overrides are dotted fields of the config, for instance:
   trial=second                        another folder: <fileroot>/<experiment>/second
   allocation=transformers.d2+d2       generation servers + data-parallel model workers
+  allocation=sglang.d4+d2p2m1+ref_inf:d1    pipeline stages (p), tensor ranks (m); MFCs or roles with workers of their own
   train.batch_size=32 train.max_steps=100 train.optimizer.lr=1e-4
   manager.max_head_offpolicyness=0    how many versions generation may lag behind; 0: synchronous
   rollout.group_size=8 rollout.sampling.max_new_tokens=256
@@ -85,7 +92,8 @@ def add_run_command(
 def process_objects(specs: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
     """The processes of a run, for machines."""
     return [
-        {"name": spec.name, "kind": spec.kind, "computes": spec.computes, "env": redact(spec.env)} for spec in specs
+        {"name": spec.name, "kind": spec.kind, "computes": spec.computes, "env": redact(spec.env), "holds": holds(spec)}
+        for spec in specs
     ]
 
 
@@ -96,13 +104,22 @@ def process_table(title: str, specs: Sequence[ProcessSpec]) -> Table:
         table.add_column(column)
     for spec in specs:
         env = " ".join(f"{key}={value}" for key, value in sorted(redact(spec.env).items()))
-        table.add_row(spec.name, "a core or device" if spec.computes else "little", escape(env))
+        uses = ", ".join(["a core or device" if spec.computes else "little", *holds(spec)])
+        table.add_row(spec.name, uses, escape(env))
     return table
+
+
+def holds(spec: ProcessSpec) -> list[str]:
+    """Models of which a model worker has a rank, such as `actor d2p1m1`."""
+    if not isinstance(spec.config, ModelWorkerConfig):
+        return []
+    index = spec.config.worker.index
+    return [f"{model.name} {model.grid}" for model in spec.config.models if index in model.workers]
 
 
 def sizes(config: ExperimentConfig, num_prompts: int) -> dict[str, int]:
     """How large a run is, for machines."""
-    eta, batch_size = config.manager.max_head_offpolicyness, config.train.batch_size
+    eta, batch_size = max_head_offpolicyness(config), config.train.batch_size
     return {
         "num_prompts": num_prompts,
         "num_epochs": config.train.num_epochs,
@@ -117,11 +134,15 @@ def sizes(config: ExperimentConfig, num_prompts: int) -> dict[str, int]:
 def sizes_text(config: ExperimentConfig, num_prompts: int) -> str:
     """How large a run is, for people."""
     size = sizes(config, num_prompts)
-    return (
+    steps = (
         f"{num_prompts} prompts x {size['num_epochs']} epochs, {size['total_steps']} steps of {size['batch_size']} "
-        f"prompts x {size['group_size']} responses; eta = {size['max_head_offpolicyness']}: at most "
-        f"{size['max_live_prompts']} prompts live"
+        f"prompts x {size['group_size']} responses"
     )
+    if config.mode != "sync":
+        return f"{steps}; eta = {size['max_head_offpolicyness']}: at most {size['max_live_prompts']} prompts live"
+    servers = config.allocation.partition("+")[0] if "." in config.allocation else ""
+    unused = f"; {servers} of the allocation stays unused" if servers else ""
+    return f"{steps}; mode=sync: each step generates its batch on the model workers{unused}"
 
 
 def run_dir_of(target: str, overrides: list[str]) -> Path:

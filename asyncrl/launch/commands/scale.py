@@ -95,7 +95,7 @@ def scale(arguments: argparse.Namespace, console: Console) -> int:
 def crowding(allocation: Allocation, count: int, num_devices: int, num_cores: int) -> list[str]:
     """Whether so many servers, beside the trainer, are more than this machine has GPUs or cores for."""
     each = allocation.generation.tensor * allocation.generation.pipe
-    needed = count * each + allocation.training.size
+    needed = count * each + allocation.num_model_workers
     if num_devices and needed > num_devices:
         return [f"{count} servers and the trainer want {needed} GPUs, there are {num_devices}: some will be shared"]
     if not num_devices and needed > num_cores:
@@ -133,9 +133,11 @@ def _only_run(fileroot: Path) -> Path:
 def _allocation_of(run_dir: Path, count: int) -> Allocation:
     """The run's allocation. Raises ConfigError where it cannot have that many servers."""
     config = OmegaConf.load(run_dir / "config.yaml")
-    allocation = Allocation.parse(str(config.allocation))
     if config.mode == "train_only":
         raise ConfigError(f"mode=train_only: nothing generates in {run_dir}, it trains on what was recorded")
+    if config.mode == "sync":
+        raise ConfigError(f"mode=sync: the model workers generate in {run_dir}, there are no servers to scale")
+    allocation = Allocation.parse(str(config.allocation))
     if allocation.engine == "external":
         raise ConfigError(
             f"allocation={config.allocation}: the servers of this run are somebody else's; start or stop them there"

@@ -20,8 +20,8 @@ from typing import Any
 
 from asyncrl.config import ConfigError
 from asyncrl.data.prompts import Prompt
-from asyncrl.rollout.loading import load_object
-from asyncrl.rollout.outcome import RolloutRejected
+from asyncrl.groups.loading import load_object
+from asyncrl.groups.outcome import RolloutRejected
 from asyncrl.runtime.worker import StatusBoard
 
 _OPTIONAL_ARGUMENTS = ("finished", "task", "row")

@@ -1,8 +1,11 @@
-"""How a rollout ends early: rejected (the prompt is done with) or released (the prompt is handed out again)."""
+"""How a rollout ends without a group to train on: rejected (the prompt is done with) or released (it is handed out again)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
+
+from asyncrl.config import RolloutConfig
 
 
 class RolloutEnded(Exception):
@@ -26,3 +29,15 @@ class RolloutReleased(RolloutEnded):
     """Not the prompt's fault (a lost server, a stop, ...): its ticket goes back and the prompt is handed out again."""
 
     outcome = "released"
+
+
+def objection_to(rewards: Sequence[float], rollout: RolloutConfig) -> str:
+    """Why a group with these rewards is not to be trained: too_hard, too_easy, equal_rewards; "" if it is."""
+    success = sum(rewards) / len(rewards)
+    if success < rollout.success_rate_lb:
+        return "too_hard"
+    if success > rollout.success_rate_ub:
+        return "too_easy"
+    if rollout.reject_equal_rewards and min(rewards) == max(rewards):
+        return "equal_rewards"
+    return ""

@@ -1,7 +1,8 @@
 """From generated pieces to a trajectory (pure): responses -> episodes -> the SequenceSample of a group.
 
-The client (client.py) assembles a Response from the pieces that servers sent; an agent (agent.py) puts responses and what the
-environment said into Episodes, one a group member; `build_sample` packs the group; `complete_sample` puts the ticket on it.
+The client (rollout/client.py) assembles a Response from the pieces that servers sent; an agent (rollout/agent.py) puts responses
+and what the environment said into Episodes, one a group member; `build_sample` packs the group; `complete_sample` puts the ticket
+on it. With mode=sync model/group_maker.py does all of it.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, bir
     missing = [key for key in TRAJECTORY_KEYS if key not in sample.data and key not in _TICKET_KEYS]
     if missing:
         raise ValueError(
-            f"an agent's sample lacks the keys {missing}; build it with asyncrl.rollout.trajectory.build_sample"
+            f"an agent's sample lacks the keys {missing}; build it with asyncrl.groups.trajectory.build_sample"
         )
     if not sample.num_sequences() or sample.data["version_start"].min() < 0:
         raise ValueError("an agent's sample has a sequence without a sampled token")

@@ -1,0 +1,235 @@
+"""Attention over a packed row: each token sees the tokens before it in its own sequence.
+
+Registered with transformers as `asyncrl_packed`: load a model with attn_implementation=NAME and give `segments=` to its forward
+pass; it reaches every layer. transformers makes no mask for an implementation it does not know: give none, it would be dropped.
+Without segments every row of the batch is one sequence.
+
+On a CUDA device with 16 bits: torch's varlen kernel. Elsewhere sequences of about the same length become the rows of a
+rectangle, padded there only, and go through sdpa's causal path: no real token can see the padding behind it.
+
+Shapes: T tokens, H query heads, K key heads, D head width, S sequences, B rows of a rectangle, W its width, P places in all
+rectangles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "asyncrl_packed"
+
+# A rectangle takes in a sequence while its longest is at most _STRETCH times as long, plus _SLACK tokens: padding costs
+# arithmetic, a rectangle of its own costs a few kernel launches per layer.
+_STRETCH = 1.1
+_SLACK = 4
+
+
+def _find_varlen() -> Any:
+    """torch's kernel for sequences of any length; None before torch 2.10, or where it knows no windows yet."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys() else None
+
+
+_varlen_attn = _find_varlen()
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the sequences of a packed row are. Made once a micro-batch, used by every layer, forward and backward."""
+
+    num_tokens: int  # of all sequences; a row may be longer, by padding that nothing reads
+    max_length: int
+    cu_seqlens: Tensor  # [S + 1] int32
+    rectangles: tuple[tuple[int, int], ...]  # (B, W), longest first
+    places: Tensor  # [T] int64: where each token is among the P places of the rectangles, which lie one after another
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Segments:
+        lengths_S = np.asarray(lengths, np.int64)
+        longest_first = np.argsort(-lengths_S, kind="stable")
+        rectangles: list[tuple[int, int]] = []
+        start_S = np.zeros_like(lengths_S)  # the place of each sequence's first token
+        at = num_places = 0
+        while at < len(longest_first):
+            rest = lengths_S[longest_first[at:]]
+            width = int(rest[0])
+            rows = int(np.count_nonzero(rest * _STRETCH + _SLACK >= width))
+            start_S[longest_first[at : at + rows]] = num_places + width * np.arange(rows)
+            rectangles.append((rows, width))
+            num_places += rows * width
+            at += rows
+        ends_S = np.cumsum(lengths_S)
+        num_tokens = int(lengths_S.sum())
+        places_T = np.repeat(start_S - (ends_S - lengths_S), lengths_S) + np.arange(num_tokens)
+        cu_seqlens = np.concatenate([np.zeros(1, np.int64), ends_S]).astype(np.int32)
+        return cls(
+            num_tokens,
+            max(lengths, default=0),
+            torch.from_numpy(cu_seqlens).to(device),
+            tuple(rectangles),
+            torch.from_numpy(places_T).to(device),
+        )
+
+    @property
+    def num_places(self) -> int:
+        return sum(rows * width for rows, width in self.rectangles)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, K, T, D]
+    value: Tensor,  # [1, K, T, D]
+    attention_mask: Tensor | None,
+    *,
+    segments: Segments | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Returns [1, T, H, D]; zeros in the padding behind the sequences."""
+    for name, extra in {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}.items():
+        if extra is not None:
+            raise ValueError(f"{NAME} attention does not support {name}, which {type(module).__name__} asks for")
+    if dropout:
+        raise ValueError(
+            f"{NAME} attention does not support dropout ({dropout}): set attention_dropout to 0 in the config"
+        )
+    if attention_mask is not None:
+        raise ValueError(f"{NAME} attention takes segments, not an attention_mask")
+    window = sliding_window or 0
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if segments is None:
+        return _causal(query, key, value, scaling, window).transpose(1, 2).contiguous(), None
+    if query.shape[0] != 1:
+        raise ValueError(f"{NAME} attention with segments takes one packed row, not {query.shape[0]}")
+    num_tokens, num_all = segments.num_tokens, query.shape[2]
+    query_THD, key_TKD, value_TKD = (t[0].transpose(0, 1)[:num_tokens] for t in (query, key, value))
+    attend = _varlen if _has_varlen(query) else _in_rectangles
+    output_THD = attend(query_THD, key_TKD, value_TKD, segments, scaling, window)
+    return pad(output_THD, (0, 0, 0, 0, 0, num_all - num_tokens))[None], None
+
+
+def _has_varlen(query: Tensor) -> bool:
+    """What FlashAttention's kernel takes."""
+    width = query.shape[-1]
+    return (
+        _varlen_attn is not None
+        and query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and width <= 256
+        and width % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _varlen(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, segments: Segments, scaling: float | None, window: int
+) -> Tensor:
+    if not segments.num_tokens:
+        return query_THD
+    output_THD: Tensor = _varlen_attn(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        segments.cu_seqlens,
+        segments.cu_seqlens,
+        segments.max_length,
+        segments.max_length,
+        scale=scaling,
+        window_size=(window - 1, 0) if window else (-1, 0),  # to the left without the token itself, to the right
+        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+    )
+    return output_THD
+
+
+def _in_rectangles(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, segments: Segments, scaling: float | None, window: int
+) -> Tensor:
+    if not segments.rectangles:
+        return query_THD
+    sizes = [rows * width for rows, width in segments.rectangles]
+    split = [
+        _Scatter.apply(t, segments.places, sum(sizes)).split(sizes)  # type: ignore[no-untyped-call]
+        for t in (query_THD, key_TKD, value_TKD)
+    ]
+    outputs = []
+    for (rows, width), *parts in zip(segments.rectangles, *split, strict=True):
+        q, k, v = (part.unflatten(0, (rows, width)).transpose(1, 2) for part in parts)
+        outputs.append(_causal(q, k, v, scaling, window).transpose(1, 2).flatten(0, 1))
+    gathered: Tensor = _Gather.apply(torch.cat(outputs), segments.places)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int) -> Tensor:
+    """[B, H, W, D]. window: how many tokens each sees, itself included; 0: all before it."""
+    length = query.shape[2]
+    mask = None
+    if 0 < window < length:
+        at = torch.arange(length, device=query.device)
+        mask = (at[:, None] >= at) & (at[:, None] < at + window)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+class _Scatter(torch.autograd.Function):
+    """[T, ...] -> [P, ...], zeros where no token is."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, num_places: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return values.new_zeros((num_places, *values.shape[1:])).index_copy_(0, places, values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """[P, ...] -> [T, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_places = len(values)
+        return values.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return grad.new_zeros((ctx.num_places, *grad.shape[1:])).index_copy_(0, places, grad), None
+
+
+def register() -> str:
+    """Make the implementation known to transformers; returns its name."""
+    AttentionInterface.register(NAME, packed_attention)
+    return NAME
+
+
+register()

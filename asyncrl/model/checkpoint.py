@@ -1,0 +1,308 @@
+"""What training needs to go on, on disk: models, optimizers, random numbers and small states. Saved in one layout, loaded in any.
+
+    all ranks            snapshot: numbered, collective, on the compute thread; copies this rank's parts to CPU memory
+    each rank's writer   write: files of its own beside what follows; no collective
+    one rank's writer    commit, when all have answered: checks that no part is missing, manifest, final name
+    all ranks            load: numbered, collective
+
+Tensors are in torch.distributed.checkpoint's safetensors format (HuggingFaceStorageReader): each file says of each of its tensors
+where it belongs in the whole one. torch.distributed.checkpoint loads them, each rank the parts that it holds in its layout.
+Names are global: `<model>.<checkpoint name>`, `<the same>.exp_avg`. Nothing is pickled: the usual format has a pickled
+`.metadata`, which whoever can write to the folder could make into a program; this one has JSON headers, and the rest is JSON too.
+
+A checkpoint is written under a temporary name and renamed: one that has its name is complete. `verify` says whether it is still.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_into
+
+from asyncrl.messages import DECODE_ERRORS, WrittenFile
+from asyncrl.model.moving import (
+    ShardedModel,
+    exchange,
+    exchange_holdings,
+    holding_of,
+    local_part,
+    this_worker,
+    workers_of,
+)
+from asyncrl.model.shards import plan_writers, tensors_of
+from asyncrl.update_group import dtype_of, num_bytes_of
+from asyncrl.weights import FileEntry, FileWriter, WeightsError, check_files, commit_folder, write_part
+
+MANIFEST = "checkpoint.json"
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, as large as the parameter
+_FORMAT = 1
+
+
+class CheckpointError(WeightsError):
+    """A checkpoint that must not be loaded, or does not fit; says why."""
+
+
+class TrainedModel(ShardedModel, Protocol):
+    """engine.TrainEngine. Its named_parameters are the parameters themselves, those that the optimizer has."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+
+
+class RandomState(msgspec.Struct, frozen=True):
+    """Of the generators that a process has by itself."""
+
+    torch: bytes
+    cuda: bytes | None
+    numpy: tuple[str, list[int], int, int, float]
+    python: tuple[int, list[int], float | None]
+
+
+class WorkerState(msgspec.Struct, frozen=True):
+    """What a worker has beside tensors.
+
+    steps: of each parameter that was trained, by model, as the optimizer counts them. shapes: of what must be in the files.
+    """
+
+    random: RandomState
+    steps: dict[str, dict[str, float]]
+    shapes: dict[str, tuple[int, ...]]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """checkpoint.json: the files, the workers that wrote them, what the caller gave."""
+
+    format: int
+    files: dict[str, FileEntry]
+    workers: list[int]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """This worker's part of a checkpoint, in CPU memory."""
+
+    worker: WorkerState
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # parts, by global name
+    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each part in the whole tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------- saving
+
+
+@torch.no_grad()
+def snapshot(models: Mapping[str, TrainedModel]) -> Snapshot:
+    """Copy to the CPU what this worker is to write of these models: each part of a tensor is written once, in its own dtype.
+
+    models: the engines of this worker by name, in the same order everywhere; those of the models to save. Collective over the
+    ranks of each model. Training may go on while the snapshot is written.
+    """
+    result = Snapshot(WorkerState(_random_state(), {}, {}))
+    for model_name, model in models.items():
+        model.onload()
+        tensors = model.named_parameters()
+        holdings = exchange_holdings(workers_of(model), holding_of(model, tensors))
+        whole = tensors_of(holdings)
+        sizes = {name: num_bytes_of(dtype_of(piece.dtype), piece.shape) for name, piece in whole.items()}
+        mine = set(plan_writers(holdings, sizes)[this_worker()])
+        steps = result.worker.steps[model_name] = {}
+        for name, tensor in tensors.items():
+            state = _optimizer_state(model, tensor)
+            if state:
+                steps[name] = float(state["step"])
+            if name not in mine:
+                continue
+            named = {name: tensor} | {f"{name}.{moment}": state[moment] for moment in _MOMENTS if state}
+            for full_name, part in named.items():
+                box, local = local_part(part)
+                result.tensors[f"{model_name}.{full_name}"] = local.to("cpu", copy=True).contiguous()
+                result.offsets[f"{model_name}.{full_name}"] = box.start
+        expected = {f"{name}.{moment}": whole[name].shape for name in steps for moment in _MOMENTS}
+        if this_worker() == workers_of(model)[0]:
+            expected |= {name: piece.shape for name, piece in whole.items()}
+        result.worker.shapes.update({f"{model_name}.{name}": shape for name, shape in expected.items()})
+    return result
+
+
+def write(path: Path, part: Snapshot, *, shard_bytes: int = 2_000_000_000, fsync: bool = True) -> list[WrittenFile]:
+    """This worker's files, on disk when it returns. On any thread. Raises like weights.write_part."""
+    me = this_worker()
+    return write_part(
+        path,
+        part.tensors.items(),
+        part=me,
+        shard_bytes=shard_bytes,
+        fsync=fsync,
+        offsets=part.offsets,
+        others={_state_file(me): msgspec.json.encode(part.worker)},
+    )
+
+
+def commit(path: Path, files: Sequence[WrittenFile], *, state: Mapping[str, Any], fsync: bool = True) -> None:
+    """Make a checkpoint of the files of all workers: at one process that sees them all. path is complete or absent afterwards.
+
+    state: what the caller wants back from `load`, of what JSON has. Raises CheckpointError where a part of a tensor is missing,
+    WeightsError where a file is not what was reported, OSError (disk full, ...) with nothing left behind.
+    """
+
+    def finish(writer: FileWriter) -> None:
+        workers = sorted(int(file.name[len("state-") : -len(".json")]) for file in files if not file.tensors)
+        _check_whole(writer.directory, [_read_state(writer.directory, worker) for worker in workers])
+        manifest = Manifest(_FORMAT, dict(sorted(writer.files.items())), workers, dict(state))
+        writer.write(MANIFEST, [msgspec.json.encode(manifest)])
+
+    commit_folder(path, files, finish, fsync=fsync)
+
+
+# --------------------------------------------------------------------------------------------------------------- loading
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises CheckpointError where there is none that can be read."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} has no {MANIFEST}: not a checkpoint, or not a complete one") from None
+    except (*DECODE_ERRORS, OSError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+    if manifest.format != _FORMAT:
+        raise CheckpointError(f"{path} has format {manifest.format}, this program reads {_FORMAT}")
+    return manifest
+
+
+def verify(path: Path) -> Manifest:
+    """Check every file (size, then xxh3). Raises CheckpointError naming the file and what differs."""
+    manifest = read_manifest(path)
+    _check(path, manifest.files)
+    return manifest
+
+
+@torch.no_grad()
+def load(path: Path, models: Mapping[str, TrainedModel], *, workers: Sequence[int]) -> dict[str, Any]:
+    """Put a checkpoint into these models, whatever layout it was saved in. Returns the `state` of `commit`.
+
+    Collective over `workers`, the same everywhere: each checks some of the files, and what one finds all raise, as
+    CheckpointError, before anything is changed; what does not fit a model (other tensors, other shapes) is raised where it is
+    seen. A model that the checkpoint has without an optimizer is loaded without. Random numbers go on where they were if the
+    workers are as many as then.
+    """
+    manifest = read_manifest(path)
+    me = this_worker()
+    at = list(workers).index(me)
+    mine = [name for place, name in enumerate(manifest.files) if place % len(workers) == at]
+    found = ""
+    try:
+        _check(path, {name: manifest.files[name] for name in mine})
+    except CheckpointError as error:
+        found = str(error)
+    if broken := sorted(filter(None, (text.decode() for text in exchange(workers, found.encode()).values()))):
+        raise CheckpointError(broken[0])
+    states = [_read_state(path, worker) for worker in manifest.workers]
+    steps: dict[str, dict[str, float]] = {}
+    for state in states:
+        for model_name, of_model in state.steps.items():
+            steps.setdefault(model_name, {}).update(of_model)
+    for model_name, model in models.items():
+        _load_model(path, model_name, model, steps.get(model_name, {}))
+    if manifest.workers == sorted(workers):
+        _set_random_state(states[manifest.workers.index(me)].random)
+    return manifest.state
+
+
+def _load_model(path: Path, model_name: str, model: TrainedModel, steps: Mapping[str, float]) -> None:
+    """torch.distributed.checkpoint reads into the tensors in place, each rank on its own."""
+    model.onload()
+    wanted: dict[str, Any] = {}
+    for name, tensor in model.named_parameters().items():
+        wanted[f"{model_name}.{name}"] = tensor.detach()
+        if model.optimizer is None or name not in steps or not tensor.requires_grad:
+            continue
+        state = model.optimizer.state[tensor]
+        fused = any(group.get("fused") or group.get("capturable") for group in model.optimizer.param_groups)
+        state["step"] = torch.tensor(steps[name], dtype=torch.float32, device=tensor.device if fused else "cpu")
+        for moment in _MOMENTS:
+            if moment not in state:
+                state[moment] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+            wanted[f"{model_name}.{name}.{moment}"] = state[moment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that no_dist is meant
+            load_into(wanted, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    except (ValueError, RuntimeError, KeyError, CheckpointException) as error:
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        raise CheckpointError(f"{path} does not fit model {model_name!r}: {causes[0]}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------- inside
+
+
+def _optimizer_state(model: TrainedModel, tensor: Tensor) -> dict[str, Any]:
+    """Of a parameter; empty before the first step."""
+    return dict(model.optimizer.state.get(tensor, {})) if model.optimizer is not None else {}
+
+
+def _check(path: Path, files: Mapping[str, FileEntry]) -> None:
+    try:
+        check_files(path, files)
+    except WeightsError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _check_whole(directory: Path, states: Sequence[WorkerState]) -> None:
+    """The parts of every tensor make it up, by the headers of the files. Parts do not overlap: each was written once."""
+    found: dict[str, int] = {}
+    for name, about in HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata.items():
+        assert isinstance(about, TensorStorageMetadata)
+        found[name] = sum(math.prod(chunk.sizes) for chunk in about.chunks)
+    expected = {name: torch.Size(shape).numel() for state in states for name, shape in state.shapes.items()}
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name, 0) != expected.get(name, -1):
+            raise CheckpointError(
+                f"{directory} is not whole: of tensor {name} there are {found.get(name, 0)} of {expected.get(name, 'no')} elements"
+            )
+
+
+def _state_file(worker: int) -> str:
+    return f"state-{worker:05d}.json"
+
+
+def _read_state(path: Path, worker: int) -> WorkerState:
+    try:
+        return msgspec.json.decode((path / _state_file(worker)).read_bytes(), type=WorkerState)
+    except (*DECODE_ERRORS, OSError) as error:
+        raise CheckpointError(f"{path / _state_file(worker)} cannot be read: {error}") from error
+
+
+def _random_state() -> RandomState:
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, gauss_next = random.getstate()
+    cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None
+    return RandomState(
+        torch=torch.get_rng_state().numpy().tobytes(),
+        cuda=cuda,
+        numpy=(str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)),
+        python=(version, list(words), gauss_next),
+    )
+
+
+def _set_random_state(state: RandomState) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(state.torch), dtype=torch.uint8))
+    if state.cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.cuda), dtype=torch.uint8))
+    kind, keys, position, has_gauss, gauss = state.numpy
+    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
+    version, words, gauss_next = state.python
+    random.setstate((version, tuple(words), gauss_next))

@@ -1,0 +1,128 @@
+"""Moves groups' keys between model workers, over torch.distributed.
+
+    master -- Redistribute(steps) --> DataManager of each worker in them: store -> [bytes] -> store
+
+All workers execute the steps of a call in the same order, and calls in the order of the master, which is the same for all. A
+worker receives when the step's turn has come; what it sends it only posts, and goes on: a receiver that is busy keeps nobody
+from computing. So whoever waits, waits for a worker that is at an earlier call or step, never in a circle.
+
+A transfer is three kinds of message, sent as raw bytes in the CPU's process group: sizes, the header of data/codec.py, one frame
+a key. Dtypes stay what they are, nothing is unpickled, and who receives checks that it got what the plan says.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.data.codec import decode_sample, encode_sample
+from asyncrl.messages import RedistribStep
+from asyncrl.model.store import DataStore
+from asyncrl.redistribution import Transfer, transfers
+
+_Posted = tuple[dist.Work, Tensor, str]  # the tensor must live until it is sent
+
+
+class DataManager:
+    """One worker's part of redistributions. On its compute thread, but for the waits of what was posted.
+
+    consumes: steps.  produces: copies in the store.
+    waits for: the senders, each at most limit_s; what was posted is waited for on a thread beside.
+    unblocked by: the senders reaching the same step; an error of theirs, which ends the connection.
+    """
+
+    def __init__(self, store: DataStore, *, worker: int, limit_s: float) -> None:
+        """worker: rank of this worker in torch.distributed's world, which must have a backend for the CPU."""
+        self._store = store
+        self._worker = worker
+        self._limit = timedelta(seconds=limit_s)
+        self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def execute(self, steps: Sequence[RedistribStep]) -> int:
+        """This worker's part of the steps. Returns the bytes that it has posted, headers included.
+
+        Raises RuntimeError where data did not come or is not what the plan says, or something sent before did not arrive.
+        """
+        if self._error is not None:
+            raise self._error
+        num_bytes = 0
+        for step in steps:
+            for transfer in transfers(step):
+                if transfer.source == self._worker:
+                    num_bytes += self._post(transfer)
+                elif self._worker in transfer.targets:
+                    self._receive(transfer)
+        return num_bytes
+
+    def close(self) -> None:
+        """What is posted and not received is given up."""
+        self._posted.put(None)
+
+    def _post(self, transfer: Transfer) -> int:
+        sample = self._store.select(transfer.ids, transfer.keys)
+        assert sample is not None, "a transfer has ids"
+        header, frames = encode_sample(sample)
+        parts = [_bytes_of(bytearray(header)), *map(_bytes_of, frames)]
+        sizes = torch.tensor([part.numel() for part in parts])
+        what = f"{len(transfer.ids)} groups' {', '.join(transfer.keys)}"
+        for target in transfer.targets:
+            for part in (sizes, *parts):
+                if part.numel():
+                    self._keep(dist.isend(part, target), part, f"{what} to model_worker/{target}")
+        return (sizes.nbytes + int(sizes.sum())) * len(transfer.targets)
+
+    def _receive(self, transfer: Transfer) -> None:
+        what = f"{len(transfer.ids)} groups' {', '.join(transfer.keys)} from model_worker/{transfer.source}"
+        sizes = torch.empty(1 + len(transfer.keys), dtype=torch.int64)
+        self._wait_for(sizes, transfer.source, what)
+        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
+        for part in parts:
+            self._wait_for(part, transfer.source, what)
+        header, *frames = (part.numpy() for part in parts)
+        sample = decode_sample(header, frames, max_bytes=sys.maxsize)
+        if sample.ids != transfer.ids or sample.keys != transfer.keys:
+            raise RuntimeError(f"expected {what}, {list(transfer.ids[:4])}; there came {list(sample.ids[:4])}")
+        self._store.add_copies(sample)
+
+    def _wait_for(self, part: Tensor, source: int, what: str) -> None:
+        if not part.numel():
+            return
+        work = dist.irecv(part, source)
+        assert work is not None, "this worker is in the world"
+        try:
+            work.wait(self._limit)
+        except RuntimeError as error:
+            raise RuntimeError(f"waited for {what}: {error}") from error
+
+    # ----------------------------------------------------------------------------------------------- what has been posted
+
+    def _keep(self, work: dist.Work | None, part: Tensor, what: str) -> None:
+        assert work is not None, "this worker is in the world"
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._see_off, name="sends", daemon=True)
+            self._thread.start()
+        self._posted.put((work, part, what))
+
+    def _see_off(self) -> None:
+        """On a thread of its own: hold what is being sent until it has arrived."""
+        while (posted := self._posted.get()) is not None:
+            work, _, what = posted
+            try:
+                work.wait(self._limit)
+            except RuntimeError as error:
+                self._error = self._error or RuntimeError(f"sending {what}: {error}")
+
+
+def _bytes_of(buffer: memoryview | bytearray) -> Tensor:
+    """As a tensor of bytes that shares memory."""
+    return torch.from_numpy(np.frombuffer(buffer, np.uint8)) if len(buffer) else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,243 @@
+"""Makes groups on a model worker (mode=sync): prompts at places of the epoch's order -> responses -> rewards -> trajectories.
+
+It does for tasks of one response what a rollout worker does, with the same prompts, rewards, limits and reasons to reject. What
+computes runs on the compute thread; users' reward functions run beside it, on the worker's event loop and its threads, while the
+next responses are sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.config import ConfigError, ModelWorkerConfig, SamplingConfig
+from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, objection_to
+from asyncrl.groups.reward import Completion, Reward
+from asyncrl.groups.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
+from asyncrl.messages import ExecuteMFC, Locator, RejectedPrompt, TrajectoryMeta, WeightVersion
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.generating import Sampler
+from asyncrl.model.interfaces.common import temperature_of
+from asyncrl.runtime.worker import StatusBoard
+
+_MODES = ("", "sampled", "greedy")  # of ExecuteMFC.eval_mode; the place of one goes into the seed
+_MAX_DETAIL_CHARS = 400  # of what the master is told about a prompt without a group
+
+
+@dataclass
+class _Group:
+    """One in the making."""
+
+    group_id: str
+    locator: Locator
+    prompt: Prompt
+    outputs: list[list[int]] = field(default_factory=list)
+    rewards: Future[list[float]] | None = None
+
+
+@dataclass
+class Made:
+    """What came of some prompts. Trajectories of an evaluation have no logprobs."""
+
+    samples: list[SequenceSample]  # of one group each
+    metas: list[TrajectoryMeta]  # of these
+    rejected: list[RejectedPrompt]
+
+
+class GroupMaker:
+    """consumes: places of prompts.  produces: groups.  waits for: rewards, each at most rollout.reward_timeout_s."""
+
+    def __init__(
+        self, config: ModelWorkerConfig, engine: TrainEngine, board: StatusBoard, logger: logging.Logger
+    ) -> None:
+        """On the worker's event loop. Raises ConfigError where prompts, tokenizer or rewards will not do."""
+        assert config.groups is not None, "mode=sync"
+        groups, info = config.groups, config.worker
+        self._rollout, self._train, self._info = groups.rollout, config.train, info
+        self._engine = engine
+        self._logger = logger
+        self._loop = asyncio.get_running_loop()
+        self._tokenizer = load_tokenizer(config.tokenizer_path)
+        if self._tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"tokenizer_path={config.tokenizer_path!r}: has no EOS token, so no response could ever end; set eos_token"
+            )
+        self._sampler = Sampler(
+            engine,
+            eos_token_ids=_end_tokens(engine, Path(config.model_path), int(self._tokenizer.eos_token_id)),
+            max_sequences=groups.generation.max_running_requests,
+            max_tokens=groups.generation.num_blocks * groups.generation.page_size,
+        )
+        self._prompts = PromptSource(groups.prompts, self._tokenizer, info.seed)
+        self._eval_prompts = (
+            PromptSource(groups.eval_prompts, self._tokenizer, info.seed) if groups.eval_prompts else None
+        )
+        self._rewards = {
+            name: Reward(task.reward, timeout_s=groups.rollout.reward_timeout_s, board=board, logger=logger)
+            for name, task in groups.rollout.tasks.items()
+        }
+        self._task_ids = {name: task_id for task_id, name in enumerate(sorted(groups.rollout.tasks))}
+        self._judging = asyncio.Semaphore(groups.rollout.max_concurrent_per_worker)
+        self._told: set[str] = set()
+
+    def make(self, body: ExecuteMFC, ids: Sequence[str]) -> Made:
+        """These of the call's groups. On the compute thread, collective over the ranks of the model."""
+        began = time.time()
+        evaluates = bool(body.eval_mode)
+        sampling, num_each = self._mode(body.eval_mode)
+        locators = dict(zip(body.ids, body.locators, strict=True))
+        made = Made([], [], [])
+        groups = []
+        for group_id in ids:
+            try:
+                groups.append(_Group(group_id, locators[group_id], self._prompt(locators[group_id], evaluates)))
+            except RolloutEnded as ended:
+                made.rejected.append(self._rejection(locators[group_id], ended))
+        first = body.locators[0]
+        seed = (
+            self._info.seed,
+            body.version,
+            self._engine.dp_rank,
+            _MODES.index(body.eval_mode),
+            first.epoch,
+            first.position,
+        )
+        with self._sampler.weights():
+            prompts = [group.prompt.input_ids for group in groups]
+            for at, outputs in self._sampler.sample(prompts, num_each, sampling, seed=seed):
+                groups[at].outputs = outputs
+                groups[at].rewards = asyncio.run_coroutine_threadsafe(self._judge(groups[at]), self._loop)
+        version = WeightVersion(self._info.attempt, body.version).pack()
+        for group in groups:
+            try:
+                made.samples.append(self._finish(group, version, began, evaluates))
+            except RolloutEnded as ended:
+                made.rejected.append(self._rejection(group.locator, ended, group.outputs))
+        if not evaluates:
+            made.samples = self._with_logprobs(made.samples)
+        by_id = {group.group_id: group for group in groups}
+        made.metas = [self._meta(by_id[sample.ids[0]], sample, began) for sample in made.samples]
+        return made
+
+    def _mode(self, eval_mode: str) -> tuple[SamplingConfig, int]:
+        """How to sample, and how many responses to a prompt: an evaluation has one."""
+        sampling = self._rollout.sampling
+        if not eval_mode:
+            return sampling, self._rollout.group_size
+        return replace(sampling, greedy=eval_mode == "greedy"), 1
+
+    def _prompt(self, locator: Locator, evaluates: bool) -> Prompt:
+        source = self._eval_prompts if evaluates else self._prompts
+        assert source is not None, "the master evaluates only where there are prompts for it"
+        try:
+            prompt = source.get(locator)
+        except PromptError as error:
+            raise RolloutRejected("bad_prompt", str(error)) from error
+        length = len(prompt.input_ids)
+        if prompt.task not in self._rewards:
+            raise RolloutRejected(
+                "unknown_task",
+                f"prompt {prompt.prompt_id} is of task {prompt.task!r}; rollout.tasks has {sorted(self._rewards)}",
+            )
+        if prompt.too_long:
+            raise RolloutRejected("prompt_too_long", f"prompt {prompt.prompt_id} has {length} tokens")
+        if length >= self._sampler.max_length:
+            raise RolloutRejected(
+                "generation_refused",
+                f"prompt {prompt.prompt_id} has {length} tokens, the model {self._sampler.max_length} positions",
+            )
+        return prompt
+
+    async def _judge(self, group: _Group) -> list[float]:
+        """On the event loop."""
+        async with self._judging:
+            completions = [
+                Completion(str(self._tokenizer.decode(output, skip_special_tokens=True)), self._finished(output))
+                for output in group.outputs
+            ]
+            return await self._rewards[group.prompt.task].score(group.prompt, completions)
+
+    def _finished(self, output: list[int]) -> bool:
+        return output[-1] in self._sampler.eos_token_ids
+
+    def _finish(self, group: _Group, version: int, birth_time: float, evaluates: bool) -> SequenceSample:
+        """The trajectory, without logprobs. Raises RolloutRejected where there is none to train on."""
+        assert group.rewards is not None, "all prompts are sampled"
+        episodes = []
+        for output, reward in zip(group.outputs, group.rewards.result(self._train.call_timeout_s), strict=True):
+            episode = Episode(group.prompt.input_ids)
+            response = Response(group.prompt.input_ids, finished=self._finished(output))
+            response.add_piece(output, [0.0] * len(output), [(version, len(output))])
+            episode.add_response(response)
+            episode.reward = reward
+            episodes.append(episode)
+        sample = complete_sample(
+            build_sample(group.group_id, episodes),
+            ticket_id=group.group_id,
+            task_id=self._task_ids[group.prompt.task],
+            birth_time=birth_time,
+        )
+        if not evaluates and (objection := objection_to(sample.data["rewards"].tolist(), self._rollout)):
+            raise RolloutRejected(objection)
+        return sample
+
+    def _with_logprobs(self, samples: Sequence[SequenceSample]) -> list[SequenceSample]:
+        """The engine's own, of the weights that have sampled: exact. Collective; a rank may have none."""
+        whole = SequenceSample.gather(samples) if samples else None
+        logprobs = self._engine.logprobs(whole, temperature=temperature_of(self._train))
+        if whole is None:
+            return []
+        assert logprobs is not None, "every rank has the whole model"
+        sampled = np.where(whole.data["loss_mask"], logprobs, np.float32(0.0))
+        return whole.update(whole.derive({"packed_logprobs": sampled})).unpack()
+
+    def _meta(self, group: _Group, sample: SequenceSample, birth_time: float) -> TrajectoryMeta:
+        summary = SampleSummary.of(sample)
+        return TrajectoryMeta(
+            ticket_id=group.group_id,
+            locator=group.locator,
+            attempt=self._info.attempt,
+            head=self._engine.dp_rank,
+            keys=list(sample.keys),
+            seqlens=summary.seqlens,
+            response_lengths=summary.response_lengths,
+            rewards=summary.rewards,
+            version_start=summary.version_start,
+            version_end=summary.version_end,
+            birth_time=birth_time,
+            task_id=self._task_ids[group.prompt.task],
+        )
+
+    def _rejection(self, locator: Locator, ended: RolloutEnded, outputs: Sequence[list[int]] = ()) -> RejectedPrompt:
+        """The first of each reason is told in full."""
+        first = ended.reason not in self._told
+        self._told.add(ended.reason)
+        self._logger.log(logging.WARNING if first else logging.DEBUG, "no group of prompt %s: %s", locator, ended)
+        lengths = [len(output) for output in outputs]
+        return RejectedPrompt(
+            locator=locator,
+            reason=ended.reason,
+            detail=ended.detail[:_MAX_DETAIL_CHARS] if first else "",
+            num_tokens=sum(lengths),
+            lengths=lengths,
+        )
+
+
+def _end_tokens(engine: TrainEngine, folder: Path, of_tokenizer: int) -> list[int]:
+    """Those that end a response at a generation server too: the tokenizer's, and what the model's files say."""
+    defaults = folder / "generation_config.json"
+    found = [of_tokenizer, engine.config.get_text_config().eos_token_id]
+    if defaults.is_file():
+        found.append(json.loads(defaults.read_text(encoding="utf-8")).get("eos_token_id"))
+    ids = [token for eos in found for token in ([eos] if isinstance(eos, int) else eos or [])]
+    return list(dict.fromkeys(ids))

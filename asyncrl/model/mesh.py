@@ -1,0 +1,74 @@
+"""Where a rank is in the grid of a model, and the process groups of its neighbours.
+
+Every model worker is a rank of one torch.distributed world. A model's grid covers some of them, in training order (pipe, data,
+tensor; the last varies fastest). Making a mesh makes process groups, which is collective over the whole world: every worker makes
+the meshes of all models, in the same order, also of those it holds nothing of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from asyncrl.topology import ModelPlacement
+
+DIMS = ("pipe", "data", "tensor")
+
+
+@dataclass(frozen=True)
+class ModelMesh:
+    """The mesh of one model, as one of its ranks sees it."""
+
+    placement: ModelPlacement
+    device_mesh: DeviceMesh  # dims: pipe, data, tensor
+    pipe: int
+    data: int
+    tensor: int
+    pipe_group: dist.ProcessGroup  # the stages, of the same data and tensor coordinate
+    data_group: dist.ProcessGroup
+    tensor_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup  # all ranks of the model
+
+    @classmethod
+    def make(cls, placement: ModelPlacement, device_type: str) -> ModelMesh | None:
+        """Collective over the world; None where this rank holds nothing of the model. Waits at most the world's timeout."""
+        if list(placement.workers) != sorted(placement.workers):
+            # torch numbers the ranks of a group in the order of the world; coordinates would say otherwise
+            raise ValueError(
+                f"model {placement.name!r}: its workers are {list(placement.workers)}; list them in ascending order"
+            )
+        grid = placement.grid
+        ranks = torch.tensor(placement.workers).reshape(grid.pipe, grid.data, grid.tensor)
+        device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=DIMS)
+        model_group = dist.new_group(list(placement.workers))
+        if dist.get_rank() not in placement.workers:
+            return None
+        at = placement.shard_of(dist.get_rank())
+        pipe_group, data_group, tensor_group = (device_mesh.get_group(dim) for dim in DIMS)
+        return cls(
+            placement,
+            device_mesh,
+            at.pipe,
+            at.data,
+            at.tensor,
+            pipe_group,
+            data_group,
+            tensor_group,
+            model_group,
+        )
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipe == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipe == self.placement.grid.pipe - 1
+
+    @property
+    def is_head(self) -> bool:
+        """Has the outputs of its replica, to store and to report."""
+        return self.is_last_stage and self.tensor == 0

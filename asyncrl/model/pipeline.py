@@ -1,0 +1,243 @@
+"""Stages of a model: what a rank runs on a micro-batch, and how the stages of a pipeline hand micro-batches on.
+
+Without a pipeline there is one stage, from token ids to outputs. With one, the first stage embeds, each has its slice of the
+layers, and the last has the final norm and the output layer. Layers keep their numbers, so that parameters keep their names.
+
+A stage is called with the number of a micro-batch and, unless it is the first, the hidden states from the stage before; the rest
+of the micro-batch is known to all ranks of a replica. All micro-batches of a pipeline's step are padded to one length.
+
+Shapes: T tokens of a micro-batch, packed; T' with padding; N tokens that are predicted; S sequences; H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from asyncrl.config import ConfigError
+from asyncrl.model.logprobs import token_logprobs
+from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.packing import Packed
+from asyncrl.model.sharding import VocabPart, local_tensor
+
+Outputs = tuple[Tensor, ...]  # lm: (logprobs_T, entropy_T); value: (values_T,); reward: (scores_S,)
+_PARTS = ("embed_tokens", "layers", "norm")  # of a backbone, as base_model_pp_plan names them
+
+
+class Stage(nn.Module):
+    """The whole forward pass of this rank, so that what is the root for FSDP holds embedding, norm and output layer through it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kind: str,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
+        autocast: torch.dtype | None = None,
+        vocab: VocabPart | None = None,
+        hidden_dtype: torch.dtype,
+        chunk_tokens: int,
+    ) -> None:
+        """vocab: this tensor rank's rows of the output layer; None: it has all. autocast: to this dtype. hidden_dtype: of the
+        hidden states between stages.
+        """
+        super().__init__()
+        self.model = model
+        self.kind = kind
+        self.is_first = is_first
+        self.is_last = is_last
+        self.vocab = vocab
+        self.hidden_dtype = hidden_dtype
+        self.hidden_size: int = model.config.get_text_config().hidden_size
+        self._autocast = autocast
+        self._chunk_tokens = chunk_tokens
+        self.micro_batches: Sequence[Packed] = ()  # of the current step
+        self.lengths: Sequence[Sequence[int]] = ()  # of their sequences
+        self.temperature = 1.0
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def forward(self, x: Tensor, number: Tensor | None = None) -> Tensor | Outputs:
+        """x: the number of the micro-batch [1, 1], of the first stage; else hidden states [1, T', H], and the number apart."""
+        number = x if number is None else number
+        packed = self.micro_batches[int(number)]
+        with self.autocast():
+            inputs = {"input_ids": packed.input_ids} if self.is_first else {"inputs_embeds": x}
+            hidden_1TH: Tensor = self.model.base_model(
+                **inputs, position_ids=packed.position_ids, segments=packed.segments, use_cache=False
+            ).last_hidden_state
+            if not self.is_last:
+                return hidden_1TH.to(self.hidden_dtype)
+            hidden_TH = hidden_1TH[0]
+            if self.kind == "lm":
+                return self._logprobs(hidden_TH, packed)
+        ends = torch.tensor(self.lengths[int(number)]).cumsum(0) - 1
+        return (self._scores(hidden_TH[: packed.num_tokens] if self.kind == "value" else hidden_TH[ends]),)
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self._autocast)
+
+    def _logprobs(self, hidden_TH: Tensor, packed: Packed) -> Outputs:
+        """Aligned: position t describes token t; 0 for the first token of each sequence."""
+        layer = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        logprobs_N, entropy_N = token_logprobs(
+            hidden_TH[packed.predictors],
+            local_tensor(layer.weight),
+            packed.input_ids[0, packed.predicted],
+            temperature=self.temperature,
+            chunk_tokens=self._chunk_tokens,
+            bias=None if layer.bias is None else local_tensor(layer.bias),
+            tensor_group=None if self.vocab is None else self.vocab.group,
+            vocab_start=0 if self.vocab is None else self.vocab.start,
+        )
+        zeros_T = logprobs_N.new_zeros(packed.num_tokens)
+        return zeros_T.index_put((packed.predicted,), logprobs_N), zeros_T.index_put((packed.predicted,), entropy_N)
+
+    def _scores(self, hidden_NH: Tensor) -> Tensor:
+        """In float32: this layer costs nothing, and what is learnt from its output needs the digits."""
+        layer: nn.Linear = self.model.score  # type: ignore[assignment]
+        scores_N = hidden_NH.float() @ layer.weight[0].float()
+        return scores_N if layer.bias is None else scores_N + layer.bias.float()
+
+
+# ------------------------------------------------------------------------------------------------------------------ stages
+
+
+def layers_of_stage(num_layers: int, num_stages: int, stage: int) -> range:
+    """Stages have equally many layers; where they do not divide, the first ones have one more: the last has the output layer."""
+    each, more = divmod(num_layers, num_stages)
+    start = stage * each + min(stage, more)
+    return range(start, start + each + (stage < more))
+
+
+def cut_to_stage(model: PreTrainedModel, mesh: ModelMesh, path: str | Path) -> None:
+    """Takes away what other stages have. The model's config is its own copy afterwards."""
+    backbone: Any = model.base_model
+    grid = mesh.placement.grid
+    what = f"model_path={str(path)!r}: architecture {model.config.model_type!r}"
+    remedy = f"use p1 in the grid of {mesh.placement.name!r} ({grid})"
+    plan = backbone.config.base_model_pp_plan or {}
+    if set(plan) != set(_PARTS) or not isinstance(backbone.layers, nn.ModuleList):
+        raise ConfigError(f"{what} has no plan for pipeline stages that is known here; {remedy}")
+    num_layers = len(backbone.layers)
+    if num_layers < grid.pipe:
+        raise ConfigError(f"{what} has {num_layers} layers, fewer than the stages of {grid}; use at most p{num_layers}")
+    own = layers_of_stage(num_layers, grid.pipe, mesh.pipe)
+    _own_config(model, own)
+    if not mesh.is_first_stage:
+        _check_that_embeddings_pass(model, what, remedy)
+        backbone.embed_tokens = None
+    for i in set(range(num_layers)) - set(own):
+        del backbone.layers._modules[str(i)]  # `del layers[i]` would number the others anew
+    if not mesh.is_last_stage:
+        backbone.norm = nn.Identity()
+        for name in ("lm_head", "score"):
+            if hasattr(model, name):
+                setattr(model, name, None)
+
+
+def _own_config(model: PreTrainedModel, layers: range) -> None:
+    """A backbone looks up the kinds of its layers by their place in its list."""
+    config: PreTrainedConfig = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None:
+        text.layer_types = [kinds[i] for i in layers]
+    text.num_hidden_layers = len(layers)
+    model.config = config
+    model.base_model.config = config  # type: ignore[assignment]
+
+
+class _First(nn.Module):
+    def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:
+        return x
+
+
+def _check_that_embeddings_pass(model: PreTrainedModel, what: str, remedy: str) -> None:
+    """A later stage takes hidden states in the place of embeddings: without layers, nothing may happen to them."""
+    backbone: Any = model.base_model
+    layers, norm, rotary = backbone.layers, backbone.norm, getattr(backbone, "rotary_emb", None)
+    backbone.layers, backbone.norm, backbone.rotary_emb = nn.ModuleList(), nn.Identity(), _First()
+    hidden = torch.arange(8.0).reshape(1, 2, 4)
+    try:
+        found = backbone(inputs_embeds=hidden, position_ids=torch.arange(2)[None], use_cache=False).last_hidden_state
+    finally:
+        backbone.layers, backbone.norm, backbone.rotary_emb = layers, norm, rotary
+    if not torch.equal(found, hidden):
+        raise ConfigError(f"{what} changes embeddings before its first layer: it cannot be cut into stages; {remedy}")
+
+
+# ------------------------------------------------------------------------------------------------------------------ running
+
+
+def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Outputs, int], Tensor]) -> None:
+    """Forward and backward of all micro-batches, one forward and one backward in turn (1F1B). Collective over the stages.
+
+    Every stage has the same micro-batches, at least as many as there are stages, padded to the same length. Gradients are in the
+    parameters afterwards, reduced over data ranks. loss_of is asked on the last stage, in order.
+    """
+    count = len(stage.micro_batches)
+    hidden = _hidden(stage, "meta").requires_grad_()
+    number = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    schedule = Schedule1F1B(
+        PipelineStage(
+            stage,
+            mesh.pipe,
+            mesh.placement.grid.pipe,
+            stage.device,
+            input_args=number if stage.is_first else hidden,
+            output_args=(hidden,)
+            * (2 if stage.is_last and stage.kind == "lm" else 1),  # of the last stage: only counted
+            group=mesh.pipe_group,
+        ),
+        count,
+        loss_fn=lambda outputs, target: loss_of(outputs, int(target)),
+        scale_grads=False,
+    )
+    numbers = torch.arange(count)[:, None]
+    if stage.is_first:
+        schedule.step(numbers, return_outputs=False)
+    else:
+        schedule.step(number=numbers, target=numbers if stage.is_last else None, return_outputs=False)
+
+
+def run_micro_batches(stage: Stage, mesh: ModelMesh | None) -> list[Outputs]:
+    """Forward only; the outputs of each micro-batch on the last stage, else nothing. Collective over the stages."""
+    results: list[Outputs] = []
+    sent: list[tuple[dist.Work | None, Tensor]] = []  # a tensor lives until it is sent
+    for i in range(len(stage.micro_batches)):
+        number = torch.tensor([[i]])
+        if mesh is None or stage.is_first:
+            outputs = stage(number)
+        else:
+            hidden = _hidden(stage, stage.device)
+            dist.recv(hidden, group=mesh.pipe_group, group_src=mesh.pipe - 1)
+            outputs = stage(hidden, number)
+        if mesh is None or stage.is_last:
+            results.append(outputs)
+        else:
+            sent.append((dist.isend(outputs, group=mesh.pipe_group, group_dst=mesh.pipe + 1), outputs))
+    for work, _ in sent:
+        assert work is not None
+        work.wait()
+    return results
+
+
+def _hidden(stage: Stage, device: torch.device | str) -> Tensor:
+    """Room for what comes from the stage before."""
+    length = stage.micro_batches[0].input_ids.shape[1]
+    return torch.empty(1, length, stage.hidden_size, dtype=stage.hidden_dtype, device=device)

@@ -1,0 +1,215 @@
+"""Hands weights out: files of a version, of a model for the user, of a checkpoint; and a copy in memory for the sender.
+
+    all ranks of the model   snapshot, on the compute thread: numbered, collective; each rank gets its share
+    each rank                its share's files to disk, beside what follows; the reply has them
+    the model's first rank   commit: manifest, final name, when the master says that all files are there
+
+The first rank of the model also has the sender (weights.transport=broadcast), and with it the whole model in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from asyncrl.config import ModelConfig, ModelWorkerConfig
+from asyncrl.messages import (
+    CallResult,
+    CommitCheckpoint,
+    CommitWeights,
+    HoldWeights,
+    SaveCheckpoint,
+    SaveModel,
+    WeightVersion,
+    WriteWeights,
+    WrittenFile,
+)
+from asyncrl.model import checkpoint
+from asyncrl.model.broadcast import WeightSender
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import commit_model, take_share, take_whole
+from asyncrl.model.probe import LogprobProbe
+from asyncrl.model.sending import Held
+from asyncrl.runtime.disk import writing
+from asyncrl.runtime.request_reply import Call
+from asyncrl.runtime.worker import Worker
+from asyncrl.weights import Probe, commit_version, write_part
+
+T = TypeVar("T")
+
+LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
+
+
+class OnCompute(Protocol):
+    def __call__(self, function: Callable[[], T], what: str) -> Awaitable[T]:
+        """Run on the compute thread, visibly and bounded."""
+
+
+class Publisher:
+    """One worker's part of handing weights out.
+
+    consumes: calls.  produces: files, replies; what the sender holds.
+    waits for: the compute thread, and for the write before: so there is never more than one snapshot in memory that is written,
+    and one that is sent.  unblocked by: the other ranks of the model; the disk.
+    """
+
+    def __init__(self, worker: Worker, config: ModelWorkerConfig, on_compute: OnCompute) -> None:
+        self._worker, self._config, self._on_compute = worker, config, on_compute
+        self.sender: WeightSender | None = None  # at the first rank of the model that is served
+        self._probe = LogprobProbe(worker.info.seed) if config.weights.verify_logprobs else None
+        self._measured: Probe | None = None  # with the newest snapshot
+        self._held_version = ""  # that all ranks have made for the sender
+        self._pool = ThreadPoolExecutor(1, f"{worker.name}-writer")
+        self._writing: asyncio.Task[None] | None = None
+
+    async def open_sender(self, device: torch.device) -> None:
+        """Bind; returns when it is published. At the first rank of the model that is served."""
+        info = self._worker.info
+        self.sender = WeightSender(
+            name=f"{info.experiment}/{info.trial}/a{info.attempt}",
+            host=info.runtime.host,
+            device=device,
+            options=self._config.weights,
+            logger=self._worker.logger,
+            trace=self._worker.trace,
+        )
+        await self._worker.publish(self._worker.names.weight_sender("actor"), await self.sender.start())
+
+    async def close(self) -> None:
+        if self.sender is not None:
+            await self.sender.close()
+        if self._writing is not None:  # a version half written has no final name: a wait would only be politeness
+            self._writing.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # -------------------------------------------------------------------------------------------------------------- calls
+
+    async def hold(self, body: HoldWeights, engine: TrainEngine) -> None:
+        """Snapshot for the sender; at the other ranks nothing is left of it. The same snapshot is what WriteWeights writes."""
+        await self._end_of_writing()
+
+        def snapshot() -> Held:
+            buckets = take_whole(engine, self._config.weights.bucket_bytes)
+            return Held(WeightVersion.parse(body.weight_version), buckets, self._measure(engine))
+
+        held = await self._snapshot(snapshot, body.role)
+        self._held_version, self._measured = body.weight_version, held.probe
+        if self.sender is not None:
+            self.sender.hold(held)
+
+    async def write(self, call: Call, body: WriteWeights | SaveModel, engine: TrainEngine) -> None:
+        """Snapshot in the order of calls, write beside what follows. The reply, with the files, comes when they are on disk."""
+        await self._end_of_writing()
+        if isinstance(body, WriteWeights) and body.weight_version == self._held_version:
+            held = self.sender.held if self.sender is not None else None
+            tensors = dict(held.tensors()) if held is not None else {}
+        else:
+
+            def snapshot() -> dict[str, torch.Tensor]:
+                if isinstance(body, WriteWeights):
+                    self._measured = self._measure(engine)
+                return take_share(engine)
+
+            tensors = await self._snapshot(snapshot, body.role)
+        self._begin(call, "write weights", body.path, partial(self._write_part, Path(body.path), tensors))
+
+    async def commit(self, call: Call, body: CommitWeights, engine: TrainEngine, model: ModelConfig) -> None:
+        """All files are on disk: give the folder its final name."""
+        await self._end_of_writing()
+        self._begin(call, "commit weights", body.path, partial(self._commit, body, engine, model, self._measured))
+
+    async def write_checkpoint(
+        self, call: Call, body: SaveCheckpoint, engines: Mapping[str, TrainEngine], state: dict[str, float]
+    ) -> None:
+        """Like write, of what training needs to go on. state: of this worker's interfaces, which goes back with the reply."""
+        await self._end_of_writing()
+        part = await self._snapshot(partial(checkpoint.snapshot, engines), "a checkpoint")
+        options = self._config.weights
+        write = partial(checkpoint.write, Path(body.path), part, shard_bytes=options.shard_bytes, fsync=options.fsync)
+        self._begin(call, "write checkpoint", body.path, write, state)
+
+    async def commit_checkpoint(self, call: Call, body: CommitCheckpoint) -> None:
+        await self._end_of_writing()
+
+        def commit() -> list[WrittenFile]:
+            checkpoint.commit(Path(body.path), body.files, state=body.state, fsync=self._config.weights.fsync)
+            return []
+
+        self._begin(call, "commit checkpoint", body.path, commit)
+
+    # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _measure(self, engine: TrainEngine) -> Probe | None:
+        return self._probe.measure(engine) if self._probe is not None else None
+
+    async def _snapshot(self, take: Callable[[], T], role: str) -> T:
+        with self._worker.trace.overlapping("snapshot", kind="weights", role=role):
+            return await self._on_compute(take, f"snapshot of {role}")
+
+    async def _end_of_writing(self) -> None:
+        if self._writing is not None:
+            limit_s, board = self._config.train.call_timeout_s, self._worker.board
+            await board.bounded(self._writing, what="the write before", on=self._worker.name, limit_s=limit_s)
+
+    def _begin(
+        self,
+        call: Call,
+        what: str,
+        path: str,
+        function: Callable[[], list[WrittenFile]],
+        state: dict[str, float] | None = None,
+    ) -> None:
+        def on_disk() -> list[WrittenFile]:
+            with writing(Path(path)):
+                return function()
+
+        self._writing = self._worker.spawn(self._write_and_reply(call, what, on_disk, state or {}), "write")
+
+    async def _write_and_reply(
+        self, call: Call, what: str, function: Callable[[], list[WrittenFile]], state: dict[str, float]
+    ) -> None:
+        start = time.monotonic()
+        try:
+            with self._worker.trace.overlapping(what, kind="weights"):
+                files = await asyncio.get_running_loop().run_in_executor(self._pool, function)
+        except Exception as error:
+            call.fail(error)
+            await asyncio.sleep(LAST_WORDS_S)
+            raise
+        call.reply(CallResult(files=files, stats=state, seconds=time.monotonic() - start))
+
+    def _write_part(self, path: Path, tensors: dict[str, torch.Tensor]) -> list[WrittenFile]:
+        options = self._config.weights
+        return write_part(
+            path,
+            tensors.items(),
+            part=self._worker.info.index,
+            shard_bytes=options.shard_bytes,
+            fsync=options.fsync,
+        )
+
+    def _commit(
+        self, body: CommitWeights, engine: TrainEngine, model: ModelConfig, probe: Probe | None
+    ) -> list[WrittenFile]:
+        path, fsync, source_dir = Path(body.path), self._config.weights.fsync, Path(model.path)
+        if body.weight_version:
+            version = WeightVersion.parse(body.weight_version)
+            commit_version(path, body.files, source_dir=source_dir, version=version, fsync=fsync, probe=probe)
+        else:
+            commit_model(
+                path,
+                body.files,
+                config=engine.config,
+                dtype=engine.dtype,
+                source_dir=source_dir,
+                tokenizer_path=self._config.tokenizer_path or self._config.model_path,
+                fsync=fsync,
+            )
+        return []

@@ -1,0 +1,100 @@
+"""Copies a model's weights into another of the same architecture, whose layout may be any other: actor -> ref, actor -> actor@1.
+
+    target <- share * source + (1 - share) * target
+
+Each rank of the target gets the parts that it holds from ranks of the source that hold them; nothing is put together anywhere.
+share=1 copies; less of it, every now and then, makes the target a moving average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from asyncrl.model.moving import ShardedModel, carry, exchange, holding_of, local_part, transport_device
+from asyncrl.model.shards import Holding, Move, ShardError, plan_moves, tensors_of
+from asyncrl.update_group import dtype_of
+
+_MAX_BYTES = 256_000_000
+
+
+class _Held(msgspec.Struct, frozen=True):
+    """What a worker holds of both models."""
+
+    source: Holding | None
+    target: Holding | None
+
+
+@torch.no_grad()
+def reallocate(
+    source: ShardedModel | None,
+    target: ShardedModel | None,
+    *,
+    workers: Sequence[int],
+    share: float = 1.0,
+    max_bytes: int = _MAX_BYTES,
+) -> int:
+    """Collective over `workers`: all that hold a part of either model, in the same order everywhere (say, ascending). Returns the
+    number of bytes that this worker has sent.
+
+    source, target: the engines of this worker, None where it has none of that model. The mean is computed in float32 and kept in
+    the target's own dtype: in one of 16 bits, steps that are small beside a weight are lost. Raises ShardError at all workers
+    where the models have other tensors, before anything is changed. A rank has at most max_bytes on the way.
+    """
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"share={share}: above 0, at most 1")
+    for model in (source, target):
+        if model is not None:
+            model.onload()
+    read_from = source.named_parameters() if source is not None else {}
+    written_to = target.named_parameters() if target is not None else {}
+    mine = _Held(
+        holding_of(source, read_from) if source is not None else None,
+        holding_of(target, written_to) if target is not None else None,
+    )
+    told = {
+        worker: msgspec.msgpack.decode(payload, type=_Held)
+        for worker, payload in exchange(workers, msgspec.msgpack.encode(mine)).items()
+    }
+    sources = {worker: held.source for worker, held in told.items() if held.source is not None}
+    targets = {worker: held.target for worker, held in told.items() if held.target is not None}
+    ours, theirs = tensors_of(sources), tensors_of(targets)
+    _check_fit(
+        {name: piece.shape for name, piece in ours.items()}, {name: piece.shape for name, piece in theirs.items()}
+    )
+    travelling = theirs if share == 1.0 else ours  # a copy is cast before it travels
+    dtypes = {name: dtype_of(piece.dtype) for name, piece in travelling.items()}
+    moves = plan_moves(
+        sources,
+        {worker: {name: piece.box for name, piece in held.pieces.items()} for worker, held in targets.items()},
+        itemsizes={name: dtype.itemsize for name, dtype in dtypes.items()},
+        max_bytes=max_bytes,
+    )
+    here = {name: local_part(tensor) for name, tensor in read_from.items()}
+    there = {name: local_part(tensor) for name, tensor in written_to.items()}
+
+    def read(move: Move) -> Tensor:
+        box, part = here[move.name]
+        return part[move.box.within(box)]
+
+    def write(move: Move, new: Tensor) -> None:
+        box, part = there[move.name]
+        old = part[move.box.within(box)]
+        if share < 1.0 and old.is_floating_point():
+            new = share * new.to(old.device).float() + (1.0 - share) * old.float()
+        old.copy_(new)
+
+    device = transport_device([*sources.values(), *targets.values()])
+    return carry(moves, read=read, write=write, dtypes=dtypes, max_bytes=max_bytes, device=device)
+
+
+def _check_fit(source: dict[str, tuple[int, ...]], target: dict[str, tuple[int, ...]]) -> None:
+    for name in sorted(set(source) | set(target)):
+        if source.get(name) != target.get(name):
+            raise ShardError(
+                f"the models do not fit: tensor {name} has the shape {source.get(name, 'of none')} in the source, "
+                f"{target.get(name, 'of none')} in the target"
+            )

@@ -1,0 +1,511 @@
+"""A model's weights: loaded whole, or in the pieces that this rank of a mesh holds.
+
+A sharded model is made without weights and cut to its stage (pipeline.py). Then the tensor ranks split its layers, as transformers'
+plans say, and the data ranks split what is left of them (FSDP2). Of each tensor only this rank's slice is read, unit by unit.
+
+Tensor parallelism as in Megatron-LM (arXiv:1909.08053): column-parallel layers take the same input everywhere and give their part
+of the outputs; row-parallel ones take those parts, and their outputs are summed. Layers compute on local tensors; their
+parameters are DTensors, so that everyone else knows what is where.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+from asyncrl.config import ConfigError
+from asyncrl.model.attention import NAME as ATTENTION
+from asyncrl.model.mesh import ModelMesh
+
+logger = logging.getLogger(__name__)
+
+AUTO_CLASSES: dict[str, Any] = {
+    "lm": AutoModelForCausalLM,
+    "value": AutoModelForTokenClassification,
+    "reward": AutoModelForSequenceClassification,
+}
+# Elements that FSDP gathers at once. A model smaller than this is one unit: on a CPU over gloo, 2 layers of hidden size 64 took
+# 1.1 times the CPU time of replicas with one all-reduce, and 1.4 times with a unit a layer, resharded after forward.
+UNIT_ELEMENTS = 16_000_000
+_LOADING = threading.Lock()  # from_pretrained patches torch for the whole process while it builds the empty model
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank has of it. With gradients on, they flow back into the DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# ------------------------------------------------------------------------------------------------------------- whole models
+
+
+def load_config(path: str | Path, kind: str) -> PreTrainedConfig:
+    """With dropout off for good: logprobs must not depend on chance."""
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise _cannot_be_loaded(path, error) from error
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and (name.endswith(("dropout", "_pdrop")) or "dropout_" in name):
+            setattr(config, name, 0.0)
+    if kind != "lm":
+        config.num_labels = 1
+    return config
+
+
+def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the CPU, in evaluation mode. A value model without an output layer gets one of zeros. Raises ConfigError."""
+    try:
+        with _LOADING:
+            loaded: Any = AUTO_CLASSES[kind].from_pretrained(
+                path, config=config, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
+            )
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise _cannot_be_loaded(path, error) from error
+    model: PreTrainedModel = loaded[0]
+    lacking = sorted(loaded[1]["missing_keys"])  # transformers would make them up
+    made = [name for name in lacking if may_lack(name, kind)]
+    with torch.no_grad():
+        for name in made:
+            model.get_parameter(name).zero_()
+    if lacking := [name for name in lacking if name not in made]:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ConfigError(
+            f"model_path={str(path)!r}: its weights lack {', '.join(lacking[:3])}{more}, which a model of type "
+            f"{config.model_type!r} has; copy the weights again, or the config.json that belongs to them"
+        )
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def may_lack(name: str, kind: str) -> bool:
+    """Whether a checkpoint may be without this parameter; it is zero then."""
+    return kind == "value" and name.startswith("score.")
+
+
+def _cannot_be_loaded(path: str | Path, error: Exception) -> ConfigError:
+    return ConfigError(f"model_path={str(path)!r}: the model cannot be loaded: {error}; copy it again, or give another")
+
+
+# ------------------------------------------------------------------------------------------------------------ pieces of one
+
+
+Slots = dict[
+    str, tuple[nn.Module, str]
+]  # global name of a parameter -> the module that has it, and its attribute there
+
+
+def slots(model: nn.Module) -> Slots:
+    """Of all parameters, tied ones once."""
+    found: Slots = {}
+    for name, _ in model.named_parameters():
+        module, _, attribute = name.rpartition(".")
+        found[name] = model.get_submodule(module), attribute
+    return found
+
+
+@dataclass
+class Skeleton:
+    """A model without weights, and what is to be known of them."""
+
+    model: PreTrainedModel  # parameters on the meta device
+    kind: str
+    names: dict[int, str]  # id of a parameter -> its name in the whole model; of a tied one its embedding's
+    split: dict[int, int] = field(default_factory=dict)  # id of a parameter -> the dimension that tensor ranks split
+    # names of parameters that every tensor rank has and uses on its part of the activations: gradients are sums over the group
+    partial: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, kind: str, dtype: torch.dtype) -> Skeleton:
+        with _LOADING, torch.device("meta"):
+            model = AUTO_CLASSES[kind].from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        model.eval()
+        return cls(model, kind, {id(parameter): name for name, parameter in model.named_parameters()})
+
+    @property
+    def tied_name(self) -> str:
+        """The embedding's, if it is the output layer too; else nothing."""
+        embedding, output_layer = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return self.names[id(embedding.weight)] if getattr(output_layer, "weight", None) is embedding.weight else ""
+
+
+Read = Callable[[str, int, int, int], Tensor]  # (name, dimension, start, length) -> that slice
+
+
+def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig, dtype: torch.dtype) -> Read:
+    """How to get pieces of the checkpoint: straight from safetensors files that have the model's own names. Other checkpoints
+    (of experts that transformers fuses, in torch's format, of the bare backbone) are loaded whole, until the last piece is taken.
+    """
+    needed = [name for name in skeleton.names.values() if not may_lack(name, skeleton.kind)]
+    needed += [name for name, _ in _persistent_buffers(skeleton.model)]
+    files = _safetensors(path)
+    if any(name not in files for name in needed):
+        whole = load_whole(path, skeleton.kind, config, dtype).state_dict()
+        return lambda name, dim, start, length: whole[name].narrow(dim, start, length)
+    handles: dict[Path, Any] = {}
+
+    def read(name: str, dim: int, start: int, length: int) -> Tensor:
+        file = files[name]
+        try:
+            if file not in handles:
+                handles[file] = safe_open(file, framework="pt")
+            piece = handles[file].get_slice(name)
+            at = (slice(None),) * dim + (slice(start, start + length),)
+            tensor: Tensor = piece[at] if piece.get_shape() else handles[file].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise _cannot_be_loaded(path, error) from error
+        return tensor
+
+    def read_or_zero(name: str, dim: int, start: int, length: int) -> Tensor:
+        if name in files:
+            return read(name, dim, start, length)
+        return torch.zeros(skeleton.model.get_parameter(name).shape)
+
+    return read_or_zero
+
+
+def _safetensors(path: str | Path) -> dict[str, Path]:
+    """Name of each tensor -> its file. Empty where the checkpoint has no such files."""
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
+        except (OSError, ValueError) as error:
+            raise _cannot_be_loaded(path, error) from error
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        if index.is_file():
+            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            return {name: folder / file for name, file in files.items()}
+        if not single.is_file():
+            return {}
+        with safe_open(single, framework="pt") as handle:
+            return dict.fromkeys(handle.keys(), single)
+    except (OSError, SafetensorError, ValueError, LookupError) as error:
+        raise _cannot_be_loaded(path, error) from error
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    persistent = model.state_dict(keep_vars=True)
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+class Filler:
+    """Gives the parameters of a skeleton their values, module by module, each once."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        read: Read,
+        mesh: ModelMesh,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        trainable: bool,
+        path: str | Path,
+    ) -> None:
+        self.skeleton = skeleton
+        self.read = read
+        self.mesh = mesh
+        self.dtype = dtype
+        self.device = device
+        self.trainable = trainable
+        self.path = path
+        self._tensor_mesh = mesh.device_mesh["tensor"]
+        self._filled: dict[int, nn.Parameter] = {}
+        self._meta: list[nn.Parameter] = []  # kept, so that no id is given twice
+        self.slots: Slots = {}
+        self.split: set[str] = set()  # parameters that tensor ranks have parts of
+
+    def fill(self, root: nn.Module) -> None:
+        """All parameters of root that have no values yet."""
+        for module in root.modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is None or not parameter.is_meta:
+                    continue
+                if id(parameter) not in self._filled:
+                    self._meta.append(parameter)
+                    self._filled[id(parameter)] = self._values(parameter)
+                    self.slots[self.skeleton.names[id(parameter)]] = (module, attribute)
+                module._parameters[attribute] = self._filled[id(parameter)]
+
+    def fill_buffers(self) -> None:
+        model = self.skeleton.model
+        persistent = dict(_persistent_buffers(model))
+        for prefix, module in model.named_modules():
+            own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+            computed = []
+            for name, buffer in own.items():
+                full_name = f"{prefix}.{name}" if prefix else name
+                if full_name in persistent:
+                    value = self.read(full_name, 0, 0, buffer.shape[0] if buffer.ndim else 0).to(buffer.dtype)
+                else:
+                    value = torch.full(buffer.shape, math.nan).to(buffer.dtype)
+                    computed.append(name)
+                module._buffers[name] = value.clone()
+            if computed:
+                model._init_weights(module)  # type: ignore[no-untyped-call]  # the buffers of rotary embeddings
+            for name in computed:
+                value = module._buffers[name]
+                if value is None or (value.is_floating_point() and value.isnan().any()):
+                    raise ConfigError(
+                        f"model_path={str(self.path)!r}: architecture {model.config.model_type!r} cannot be loaded in pieces "
+                        f"({type(module).__name__}.{name} is computed in a way that is not known here); use the grid d1p1m1"
+                    )
+            for name, value in module._buffers.items():
+                module._buffers[name] = None if value is None else value.to(self.device)
+
+    def _values(self, meta: nn.Parameter) -> nn.Parameter:
+        name = self.skeleton.names[id(meta)]
+        dim = self.skeleton.split.get(id(meta))
+        start, length = (0, meta.shape[0]) if dim is None else self._part(meta.shape[dim])
+        value = self.read(name, dim or 0, start, length)
+        expected = [length if i == (dim or 0) else size for i, size in enumerate(meta.shape)]
+        if list(value.shape) != expected:
+            raise ConfigError(
+                f"model_path={str(self.path)!r}: {name} is not of the shape {list(meta.shape)} that config.json asks for; "
+                "copy the weights again, or the config.json that belongs to them"
+            )
+        if value.isnan().any():
+            raise ConfigError(
+                f"model_path={str(self.path)!r}: its weights are broken: {name} holds what are no numbers; copy them again"
+            )
+        value = value.to(self.device, self.dtype, copy=True).contiguous()
+        if dim is not None:
+            self.split.add(name)
+            value = DTensor.from_local(
+                value,
+                self._tensor_mesh,
+                [Shard(dim)],
+                run_check=False,
+                shape=meta.shape,
+                stride=meta.stride(),
+            )
+        return nn.Parameter(value, requires_grad=self.trainable)
+
+    def _part(self, size: int) -> tuple[int, int]:
+        return split_evenly(size, self.mesh.placement.grid.tensor, self.mesh.tensor)
+
+
+def split_evenly(size: int, parts: int, part: int) -> tuple[int, int]:
+    """(start, length) of a part, as DTensor's Shard places it: all but the last are equally long."""
+    length = -(-size // parts)
+    start = min(part * length, size)
+    return start, min(length, size - start)
+
+
+# --------------------------------------------------------------------------------------------------------- tensor parallel
+
+
+@dataclass(frozen=True)
+class VocabPart:
+    """This tensor rank's rows of the output layer."""
+
+    start: int
+    group: dist.ProcessGroup
+
+
+def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path) -> VocabPart:
+    """Splits embedding, layers and output layer over the tensor group. Raises ConfigError where they do not fit."""
+    model = skeleton.model
+    plan: Mapping[str, str] = model._tp_plan or {}
+    size = mesh.placement.grid.tensor
+    output_layer = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    embedding = model.get_input_embeddings()
+    what = f"model_path={str(path)!r}: architecture {model.config.model_type!r}"
+    remedy = f"use m1 in the grid of {mesh.placement.name!r} ({mesh.placement.grid})"
+    if not any(".layers.*." in name for name in plan):
+        raise ConfigError(f"{what} has no plan for tensor parallelism in transformers; {remedy}")
+    _check_sizes(model, plan, size, what)
+    shares: dict[str, _SharedInput] = {}
+    for name, module in model.named_modules():
+        style = plan.get(replace_layer_number_by_wildcard(name))
+        if module is embedding:
+            if type(module) is not nn.Embedding:
+                raise ConfigError(f"{what} embeds with a {type(module).__name__}, which cannot be split; {remedy}")
+            skeleton.split[id(module.weight)] = 0
+            _VocabParallelEmbedding.install(module, mesh)
+        elif module is output_layer:
+            for parameter in module.parameters():
+                skeleton.split[id(parameter)] = 0
+        elif style is None:
+            continue
+        elif style == "colwise" and isinstance(module, nn.Linear):
+            for parameter in module.parameters():
+                skeleton.split[id(parameter)] = 0
+            parent = name.rpartition(".")[0]
+            if parent not in shares:
+                shares[parent] = _SharedInput(mesh.tensor_group)
+                model.get_submodule(parent).register_forward_hook(shares[parent].forget)
+            _install_colwise(module, shares[parent])
+        elif style == "rowwise" and isinstance(module, nn.Linear):
+            skeleton.split[id(module.weight)] = 1
+            _install_rowwise(module, mesh.tensor_group)
+        elif style == "replicated_with_grad_allreduce":
+            skeleton.partial |= {skeleton.names[id(parameter)] for parameter in module.parameters()}
+        else:
+            raise ConfigError(f"{what} splits {name} as {style!r}, which is not supported; {remedy}")
+    for name, parameter in model.named_parameters():
+        style = plan.get(replace_layer_number_by_wildcard(name))
+        if style is not None:
+            raise ConfigError(f"{what} splits {name} {tuple(parameter.shape)} as {style!r}, not supported; {remedy}")
+    return VocabPart(split_evenly(model.config.get_text_config().vocab_size, size, mesh.tensor)[0], mesh.tensor_group)
+
+
+def _check_sizes(model: PreTrainedModel, plan: Mapping[str, str], tensor_size: int, what: str) -> None:
+    """Attention heads stay whole, and every rank has equally many."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    sizes = {"attention heads": heads, "key heads": getattr(config, "num_key_value_heads", None) or heads}
+    for name, module in model.named_modules():
+        style = plan.get(replace_layer_number_by_wildcard(name))
+        if isinstance(module, nn.Linear) and style in ("colwise", "rowwise") and ".mlp." in name:
+            sizes["width of the MLP"] = module.out_features if style == "colwise" else module.in_features
+    if bad := [f"{size} {name}" for name, size in sizes.items() if size % tensor_size]:
+        common = math.gcd(*sizes.values())
+        fitting = ", ".join(f"m{m}" for m in range(1, common + 1) if common % m == 0)
+        raise ConfigError(f"{what} has {' and '.join(bad)}, which m{tensor_size} cannot split; {fitting} would fit")
+
+
+class _SumGradient(torch.autograd.Function):
+    """The same forward; in backward the sum of what the ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Sum(torch.autograd.Function):
+    """Forward the sum of what the ranks have; each gets the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        assert x.is_contiguous()
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _SharedInput:
+    """Siblings such as q, k and v take the same input: they share it, so that their gradients are added before they are summed
+    over the ranks. One all-reduce instead of three.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        if self._last is None or self._last[0] is not x:
+            self._last = x, _SumGradient.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return self._last[1]
+
+    def forget(self, *_: object) -> None:
+        """When their parent's forward is over."""
+        self._last = None
+
+
+def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    module.forward = forward
+
+
+def _install_colwise(layer: nn.Linear, share: _SharedInput) -> None:
+    def forward(x: Tensor) -> Tensor:
+        bias = None if layer.bias is None else local_tensor(layer.bias)
+        return functional.linear(share(x), local_tensor(layer.weight), bias)
+
+    _replace_forward(layer, forward)
+
+
+def _install_rowwise(layer: nn.Linear, group: dist.ProcessGroup) -> None:
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = _Sum.apply(functional.linear(x, local_tensor(layer.weight)), group)  # type: ignore[no-untyped-call]
+        return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+    _replace_forward(layer, forward)
+
+
+class _VocabParallelEmbedding:
+    """Each rank looks up the tokens whose rows it has; the others' are zero, and the ranks' are summed."""
+
+    @staticmethod
+    def install(embedding: nn.Embedding, mesh: ModelMesh) -> None:
+        start, length = split_evenly(embedding.num_embeddings, mesh.placement.grid.tensor, mesh.tensor)
+        padding = embedding.padding_idx  # the row that gets no gradient
+        own_padding = padding - start if padding is not None and start <= padding < start + length else None
+
+        def forward(input_ids: Tensor) -> Tensor:
+            local_ids = input_ids - start
+            inside = (local_ids >= 0) & (local_ids < length)
+            weight = local_tensor(embedding.weight)
+            found = functional.embedding(torch.where(inside, local_ids, 0), weight, own_padding)
+            found = torch.where(inside[..., None], found, 0.0)
+            return _Sum.apply(found, mesh.tensor_group)  # type: ignore[no-untyped-call, no-any-return]
+
+        _replace_forward(embedding, forward)
+
+
+# ----------------------------------------------------------------------------------------------------------- data parallel
+
+
+def shard_units(model: PreTrainedModel) -> list[list[nn.Module]]:
+    """Layers in groups of at least UNIT_ELEMENTS (before the data ranks split them). None if all together are no more than that."""
+    units: list[list[nn.Module]] = [[]]
+    elements = 0
+    for layer in getattr(model.base_model, "layers", ()):
+        units[-1].append(layer)
+        elements += sum(parameter.numel() for parameter in layer.parameters())
+        if elements >= UNIT_ELEMENTS:
+            units.append([])
+            elements = 0
+    if not units[-1]:
+        units.pop()
+    return units if len(units) > 1 else []
+
+
+def apply_data_parallel(modules: nn.Module | list[nn.Module], mesh: ModelMesh, dtype: torch.dtype | None) -> None:
+    """fully_shard with gradients that are sums. dtype: of the computation, if it is not that of the parameters."""
+    policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
+    fully_shard(modules, mesh=mesh.device_mesh["data"], mp_policy=policy)
+    first = modules[0] if isinstance(modules, list) else modules
+    assert isinstance(first, FSDPModule)
+    # Losses are divided by the global denominator already. A plain sum is also the only reduction that gloo has.
+    first.set_gradient_divide_factor(1.0)
+    first.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,217 @@
+"""Which worker holds which part of which tensor, and who sends whom what so that others hold it. Pure.
+
+A part is a box: a rectangle of the whole tensor. Data ranks (FSDP) and tensor ranks cut a tensor into boxes; a tensor that is not
+cut is one box on each. Three things are the same plan with another aim:
+
+    export         each tensor whole, at one of the ranks that hold its parts (plan_owners says at which)
+    sending        every tensor whole, at one rank
+    reallocation   each rank of another model gets its own boxes
+
+So nobody gathers more than what he is to have, and what is cut alike on both sides is sent without being put together.
+Everything here is computed alike on every worker from what all have told each other (moving.py), in one order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a tensor, by its first index and its size in each dimension. A scalar is a box without dimensions."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.size)
+
+    def meet(self, other: Box) -> Box | None:
+        """What both have; None if that is nothing."""
+        start = tuple(map(max, self.start, other.start))
+        ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
+        size = tuple(end - first for first, end in zip(start, ends, strict=True))
+        return None if any(length <= 0 for length in size) else Box(start, size)
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Where this one is in a tensor that holds `outer`."""
+        return tuple(
+            slice(first - origin, first - origin + length)
+            for first, length, origin in zip(self.start, self.size, outer.start, strict=True)
+        )
+
+    def split(self, max_elements: int) -> Iterator[Box]:
+        """Itself, cut across its first dimension into pieces of at most max_elements where rows are small enough for that."""
+        if self.num_elements <= max_elements or not self.size:
+            yield self
+            return
+        rows = max(1, max_elements // (self.num_elements // self.size[0]))
+        for first in range(0, self.size[0], rows):
+            length = min(rows, self.size[0] - first)
+            yield Box((self.start[0] + first, *self.start[1:]), (length, *self.size[1:]))
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has of a tensor."""
+
+    dtype: str  # as torch calls it
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What a worker has of a model, in the model's order. Each stage holds whole tensors, cut among its workers."""
+
+    stage: int
+    pieces: dict[str, Piece]
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class Move:
+    """A part of a tensor, from one worker to another, or to itself."""
+
+    name: str
+    source: int
+    target: int
+    box: Box
+
+
+class ShardError(ValueError):
+    """Two models that do not fit, or a model that is not whole."""
+
+
+def tensors_of(holdings: Mapping[int, Holding]) -> dict[str, Piece]:
+    """All tensors of a model by name, stage after stage, each in the words of the first worker that has a part of it."""
+    result: dict[str, Piece] = {}
+    for worker in sorted(holdings, key=lambda worker: (holdings[worker].stage, worker)):
+        for name, piece in holdings[worker].pieces.items():
+            if result.setdefault(name, piece).shape != piece.shape:
+                raise ShardError(
+                    f"tensor {name} has the shape {piece.shape} at one rank, {result[name].shape} at another"
+                )
+    return result
+
+
+def plan_owners(holdings: Mapping[int, Holding], num_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Which worker is to have each tensor whole: one of those that have parts of it, all about the same number of bytes.
+
+    The largest first, each to who has least so far (longest processing time first): the most that anybody has is at most the
+    even share and one tensor.
+    """
+    candidates: dict[str, list[int]] = {}
+    for worker in sorted(holdings):
+        for name in holdings[worker].pieces:
+            candidates.setdefault(name, []).append(worker)
+    owners: dict[str, int] = {}
+    filled: Counter[int] = Counter()
+    for name in sorted(candidates, key=lambda name: (-num_bytes[name], name)):
+        owners[name] = min(candidates[name], key=lambda worker: (filled[worker], worker))
+        filled[owners[name]] += num_bytes[name]
+    return owners
+
+
+def plan_writers(holdings: Mapping[int, Holding], num_bytes: Mapping[str, int]) -> dict[int, list[str]]:
+    """Of which tensors each worker writes its own part, so that every part is written once: what several workers hold alike is
+    written by who has least to write so far. num_bytes: of each tensor as a whole.
+    """
+    tensors = tensors_of(holdings)
+    writers: dict[int, list[str]] = {worker: [] for worker in sorted(holdings)}
+    filled: Counter[int] = Counter()
+    for name in sorted(tensors, key=lambda name: (-num_bytes[name], name)):
+        stages = _boxes_by_stage(name, tensors[name].shape, holdings)
+        for box, workers in stages[min(stages)].items() if stages else ():
+            writer = min(workers, key=lambda worker: (filled[worker], worker))
+            writers[writer].append(name)
+            filled[writer] += num_bytes[name] * box.num_elements // math.prod(tensors[name].shape)
+    return writers
+
+
+def plan_moves(
+    sources: Mapping[int, Holding],
+    targets: Mapping[int, Mapping[str, Box]],
+    *,
+    itemsizes: Mapping[str, int],
+    max_bytes: int,
+) -> list[Move]:
+    """What has to go where so that each target worker has its boxes; each part once to each target, from one that holds it.
+
+    A worker takes what it holds itself; otherwise who has sent least so far sends. Tensors in the order of `sources`; no move
+    is larger than max_bytes (of itemsizes[name] an element) but for a single row that is. Raises ShardError for a tensor that
+    the sources lack, in whole or in part.
+    """
+    tensors = tensors_of(sources)
+    wanted: dict[str, list[int]] = {}
+    for worker in sorted(targets):
+        for name in targets[worker]:
+            wanted.setdefault(name, []).append(worker)
+    if unknown := [name for name in wanted if name not in tensors]:
+        raise ShardError(f"the source has no tensor {unknown[0]}" + _more(unknown))
+    sent: Counter[int] = Counter()
+    moves: list[Move] = []
+    for name in tensors:
+        if name not in wanted:
+            continue
+        stages = _boxes_by_stage(name, tensors[name].shape, sources)
+        for target in wanted[name]:
+            stage = sources[target].stage if target in sources else -1
+            boxes = stages[stage if stage in stages else min(stages)]
+            for box, holders in boxes.items():
+                common = box.meet(targets[target][name])
+                if common is None:
+                    continue
+                source = target if target in holders else min(holders, key=lambda worker: (sent[worker], worker))
+                for part in common.split(max(1, max_bytes // itemsizes[name])):
+                    moves.append(Move(name, source, target, part))
+                    if source != target:
+                        sent[source] += part.num_elements * itemsizes[name]
+    return moves
+
+
+def plan_rounds(moves: Sequence[Move], *, itemsizes: Mapping[str, int], max_bytes: int) -> list[list[Move]]:
+    """The moves in rounds, in order: in each, no worker has more than max_bytes on the way, or a single move that is larger."""
+    rounds: list[list[Move]] = []
+    load: Counter[int] = Counter()
+    for move in moves:
+        num_bytes = move.box.num_elements * itemsizes[move.name] if move.source != move.target else 0
+        full = any(load[worker] and load[worker] + num_bytes > max_bytes for worker in (move.source, move.target))
+        if not rounds or full:
+            rounds.append([])
+            load.clear()
+        rounds[-1].append(move)
+        load[move.source] += num_bytes
+        load[move.target] += num_bytes
+    return rounds
+
+
+def _boxes_by_stage(
+    name: str, shape: tuple[int, ...], sources: Mapping[int, Holding]
+) -> dict[int, dict[Box, list[int]]]:
+    """Stage -> box -> workers that hold it. A tied tensor is in two stages; the boxes of either make it up."""
+    stages: dict[int, dict[Box, list[int]]] = {}
+    for worker in sorted(sources):
+        piece = sources[worker].pieces.get(name)
+        if piece is not None and piece.box.num_elements:
+            stages.setdefault(sources[worker].stage, {}).setdefault(piece.box, []).append(worker)
+    for stage, boxes in stages.items():
+        found, expected = sum(box.num_elements for box in boxes), Box.whole(shape).num_elements
+        if found != expected:
+            raise ShardError(
+                f"tensor {name} of {expected} elements: the parts of it in stage {stage} have {found} together"
+            )
+    if not stages and Box.whole(shape).num_elements:
+        raise ShardError(f"tensor {name}: no worker holds a part of it")
+    return stages
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" (nor {len(names) - 1} more)" if len(names) > 1 else ""

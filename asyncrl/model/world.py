@@ -1,0 +1,83 @@
+"""The torch.distributed world of all model workers of an attempt.
+
+Worker 0 serves its store and publishes where that is; the others find it by name.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from asyncrl.model.mesh import ModelMesh
+from asyncrl.runtime.worker import Worker
+from asyncrl.topology import ModelPlacement
+from asyncrl.update_group import serve_store, store_at
+
+STORE = "model_workers"  # names.process_group of this
+
+
+class World:
+    """Rank of a worker: its index. With one worker in all there is no process group, and no mesh.
+
+    waits for: worker 0 to serve, all to come (runtime.start_timeout_s); in a collective for the others, at most limit_s.
+    unblocked by: the others' arrival, or the loss of their connection.
+    """
+
+    def __init__(self, worker: Worker, *, limit_s: float) -> None:
+        self._worker = worker
+        self._limit_s = limit_s
+        self._store: TCPStore | None = None  # worker 0 serves it; it must outlive the process group
+        self.rank, self.size = worker.info.index, worker.info.count
+
+    async def rendezvous(self) -> str:
+        """Where the store is. Returns once it is served and published."""
+        runtime, names = self._worker.info.runtime, self._worker.names
+        key = names.process_group(STORE, self._worker.info.attempt)
+        if self.rank:
+            return await self._worker.wait_for_key(key, "model_worker/0 to open the rendezvous store")
+        self._store, address = serve_store(runtime.host, runtime.start_timeout_s)
+        await self._worker.publish(key, address)
+        return address
+
+    def join(self, address: str, device: torch.device) -> None:
+        """Meet the others. On the compute thread, as everything that waits for them."""
+        runtime = self._worker.info.runtime
+        if self._store is None:
+            host, _, port = address.rpartition(":")
+            self._store = store_at(host, int(port), runtime.start_timeout_s)
+        interface = interface_of(runtime.host)
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
+            store=self._store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self._limit_s),
+        )
+
+    def meshes(self, placements: list[ModelPlacement], device: torch.device) -> dict[str, ModelMesh | None]:
+        """Of all models, by name. Collective over the world."""
+        return {placement.name: ModelMesh.make(placement, device.type) for placement in placements}
+
+
+def interface_of(host: str) -> str:
+    """Name of the network interface that has an address, "" if none has: what gloo is told to bind to."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return str(name)
+    return ""
+
+
+def choose_device(index: int) -> torch.device:
+    """A GPU of its own where there are any, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", index % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,179 @@
+"""Who computes on which groups of a batch, and how the groups' keys get there. Pure.
+
+The master knows which worker holds which (id, key). Before a step `assign` gives every data-parallel rank of a model its part of
+the batch: where the data lies already, unless that leaves the ranks out of balance. `plan_redistribution` then moves what is
+missing there, and nothing else: exactly the pairs (id, key) that a worker needs and does not hold, each to it once.
+
+    bcast     one worker has what several need, and they need the same
+    scatter   one worker has what several need, each something else
+    gather    one worker needs what several have
+
+Workers execute the steps in order (asyncrl/model/data_manager.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncrl.messages import RedistribStep
+
+Holders = Mapping[str, Mapping[str, Collection[int]]]  # id -> key -> the workers that have it
+
+
+# ------------------------------------------------------------------------------------------------------------ assignment
+
+
+def assign(
+    ids: Sequence[str],
+    tokens: Mapping[str, int],
+    holders: Mapping[str, Collection[int]],
+    num_ranks: int,
+    tolerance: float,
+) -> list[list[str]]:
+    """The ids of each rank, in the order of `ids`. More ranks than ids: some get none.
+
+    tokens: of each id. holders: the ranks at which an id's data lies (none: it has to move anyway, wherever to).
+    An id stays at one of its holders unless the fullest rank would have more than (1 + tolerance) times the mean of tokens.
+    Then ids move from the fullest rank to the emptiest until that holds, or until no move of one id makes the fullest rank less
+    full; what turns out to have moved in vain goes back. The same arguments always give the same parts.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"{num_ranks} ranks: there must be at least one")
+    homes = {group: sorted(holders.get(group, ())) or list(range(num_ranks)) for group in ids}
+    place: dict[str, int] = {}
+    loads = [0] * num_ranks
+    free = sorted((group for group in ids if len(homes[group]) > 1), key=lambda group: -tokens[group])  # stable
+    for group in [*(group for group in ids if len(homes[group]) == 1), *free]:
+        place[group] = min(homes[group], key=lambda rank: (loads[rank], rank))
+        loads[place[group]] += tokens[group]
+
+    def move(group: str, rank: int) -> None:
+        loads[place[group]] -= tokens[group]
+        loads[rank] += tokens[group]
+        place[group] = rank
+
+    limit = (1 + tolerance) * sum(loads) / num_ranks
+    while (fullest := max(loads)) > limit:
+        top, low = loads.index(fullest), loads.index(min(loads))
+        here = [group for group in ids if place[group] == top and 0 < tokens[group] < fullest - loads[low]]
+        if not here:
+            break
+        move(_best_to_move([(group, tokens[group]) for group in here], fullest, loads[low], limit), low)
+    returned = max(loads) <= limit
+    while returned:
+        returned = False
+        for group in ids:
+            home = min(homes[group], key=lambda rank: (loads[rank], rank))
+            if place[group] not in homes[group] and loads[home] + tokens[group] <= limit:
+                move(group, home)
+                returned = True
+    return [[group for group in ids if place[group] == rank] for rank in range(num_ranks)]
+
+
+def _best_to_move(here: Sequence[tuple[str, int]], top: int, low: int, limit: float) -> str:
+    """The smallest that is enough; else the largest that fits; else what leaves the fuller of the two ranks the least full."""
+    fit = [(group, size) for group, size in here if low + size <= limit]
+    enough = [(group, size) for group, size in fit if top - size <= limit]
+    if enough:
+        return min(enough, key=lambda entry: entry[1])[0]
+    if fit:
+        return max(fit, key=lambda entry: entry[1])[0]
+    return min(here, key=lambda entry: max(top - entry[1], low + entry[1]))[0]
+
+
+# ------------------------------------------------------------------------------------------------------------------ plan
+
+
+def plan_redistribution(
+    needed: Mapping[int, Sequence[str]], keys: Sequence[str], holders: Holders
+) -> list[RedistribStep]:
+    """Steps after which each worker has these keys of the ids it needs. Raises ValueError for a pair that nobody holds.
+
+    Where several workers have a pair, the one that sends the least so far (in pairs) sends it.
+    """
+    wanted: dict[str, list[int]] = {}
+    for worker, ids in needed.items():
+        for group in ids:
+            wanted.setdefault(group, []).append(worker)
+    sent: dict[int, int] = {}
+    to_several: dict[tuple[int, tuple[int, ...], tuple[str, ...]], list[str]] = {}
+    to_one: dict[tuple[str, ...], dict[tuple[int, int], list[str]]] = {}
+    for group, workers in wanted.items():
+        for (sources, targets), missing in _missing(group, workers, keys, holders).items():
+            root = min(sources, key=lambda worker: (sent.get(worker, 0), worker))
+            sent[root] = sent.get(root, 0) + len(missing) * len(targets)
+            if len(targets) > 1:
+                to_several.setdefault((root, targets, missing), []).append(group)
+            else:
+                to_one.setdefault(missing, {}).setdefault((root, targets[0]), []).append(group)
+    steps = [
+        RedistribStep("bcast", root, list(targets), [ids], list(moved))
+        for (root, targets, moved), ids in to_several.items()
+    ]
+    for moved, pairs in to_one.items():
+        steps += _steps_to_one(moved, pairs)
+    return steps
+
+
+def _missing(
+    group: str, workers: Sequence[int], keys: Sequence[str], holders: Holders
+) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, ...]]:
+    """Keys of an id that are not where they are needed, by (who has them, who needs them)."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, ...]] = {}
+    for key in keys:
+        have = holders.get(group, {}).get(key, ())
+        targets = tuple(worker for worker in workers if worker not in have)
+        if not targets:
+            continue
+        if not have:
+            raise ValueError(f"no worker holds the key {key!r} of id {group!r}, which the workers {list(targets)} need")
+        pair = tuple(sorted(have)), targets
+        found[pair] = (*found.get(pair, ()), key)
+    return found
+
+
+def _steps_to_one(keys: tuple[str, ...], pairs: Mapping[tuple[int, int], list[str]]) -> Iterator[RedistribStep]:
+    """As scatters or as gathers, whichever are fewer."""
+    roots, targets = dict.fromkeys(root for root, _ in pairs), dict.fromkeys(target for _, target in pairs)
+    if len(targets) < len(roots):
+        for target in targets:
+            members = {root: ids for (root, to), ids in pairs.items() if to == target}
+            yield RedistribStep("gather", target, list(members), list(members.values()), list(keys))
+        return
+    for root in roots:
+        members = {to: ids for (source, to), ids in pairs.items() if source == root}
+        yield RedistribStep("scatter", root, list(members), list(members.values()), list(keys))
+
+
+# --------------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one worker sends to others: to each of `targets` the same."""
+
+    source: int
+    targets: tuple[int, ...]
+    ids: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+def transfers(step: RedistribStep) -> list[Transfer]:
+    """A step, taken apart, in the order in which all workers execute it. Raises ValueError where it makes no sense."""
+    keys = tuple(step.keys)
+    if step.kind == "bcast":
+        if len(step.ids) != 1:
+            raise ValueError(f"a bcast of {len(step.ids)} lists of ids: it has one")
+        return [Transfer(step.root, tuple(step.workers), tuple(step.ids[0]), keys)]
+    if len(step.ids) != len(step.workers):
+        raise ValueError(f"a {step.kind} of {len(step.ids)} lists of ids for {len(step.workers)} workers: one each")
+    each = zip(step.workers, step.ids, strict=True)
+    if step.kind == "scatter":
+        return [Transfer(step.root, (worker,), tuple(ids), keys) for worker, ids in each]
+    return [Transfer(worker, (step.root,), tuple(ids), keys) for worker, ids in each]
+
+
+def members(steps: Iterable[RedistribStep]) -> list[int]:
+    """All workers that take part in any of the steps."""
+    return sorted({worker for step in steps for worker in (step.root, *step.workers)})

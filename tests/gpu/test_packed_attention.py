@@ -1,0 +1,58 @@
+"""Packed attention on a GPU: the varlen kernel in bfloat16 and rectangles in float32 give what the CPU gives."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.model import attention
+from asyncrl.model.logprobs import token_logprobs
+from asyncrl.model.packing import Packed
+from asyncrl.testing.tiny import make_tiny_model
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (7, 1, 300, 12, 13, 1, 64, 9, 30)
+
+
+def outputs(model, device, dtype, window):
+    """(logprobs, gradient of every parameter) of a packed row with padding, by an autocast in dtype."""
+    ids = np.random.default_rng(0).integers(0, 64, sum(LENGTHS))
+    packed = Packed.of(ids, LENGTHS, pad_to=len(ids) + 5, device=device)
+    model = copy.deepcopy(model).to(device)
+    for layer in model.base_model.layers:
+        layer.self_attn.sliding_window = window
+    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        hidden = model.base_model(
+            input_ids=packed.input_ids, position_ids=packed.position_ids, segments=packed.segments, use_cache=False
+        ).last_hidden_state[0]
+        logprobs, _ = token_logprobs(
+            hidden[packed.predictors],
+            model.get_output_embeddings(),
+            packed.input_ids[0, packed.predicted],
+            temperature=0.7,
+            chunk_tokens=64,
+        )
+    (logprobs.sum() / len(ids)).backward()
+    return logprobs.detach().cpu(), [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+def test_values_and_gradients_are_those_of_the_cpu(dtype, tolerance, window):
+    model = make_tiny_model(None)
+    model.set_attn_implementation(attention.NAME)
+    (expected, expected_grads), (found, grads) = (
+        outputs(model, "cpu", torch.float32, window),
+        outputs(model, "cuda", dtype, window),
+    )
+    assert (found - expected).norm() < tolerance * expected.norm()
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        assert (ours - theirs).norm() < tolerance * theirs.norm() + 1e-6
+
+
+def test_16_bits_take_the_varlen_kernel():
+    query = torch.zeros(1, 4, 8, 16, device="cuda")
+    assert attention._has_varlen(query.bfloat16())
+    assert not attention._has_varlen(query)

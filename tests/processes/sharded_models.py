@@ -1,0 +1,41 @@
+"""Engines for tests of weights: changed by known numbers, in any layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from asyncrl.config import ModelConfig, TrainConfig
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.mesh import ModelMesh
+from asyncrl.topology import ModelPlacement, ParallelGrid
+
+
+def placement(name: str, grid: str, workers: list[int] | None = None) -> ModelPlacement:
+    parsed = ParallelGrid.parse(grid)
+    return ModelPlacement(name, parsed, tuple(workers if workers is not None else range(parsed.size)))
+
+
+def shard(
+    path: str,
+    mesh: ModelMesh | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    change: float = 0.0,
+    trainable: bool = True,
+) -> TrainEngine:
+    """A model of path, each element changed by a random number, in the layout of the mesh; None: whole."""
+    name, grid, workers = ("whole", "d1p1m1", [0])
+    if mesh is not None:
+        name, grid, workers = mesh.placement.name, str(mesh.placement.grid), list(mesh.placement.workers)
+    config = ModelConfig(name, path, grid, workers, trainable=trainable)
+    engine = TrainEngine(config, TrainConfig(dtype=str(dtype).removeprefix("torch.")), mesh=mesh)
+    with torch.no_grad():
+        for tensor_name, parameter in engine.named_parameters().items():
+            generator = torch.Generator().manual_seed(sum(tensor_name.encode()))
+            noise: Tensor = change * torch.randn(parameter.shape, generator=generator)
+            if isinstance(parameter, DTensor):
+                noise = distribute_tensor(noise, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.add_(noise)
+    return engine

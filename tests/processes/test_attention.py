@@ -1,0 +1,183 @@
+"""Packed attention: a packed row gives what each sequence alone gives in the plain model, in values and in gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.model import attention
+from asyncrl.model.packing import Packed
+from asyncrl.testing.tiny import ARCHITECTURES, make_tiny_model
+
+LENGTHS = (7, 1, 30, 12, 13, 1, 64, 9, 30)
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread():
+    torch.set_num_threads(1)
+
+
+def models(architecture: str = "qwen2", plain: str = "eager", window: int | None = None, **shape):
+    """(the model as Hugging Face runs it, the same with packed attention)."""
+    model = make_tiny_model(None, architecture, **({"hidden_size": 32, "intermediate_size": 64} | shape)).base_model
+    model.config.sliding_window = window
+    if hasattr(model, "has_sliding_layers"):
+        model.config.layer_types = ["sliding_attention" if window else "full_attention"] * len(model.layers)
+        model.has_sliding_layers = window is not None
+        for layer in model.layers:
+            layer.self_attn.sliding_window = window
+    packed = copy.deepcopy(model)
+    model.set_attn_implementation(plain)
+    packed.set_attn_implementation(attention.NAME)
+    return model, packed
+
+
+def tokens_of(lengths, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 64, n) for n in lengths]
+
+
+def one_at_a_time(model, sequences) -> torch.Tensor:
+    """[T, hidden size]"""
+    return torch.cat(
+        [model(input_ids=torch.tensor(ids)[None], use_cache=False).last_hidden_state[0] for ids in sequences]
+    )
+
+
+def in_one_row(model, sequences, padding: int = 0) -> torch.Tensor:
+    """[T, hidden size]"""
+    ids = np.concatenate(sequences)
+    packed = Packed.of(ids, [len(s) for s in sequences], pad_to=len(ids) + padding)
+    hidden = model(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, segments=packed.segments, use_cache=False
+    ).last_hidden_state
+    assert hidden.isfinite().all()
+    return hidden[0, : packed.num_tokens]
+
+
+def assert_same(model, packed_model, sequences, *, padding: int = 0, atol: float = 1e-5) -> None:
+    expected, found = one_at_a_time(model, sequences), in_one_row(packed_model, sequences, padding)
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    for (name, ours), theirs in zip(packed_model.named_parameters(), model.parameters(), strict=True):
+        scale = float(theirs.grad.abs().max())
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-5 * max(1.0, scale), msg=name)
+
+
+@pytest.mark.parametrize("plain", ["eager", "sdpa"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_packed_row_is_its_sequences_one_at_a_time(architecture, plain):
+    assert_same(*models(architecture, plain), tokens_of(LENGTHS))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (8, 2)])
+def test_heads_that_share_keys(heads, kv_heads):
+    assert_same(*models(num_heads=heads, num_kv_heads=kv_heads), tokens_of(LENGTHS))
+
+
+@pytest.mark.parametrize("window", [1, 8, 30, 1000])
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2"])
+def test_sliding_windows(architecture, window):
+    model, packed = models(architecture, window=window)
+    assert_same(model, packed, tokens_of(LENGTHS))
+    unlimited, _ = models(architecture)
+    differs = (one_at_a_time(unlimited, tokens_of(LENGTHS)) - in_one_row(packed, tokens_of(LENGTHS))).abs().max()
+    assert (differs > 1e-3) == (window < max(LENGTHS))  # so that the comparison covers the window
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (40,), (5, 5, 5), (60, 3), (3, 60)], ids=str)
+def test_edges(lengths):
+    assert_same(*models(), tokens_of(lengths))
+
+
+def test_padding_behind_the_sequences_changes_nothing():
+    model, packed = models()
+    assert_same(model, packed, tokens_of(LENGTHS), padding=11)
+    without, padded = (in_one_row(packed, tokens_of(LENGTHS), padding) for padding in (0, 100))
+    torch.testing.assert_close(padded, without, rtol=0, atol=1e-6)
+
+
+def test_an_empty_micro_batch_runs_and_has_no_gradient():
+    _, packed_model = models()
+    packed = Packed.of(np.array([], np.int64), [], pad_to=4)
+    hidden = packed_model(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, segments=packed.segments, use_cache=False
+    ).last_hidden_state
+    assert hidden.isfinite().all()
+    hidden[0, : packed.num_tokens].sum().backward()
+    assert all(p.grad is None or not p.grad.count_nonzero() for p in packed_model.parameters())
+
+
+def test_with_gradient_checkpointing():
+    model, packed = models()
+    packed.activation_checkpointing_enable({"use_reentrant": False})
+    packed.train()
+    assert_same(model, packed, tokens_of(LENGTHS))
+
+
+def test_the_gradient_of_attention_itself():
+    """Against numbers: torch's own check of a function's gradients, in float64."""
+    segments = attention.Segments.of([3, 1, 5])
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, heads, 11, 4, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)
+    ]
+
+    def attend(*qkv):
+        return attention.packed_attention(torch.nn.Module(), *qkv, None, segments=segments, scaling=0.7)[0]
+
+    assert torch.autograd.gradcheck(attend, inputs)
+    assert attend(*inputs)[0, 9:].count_nonzero() == 0
+
+
+def test_bfloat16_autocast_computes_attention_in_bfloat16():
+    """Rotary embeddings make float32 of queries and keys under autocast, not of values."""
+    model, packed = models(plain="sdpa")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = one_at_a_time(model, tokens_of(LENGTHS)), in_one_row(packed, tokens_of(LENGTHS))
+    assert found.dtype == expected.dtype
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+def test_without_segments_each_row_of_a_batch_is_a_sequence():
+    model, packed = models()
+    input_ids = torch.tensor(np.stack(tokens_of((9, 9, 9))))
+    expected, found = (m(input_ids=input_ids, use_cache=False).last_hidden_state for m in (model, packed))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_sequences_do_not_see_each_other():
+    _, packed = models()
+    sequences = tokens_of(LENGTHS)
+    before = in_one_row(packed, sequences)
+    sequences[2] = (sequences[2] + 1) % 64
+    changed = (in_one_row(packed, sequences) - before).abs().amax(-1) > 0
+    start = sum(LENGTHS[:2])
+    assert changed.nonzero().flatten().tolist() == list(range(start, start + LENGTHS[2]))
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"softcap": 50.0}, "softcap"),
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"dropout": 0.1}, "attention_dropout"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "not an attention_mask"),
+    ],
+)
+def test_what_is_not_supported_is_refused(extra, says):
+    query = torch.zeros(1, 2, 4, 8)
+    arguments = {"attention_mask": None, "segments": attention.Segments.of([4])} | extra
+    with pytest.raises(ValueError, match=says):
+        attention.packed_attention(torch.nn.Module(), query, query, query, **arguments)
+
+
+def test_two_packed_rows_are_refused():
+    query = torch.zeros(2, 2, 4, 8)
+    with pytest.raises(ValueError, match="one packed row, not 2"):
+        attention.packed_attention(torch.nn.Module(), query, query, query, None, segments=attention.Segments.of([4]))

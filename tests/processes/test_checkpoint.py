@@ -1,0 +1,245 @@
+"""Checkpoints: saved in one layout, loaded in another, the training goes on bit for bit; a torn one is told from a whole one."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sharded_models import placement, shard
+
+from asyncrl.messages import WrittenFile
+from asyncrl.model import checkpoint
+from asyncrl.model.checkpoint import CheckpointError
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_whole
+from asyncrl.model.mesh import ModelMesh
+from asyncrl.testing.gang import Gang, GangError
+from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
+from asyncrl.weights import WeightsError
+
+STATE = {"kl_coef": 0.125, "value_norm": {"mean": [1.0, 2.5], "count": 7}, "cursor": [3, 4]}
+DRAWS = 3
+
+
+@pytest.fixture(scope="module")
+def gang():
+    with Gang(8, limit_s=120.0) as gang:
+        yield gang
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = make_char_tokenizer(None, ALPHABET[:-1])
+    make_tiny_model(path, tokenizer=tokenizer, hidden_size=24, intermediate_size=54, num_layers=3)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def saved(gang, model_path, tmp_path_factory) -> Path:
+    """Of d2p2m2, after two steps, with a frozen reference on d2."""
+    path = tmp_path_factory.mktemp("checkpoints") / "step-2"
+    save_all(gang, model_path, "d2p2m2", path)
+    return path
+
+
+def save_all(gang: Gang, model_path: str, grid: str, path: Path) -> list[Any]:
+    answers = gang.run(save, model_path, grid, str(path), num_ranks=None)
+    checkpoint.commit(path, [file for files, _ in answers for file in files], state=STATE, fsync=False)
+    return [drawn for _, drawn in answers]
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+
+def make(path: str, grid: str, ref_grid: str, *, change: float) -> dict[str, TrainEngine]:
+    """What this rank has of an actor with an optimizer and of a frozen reference on the first ranks."""
+    models = {}
+    for name, sizes in (("actor", grid), ("ref", ref_grid)):
+        mesh = ModelMesh.make(placement(name, sizes), "cpu")
+        if mesh is not None:
+            trainable = name == "actor"
+            models[name] = shard(path, mesh, change=change if trainable else 2 * change, trainable=trainable)
+    return models
+
+
+def step(model: TrainEngine) -> None:
+    """With gradients that any part of a parameter has by itself."""
+    for parameter in model.named_parameters().values():
+        parameter.grad = parameter.detach().sin()
+    assert model.optimizer is not None
+    for group in model.optimizer.param_groups:
+        group["lr"] = 1e-2
+    model.optimizer.step()
+
+
+def draw() -> list[float]:
+    return [float(torch.rand(1)), float(np.random.rand()), random.random()]
+
+
+def save(rank: int, model_path: str, grid: str, path: str) -> tuple[list[WrittenFile], list[float]]:
+    torch.manual_seed(rank)
+    np.random.seed(rank)
+    random.seed(rank)
+    np.random.randn()
+    models = make(model_path, grid, "d2", change=0.1)
+    for _ in range(2):
+        if "actor" in models:
+            step(models["actor"])
+    taken = checkpoint.snapshot(models)
+    if "actor" in models:  # training goes on before it is written
+        step(models["actor"])
+    return checkpoint.write(Path(path), taken, fsync=False), draw()
+
+
+def load(rank: int, model_path: str, grid: str, ref_grid: str, path: str, num_ranks: int) -> Any:
+    """(actor after one more step, ref, the state, random numbers)."""
+    models = make(model_path, grid, ref_grid, change=0.5)
+    if rank >= num_ranks:
+        return {}, {}, None, None
+    state = checkpoint.load(Path(path), models, workers=range(num_ranks))
+    drawn = draw()
+    if "actor" in models:
+        step(models["actor"])
+    return whole(models.get("actor")), whole(models.get("ref")), state, drawn
+
+
+def whole(model: TrainEngine | None) -> dict[str, torch.Tensor]:
+    buckets = take_whole(model, 10**6) if model is not None else []
+    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors()}
+
+
+# ---------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize(
+    ("grid", "ref_grid"), [("d1", "d1"), ("d3", "m2"), ("p2m2", "p2"), ("d2p2", "d2m2"), ("d2p2m2", "d2")]
+)
+def test_training_goes_on_in_another_layout(gang, model_path, saved, grid, ref_grid):
+    size = max(placement("a", grid).grid.size, placement("a", ref_grid).grid.size)
+    actors, refs, states, _ = zip(*gang.run(load, model_path, grid, ref_grid, str(saved), size), strict=True)
+    expected = shard(model_path, None, change=0.1)
+    for _ in range(3):
+        step(expected)
+    (actor,), (ref,) = ([found for found in answers if found] for answers in (actors, refs))
+    for found, wanted in ((actor, expected), (ref, shard(model_path, None, change=0.2))):
+        assert set(found) == set(wanted.named_parameters())
+        for name, tensor in wanted.named_parameters().items():
+            assert torch.equal(found[name], tensor), name
+    assert list(states[:size]) == [STATE] * size
+
+
+def test_random_numbers_go_on_where_they_were(gang, model_path, tmp_path):
+    drawn = save_all(gang, model_path, "d2p2m2", tmp_path / "c")
+    again = gang.run(load, model_path, "d2p2m2", "d2", str(tmp_path / "c"), 8)
+    assert [numbers for *_, numbers in again] == drawn
+    assert len({tuple(numbers) for numbers in drawn}) == 8
+
+
+def test_each_part_is_written_once_and_by_all(saved, model_path):
+    """The parameter and two moments in float32 and the reference, nothing twice, though norms are on all and tied ones on two."""
+    manifest = checkpoint.verify(saved)
+    sizes = [entry.bytes for name, entry in manifest.files.items() if name.endswith(".safetensors")]
+    one = sum(tensor.nbytes for tensor in shard(model_path, None).named_parameters().values())
+    headers = sum(
+        int.from_bytes((saved / name).read_bytes()[:8], "little") + 8 for name in manifest.files if "part" in name
+    )
+    assert sum(sizes) == 4 * one + headers
+    assert len(sizes) == 8
+    assert not [entry for entry in saved.iterdir() if entry.suffix not in (".safetensors", ".json")]  # nothing pickled
+
+
+def test_one_process_without_a_world(model_path, tmp_path):
+    """Also before the first step: there are no moments yet."""
+    for steps in (0, 2):
+        model = shard(model_path, None, change=0.1)
+        for _ in range(steps):
+            step(model)
+        path = tmp_path / str(steps)
+        files = checkpoint.write(path, checkpoint.snapshot({"actor": model}))
+        checkpoint.commit(path, files, state={})
+        other = shard(model_path, None)
+        assert checkpoint.load(path, {"actor": other}, workers=[0]) == {}
+        for each in (model, other):
+            step(each)
+        for name, tensor in model.named_parameters().items():
+            assert torch.equal(other.named_parameters()[name], tensor), name
+
+
+def test_what_a_died_attempt_left_goes(gang, model_path, tmp_path):
+    left = tmp_path / "c.writing"
+    left.mkdir()
+    (left / "part-00007-00003.safetensors").write_bytes(b"torn")
+    (left / "state-00099.json").write_bytes(b"{")
+    save_all(gang, model_path, "d2", tmp_path / "c")
+    checkpoint.verify(tmp_path / "c")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+    assert not (tmp_path / "c" / "state-00099.json").exists()
+
+
+def test_a_missing_part_makes_no_checkpoint(gang, model_path, tmp_path):
+    path = tmp_path / "c"
+    files = [file for files, _ in gang.run(save, model_path, "d2", str(path)) for file in files]
+    lacking = [file for file in files if not file.name.startswith("part-00001")]
+    with pytest.raises(CheckpointError, match=r"of tensor actor\..* there are \d+ of \d+ elements"):
+        checkpoint.commit(path, lacking, state={})
+    assert list(tmp_path.iterdir()) == []
+    files = [file for files, _ in gang.run(save, model_path, "d2", str(path)) for file in files]
+    (tmp_path / "c.writing" / files[0].name).write_bytes(b"short")
+    with pytest.raises(WeightsError, match=r"has 5 bytes; the worker that wrote it reported \d+ bytes"):
+        checkpoint.commit(path, files, state={})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "checkpoint.json").unlink(), "has no checkpoint.json"),
+        (lambda path: (path / "checkpoint.json").write_text("{"), "cannot be read"),
+        (
+            lambda path: (path / "part-00003-00000.safetensors").unlink(),
+            "part-00003-00000.safetensors is in the manifest but",
+        ),
+        (lambda path: flip(path / "part-00005-00000.safetensors"), "part-00005-00000.safetensors has another checksum"),
+        (lambda path: flip(path / "state-00002.json"), "state-00002.json has another checksum"),
+    ],
+    ids=["no manifest", "torn manifest", "no part", "flipped", "flipped state"],
+)
+def test_a_torn_checkpoint_is_refused_by_all(gang, model_path, saved, tmp_path, damage, message):
+    path = tmp_path / "torn"
+    shutil.copytree(saved, path)
+    damage(path)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.verify(path)
+    with pytest.raises(GangError, match=message) as caught:
+        gang.run(load, model_path, "d2", "d1", str(path), 2)
+    errors = caught.value.errors
+    assert [type(errors[rank]) for rank in sorted(errors)] == [CheckpointError] * 2
+
+
+def test_another_model_does_not_fit(model_path, saved, tmp_path):
+    make_tiny_model(tmp_path, hidden_size=24, intermediate_size=54, num_layers=3)
+    with pytest.raises(CheckpointError, match=r"does not fit model 'ref': Size mismatch .*\(\[64, 24\]\) for ref"):
+        checkpoint.load(saved, {"ref": shard(str(tmp_path), None)}, workers=[0])
+    with pytest.raises(CheckpointError, match=r"does not fit model 'critic': Missing key .* critic\."):
+        checkpoint.load(saved, {"critic": shard(model_path, None)}, workers=[0])
+
+
+def test_a_newer_format_is_said(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "c")
+    about = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
+    (tmp_path / "c" / "checkpoint.json").write_text(json.dumps(about | {"format": 2}))
+    with pytest.raises(CheckpointError, match="has format 2, this program reads 1"):
+        checkpoint.verify(tmp_path / "c")
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))

@@ -1,0 +1,240 @@
+"""Hugging Face files out of any layout: bit-equal to the whole parameters, and no rank ever has the whole model."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sharded_models import placement, shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncrl.config import ConfigError
+from asyncrl.messages import WeightVersion, WrittenFile
+from asyncrl.model.export import checkpoint_tensors, commit_model, take_share, take_whole
+from asyncrl.model.mesh import ModelMesh
+from asyncrl.testing.gang import Gang
+from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
+from asyncrl.weights import commit_version, tensor_files, verify_version, write_part
+
+V1 = WeightVersion(1, 1)
+GRIDS = ["d2", "m2", "p2", "d3", "d2m2", "p2m2", "d2p2", "d2p2m2"]
+MAX_BYTES = 3000  # on the way at a rank: many rounds, tensors in pieces
+
+
+@pytest.fixture(scope="module")
+def gang():
+    with Gang(8, limit_s=120.0) as gang:
+        yield gang
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model_path(request, tmp_path_factory) -> Path:
+    """63 tokens, 3 layers, 54 intermediate: sizes that 2 or 4 do not divide."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = make_char_tokenizer(None, ALPHABET[:-1])
+    make_tiny_model(
+        path,
+        "qwen3",
+        tokenizer=tokenizer,
+        hidden_size=24,
+        intermediate_size=54,
+        num_layers=3,
+        tie_embeddings=request.param,
+    )
+    return path
+
+
+def expected(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    model = shard(str(path), None, change=0.1)
+    return {name: tensor.detach().to(dtype) for name, tensor in model.named_parameters().items()}
+
+
+def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+
+def write(rank: int, path: str, grid: str, to: str, dtype: torch.dtype, shard_bytes: int) -> list[WrittenFile]:
+    mesh = ModelMesh.make(placement("actor", grid), "cpu")
+    if mesh is None:
+        return []
+    model = shard(path, mesh, dtype=dtype, change=0.1)
+    tensors = take_share(model, max_bytes=MAX_BYTES)
+    with torch.no_grad():
+        for parameter in model.named_parameters().values():  # training goes on before the share is written
+            parameter.zero_()
+    return write_part(Path(to), tensors.items(), part=rank, shard_bytes=shard_bytes, fsync=False)
+
+
+def hold(rank: int, path: str, grid: str) -> dict[str, torch.Tensor]:
+    mesh = ModelMesh.make(placement("actor", grid), "cpu")
+    if mesh is None:
+        return {}
+    buckets = take_whole(shard(path, mesh, dtype=torch.bfloat16, change=0.1), 20_000, max_bytes=MAX_BYTES)
+    assert all(bucket.flat.numel() <= 20_000 for bucket in buckets)
+    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors()}
+
+
+class MemoryCounter(TorchDispatchMode):
+    """Bytes of tensor memory that was made inside and is alive, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
+                storage = leaf.untyped_storage()
+                if leaf.device.type != "meta" and storage._cdata not in known | self._seen:
+                    self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+        def free() -> None:
+            self._seen.discard(key)
+            self.now -= size
+
+        weakref.finalize(storage, free)
+
+
+def measure(rank: int, path: str, grid: str) -> tuple[int, int, int]:
+    """(bytes of this rank's share, most that the snapshot made at once, bytes that it has itself)."""
+    mesh = ModelMesh.make(placement("actor", grid), "cpu")
+    assert mesh is not None
+    model = shard(path, mesh)
+    own = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in model.named_parameters().values())
+    with MemoryCounter() as counter:
+        tensors = take_share(model, max_bytes=MAX_BYTES)
+    return sum(tensor.nbytes for tensor in tensors.values()), counter.peak, own
+
+
+# ---------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_files_are_bit_equal_to_the_parameters(gang, tmp_path, model_path, grid):
+    path, wanted = tmp_path / str(V1), expected(model_path, torch.bfloat16)
+    answers = gang.run(write, str(model_path), grid, str(path), torch.bfloat16, 20_000)
+    size = placement("actor", grid).grid.size
+    assert all(answers[:size])  # every rank has written some of it
+    files = [file for answer in answers for file in answer]
+    commit_version(path, files, source_dir=model_path, version=V1, fsync=False)
+    manifest = verify_version(path, V1)
+    assert (
+        len(tensor_files(path))
+        == len(files)
+        == sum("safetensors" in name and "index" not in name for name in manifest.files)
+    )
+    found: dict[str, torch.Tensor] = {}
+    for file in tensor_files(path):
+        assert file.name.startswith("model-")
+        part = load_file(file)
+        assert not set(part) & set(found)
+        found |= part
+    equal(found, wanted)
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    equal({name: tensor.detach() for name, tensor in loaded.named_parameters()}, wanted)
+
+
+def test_shares_are_even_and_nobody_has_the_whole_model(gang, model_path):
+    """Counted, not estimated: all tensor memory that a snapshot makes."""
+    whole = sum(tensor.nbytes for tensor in expected(model_path, torch.float32).values())
+    shares, peaks, _ = zip(*gang.run(measure, str(model_path), "d2p2m2"), strict=True)
+    assert sum(shares) == whole
+    largest = max(tensor.nbytes for tensor in expected(model_path, torch.float32).values())
+    assert (
+        max(shares) <= whole / 8 + whole / 8 + largest
+    )  # stages differ; within one, an even share and at most one tensor more
+    for share, peak in zip(shares, peaks, strict=True):
+        assert share <= peak <= share + 4 * MAX_BYTES
+    assert max(peaks) < whole / 3
+
+
+@pytest.mark.parametrize("grid", ["d1", "d2p2m2"])
+def test_one_rank_has_all_for_the_network(gang, model_path, grid):
+    first, *others = gang.run(hold, str(model_path), grid)
+    equal(first, expected(model_path, torch.bfloat16))
+    assert not any(others)
+
+
+def test_a_model_for_the_user(gang, tmp_path, model_path):
+    path = tmp_path / "final"
+    (path / "of an earlier save").mkdir(parents=True)
+    answers = gang.run(write, str(model_path), "d2p2", str(path), torch.bfloat16, 10**9)
+    files = [file for answer in answers for file in answer]
+    config = shard(str(model_path), None).config
+    commit_model(
+        path,
+        files,
+        config=config,
+        dtype=torch.bfloat16,
+        source_dir=model_path,
+        tokenizer_path=model_path,
+    )
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["final"]
+    assert not (path / "of an earlier save").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    equal(dict(loaded.named_parameters()), expected(model_path, torch.bfloat16))
+    assert loaded.generation_config.eos_token_id == config.eos_token_id
+    with torch.no_grad():
+        assert loaded(torch.tensor([[1, 2]])).logits.isfinite().all()
+
+
+# -------------------------------------------------------------------------------------------------------- fused experts
+
+
+@pytest.fixture(scope="module")
+def experts_path(tmp_path_factory) -> Path:
+    """Its checkpoint has a tensor for each expert, its module one for all."""
+    path = tmp_path_factory.mktemp("experts")
+    tokenizer = make_char_tokenizer(path)
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=8,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def test_experts_are_taken_apart_by_one_rank(experts_path):
+    source = load_file(experts_path / "model.safetensors")
+    found = take_share(shard(str(experts_path), None))
+    assert any(".experts.3.down_proj" in name for name in found)
+    equal(found, source)
+
+
+def test_and_not_by_several(experts_path):
+    engine = shard(str(experts_path), None)
+    one_of_two = SimpleNamespace(
+        mesh=SimpleNamespace(placement=placement("actor", "d2")),
+        model=engine.model,
+        config=engine.config,
+        named_parameters=engine.named_parameters,
+        onload=engine.onload,
+    )
+    with pytest.raises(
+        ConfigError, match=r"allocation: models of type 'qwen3_moe' keep .*experts.* train it on d1p1m1"
+    ):
+        checkpoint_tensors(one_of_two)

@@ -1,0 +1,83 @@
+"""A gang of ranks for tests: results in order, failures with their tracebacks, bounded waits, and a new start after the worst."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.testing.gang import Gang, GangError
+
+counts: dict[str, int] = {}
+
+
+def summed(rank: int, value: float) -> float:
+    tensor = torch.tensor(value + rank)
+    dist.all_reduce(tensor)
+    return float(tensor)
+
+
+def count_calls(rank: int) -> int:
+    counts["calls"] = counts.get("calls", 0) + 1
+    return counts["calls"]
+
+
+def fail_where(rank: int, failing: list[int], wait: bool) -> float:
+    if rank in failing:
+        raise LookupError(f"nothing at {rank}")
+    return summed(rank, 0.0) if wait else 0.0
+
+
+def die(rank: int) -> float:
+    if rank == 1:
+        os._exit(7)
+    return summed(rank, 0.0)
+
+
+def sleep(rank: int) -> None:
+    time.sleep(60 if rank == 0 else 0)
+
+
+@pytest.fixture(scope="module")
+def gang():
+    with Gang(3) as gang:
+        yield gang
+
+
+def test_results_come_in_the_order_of_the_ranks(gang):
+    assert gang.run(summed, 2.0) == [9.0] * 3
+    assert len(gang.run(count_calls, num_ranks=2)) == 2
+
+
+def test_what_a_call_leaves_is_there_for_the_next(gang):
+    first = gang.run(count_calls)[0]
+    assert gang.run(count_calls)[0] == first + 1
+
+
+def test_an_error_of_all_that_are_called_leaves_the_gang_as_it_is(gang):
+    first = gang.run(count_calls)[0]
+    with pytest.raises(GangError, match=r"rank 0: Traceback(?s:.*)nothing at 0(?s:.*)rank 2: ") as caught:
+        gang.run(fail_where, [0, 2], False)
+    assert isinstance(caught.value.__cause__, LookupError)
+    assert set(caught.value.errors) == {0, 2}
+    assert gang.run(count_calls)[0] == first + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "told"),
+    [
+        (fail_where, ([1], True), r"rank 1: Traceback(?s:.*)nothing at 1(?s:.*)no answer from ranks \[0, 2\]"),
+        (die, (), r"failed\nrank 1: died with exit code 7\n"),
+        (sleep, (), r"no answer from ranks \[0\] within 3 s"),
+    ],
+    ids=["fails", "dies", "is late"],
+)
+def test_a_rank_that_the_others_wait_for_in_vain_ends_the_call(gang, function, arguments, told):
+    start = time.monotonic()
+    with pytest.raises(GangError, match=told):
+        gang.run(function, *arguments, limit_s=3)
+    assert time.monotonic() - start < 20
+    assert gang.run(summed, 0.0) == [3.0] * 3

@@ -1,0 +1,235 @@
+"""Logprobs without logits: the plain formula's values and gradients, whole, in blocks and with the vocabulary over ranks."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from asyncrl.model import logprobs as module
+from asyncrl.model.logprobs import token_logprobs
+
+NUM_TOKENS, VOCAB = 37, 50
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.setattr(module, "_BLOCK_LOGITS", {False: 128, True: 128})
+    monkeypatch.setattr(module, "_LEAST_WORDS", 16)
+
+
+def problem(bias: bool = False, num_tokens: int = NUM_TOKENS, vocab: int = VOCAB):
+    """(hidden, layer, targets, weights of the tokens' logprobs in the loss)."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, 8, generator=generator, requires_grad=True)
+    layer = torch.nn.Linear(8, vocab, bias=bias)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    targets = torch.randint(0, vocab, (num_tokens,), generator=generator)
+    return hidden, layer, targets, torch.randn(num_tokens, generator=generator)
+
+
+def plain(hidden, layer, targets, temperature):
+    """(logprobs, entropy), by all logits."""
+    all_logprobs = (layer(hidden).float() / temperature).log_softmax(-1)
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    return all_logprobs.gather(-1, targets[:, None])[:, 0], entropy.detach()
+
+
+def assert_close(found, expected, rtol=1e-5, atol=5e-6):
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_and_gradients_are_those_of_the_plain_formula(chunk_tokens, temperature, bias):
+    hidden, layer, targets, weights = problem(bias)
+    inputs = [hidden, *layer.parameters()]
+    found = token_logprobs(hidden, layer, targets, temperature=temperature, chunk_tokens=chunk_tokens)
+    expected = plain(hidden, layer, targets, temperature)
+    assert_close(found, expected)
+    assert not found[1].requires_grad
+    assert_close(
+        torch.autograd.grad(found[0] @ weights, inputs), torch.autograd.grad(expected[0] @ weights, inputs), atol=1e-5
+    )
+
+
+def test_a_weight_may_be_given_that_something_else_uses_too():
+    """Tied: the gradient of the embedding is added to that of the output layer."""
+    hidden, layer, targets, weights = problem()
+    embedded = (torch.nn.functional.embedding(targets, layer.weight) + hidden).detach()
+    ids = targets.flip(0)
+    grads = []
+    for output in (lambda h: token_logprobs(h, layer.weight, targets, temperature=1.0, chunk_tokens=9)[0],
+                   lambda h: plain(h, layer, targets, 1.0)[0]):  # fmt: skip
+        logprobs = output(torch.nn.functional.embedding(ids, layer.weight) + embedded)
+        grads.append(torch.autograd.grad(logprobs @ weights, layer.weight)[0])
+    assert_close(*grads, atol=2e-5)
+
+
+def test_tokens_outside_the_loss_get_no_gradient_and_cost_nothing_in_backward():
+    hidden, layer, targets, weights = problem()
+    weights[5:] = 0
+    logprobs, _ = token_logprobs(hidden, layer, targets, temperature=1.0, chunk_tokens=37)
+    with LargestTensor(only=torch.ops.aten.mm.default) as largest:
+        found = torch.autograd.grad(logprobs @ weights, [hidden, layer.weight], retain_graph=True)
+    assert 0 < largest.numel <= 5 * VOCAB
+    expected = torch.autograd.grad(plain(hidden, layer, targets, 1.0)[0] @ weights, [hidden, layer.weight])
+    assert_close(found, expected, atol=1e-5)
+    assert found[0][5:].count_nonzero() == 0
+    for grad in torch.autograd.grad(logprobs @ torch.zeros(NUM_TOKENS), [hidden, layer.weight]):
+        assert grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_needs_no_gradient_gets_none(frozen):
+    hidden, layer, targets, weights = problem()
+    (hidden if frozen == "hidden" else layer.weight).requires_grad_(False)
+    needs = layer.weight if frozen == "hidden" else hidden
+    logprobs, _ = token_logprobs(hidden, layer, targets, temperature=1.0, chunk_tokens=9)
+    expected = torch.autograd.grad(plain(hidden, layer, targets, 1.0)[0] @ weights, needs)
+    assert_close(torch.autograd.grad(logprobs @ weights, needs), expected, atol=1e-5)
+    with torch.no_grad():
+        assert not token_logprobs(hidden, layer, targets, temperature=1.0, chunk_tokens=9)[0].requires_grad
+
+
+def test_no_tokens_are_allowed():
+    hidden, layer, targets, _ = problem()
+    logprobs, entropy = token_logprobs(hidden[:0], layer, targets[:0], temperature=1.0, chunk_tokens=9)
+    assert logprobs.shape == entropy.shape == (0,)
+    (grad,) = torch.autograd.grad(logprobs.sum(), layer.weight)
+    assert grad.count_nonzero() == 0
+
+
+def test_logits_far_apart_neither_overflow_nor_vanish():
+    """A softmax of e^500 : 1 in every order of blocks; the plain formula in float64 as the reference."""
+    hidden = torch.tensor([[500.0], [-500.0], [90.0]], requires_grad=True)
+    layer = torch.nn.Linear(1, VOCAB, bias=False)
+    layer.weight.data = torch.linspace(-1, 1, VOCAB)[:, None]
+    targets = torch.tensor([VOCAB - 2, 3, 0])
+    found = token_logprobs(hidden, layer, targets, temperature=1.0, chunk_tokens=1)
+    exact = torch.nn.Linear(1, VOCAB, bias=False, dtype=torch.float64)
+    exact.weight.data = layer.weight.data.double()
+    wide = hidden.detach().double().requires_grad_()
+    all_logprobs = exact(wide).log_softmax(-1)
+    expected = all_logprobs.gather(-1, targets[:, None])[:, 0]
+    assert_close(found[0], expected.float())
+    assert_close(found[1], -(all_logprobs.exp() * all_logprobs).sum(-1).detach().float(), atol=5e-5)
+    (grad,) = torch.autograd.grad(found[0].sum(), hidden)
+    assert_close(grad, torch.autograd.grad(expected.sum(), wide)[0].float(), atol=1e-5)
+
+
+def test_bfloat16_computes_the_softmax_in_float32_and_keeps_float32_gradients():
+    hidden, layer, targets, weights = problem()
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, entropy = token_logprobs(hidden, layer, targets, temperature=0.7, chunk_tokens=9)
+        expected, expected_entropy = plain(hidden, layer, targets, 0.7)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert_close((logprobs, entropy), (expected, expected_entropy))  # of the same rounded logits
+    found = torch.autograd.grad(logprobs @ weights, [hidden, layer.weight])
+    assert {grad.dtype for grad in found} == {torch.float32}
+    exact = torch.autograd.grad(plain(hidden, layer, targets, 0.7)[0] @ weights, [hidden, layer.weight])
+    for ours, theirs in zip(found, exact, strict=True):
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation (or `only` one) makes."""
+
+    def __init__(self, only=None) -> None:
+        super().__init__()
+        self.only, self.numel = only, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if self.only in (None, func):
+            sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            self.numel = max([self.numel, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 16, 256])
+def test_no_tensor_of_all_tokens_and_the_whole_vocabulary_ever_exists(monkeypatch, chunk_tokens):
+    monkeypatch.setattr(module, "_BLOCK_LOGITS", {False: 16 * 999, True: 0})
+    hidden, layer, targets, weights = problem(num_tokens=256, vocab=999)
+    with LargestTensor() as largest:
+        logprobs, _ = token_logprobs(hidden, layer, targets, temperature=0.7, chunk_tokens=chunk_tokens)
+        (logprobs @ weights).backward()
+    assert largest.numel <= 16 * 999
+
+
+def in_ranks(count, function):
+    """function(rank, process group) on threads, each a gloo rank of its own; their results in rank order."""
+    store = dist.HashStore()
+    results: list = [None] * count
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            results[rank] = function(rank, dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=30)))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+@pytest.mark.parametrize("sizes", [(25, 25), (17, 33), (1, 49), (20, 13, 17)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_vocabulary_over_ranks_gives_what_one_rank_gives(sizes, bias):
+    hidden, layer, targets, weights = problem(bias)
+    targets[:2] = torch.tensor([0, VOCAB - 1])
+    weights[3:9] = 0
+    inputs = [hidden, *layer.parameters()]
+    expected = token_logprobs(hidden, layer, targets, temperature=0.7, chunk_tokens=9)
+    expected_grads = torch.autograd.grad(expected[0] @ weights, inputs)
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+
+    def one_rank(rank, group):
+        mine = slice(starts[rank], starts[rank] + sizes[rank])
+        own_hidden = hidden.detach().clone().requires_grad_()
+        own = [parameter.detach()[mine].clone().requires_grad_() for parameter in layer.parameters()]
+        logprobs, entropy = token_logprobs(
+            own_hidden, own[0], targets, bias=own[1] if bias else None, temperature=0.7, chunk_tokens=9,
+            tensor_group=group, vocab_start=mine.start,
+        )  # fmt: skip
+        return logprobs.detach(), entropy, torch.autograd.grad(logprobs @ weights, [own_hidden, *own])
+
+    results = in_ranks(len(sizes), one_rank)
+    for logprobs, entropy, (grad_hidden, *_) in results:
+        assert_close((logprobs, entropy), (expected[0].detach(), expected[1]))
+        assert_close(grad_hidden, expected_grads[0], atol=1e-5)
+        assert torch.equal(logprobs, results[0][0])  # the same on every rank: all take the same decisions
+        assert torch.equal(grad_hidden, results[0][2][0])
+    for at, grad in enumerate(expected_grads[1:], start=1):
+        assert_close(torch.cat([grads[at] for _, _, grads in results]), grad, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
+        ({"chunk_tokens": 0}, ValueError, "logprob_chunk_tokens"),
+        ({"output_layer": torch.nn.ReLU()}, TypeError, "need an nn.Linear"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(settings, error, says):
+    hidden, layer, targets, _ = problem()
+    with pytest.raises(error, match=says):
+        token_logprobs(
+            hidden, targets_N=targets, **{"output_layer": layer, "temperature": 1.0, "chunk_tokens": 9} | settings
+        )

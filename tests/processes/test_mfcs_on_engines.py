@@ -1,0 +1,221 @@
+"""All MFCs on real engines: a critic that learns, a step of it against a loop by hand, pipelines and tensor ranks that agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from asyncrl.config import CriticConfig, ModelConfig, OptimizerConfig, PPOConfig, RewardModelConfig, TrainConfig
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.dataflow import build_dataflow
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.interfaces import make_interface
+from asyncrl.model.mesh import ModelMesh
+from asyncrl.testing.gang import Gang
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.topology import ModelPlacement, ParallelGrid
+
+KINDS = {"actor": "lm", "ref": "lm", "critic": "value", "reward": "reward"}
+OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=0, schedule="constant", grad_clip=1.0, eps=1e-4)
+TRAIN = TrainConfig(
+    critic=CriticConfig(optimizer=OPTIMIZER, minibatches=2, value_norm=True),
+    reward_model=RewardModelConfig(scale=0.5),
+    ppo=PPOConfig(advantage_norm="batch", kl_coef=0.1, gae_lambda=0.9, temperature=1.0, minibatches=2),
+    max_tokens_per_mb=64,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a language model, which critics start from too, and a reward model."""
+    path: Path = tmp_path_factory.mktemp("tiny")
+    make_tiny_model(path / "lm", hidden_size=32, intermediate_size=64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        reward = AutoModelForSequenceClassification.from_pretrained(path / "lm", num_labels=1)
+        reward.score.weight.data.normal_(0.0, 0.2)
+    reward.save_pretrained(path / "reward")
+    return path
+
+
+def model_config(path: Path, role: str, grid: str = "d1p1m1", workers: Sequence[int] = (0,)) -> ModelConfig:
+    trainable = role in ("actor", "critic")
+    folder = path / ("reward" if role == "reward" else "lm")
+    return ModelConfig(role, str(folder), grid, list(workers), KINDS[role], trainable, OPTIMIZER)
+
+
+def make_batch(seed: int, num_groups: int = 6, size: int = 3) -> SequenceSample:
+    """Rewarded by the prompt's last digit alone, so that the value of a state is what its prompt says: 1 for even, 0 for odd."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for _ in range(num_groups):
+        prompt = random.integers(1, 11, int(random.integers(1, 4))).tolist()
+        lengths = [int(random.integers(1, 7)) for _ in range(size)]
+        masks = [[False] * len(prompt) + [True] * n for n in lengths]
+        groups.append(
+            {
+                "packed_input_ids": [prompt + random.integers(11, 40, n).tolist() for n in lengths],
+                "packed_logprobs": [[-4.1 if on else 0.0 for on in mask] for mask in masks],
+                "prompt_mask": [[not on for on in mask] for mask in masks],
+                "loss_mask": masks,
+                "seq_no_eos_mask": [False] * size,
+                "rewards": [float(prompt[-1] % 2 == 0)] * size,
+            }
+        )
+    return SequenceSample.from_groups([f"{seed}-{g}" for g in range(num_groups)], groups)
+
+
+def run_step(
+    train: TrainConfig, engines: Mapping[str, TrainEngine], batch: SequenceSample, interfaces: Mapping, version: int
+) -> tuple[SequenceSample, dict[str, float]]:
+    graph, stats = build_dataflow(train), {}
+    for name in graph.order:
+        mfc = graph.mfcs[name]
+        reads = batch.select_keys(mfc.input_keys)
+        made, mfc_stats = interfaces[name].run(engines[mfc.role], reads, batch_ids=batch.ids, version=version)
+        stats |= mfc_stats
+        batch = batch.update(made) if made is not None else batch
+    return batch, stats
+
+
+def test_a_critic_learns_what_is_to_come(tiny: Path) -> None:
+    train = replace(
+        TRAIN,
+        reward_model=None,
+        ppo=replace(TRAIN.ppo, kl_coef=0.0, gae_lambda=1.0, use_decoupled_loss=False),
+    )
+    engines = {role: TrainEngine(model_config(tiny, role), train) for role in ("actor", "critic")}
+    graph = build_dataflow(train)
+    interfaces = {name: make_interface(graph.mfcs[name], train) for name in graph.order if name != "actor_train"}
+    explained = []
+    for version in range(40):
+        batch = make_batch(version, num_groups=16)
+        for name in interfaces:
+            mfc = graph.mfcs[name]
+            made, stats = interfaces[name].run(engines[mfc.role], batch, batch_ids=batch.ids, version=version)
+            batch = batch.update(made) if made is not None else batch
+            explained += [stats[key] for key in ("critic/explained_variance",) if key in stats]
+    assert explained[0] == pytest.approx(0.0, abs=1e-6)  # its output layer begins with zeros
+    assert np.mean(explained[-3:]) > 0.8
+
+
+def test_a_critic_step_is_that_of_a_loop_by_hand(tiny: Path) -> None:
+    """Sequence by sequence, with transformers' own model and torch's AdamW."""
+    train = replace(TRAIN, critic=replace(TRAIN.critic, value_norm=False))
+    engines = {role: TrainEngine(model_config(tiny, role), train) for role in KINDS}
+    graph = build_dataflow(train)
+    interfaces = {name: make_interface(graph.mfcs[name], train, seed=3) for name in graph.order}
+    model = AutoModelForTokenClassification.from_pretrained(tiny / "lm", num_labels=1)
+    torch.nn.init.zeros_(model.score.weight)
+    torch.nn.init.zeros_(model.score.bias)
+    optimizer = torch.optim.AdamW(model.parameters(), OPTIMIZER.lr, (0.9, 0.95), OPTIMIZER.eps, weight_decay=0.0)
+    for version in range(2):
+        batch = make_batch(version)
+        whole, stats = run_step(train, engines, batch, interfaces, version)
+        assert stats["critic/optimizer_steps"] == 2
+        minibatches = [sample.ids for sample in shuffled(whole, seed=3, version=version)]
+        for ids in minibatches:
+            part = whole.select_ids(ids)
+            num_states = int(part.data["value_mask"].sum())
+            for tokens, mask, old, returns in sequences(part, "packed_input_ids", "value_mask", "values", "returns"):
+                values = model(input_ids=tokens[None], use_cache=False).logits[0, :, 0]
+                within = old + (values - old).clamp(-0.2, 0.2)
+                losses = torch.maximum((values - returns) ** 2, (within - returns) ** 2) / 2
+                (losses[mask].sum() / num_states).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(model.named_parameters())
+    found = engines["critic"].named_parameters()
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        torch.testing.assert_close(parameter.detach(), expected[name].detach(), rtol=0, atol=1e-5, msg=name)
+    start = AutoModelForCausalLM.from_pretrained(tiny / "lm").get_input_embeddings().weight
+    assert not torch.equal(found["model.embed_tokens.weight"], start)
+
+
+def shuffled(sample: SequenceSample, *, seed: int, version: int) -> list[SequenceSample]:
+    """The two minibatches of a step: DESIGN.md says how a batch is shuffled."""
+    order = np.random.default_rng([seed, version]).permutation(sample.num_ids)
+    return [sample.select_ids([sample.ids[i] for i in sorted(part)]) for part in np.array_split(order, 2)]
+
+
+def sequences(sample: SequenceSample, *keys: str) -> list[list[torch.Tensor]]:
+    by_key = [[torch.tensor(run) for group in sample.slices(key) for run in group] for key in keys]
+    return [list(runs) for runs in zip(*by_key, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------------------ several ranks
+
+
+def run_in_layout(rank: int, path: str, grid: str, steps: int) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
+    """All MFCs with all models in one layout. What the heads made of the last batch, by key, and the statistics of each step."""
+    parsed = ParallelGrid.parse(grid)
+    workers = list(range(parsed.size))
+    meshes = {role: ModelMesh.make(ModelPlacement(role, parsed, tuple(workers)), "cpu") for role in KINDS}
+    mesh, graph, all_stats = meshes["actor"], build_dataflow(TRAIN), []
+    if mesh is None:
+        return {}, []
+    engines = {
+        role: TrainEngine(model_config(Path(path), role, grid, workers), TRAIN, mesh=meshes[role]) for role in KINDS
+    }
+    interfaces = {name: make_interface(graph.mfcs[name], TRAIN, seed=3) for name in graph.order}
+    made_here: dict[str, np.ndarray] = {}
+    for version in range(steps):
+        batch = make_batch(version, num_groups=3, size=5)
+        here = batch.ids[mesh.data :: parsed.data]
+        sample = batch.select_ids(here) if here else None
+        stats: dict[str, float] = {}
+        for name in graph.order:
+            mfc = graph.mfcs[name]
+            reads = sample.select_keys(mfc.input_keys) if sample is not None else None
+            made, mfc_stats = interfaces[name].run(engines[mfc.role], reads, batch_ids=batch.ids, version=version)
+            stats |= mfc_stats
+            given: list[SequenceSample | None] = [None] * parsed.size  # what a data manager would move
+            dist.all_gather_object(given, made, group=mesh.model_group)
+            found = given[mesh.placement.head(mesh.data)]
+            assert (found is None) == (sample is None or not mfc.output_keys)
+            sample = sample.update(found) if sample is not None and found is not None else sample
+        all_stats.append(stats)
+        if sample is not None and mesh.is_head:
+            made_here = {
+                f"{i} {key}": s.data[key] for i, s in zip(sample.ids, sample.unpack(), strict=True) for key in s.keys
+            }
+    return made_here, all_stats if mesh.is_head else []
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[Gang]:
+    with Gang(4, limit_s=120.0) as gang:
+        yield gang
+
+
+@pytest.mark.parametrize("grid", ["p2", "m2", "d2", "d4", "d2p2"])
+def test_all_mfcs_in_any_layout(grid: str, tiny: Path, gang: Gang) -> None:
+    (expected, expected_stats), *_ = gang.run(run_in_layout, str(tiny), "d1", 2)
+    results = gang.run(run_in_layout, str(tiny), grid, 2)
+    found = {key: array for made, _ in results for key, array in made.items()}
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_allclose(found[key], array, atol=2e-4, err_msg=key)
+    heads = [stats for _, stats in results if stats]
+    assert len(heads) == ParallelGrid.parse(grid).data
+    for stats in heads:
+        for step, expected_step in zip(stats, expected_stats, strict=True):
+            # A value that stands where it stood is beside the clip or in it, as rounding has it: a state of 51.
+            assert step.pop("critic/clip_share") == pytest.approx(expected_step["critic/clip_share"], abs=0.05)
+            assert step == pytest.approx({name: expected_step[name] for name in step}, rel=1e-3, abs=1e-4)
+            assert len(step) == len(expected_step) - 1

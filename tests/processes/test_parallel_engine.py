@@ -1,0 +1,496 @@
+"""The training engine on several ranks: the same batch gives the same update in every layout of data, pipeline and tensor ranks.
+
+All cells run in one gang of eight; a cell on the first ranks of it, with meshes that all have made together.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from asyncrl.config import ModelConfig, OptimizerConfig, TrainConfig
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.model import sharding
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.mesh import ModelMesh
+from asyncrl.testing.gang import Gang
+from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
+from asyncrl.topology import ModelPlacement, ParallelGrid
+
+GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")
+OTHER_GRIDS = ("p3", "m4", "p4")
+# eps: gradients that are zero but for rounding (a bias of the keys) must not become steps of the learning rate's size
+OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)
+TRAIN = TrainConfig(max_tokens_per_mb=16384, logprob_chunk_tokens=16)
+LENGTHS = (29, 3, 17, 1, 8, 23, 12)
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What to do on a grid; the outcome must not depend on the grid."""
+
+    path: str
+    kind: str = "lm"
+    train: TrainConfig = TRAIN
+    lengths: tuple[int, ...] = LENGTHS
+    poison: int = -1  # the step at which the first sequence's advantages are NaN
+    stop: int = -1  # the step that the loss function stops
+
+
+def make_sample(lengths: tuple[int, ...], seed: int = 0) -> SequenceSample:
+    rng = np.random.default_rng(seed)
+    groups = [
+        {
+            "packed_input_ids": [rng.integers(0, 64, n)],
+            "loss_mask": [np.arange(n) >= min(2, n - 1)],
+            "advantages": [rng.normal(size=n).astype(np.float32)],
+            "task_ids": 0,
+        }
+        for n in lengths
+    ]
+    return SequenceSample.from_groups([f"g{i}" for i in range(len(lengths))], groups)
+
+
+class Loss:
+    """Of logprobs: -sum(advantage * logprob); of values: squared distance to the advantages. Over the global number of tokens."""
+
+    def __init__(self, denominator: float, *, poison: bool = False, stop: bool = False) -> None:
+        self.denominator = math.nan if poison else denominator
+        self.stop = stop
+
+    def __call__(self, outputs, data, cu_seqlens):
+        mask = data["loss_mask"]
+        if "values" in outputs:
+            terms = (outputs["values"] - data["advantages"]).square()
+        else:
+            terms = -data["advantages"] * outputs["logprobs"]
+        stats = {"tokens": mask.sum(), "longest_max": cu_seqlens.diff().max()}
+        if "entropy" in outputs:
+            stats["entropy"] = outputs["entropy"][mask].sum()
+        return terms[mask].sum() / self.denominator, stats
+
+    def stop_reason(self, stats):
+        assert stats["tokens"] > 0
+        return "far enough" if self.stop else ""
+
+
+# ------------------------------------------------------------------------------------------------------ what the ranks run
+
+
+@cache
+def meshes(_world: int) -> dict[str, ModelMesh | None]:
+    placements = [
+        ModelPlacement(text, grid := ParallelGrid.parse(text), tuple(range(grid.size)))
+        for text in (*GRIDS, *OTHER_GRIDS)
+    ]
+    return {placement.name: ModelMesh.make(placement, "cpu") for placement in placements}
+
+
+def ping(rank: int) -> int:
+    return rank
+
+
+def make_meshes(rank: int) -> None:
+    meshes(0)
+
+
+def make_engine(grid: str, path: str, kind: str = "lm", train: TrainConfig = TRAIN, *, trainable: bool = True):
+    mesh = meshes(0)[grid] if grid else None
+    workers = list(mesh.placement.workers) if mesh is not None else [0]
+    grid = str(mesh.placement.grid) if mesh is not None else "d1"
+    model = ModelConfig("model", path, grid, workers, kind, trainable, OPTIMIZER)
+    return TrainEngine(model, train, mesh=mesh)
+
+
+def part_of(engine: TrainEngine, sample: SequenceSample) -> SequenceSample | None:
+    ids = sample.ids[engine.dp_rank :: engine.dp_size]
+    return sample.select_ids(ids) if ids else None
+
+
+def whole_parameters(engine: TrainEngine) -> dict[str, np.ndarray]:
+    """Of this stage; collective."""
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().numpy()
+        for name, tensor in engine.named_parameters().items()
+    }
+
+
+@dataclass
+class Outcome:
+    before: np.ndarray | None
+    steps: list[dict[str, float]]
+    after: np.ndarray | None
+    parameters: dict[str, np.ndarray]
+    coordinates: tuple[int, int, int]
+    ids: list[str]
+
+
+def infer(engine: TrainEngine, sample: SequenceSample | None) -> np.ndarray | None:
+    return engine.logprobs(sample, temperature=0.7) if engine.kind == "lm" else engine.values(sample)
+
+
+def run_cell(rank: int, grid: str, cell: Cell) -> Outcome:
+    engine = make_engine(grid, cell.path, cell.kind, cell.train)
+    sample = make_sample(cell.lengths)
+    part = part_of(engine, sample)
+    before = infer(engine, part)
+    denominator = float(sample.data["loss_mask"].sum()) / 20
+    steps = [
+        engine.train_step(
+            part, Loss(denominator, poison=step == cell.poison, stop=step == cell.stop), temperature=0.7, lr_step=step
+        )
+        for step in range(STEPS)
+    ]
+    mesh = engine.mesh
+    at = (0, 0, 0) if mesh is None else (mesh.pipe, mesh.data, mesh.tensor)
+    ids = part.ids if part is not None else []
+    return Outcome(before, steps, infer(engine, part), whole_parameters(engine), at, list(ids))
+
+
+def run_cells(rank: int, grid: str, cells: list[Cell]) -> list[Outcome]:
+    return [run_cell(rank, grid, cell) for cell in cells]
+
+
+# ------------------------------------------------------------------------------------------------------------------- cells
+
+
+@pytest.fixture(scope="module")
+def gang():
+    with Gang(8, limit_s=100) as gang:
+        yield gang
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Tiny models of 3 layers: they do not divide by 2 stages."""
+    kinds = {"tied": ("qwen2", True), "untied": ("qwen2", False), "qwen3": ("qwen3", True), "llama": ("llama", False)}
+    made = {}
+    for name, (architecture, tied) in kinds.items():
+        path = made[name] = str(tmp_path_factory.mktemp(name))
+        make_tiny_model(
+            path,
+            architecture,
+            hidden_size=32,
+            intermediate_size=64,
+            num_layers=3,
+            tie_embeddings=tied,
+            initializer_range=0.2,
+        )
+    return made
+
+
+def run(gang: Gang, grid: str, cells: list[Cell]) -> list[list[Outcome]]:
+    """Outcomes of each cell on each rank."""
+    gang.run(make_meshes)
+    return list(map(list, zip(*gang.run(run_cells, grid, cells, num_ranks=ParallelGrid.parse(grid).size), strict=True)))
+
+
+def assert_same_outcome(found: list[Outcome], expected: Outcome, grid: str) -> None:
+    size = ParallelGrid.parse(grid)
+    sample_ids = expected.ids
+    seen = set()
+    for outcome in found:
+        pipe = outcome.coordinates[0]
+        is_last = pipe == size.pipe - 1
+        for ours, theirs in zip(outcome.steps, expected.steps, strict=True):
+            everywhere = {"grad_norm", "lr", "skipped_steps", "stopped_steps"}
+            assert set(ours) == (set(theirs) if is_last else everywhere)
+            for name, value in ours.items():
+                assert value == pytest.approx(theirs[name], rel=1e-5, abs=1e-7, nan_ok=True), (grid, name)
+        for name, value in outcome.parameters.items():
+            seen.add(name)
+            # Adam divides gradients by their size, small ones with all their rounding: a thousandth of a step may differ
+            np.testing.assert_allclose(value, expected.parameters[name], rtol=1e-5, atol=1e-6, err_msg=f"{grid} {name}")
+        for ours, theirs in ((outcome.before, expected.before), (outcome.after, expected.after)):
+            if not is_last or not outcome.ids:
+                assert ours is None
+                continue
+            lengths = dict(zip(sample_ids, LENGTHS, strict=False))
+            starts = np.cumsum([0, *lengths.values()])
+            runs = [slice(starts[i], starts[i + 1]) for i in map(sample_ids.index, outcome.ids)]
+            assert ours.dtype == np.float32
+            np.testing.assert_allclose(ours, np.concatenate([theirs[r] for r in runs]), rtol=1e-5, atol=2e-5)
+    assert seen == set(expected.parameters)
+
+
+MICRO = replace(TRAIN, max_tokens_per_mb=30)
+VARIANTS = {
+    "lm, tied": ("tied", {}),
+    "lm, untied, micro-batches": ("untied", {"train": MICRO}),
+    "value": ("tied", {"kind": "value"}),
+    "value, micro-batches": ("untied", {"kind": "value", "train": MICRO}),
+    "fewer sequences than ranks": ("tied", {"lengths": LENGTHS[:1]}),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(paths):
+    """What a single process comes to."""
+    return {name: run_cell(0, "", Cell(paths[model], **settings)) for name, (model, settings) in VARIANTS.items()}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_layout_gives_the_same_update(gang, paths, expected, grid):
+    cells = [Cell(paths[model], **settings) for model, settings in VARIANTS.values()]
+    for name, outcomes in zip(VARIANTS, run(gang, grid, cells), strict=True):
+        print(grid, name, expected[name].steps, outcomes[-1].steps)
+        assert_same_outcome(outcomes, expected[name], grid)
+
+
+# ------------------------------------------------------------------------------------------------------ what else may differ
+
+
+def compare(gang: Gang, cell: Cell, grids: tuple[str, ...]) -> None:
+    expected = run_cell(0, "", cell)
+    for grid in grids:
+        assert_same_outcome(run(gang, grid, [cell])[0], expected, grid)
+
+
+def test_heads_with_norms_of_their_own(gang, paths):
+    """Of Qwen3: every tensor rank has q_norm and uses it on its own heads, so that its gradient is a sum over them."""
+    compare(gang, Cell(paths["qwen3"]), ("m2", "d2p2m2"))
+
+
+def test_a_vocabulary_that_does_not_divide(gang, tmp_path_factory):
+    """65 words over 2 tensor ranks, and their parts over 2 data ranks."""
+    for tied in (True, False):
+        path = str(tmp_path_factory.mktemp("odd"))
+        tokenizer = make_char_tokenizer(None, ALPHABET + "#")
+        make_tiny_model(path, tokenizer=tokenizer, hidden_size=32, intermediate_size=64, tie_embeddings=tied)
+        compare(gang, Cell(path), ("d2m2", "p2m2"))
+
+
+def test_ranks_in_the_middle_of_a_larger_world(gang, paths):
+    """Ranks 3 to 6 are a model of their own; the others hold nothing of it."""
+    outcomes = gang.run(run_in_the_middle, Cell(paths["tied"]))
+    assert [outcome is None for outcome in outcomes] == [True] * 3 + [False] * 4 + [True]
+    assert_same_outcome(outcomes[3:7], run_cell(0, "", Cell(paths["tied"])), "d2p2")
+
+
+def run_in_the_middle(rank: int, cell: Cell) -> Outcome | None:
+    mesh = ModelMesh.make(ModelPlacement("middle", ParallelGrid.parse("d2p2"), (3, 4, 5, 6)), "cpu")
+    meshes(0)["middle"] = mesh
+    return None if mesh is None else run_cell(rank, "middle", cell)
+
+
+def test_gradient_checkpointing(gang, paths):
+    train = replace(MICRO, gradient_checkpointing=True)
+    compare(gang, Cell(paths["llama"], train=train), ("d2m2", "p2m2"))
+
+
+def test_more_stages_than_two(gang, paths):
+    """The first and the last add their gradients of a tied embedding, past those between them."""
+    compare(gang, Cell(paths["tied"], train=MICRO), ("p3",))
+
+
+def run_in_units(rank: int, grid: str, cell: Cell) -> Outcome:
+    whole = sharding.UNIT_ELEMENTS
+    sharding.UNIT_ELEMENTS = 1
+    try:
+        return run_cell(rank, grid, cell)
+    finally:
+        sharding.UNIT_ELEMENTS = whole
+
+
+def test_large_models_are_gathered_in_units(gang, paths):
+    """Here every layer is one."""
+    gang.run(make_meshes)
+    cell = Cell(paths["untied"], train=replace(MICRO, gradient_checkpointing=True))
+    for grid in ("d2", "d2p2"):
+        size = ParallelGrid.parse(grid).size
+        assert_same_outcome(gang.run(run_in_units, grid, cell, num_ranks=size), run_cell(0, "", cell), grid)
+
+
+@pytest.mark.parametrize("grid", ["d2", "p2m2"])
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(gang, paths, grid):
+    outcomes = run(gang, grid, [Cell(paths["tied"], poison=0)])[0]
+    assert [[step["skipped_steps"] for step in outcome.steps] for outcome in outcomes] == [[1.0, 0.0]] * len(outcomes)
+    expected = run_cell(0, "", Cell(paths["tied"], poison=0))
+    assert_same_outcome(outcomes, expected, grid)
+
+
+@pytest.mark.parametrize("grid", ["d2", "p2m2"])
+def test_the_loss_function_can_stop_the_step_everywhere(gang, paths, grid):
+    outcomes = run(gang, grid, [Cell(paths["tied"], stop=0)])[0]
+    assert [[step["stopped_steps"] for step in outcome.steps] for outcome in outcomes] == [[1.0, 0.0]] * len(outcomes)
+    assert_same_outcome(outcomes, run_cell(0, "", Cell(paths["tied"], stop=0)), grid)
+
+
+def test_bfloat16_stays_near_float32(gang, paths):
+    exact = run_cell(0, "", Cell(paths["tied"]))
+    for grid in ("d2", "p2m2"):
+        outcomes = run(gang, grid, [Cell(paths["tied"], train=replace(TRAIN, dtype="bfloat16"))])[0]
+        last = outcomes[-1]
+        assert all(array.dtype == np.float32 for array in last.parameters.values())
+        assert last.steps[0]["grad_norm"] == pytest.approx(exact.steps[0]["grad_norm"], rel=0.03)
+        assert last.steps[0]["grad_norm"] != exact.steps[0]["grad_norm"]
+        assert last.steps[0]["loss"] == pytest.approx(exact.steps[0]["loss"], rel=0.03)
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+
+def weights_of(rank: int, grid: str, path: str, kind: str) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    engine = make_engine(grid, path, kind, trainable=False)
+    local = {name: sharding.local_tensor(p.detach()).numel() for name, p in engine.named_parameters().items()}
+    return whole_parameters(engine), local
+
+
+@pytest.mark.parametrize("kind", ["lm", "value"])
+@pytest.mark.parametrize("grid", ["m2", "d2p2m2"])
+def test_every_rank_loads_its_pieces_under_the_names_of_the_checkpoint(gang, paths, grid, kind):
+    expected, sizes = weights_of(0, "", paths["untied"], kind)
+    gang.run(make_meshes)
+    count = ParallelGrid.parse(grid).size
+    found = gang.run(weights_of, grid, paths["untied"], kind, num_ranks=count)
+    for name, value in expected.items():
+        holders = [parameters[name] for parameters, _ in found if name in parameters]
+        assert holders
+        for held in holders:
+            np.testing.assert_array_equal(held, value)
+        if value.ndim == 2 and not name.startswith(
+            "score."
+        ):  # of all that is large every rank has its share, and no more
+            assert sum(local.get(name, 0) for _, local in found) == sizes[name]
+
+
+def test_a_checkpoint_with_other_names_is_loaded_too(gang, paths, tmp_path):
+    """Of the backbone alone: transformers knows what is meant."""
+    AutoModel.from_pretrained(paths["tied"]).save_pretrained(tmp_path)
+    expected, _ = weights_of(0, "", paths["tied"], "lm")
+    gang.run(make_meshes)
+    found = gang.run(weights_of, "d2p2m2", str(tmp_path), "lm", num_ranks=8)
+    for parameters, _ in found:
+        for name, value in parameters.items():
+            np.testing.assert_array_equal(value, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (
+            lambda name, tensor: None if "layers.2.mlp.down_proj" in name else tensor,
+            "lack model.layers.2.mlp.down_proj",
+        ),
+        (lambda name, tensor: torch.full_like(tensor, math.nan), "are broken: .* no numbers"),
+        (lambda name, tensor: tensor[:8].contiguous(), "not of the shape|cannot be loaded"),
+    ],
+    ids=["tensor missing", "nan", "other shape"],
+)
+def test_a_broken_checkpoint_is_told_on_every_rank(gang, paths, tmp_path, damage, reason):
+    shutil.copytree(paths["tied"], tmp_path, dirs_exist_ok=True)
+    tensors = {name: damage(name, tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    gang.run(make_meshes)
+    for told in gang.run(refusal, "p2m2", str(tmp_path), num_ranks=4):
+        assert re.match(f"model_path='{tmp_path}': .*({reason})", told, re.DOTALL), told
+
+
+def scores_of(rank: int, grid: str, path: str) -> tuple[list[str], np.ndarray | None]:
+    engine = make_engine(grid, path, "reward", MICRO, trainable=False)
+    part = part_of(engine, make_sample(LENGTHS))
+    assert engine.scores(None if part is None else part) is None or engine.is_last_stage
+    return list(part.ids), engine.scores(part)
+
+
+def test_scores_in_any_layout(gang, paths, tmp_path):
+    config = AutoConfig.from_pretrained(paths["tied"], num_labels=1)
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(paths["tied"], config=config).save_pretrained(tmp_path)
+    _, expected = scores_of(0, "", str(tmp_path))
+    gang.run(make_meshes)
+    found = gang.run(scores_of, "d2p2m2", str(tmp_path), num_ranks=8)
+    for rank, (ids, scores) in enumerate(found):
+        if rank < 4:
+            assert scores is None
+        else:
+            np.testing.assert_allclose(scores, expected[[int(name[1:]) for name in ids]], rtol=1e-5, atol=1e-5)
+
+
+def overwrite(rank: int, grid: str, path: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Outputs before and after all parameters are set to zero in place."""
+    engine = make_engine(grid, path, trainable=False)
+    sample = make_sample(LENGTHS)
+    before = engine.logprobs(sample, temperature=1.0)
+    with torch.no_grad():
+        for parameter in engine.named_parameters().values():
+            sharding.local_tensor(parameter).zero_()
+    return before, engine.logprobs(sample, temperature=1.0)
+
+
+def test_what_is_written_into_the_parameters_counts_at_once(gang, paths):
+    gang.run(make_meshes)
+    for before, after in gang.run(overwrite, "d2", paths["tied"], num_ranks=2):
+        first = np.cumsum([0, *LENGTHS])[:-1]
+        assert np.delete(before, first).std() > 0.1
+        np.testing.assert_allclose(np.delete(after, first), -math.log(64), rtol=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------- what does not fit
+
+
+def refusal(rank: int, grid: str, path: str) -> str:
+    try:
+        make_engine(grid, path)
+    except ValueError as error:  # a ConfigError is one
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("grid", "reason"),
+    [
+        ("m4", "has 2 key heads, which m4 cannot split; m1, m2 would fit"),
+        ("p4", "has 3 layers, fewer .*; use at most p3"),
+    ],
+)
+def test_a_grid_that_the_model_does_not_fit_is_refused_with_one_that_would(gang, paths, grid, reason):
+    gang.run(make_meshes)
+    for told in gang.run(refusal, grid, paths["tied"], num_ranks=4):
+        assert told.startswith(f"model_path={paths['tied']!r}: ")
+        assert re.search(reason, told), told
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "grid", "reason"),
+    [
+        ("cohere", {"logit_scale": 0.1}, "d2", "'cohere' changes its logits after the output layer"),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "m2", "'gpt2' has no plan for tensor parallelism"),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "p2", "'gpt2' has no plan for pipeline stages"),
+        ("olmo2", {}, "m2", "splits .*q_proj as 'colwise_gather_output', which is not supported; use m1"),
+    ],
+)
+def test_an_architecture_that_cannot_be_split_is_refused(gang, tmp_path, architecture, more, grid, reason):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        architecture, vocab_size=64, pad_token_id=None, **(more if "n_embd" in more else sizes | more)
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    gang.run(make_meshes)
+    for told in gang.run(refusal, grid, str(tmp_path), num_ranks=2):
+        assert re.search(reason, told), told
+
+
+def test_workers_are_listed_in_the_order_of_the_world():
+    with pytest.raises(ValueError, match="ascending"):
+        ModelMesh.make(ModelPlacement("actor", ParallelGrid.parse("d2"), (1, 0)), "cpu")

@@ -1,0 +1,230 @@
+"""The same batch gives the same update in any layout: PPO with critic and reference, through the real calls.
+
+One gang of eight model workers holds an actor and a critic in every layout, each twice: for whole batches, and for batches cut
+into micro-batches. The executor of the master takes the same trajectories through each of them, over etcd, ZeroMQ and
+torch.distributed: pushed to the heads, moved to who needs them, trained on, weights exported by the ranks that hold them. What
+comes of it is compared with an engine in this process that knows no ranks.
+
+The loss is the decoupled one, with a KL penalty to a reference, GAE from the critic's values, and advantages normalised over the
+batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_model_worker import trajectory
+from transformers import AutoModelForTokenClassification
+
+from asyncrl.config import CriticConfig, ModelConfig, OptimizerConfig, PlacedMFC, PPOConfig, TrainConfig
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.dataflow import DataflowGraph, training_mfcs
+from asyncrl.messages import CommitWeights, Locator, TrajectoryMeta, WriteWeights
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
+from asyncrl.model.interfaces import make_interface
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.testing.training_side import TrainingSide, training_side
+from asyncrl.topology import ParallelGrid
+from asyncrl.weights import tensor_files, verify_version
+
+pytestmark = pytest.mark.timeout(300)
+
+LAYOUTS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")
+BUDGETS = {"whole": 100_000, "micro-batched": 30}  # tokens of a micro-batch
+BATCHES = {"seven": {"a": 3, "b": 2, "c": 2}, "two": {"d": 2}}  # groups and their sequences, of 6 to 23 tokens
+CELLS = [(layout, budget, "seven") for layout in LAYOUTS for budget in BUDGETS]
+# Fewer sequences than ranks, and a group less than there are data ranks
+CELLS += [(layout, "whole", "two") for layout in ("d4", "d2m2", "d2p2m2")]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One update: an actor and a critic in a layout, and a batch."""
+
+    layout: str
+    budget: str
+    batch: str
+
+    def __str__(self) -> str:
+        return f"{self.layout}-{self.budget}-{self.batch}"
+
+    def model(self, role: str) -> str:
+        return role if role == "ref" else f"{role}@{self}"
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update came to."""
+
+    stats: dict[str, float]
+    weights: dict[str, dict[str, torch.Tensor]]  # by role
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models by role; the reference is another model than the actor, and the critic's output layer is not 0."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("models")
+    for seed, role in enumerate(("actor", "ref")):
+        torch.manual_seed(seed)
+        make_tiny_model(folder / role, hidden_size=32, intermediate_size=64, num_layers=3)
+    torch.manual_seed(2)
+    critic = AutoModelForTokenClassification.from_pretrained(folder / "actor", num_labels=1)
+    critic.score.weight.data.normal_(std=0.5)
+    critic.save_pretrained(folder / "critic")
+    return {role: folder / role for role in ("actor", "ref", "critic")}
+
+
+@pytest.fixture(scope="module")
+def train(paths: dict[str, Path]) -> TrainConfig:
+    # eps: a gradient that is noise around 0 must not become a step of its own
+    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)
+    ppo = PPOConfig(minibatches=2, temperature=1.0, kl_coef=0.05, advantage_norm="batch", gae_lambda=0.95)
+    critic = CriticConfig(path=str(paths["critic"]), optimizer=optimizer, minibatches=2)
+    return TrainConfig(batch_size=8, optimizer=optimizer, ppo=ppo, critic=critic)
+
+
+def model_config(name: str, path: Path, train: TrainConfig, *, grid: str = "d1", budget: str = "whole") -> ModelConfig:
+    role = name.partition("@")[0]
+    return ModelConfig(
+        name,
+        str(path),
+        grid,
+        list(range(ParallelGrid.parse(grid).size)),
+        kind="value" if role == "critic" else "lm",
+        trainable=role != "ref",
+        optimizer=train.optimizer,
+        max_tokens_per_mb=BUDGETS[budget],
+    )
+
+
+def group(name: str, size: int, ticket: str, number: int) -> tuple[TrajectoryMeta, SequenceSample]:
+    """The group of this name, under a ticket and for a prompt of its own. Some of its sequences are truncated."""
+    meta, sample = trajectory(name, size=size)
+    sample = sample.update(sample.derive({"seq_no_eos_mask": np.arange(size) % 3 == 1}, like="seq_no_eos_mask"))
+    meta = msgspec.structs.replace(meta, ticket_id=ticket, locator=Locator(0, number))
+    return meta, SequenceSample((ticket,), sample.seqlens, sample.data)
+
+
+# ------------------------------------------------------------------------------------------------------------ expected
+
+
+@pytest.fixture(scope="module")
+def expected(paths: dict[str, Path], train: TrainConfig) -> dict[str, Update]:
+    """By batch: in this process, on engines without ranks."""
+    updates = {}
+    for batch, groups in BATCHES.items():
+        graph = DataflowGraph(training_mfcs(train))
+        engines = {role: TrainEngine(model_config(role, paths[role], train), train) for role in graph.roles}
+        sample = SequenceSample.gather([group(name, size, name, 0)[1] for name, size in groups.items()])
+        stats: dict[str, float] = {}
+        for name in graph.order:
+            mfc = graph.mfcs[name]
+            interface = make_interface(mfc, train, seed=1)
+            part = sample.select_keys(mfc.input_keys)
+            made, of_mfc = interface.run(engines[mfc.role], part, batch_ids=list(groups), version=0)
+            sample = sample.update(made) if made is not None else sample
+            stats |= of_mfc
+        weights = {role: take_share(engines[role]) for role in ("actor", "critic")}
+        updates[batch] = Update(stats, weights)
+    return updates
+
+
+# --------------------------------------------------------------------------------------------------------------- found
+
+
+@pytest.fixture(scope="module")
+def found(
+    paths: dict[str, Path], train: TrainConfig, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str, str], Update]:
+    """By cell: through a gang of model workers."""
+    return asyncio.run(train_all([Cell(*cell) for cell in CELLS], paths, train, tmp_path_factory.mktemp("gang")))
+
+
+def placed_mfcs(cell: Cell, train: TrainConfig) -> list[PlacedMFC]:
+    """The dataflow of a cell, on its models. Workers know MFCs by name, so that each cell has its own."""
+    return [replace(mfc, name=f"{mfc.name}@{cell}").placed(cell.model(mfc.role)) for mfc in training_mfcs(train)]
+
+
+async def train_all(
+    cells: list[Cell], paths: dict[str, Path], train: TrainConfig, folder: Path
+) -> dict[tuple[str, str, str], Update]:
+    models = [model_config("ref", paths["ref"], train)]
+    for cell in cells:
+        for role in ("actor", "critic"):
+            of_cell = model_config(cell.model(role), paths[role], train, grid=cell.layout, budget=cell.budget)
+            models.append(of_cell)
+    mfcs = {cell: placed_mfcs(cell, train) for cell in cells}
+    updates = {}
+    number = 0
+    async with training_side(models, [mfc for each in mfcs.values() for mfc in each], train, folder) as side:
+        for cell in cells:
+            tickets = []
+            for name, size in BATCHES[cell.batch].items():
+                meta, sample = group(name, size, f"{cell}:{name}", number)
+                number += 1
+                assert (await side.push(meta, sample)).verdict == "stored"
+                tickets.append(meta.ticket_id)
+            result = await side.step(tickets, 0, [mfc.name for mfc in mfcs[cell]])
+            weights = {
+                role: await export(side, models, cell.model(role), folder / str(cell) / role)
+                for role in ("actor", "critic")
+            }
+            updates[cell.layout, cell.budget, cell.batch] = Update(result.stats, weights)
+    return updates
+
+
+async def export(side: TrainingSide, models: list[ModelConfig], model: str, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model as they are published: written by the ranks that hold them."""
+    version = "a0001-v00000001"
+    workers = next(config.workers for config in models if config.name == model)
+    path = folder / version
+    path.parent.mkdir(parents=True)
+    replies = await side.caller.call(
+        "weights", workers, WriteWeights(role=model, weight_version=version, path=str(path))
+    )
+    files = [file for reply in replies for file in reply.files]
+    commit = CommitWeights(role=model, weight_version=version, path=str(path), files=files)
+    await side.caller.call("a version", workers[:1], commit)
+    verify_version(path)
+    return {name: tensor for file in tensor_files(path) for name, tensor in load_file(file).items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------- same
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(cell))
+def test_same_update(
+    cell: tuple[str, str, str], found: dict[tuple[str, str, str], Update], expected: dict[str, Update]
+) -> None:
+    update, same = found[cell], expected[cell[2]]
+    for name in (
+        "actor/loss",
+        "actor/grad_norm",
+        "critic/loss",
+        "critic/grad_norm",
+        "kl/sequence_mean",
+        "advantages/std",
+    ):
+        assert update.stats[name] == pytest.approx(same.stats[name], rel=1e-5, abs=1e-6), name
+    assert update.stats["actor/optimizer_steps"] == same.stats["actor/optimizer_steps"] > 0
+    for role, weights in same.weights.items():
+        assert update.weights[role].keys() == weights.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(update.weights[role][name], tensor, rtol=1e-5, atol=1e-6, msg=f"{role} {name}")
+
+
+def test_the_update_changes_all_weights(expected: dict[str, Update], paths: dict[str, Path]) -> None:
+    """Else the comparison would say little."""
+    for role, weights in expected["seven"].weights.items():
+        before = load_file(paths[role] / "model.safetensors")
+        for name, tensor in weights.items():
+            assert (tensor - before[name]).abs().max() > 1e-4, f"{role} {name}"

@@ -1,0 +1,303 @@
+"""The executor with its real calls, streams in memory and workers that hold dictionaries: random graphs on random layouts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections import defaultdict
+from random import Random
+
+import pytest
+
+from asyncrl.config import NameResolveConfig, RefConfig, RuntimeConfig, TrainConfig, WorkerInfo
+from asyncrl.dataflow import DataflowGraph, MFCDef
+from asyncrl.master.buffer import AsyncIOSequenceBuffer
+from asyncrl.master.executor import FunctionExecutor, WorkerCaller
+from asyncrl.master.hooks import ParameterHooks
+from asyncrl.master.progress import PromptProgress
+from asyncrl.master.tracker import StorageTracker
+from asyncrl.messages import CallResult, ClearData, ExecuteMFC, Locator, Reallocate, Redistribute, TrajectoryMeta
+from asyncrl.names import Names
+from asyncrl.redistribution import transfers
+from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
+from asyncrl.runtime.transport import MemoryTransport
+from asyncrl.runtime.worker import StatusBoard
+from asyncrl.topology import ModelPlacement, ParallelGrid, build_handler_routing
+
+RUNTIME = RuntimeConfig(start_timeout_s=10.0)
+NAMES = Names("e", "t")
+LIMIT_S = 20.0
+DATASET = ("tokens", "rewards")
+
+
+def placement(name, grid, workers):
+    return ModelPlacement(name, ParallelGrid.parse(grid), tuple(workers))
+
+
+def mfc(name, model, reads, writes=(), kind="inference"):
+    return MFCDef(name, model.partition("@")[0], kind, "x:y", tuple(reads), tuple(writes), model)
+
+
+def trajectory(ticket, position, head, length):
+    return TrajectoryMeta(
+        ticket_id=ticket,
+        locator=Locator(0, position),
+        attempt=1,
+        head=head,
+        keys=list(DATASET),
+        seqlens=[length],
+        response_lengths=[1],
+        rewards=[0.0],
+        version_start=[0],
+        version_end=[0],
+        birth_time=0.0,
+    )
+
+
+class World:
+    """Workers that execute calls one after another, as model workers do: sends wait for nobody, receives wait their turn."""
+
+    def __init__(self, graph, placements, num_workers, rng=None):
+        self.graph, self.placements = graph, {placement.name: placement for placement in placements}
+        self.num_workers = num_workers
+        self.held = [set() for _ in range(num_workers)]  # (id, key)
+        self.log = []  # (worker, call)
+        self.gates = defaultdict(list)  # MFC -> events to wait for before it is answered
+        self.wires = defaultdict(asyncio.Queue)
+        self.sent = []
+        self.ran = asyncio.Condition()
+        self.rng = rng or Random(0)
+
+    async def serve(self, server, me):
+        while True:
+            call = await server.receive()
+            body = call.body
+            async with self.ran:
+                self.log.append((me, body))
+                self.ran.notify_all()
+            result = CallResult()
+            for _ in range(self.rng.randrange(4)):
+                await asyncio.sleep(0)
+            if isinstance(body, Redistribute):
+                for step in body.steps:
+                    await self.move(step, me)
+            elif isinstance(body, ExecuteMFC):
+                result = await self.run(body, me)
+            elif isinstance(body, ClearData):
+                self.held[me] = {pair for pair in self.held[me] if pair[0] not in body.ids}
+            call.reply(result)
+
+    async def move(self, step, me):
+        for transfer in transfers(step):
+            pairs = [(group, key) for group in transfer.ids for key in transfer.keys]
+            for target in transfer.targets:
+                if transfer.source == me:
+                    assert self.held[me].issuperset(pairs)
+                    self.wires[me, target].put_nowait(pairs)
+                    self.sent += [(me, target, *pair) for pair in pairs]
+                elif target == me:
+                    assert await self.wires[transfer.source, me].get() == pairs
+                    assert self.held[me].isdisjoint(pairs), "what is here is not sent"
+                    self.held[me].update(pairs)
+
+    async def run(self, body, me):
+        function = self.graph.mfcs[body.mfc]
+        where = self.placements[function.model]
+        part = body.parts[where.shard_of(me).data]
+        assert self.held[me].issuperset((group, key) for group in part for key in function.input_keys)
+        for gate in self.gates[body.mfc]:
+            await gate.wait()
+        if me not in where.heads:
+            return CallResult(seconds=1.0)
+        self.held[me].update((group, key) for group in part for key in function.output_keys)
+        return CallResult(ids=part, keys=list(function.output_keys), stats={f"{body.mfc}/x": 1.0}, seconds=0.5)
+
+    async def until(self, happened):
+        async with self.ran:
+            await asyncio.wait_for(self.ran.wait_for(happened), LIMIT_S)
+
+    def calls(self, kind):
+        return [(me, body) for me, body in self.log if isinstance(body, kind)]
+
+
+class Master:
+    def __init__(self, world, client, train, num_groups):
+        self.world, self.client = world, client
+        models = list(world.placements.values())
+        info = WorkerInfo("master", 0, 1, "e", "t", 1, "/nowhere", 1, NameResolveConfig(), RUNTIME)
+        self.caller = WorkerCaller(client, StatusBoard(info, logging.getLogger("test")), LIMIT_S)
+        self.tracker = StorageTracker()
+        self.buffer = AsyncIOSequenceBuffer(PromptProgress(num_groups, 1), capacity=num_groups, attempt=1)
+        hooks = ParameterHooks(world.graph.mfcs.values(), train)
+        self.executor = FunctionExecutor(world.graph, models, self.buffer, self.tracker, self.caller, hooks)
+        self.heads = models[0].heads
+
+    def store(self, ticket, position, head, length):
+        meta = trajectory(ticket, position, head, length)
+        assert self.buffer.put(meta).verdict == "stored"
+        self.tracker.add(self.heads[head], [ticket], meta.keys)
+        self.world.held[self.heads[head]].update((ticket, key) for key in meta.keys)
+
+    async def step(self, tickets, version=0):
+        result = await asyncio.wait_for(self.executor.execute_step(tickets, version), LIMIT_S)
+        holding = self.tracker.drop(tickets)
+        await self.caller.call("clear", holding, ClearData(ids=list(tickets)))
+        return result
+
+
+@contextlib.asynccontextmanager
+async def running(graph, placements, num_workers, *, train=None, num_groups=64, rng=None):
+    world = World(graph, placements, num_workers, rng)
+    transport = MemoryTransport()
+    async with contextlib.AsyncExitStack() as stack:
+        resolver = stack.enter_context(MemoryNameResolver(uuid.uuid4().hex))
+        serving = []
+        for index in range(num_workers):
+            server = NameResolvingReplyServer(resolver, NAMES, index=index, runtime=RUNTIME, transport=transport)
+            await server.start()
+            stack.push_async_callback(server.close)
+            serving.append(asyncio.create_task(world.serve(server, index)))
+        client = NameResolvingRequestClient(
+            resolver,
+            NAMES,
+            num_workers=num_workers,
+            handler_routing=build_handler_routing(placements),
+            runtime=RUNTIME,
+            incarnation="master",
+            transport=transport,
+        )
+        stack.push_async_callback(client.close)
+        await client.start()
+        yield world, Master(world, client, train or TrainConfig(), num_groups)
+        for task in serving:
+            if task.done():
+                task.result()
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+
+
+def ppo_graph():
+    return DataflowGraph(
+        [
+            mfc("actor_inf", "actor", ["tokens"], ["prox"]),
+            mfc("ref_inf", "ref", ["tokens"], ["ref"]),
+            mfc("critic_inf", "critic", ["tokens"], ["values"]),
+            mfc("actor_train", "actor", ["tokens", "rewards", "prox", "ref", "values"], kind="train_step"),
+            mfc("critic_train", "critic", ["tokens", "rewards", "values"], kind="train_step"),
+        ],
+        DATASET,
+    )
+
+
+async def test_mfcs_of_disjoint_meshes_run_at_the_same_time():
+    places = [placement("actor", "d2", [0, 1]), placement("ref", "d1", [2]), placement("critic", "d1m2", [3, 4])]
+    async with running(ppo_graph(), places, 5) as (world, master):
+        gate = asyncio.Event()
+        world.gates["actor_inf"] = [gate]  # the actor computes until all others have done what they can
+        for i in range(6):
+            master.store(f"t{i}", i, i % 2, 5 + i)
+        stepping = asyncio.create_task(master.step([f"t{i}" for i in range(6)]))
+        await world.until(lambda: "critic_train" in [body.mfc for _, body in world.calls(ExecuteMFC)])
+        running_now = {body.mfc for _, body in world.calls(ExecuteMFC)}
+        assert running_now == {"actor_inf", "ref_inf", "critic_inf", "critic_train"}
+        gate.set()
+        result = await stepping
+        assert result.seconds == {"actor_inf": 0.5, "ref_inf": 0.5, "critic_inf": 1.0, "actor_train": 0.5} | {
+            "critic_train": 1.0
+        }
+        assert "actor_train/x" in result.stats
+        assert world.held == [set()] * 5  # nothing is left anywhere
+        assert (len(master.tracker), len(master.buffer)) == (0, 0)
+
+
+async def test_nothing_moves_within_one_mesh_of_data_ranks_in_balance():
+    graph = DataflowGraph(
+        [mfc("inf", "actor", ["tokens"], ["prox"]), mfc("train", "actor", ["tokens", "prox"], kind="train_step")],
+        DATASET,
+    )
+    async with running(graph, [placement("actor", "d2", [0, 1])], 2) as (world, master):
+        for i in range(4):
+            master.store(f"t{i}", i, i % 2, 10)
+        result = await master.step(["t0", "t1", "t2", "t3"])
+        assert [body.parts for _, body in world.calls(ExecuteMFC)] == [[["t0", "t2"], ["t1", "t3"]]] * 4
+        assert world.calls(Redistribute) == []
+        assert "redistribution/bytes" not in result.stats
+
+
+def random_case(rng):
+    """A graph of up to seven MFCs on up to four models, each on any workers, and a batch."""
+    num_workers = rng.randint(1, 6)
+    grids = [g for g in ("d1", "d2", "d3", "m2", "p2", "d2m2", "d2p2", "d1p2m2")]
+    models = []
+    for name in ("actor", "ref", "critic", "actor@1")[: rng.randint(1, 4)]:
+        fitting = [grid for grid in grids if ParallelGrid.parse(grid).size <= num_workers]
+        grid = rng.choice(fitting)
+        models.append(placement(name, grid, rng.sample(range(num_workers), ParallelGrid.parse(grid).size)))
+    keys, mfcs = list(DATASET), []
+    for i in range(rng.randint(1, 7)):
+        reads = rng.sample(keys, rng.randint(1, len(keys)))
+        writes = [f"k{i}"] if rng.random() < 0.8 else []
+        mfcs.append(mfc(f"f{i}", rng.choice(models).name, reads, writes))
+        keys += writes
+    return DataflowGraph(mfcs, DATASET), models, num_workers
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_any_graph_on_any_meshes_ends_with_all_data_where_it_was_read(seed):
+    rng = Random(seed)
+    graph, models, num_workers = random_case(rng)
+    async with running(graph, models, num_workers, rng=rng) as (world, master):
+        for step in range(2):
+            tickets = [f"s{step}t{i}" for i in range(rng.randint(1, 7))]
+            for i, ticket in enumerate(tickets):
+                master.store(ticket, 10 * step + i, rng.randrange(models[0].grid.data), rng.randint(1, 50))
+            await master.step(tickets, step)
+        assert len(set(world.sent)) == len(world.sent)
+        assert world.held == [set()] * num_workers
+        assert len(world.calls(ExecuteMFC)) == 2 * sum(
+            world.placements[function.model].grid.size for function in graph.mfcs.values()
+        )
+
+
+async def test_weights_are_copied_before_they_are_used_elsewhere_and_the_reference_on_its_steps():
+    graph = DataflowGraph(
+        [
+            mfc("actor_inf", "actor@1", ["tokens"], ["prox"]),
+            mfc("ref_inf", "ref", ["tokens"], ["ref"]),
+            mfc("critic_train", "critic", ["tokens"], kind="train_step"),
+            mfc("actor_train", "actor", ["tokens", "prox", "ref"], kind="train_step"),
+        ],
+        DATASET,
+    )
+    places = [
+        placement("actor", "d1", [0]),
+        placement("actor@1", "d2", [1, 2]),
+        placement("ref", "d1", [1]),
+        placement("critic", "d1", [0]),
+    ]
+    train = TrainConfig(num_critic_only_steps=1, ref=RefConfig(update_interval=2, update_share=0.5))
+    async with running(graph, places, 3, train=train) as (world, master):
+        for version in range(4):
+            master.store(f"t{version}", version, 0, 5)
+            await master.step([f"t{version}"], version)
+        seen = {me: [] for me in range(3)}
+        for me, body in world.log:
+            if isinstance(body, ExecuteMFC):
+                seen[me].append(body.mfc)
+            elif isinstance(body, Reallocate):
+                seen[me].append((body.source, body.target, body.share))
+        again, refresh = ("actor", "actor@1", 1.0), ("actor", "ref", 0.5)
+        at_0 = [seen[0][i] for i in range(len(seen[0])) if seen[0][i] != "critic_train"]
+        assert at_0 == ["actor_train", refresh, again, "actor_train", again, "actor_train", refresh]
+        at_2 = ["actor_inf", "actor_inf", again, "actor_inf", again, "actor_inf"]
+        assert seen[2] == at_2
+        assert seen[1].index(refresh) < seen[1].index(again)
+
+
+def test_an_mfc_without_a_model_is_refused():
+    graph = DataflowGraph([mfc("inf", "reward", ["tokens"], ["r"])], DATASET)
+    with pytest.raises(ValueError, match=r"inf on 'reward'.*there are \['actor'\]"):
+        FunctionExecutor(graph, [placement("actor", "d1", [0])], None, None, None, None)

@@ -1,0 +1,157 @@
+"""From an allocation to the models and MFCs that every process of the training side is given."""
+
+import os
+
+import pytest
+
+from asyncrl import config as configs
+from asyncrl.config import ConfigError, load_experiment
+from asyncrl.launch.commands.common import process_objects
+from asyncrl.launch.program import load_process_config, plan, save_config, server_spec
+
+CONFIG = """
+model_path: m
+prompts: {path: p.jsonl}
+rollout: {tasks: {default: {reward: "rewards.py:reward"}}}
+"""
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    """config_of("train.batch_size=8", ...)"""
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG)
+    return lambda *overrides: load_experiment(file, overrides)
+
+
+def by_name(specs):
+    return {spec.name: spec.config for spec in specs}
+
+
+def test_actor_in_stages_and_a_reference_beside_it(config_of, tmp_path):
+    config = config_of(
+        "allocation=transformers.d2p1m1+d2p2m1+ref_inf:d1p1m1",
+        "train.ppo.kl_coef=0.1",
+        "train.offload=[ref]",
+        "train.batch_size=8",
+        "record.trajectories=true",
+        "record.max_bytes=1000",
+    )
+    specs = plan(config, attempt=1, num_prompts=80)
+    processes = by_name(specs)
+    workers = [processes[f"model_worker/{index}"] for index in range(5)]
+    assert "model_worker/5" not in processes
+    assert {worker.worker.count for worker in workers} == {5}
+    master = processes["master/0"]
+    assert master.num_model_workers == 5
+
+    actor, ref = master.models
+    model_path = os.path.abspath("m")
+    assert (actor.name, actor.grid, actor.workers) == ("actor", "d2p2m1", [0, 1, 2, 3])
+    assert (actor.path, actor.kind, actor.trainable, actor.offload) == (model_path, "lm", True, False)
+    assert (ref.name, ref.grid, ref.workers) == ("ref", "d1p1m1", [4])
+    assert (ref.path, ref.kind, ref.trainable, ref.offload) == (model_path, "lm", False, True)
+    assert {mfc.name: mfc.model for mfc in master.mfcs} == {
+        "actor_inf": "actor",
+        "ref_inf": "ref",
+        "advantages": "actor",
+        "actor_train": "actor",
+    }
+    for worker in workers:
+        assert (worker.models, worker.mfcs) == (master.models, master.mfcs)
+        assert worker.store_capacity == (1 + 2) * 8
+    # the heads are the last stage's; trajectories come to them, and they record
+    assert [worker.record.trajectories for worker in workers] == [False, False, True, True, False]
+    assert {worker.record.max_bytes for worker in workers} == {500}
+    assert processes["gserver_manager/0"].num_heads == processes["rollout_worker/0"].num_heads == 2
+
+    for spec in specs:
+        file = tmp_path / f"{spec.file_stem}.yaml"
+        save_config(spec.config, file)
+        assert load_process_config(file) == spec.config
+
+
+def test_a_gpu_for_each_model_worker_after_those_of_the_servers(config_of):
+    config = config_of("allocation=sglang.d1m2+d1p2+ref_inf:d1", "train.ppo.kl_coef=0.1")
+    specs = plan(config, attempt=1, num_prompts=64, devices=[str(index) for index in range(8)])
+    given = {spec.name: spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs}
+    assert given["generation_server/0"] == "0,1"
+    assert [given[f"model_worker/{index}"] for index in range(3)] == ["2", "3", "4"]
+    more = server_spec(1, config, attempt=1, num_prompts=64, devices=[str(index) for index in range(8)])
+    assert more.env["CUDA_VISIBLE_DEVICES"] == "5,6"
+
+
+def test_what_is_made_of_each_role(config_of):
+    config = config_of(
+        "allocation=sglang.d1+actor_train:d2p2,actor_inf:d4,critic:d2m2+ref:d1,reward:d2",
+        "train.ppo={kl_coef: 0.1, advantage_norm: batch}",
+        "train.optimizer.lr=0.5",
+        "train.critic={path: c, optimizer: {lr: 0.25}}",
+        "train.ref.path=r",
+        "train.reward_model.path=/models/judge",
+        "train.offload=[ref, reward, actor]",
+    )
+    models = {model.name: model for model in by_name(plan(config, attempt=1, num_prompts=64))["master/0"].models}
+    assert next(iter(models)) == "actor"
+    assert {name: (model.grid, model.workers) for name, model in models.items()} == {
+        "actor": ("d2p2m1", [0, 1, 2, 3]),
+        "actor@1": ("d4p1m1", [0, 1, 2, 3]),
+        "critic": ("d2p1m2", [0, 1, 2, 3]),
+        "ref": ("d1p1m1", [4]),
+        "reward": ("d2p1m1", [4, 5]),
+    }
+    assert {name: model.kind for name, model in models.items()} == {
+        "actor": "lm",
+        "actor@1": "lm",
+        "critic": "value",
+        "ref": "lm",
+        "reward": "reward",
+    }
+    assert [name for name, model in models.items() if model.trainable] == ["actor", "critic"]
+    assert [name for name, model in models.items() if model.offload] == ["actor", "actor@1", "ref", "reward"]
+    assert {name: model.path for name, model in models.items()} == {
+        "actor": os.path.abspath("m"),
+        "actor@1": os.path.abspath("m"),
+        "critic": os.path.abspath("c"),
+        "ref": os.path.abspath("r"),
+        "reward": "/models/judge",
+    }
+    assert (models["actor"].optimizer.lr, models["critic"].optimizer.lr) == (0.5, 0.25)
+
+
+def test_a_critic_without_a_checkpoint_begins_as_the_actor(config_of):
+    config = config_of("train.critic={}", "train.ppo.advantage_norm=batch", "train.reward_model.path=j")
+    models = {model.name: model for model in by_name(plan(config, attempt=1, num_prompts=64))["master/0"].models}
+    assert models["critic"].path == models["actor"].path
+    assert models["critic"].optimizer == configs.OptimizerConfig()
+
+
+def test_who_holds_what_is_shown(config_of):
+    config = config_of("allocation=transformers.d1+d1p2+ref_inf:d1", "train.ppo.kl_coef=0.1")
+    holds = {entry["name"]: entry["holds"] for entry in process_objects(plan(config, attempt=1, num_prompts=64))}
+    assert holds["model_worker/1"] == ["actor d1p2m1"]
+    assert holds["model_worker/2"] == ["ref d1p1m1"]
+    assert holds["master/0"] == holds["generation_server/0"] == []
+
+
+def test_extra_mfcs_can_have_a_place(config_of):
+    extra = "train.extra_mfcs.judge={interface: 'a:b', input_keys: [packed_input_ids], output_keys: [dense_rewards]}"
+    config = config_of("allocation=transformers.d1+d2+judge:d1", extra)
+    master = by_name(plan(config, attempt=1, num_prompts=64))["master/0"]
+    assert {mfc.name: mfc.model for mfc in master.mfcs} == {
+        "actor_inf": "actor",
+        "judge": "actor@1",
+        "advantages": "actor",
+        "actor_train": "actor",
+    }
+    assert [model.workers for model in master.models] == [[0, 1], [2]]
+
+
+def test_all_that_is_wrong_with_an_allocation_is_named_at_once(config_of):
+    with pytest.raises(ConfigError) as error:
+        config_of("allocation=transformers.d1m2+d1+ref:d1+actor_trian:d1")
+    assert [line.partition(": ")[2][:20] for line in str(error.value).splitlines()] == [
+        "the engine transform",
+        "'ref' is not part of",
+        "'actor_trian' is nei",
+    ]

@@ -1,0 +1,126 @@
+"""The synchronous graph: generation is its first node, and neither servers nor rollout workers are needed."""
+
+import pytest
+
+from asyncrl.config import ConfigError, PPOConfig, TrainConfig, allocation_of, load_experiment
+from asyncrl.dataflow import GENERATE_MFC, TRAJECTORY_KEYS, build_dataflow, without_generation
+from asyncrl.launch.commands.common import sizes, sizes_text
+from asyncrl.launch.doctor import judge_num_gpus
+from asyncrl.launch.preflight import preflight
+from asyncrl.launch.program import can_scale, load_process_config, plan, save_config
+from asyncrl.testing.runs import make_tiny_run
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"), num_prompts=20)
+
+
+@pytest.fixture
+def config_of(tiny):
+    """config_of("train.batch_size=8", ...)"""
+    return lambda *overrides: load_experiment(tiny, ["mode=sync", *overrides])
+
+
+def processes_of(config):
+    return {spec.name: spec.config for spec in plan(config, attempt=1, num_prompts=20)}
+
+
+def test_generation_is_the_first_node_and_the_rest_is_as_ever():
+    train = TrainConfig(ppo=PPOConfig(kl_coef=0.1))
+    graph = build_dataflow(train, "sync")
+    assert graph.order[0] == GENERATE_MFC
+    generate = graph.mfcs[GENERATE_MFC]
+    assert (generate.role, generate.kind, generate.input_keys, generate.output_keys) == (
+        "actor",
+        "generate",
+        (),
+        TRAJECTORY_KEYS,
+    )
+    assert graph.parents["actor_inf"] == graph.parents["ref_inf"] == {GENERATE_MFC}
+    assert without_generation(list(graph.mfcs.values())).mfcs == build_dataflow(train).mfcs
+    assert GENERATE_MFC not in build_dataflow(train).mfcs
+
+
+@pytest.mark.parametrize("allocation", ["d2", "+d2p1m1", "transformers.d3+d2", "actor:d2"])
+def test_model_workers_and_a_master_are_all_there_is(config_of, tmp_path, allocation):
+    config = config_of(f"allocation={allocation}", "manager.max_head_offpolicyness=3", "train.batch_size=4")
+    processes = processes_of(config)
+    assert list(processes) == ["model_worker/0", "model_worker/1", "master/0"]
+    master, worker = processes["master/0"], processes["model_worker/1"]
+    assert (master.mode, master.max_head_offpolicyness, master.num_replayed) == ("sync", 0, 0)
+    assert (master.mfcs[0].name, master.mfcs[0].model) == (GENERATE_MFC, "actor")
+    assert [(model.name, model.grid) for model in master.models] == [("actor", "d2p1m1")]
+    assert worker.store_capacity == 4
+    assert worker.groups.prompts == master.prompts
+    assert worker.groups.rollout.group_size == config.rollout.group_size
+    save_config(worker, tmp_path / "worker.yaml")
+    assert load_process_config(tmp_path / "worker.yaml") == worker
+    assert not can_scale(config)
+    assert preflight(config) == 20
+
+
+def test_asynchronous_workers_are_given_nothing_to_make_groups_with(tiny):
+    assert processes_of(load_experiment(tiny))["model_worker/0"].groups is None
+
+
+def test_generation_may_have_workers_of_its_own(config_of):
+    config = config_of("allocation=d1p1m2+actor_gen:d2p1m1")
+    master = processes_of(config)["master/0"]
+    assert [(model.name, model.grid, model.workers, model.trainable) for model in master.models] == [
+        ("actor", "d1p1m2", [0, 1], True),
+        ("actor@1", "d2p1m1", [2, 3], False),
+    ]
+    assert {mfc.name: mfc.model for mfc in master.mfcs}[GENERATE_MFC] == "actor@1"
+
+
+def test_what_a_person_is_told(config_of):
+    config = config_of("allocation=transformers.d1+d2")
+    text = sizes_text(config, 20)
+    assert "mode=sync: each step generates its batch on the model workers" in text
+    assert "transformers.d1 of the allocation stays unused" in text
+    assert "unused" not in sizes_text(config_of("allocation=d2"), 20)
+    assert sizes(config, 20)["max_live_prompts"] == config.train.batch_size
+    assert "0 for generation, 2 for training" in judge_num_gpus(2, config).value
+    assert judge_num_gpus(2, config).state == "ok"
+    assert str(allocation_of(config)) == "d2p1m1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["allocation=d2p2m1"],
+            r"allocation='d2p2m1': actor_gen needs the whole model .* d2p2m1\+actor_gen:d1p1m1, or all of them d4p1m1",
+        ),
+        (["allocation=d1p1m2"], r"d1p1m2 cuts it: .* or all of them d2p1m1"),
+        (
+            ["allocation=actor:d1p1m2"],
+            r"cuts it: give actor_gen workers of its own, e.g. actor:d1p1m2\+actor_gen:d1p1m1$",
+        ),
+        (["allocation=d2x"], r"'d2x' is not a grid"),
+        (
+            ["rollout.tasks.default.agent=mine:Agent"],
+            r"rollout.tasks.default.agent='mine:Agent': mode=sync has tasks of one",
+        ),
+        (["rollout.tasks.default.env=mine:Env"], r"name rollout.tasks.default.reward alone, or use mode=async"),
+        (["train.wait_for_full_lag=true"], r"train.wait_for_full_lag=True: with mode=sync no data is old"),
+        (["weights.transport=broadcast"], r"weights.transport='broadcast'"),
+        (["weights.verify_logprobs=true"], r"weights.verify_logprobs=True"),
+        (["replay.path=somewhere"], r"replay.path='somewhere'"),
+        (
+            ["allocation=d1p1m2+actor_gen:d1", "record.trajectories=true"],
+            r"record.trajectories=True: groups are recorded",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(config_of, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of(*overrides)
+
+
+def test_generation_is_named_in_synchronous_runs_only(tiny):
+    with pytest.raises(ConfigError, match=r"'actor_gen' is not part of this run: it comes with mode=sync"):
+        load_experiment(tiny, ["allocation=transformers.d1+d1+actor_gen:d1"])
+    with pytest.raises(ConfigError, match="is not an allocation"):
+        load_experiment(tiny, ["allocation=d2"])
