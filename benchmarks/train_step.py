@@ -8,8 +8,8 @@ one thread:
     trl       GRPOTrainer's loss (its fused output layer), prompts and responses padded to the longest of the batch, as it does
 
 A side runs in a process of its own, a fresh one each round: a step that is not counted, then --steps steps. Tokens a second: tokens
-of the sequences, padding not counted, over CPU seconds. Memory: the highest resident size during those steps over the one before
-them. The gradient norms of the counted steps must agree to 1e-3: what is compared is the same update.
+of the sequences, padding not counted, over CPU seconds. Memory: the highest resident size over the one before the first step;
+gradients and the state of AdamW count. The gradient norms of all steps must agree to 1e-3: what is compared is the same update.
 """
 
 from __future__ import annotations
@@ -268,8 +268,11 @@ def part(parent: Parent, side: str, model: str, prompts: int, group_size: int, m
     sequences = make_batch(prompts, group_size)
     makers = {"asyncrl": asyncrl_step, "padded": padded_step, "trl": trl_step}
     step = makers[side](model, sequences, max_tokens)
+    before = (
+        reset_peak_memory()
+    )  # before the first step: what it frees stays resident, and later ones would not show it
     norms = [step()]
-    before, start = reset_peak_memory(), time.process_time()
+    start = time.process_time()
     norms += [step() for _ in range(steps)]
     seconds = time.process_time() - start
     parent.send(tokens_per_s=steps * num_tokens(sequences) / seconds, memory=peak_memory() - before, norms=norms)

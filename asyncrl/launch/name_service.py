@@ -55,6 +55,7 @@ class NameService:
         self._restart_error: EtcdServerError | None = None
         self._num_restarts = 0
         self._resolver: NameResolver | None = None
+        self._name_is_ours = False  # in an etcd that runs share
         self._publisher: _Publisher | None = None
 
     def open(self) -> None:
@@ -144,9 +145,9 @@ class NameService:
             self._restart.start()
 
     def close(self) -> None:
-        """The keys of the run go; a private etcd goes too."""
+        """The keys of the run go, if they are ours; a private etcd goes too."""
         if self._resolver is not None:
-            if self._etcd is None:
+            if self._name_is_ours:
                 self._delete_keys(self._resolver)
             self._resolver.close()  # which ends what the publisher is waiting for
         if self._publisher is not None:
@@ -202,6 +203,7 @@ class NameService:
                 ) from None
             # our predecessor's, who is dead: the folder's lock is ours
             self._resolver.add(self._names.owner(), owner, replace=True, lease=lease.id)
+        self._name_is_ours = True
 
     def _delete_keys(self, resolver: NameResolver) -> None:
         try:

@@ -27,7 +27,9 @@ from transformers import AttentionInterface
 NAME = "asyncrl_packed"
 
 # A rectangle takes in a sequence while its longest is at most _STRETCH times as long, plus _SLACK tokens: padding costs
-# arithmetic, a rectangle of its own costs a few kernel launches per layer.
+# arithmetic, a rectangle of its own a few kernel launches a layer. Measured on one CPU core, forward and backward of attention,
+# 128 and 512 sequences to 107 tokens, 32 to 2000: (1.05, 2) to (1.2, 4) within 10 %, (1.5, 8) 1.1 to 1.3 times as long,
+# (2, 16) 1.4 to 1.5.
 _STRETCH = 1.1
 _SLACK = 4
 

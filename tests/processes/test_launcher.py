@@ -305,9 +305,14 @@ def test_a_run_in_the_users_etcd_with_nobody_reading_its_output(config, tmp_path
             assert "processes run" in run.stdout.readline()
             run.stdout.close()
 
-            assert cli.main(["run", str(config), f"fileroot={tmp_path / 'elsewhere'}", endpoints]) == 1
-            output = capsys.readouterr().out.replace("\n", " ")
-            assert f"a run of this name, in {socket.gethostname()}:{run_dir}" in output
+            with open_name_resolver(NameResolveConfig(endpoints=[etcd.endpoint])) as resolver:
+                keys = {"owner": Names("tiny", "t0").owner(), "manager": Names("tiny", "t0").gserver_manager()}
+                published = {name: resolver.wait(key, LIMIT_S) for name, key in keys.items()}
+                assert cli.main(["run", str(config), f"fileroot={tmp_path / 'elsewhere'}", endpoints]) == 1
+                output = capsys.readouterr().out.replace("\n", " ")
+                assert f"a run of this name, in {socket.gethostname()}:{run_dir}" in output
+                # One that is refused leaves the other's keys alone
+                assert {name: resolver.get(key) for name, key in keys.items()} == published
             assert run.wait(LIMIT_S) == 0
         finally:
             run.kill()

@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,7 +19,6 @@ from asyncrl.config import ConfigError, ModelConfig, OptimizerConfig, TrainConfi
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine, learning_rate
 from asyncrl.model.export import commit_model, take_share
-from asyncrl.model.logprobs import token_logprobs
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import write_part
 
@@ -79,57 +76,6 @@ def plain_logprobs(model, ids: np.ndarray, temperature: float) -> torch.Tensor:
 
 def make_engine(path, train: TrainConfig = TRAIN, kind: str = "lm", *, trainable: bool = True) -> TrainEngine:
     return TrainEngine(ModelConfig("model", str(path), "d1", [0], kind, trainable, train.optimizer), train)
-
-
-# ------------------------------------------------------------------------------------------------------- chunked logprobs
-
-
-def problem(num_tokens: int = 37, vocab: int = 50):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(num_tokens, 8, generator=generator, requires_grad=True)
-    layer = torch.nn.Linear(8, vocab, bias=False)
-    torch.nn.init.normal_(layer.weight, generator=generator)
-    return hidden, layer, torch.randint(0, vocab, (num_tokens,), generator=generator)
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 1000])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_chunked_logprobs_equal_the_plain_formula_in_value_and_gradient(chunk_tokens, temperature):
-    hidden, layer, targets = problem()
-    weights = torch.randn(37, generator=torch.Generator().manual_seed(1))
-    logprobs, entropy = token_logprobs(hidden, layer, targets, temperature=temperature, chunk_tokens=chunk_tokens)
-    found = torch.autograd.grad((logprobs * weights).sum(), [hidden, layer.weight])
-    all_logprobs = (layer(hidden) / temperature).log_softmax(-1)
-    plain = all_logprobs.gather(-1, targets[:, None])[:, 0]
-    expected = torch.autograd.grad((plain * weights).sum(), [hidden, layer.weight])
-    torch.testing.assert_close(logprobs, plain, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(entropy, -(all_logprobs.exp() * all_logprobs).sum(-1).detach(), rtol=1e-6, atol=5e-6)
-    assert not entropy.requires_grad
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=5e-6)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.numel = max(self.numel, leaf.numel())
-        return result
-
-
-def test_no_tensor_of_all_tokens_and_the_whole_vocabulary_ever_exists():
-    hidden, layer, targets = problem(num_tokens=256, vocab=999)
-    with LargestTensor() as largest:
-        logprobs, _ = token_logprobs(hidden, layer, targets, temperature=0.9, chunk_tokens=16)
-        logprobs.sum().backward()
-    assert largest.numel < 256 * 999 / 8
 
 
 # --------------------------------------------------------------------------------------------------------------- logprobs
