@@ -501,6 +501,8 @@ class MasterWorkerConfig:
     mode: str = "async"
     first_step: int = 0  # train_only: the recorded step that the replay begins with
     num_replayed: int = 0  # train_only: groups to be replayed; they take the place of the prompts
+    # record.trajectories: heads get what the MFCs make of their trajectories, wherever they make it
+    records: bool = False
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,7 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
         tasks=sorted(config.rollout.tasks),
         mode=config.mode,
         first_step=config.replay.first_step,
+        records=config.record.trajectories and trains,
         num_replayed=num_prompts if config.mode == "train_only" else 0,
     )
     gserver_manager = GserverManagerConfig(

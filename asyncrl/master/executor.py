@@ -84,12 +84,16 @@ class _Step:
         placements: Mapping[str, ModelPlacement],
         tracker: StorageTracker,
         caller: WorkerCaller,
+        recorders: Sequence[int],
     ) -> None:
+        """recorders: by head, the worker that records the head's trajectories; none if nothing is recorded."""
         self.version = version
         self.parts: dict[str, list[list[str]]] = {}  # model -> the ids of each data rank
         self.result = StepResult()
         self.tracker = tracker
         self._sent: list[asyncio.Task[None]] = []
+        self._recorders = recorders
+        self._recorded: dict[int, list[str]] = {}  # worker -> the groups that it records
         self._placements = placements
         self._caller = caller
         self._reads: dict[str, list[str]] = {}  # model -> the keys that its MFCs read
@@ -99,6 +103,8 @@ class _Step:
     def begin(self, metas: Sequence[TrajectoryMeta], keys: Collection[str]) -> asyncio.Task[None]:
         """Give each model's ranks their parts, where these keys lie if that is balanced, and move what they lack."""
         ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
+        for meta in metas if self._recorders else ():
+            self._recorded.setdefault(self._recorders[meta.head], []).append(meta.ticket_id)
         steps: list[RedistribStep] = []
         for model, reads in self._reads.items():
             placement, wanted = self._placements[model], _those_in(reads, keys)
@@ -108,8 +114,9 @@ class _Step:
         return self._send(steps)
 
     def move(self, keys: Collection[str]) -> asyncio.Task[None]:
-        """Send keys that have just been made to all models that read them."""
+        """Send keys that have just been made to all models that read them, and to who records them."""
         plans = [self._plan(model, _those_in(reads, keys)) for model, reads in self._reads.items()]
+        plans.append(self._plan_for(self._recorded, list(keys)))
         return self._send([step for plan in plans for step in plan])
 
     def copy_weights(self, copies: Iterable[Reallocate]) -> list[asyncio.Task[list[CallResult]]]:
@@ -126,6 +133,9 @@ class _Step:
         """Counts as done: what is planned next may build on it."""
         placement = self._placements[model]
         needed = {w: part for rank, part in enumerate(self.parts[model]) for w in placement.replica(rank)}
+        return self._plan_for(needed, keys)
+
+    def _plan_for(self, needed: Mapping[int, Sequence[str]], keys: Sequence[str]) -> list[RedistribStep]:
         steps = plan_redistribution(needed, keys, self.tracker.holders) if keys else []
         self.tracker.apply(steps)
         return steps
@@ -226,8 +236,12 @@ class FunctionExecutor:
         tracker: StorageTracker,
         caller: WorkerCaller,
         hooks: ParameterHooks,
+        *,
+        recorders: Sequence[int] = (),
     ) -> None:
+        """recorders: by head, the worker that records trajectories with what the MFCs make of them."""
         self._buffer, self._tracker, self._caller, self._hooks = buffer, tracker, caller, hooks
+        self._recorders = recorders
         self._placements = {placement.name: placement for placement in placements}
         mfcs = [graph.mfcs[name] for name in graph.order]
         homeless = [f"{mfc.name} on {mfc.model!r}" for mfc in mfcs if mfc.model not in self._placements]
@@ -239,7 +253,8 @@ class FunctionExecutor:
         """Take a batch through every MFC. If one fails the others are cancelled and its error is raised."""
         left_out = self._hooks.left_out(version)
         calls = [call for call in self._calls if call.mfc.name not in left_out]
-        step = _Step(version, [call.mfc for call in calls], self._placements, self._tracker, self._caller)
+        mfcs = [call.mfc for call in calls]
+        step = _Step(version, mfcs, self._placements, self._tracker, self._caller, self._recorders)
         await self._buffer.begin_batch(tickets)
         moved = step.begin(self._buffer.metas(tickets), self._buffer.common_keys(tickets))
         tasks = [moved, *(asyncio.ensure_future(call.run(step)) for call in calls)]

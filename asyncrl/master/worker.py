@@ -171,7 +171,15 @@ class MasterWorker(Worker):
         mfcs = [MFCDef.of(mfc) for mfc in config.mfcs]
         self.hooks = ParameterHooks(mfcs, config.train)
         graph = without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs])
-        self.executor = FunctionExecutor(graph, models, self.buffer, self.tracker, self.caller, self.hooks)
+        self.executor = FunctionExecutor(
+            graph,
+            models,
+            self.buffer,
+            self.tracker,
+            self.caller,
+            self.hooks,
+            recorders=self.heads if config.records else (),
+        )
         await self._meet_manager()
         await self.publish(self.names.experiment_status(), "RUNNING")
 

@@ -78,6 +78,8 @@ class TrainingSide:
         train: TrainConfig,
         info: WorkerInfo,
         resolver: NameResolver,
+        *,
+        records: bool = False,
     ) -> None:
         self.names, self.resolver = Names(EXPERIMENT, TRIAL), resolver
         placements = [ModelPlacement.of(model) for model in models]
@@ -110,6 +112,7 @@ class TrainingSide:
         self._nodes, self._train = [MFCDef.of(mfc) for mfc in mfcs], train
         self.generation = next((mfc for mfc in self._nodes if mfc.kind == "generate"), None)
         self._executors: dict[tuple[str, ...], FunctionExecutor] = {}
+        self._records = records
         self._limit_s = train.call_timeout_s
         self._placements = {placement.name: placement for placement in placements}
 
@@ -140,7 +143,8 @@ class TrainingSide:
         nodes = [mfc for mfc in self._nodes if mfc.name in mfcs or not mfcs]
         graph, hooks = without_generation(nodes), ParameterHooks(nodes, self._train)
         placements = list(self._placements.values())
-        made = FunctionExecutor(graph, placements, self.buffer, self.tracker, self.caller, hooks)
+        recorders = self.heads if self._records else ()
+        made = FunctionExecutor(graph, placements, self.buffer, self.tracker, self.caller, hooks, recorders=recorders)
         self._executors[tuple(mfcs)] = made
         return made
 
@@ -174,7 +178,9 @@ async def training_side(
 ) -> AsyncIterator[TrainingSide]:
     """Everything started and loaded; all of it gone afterwards. folder: for what it writes."""
     with _etcd(folder) as name_resolve, open_name_resolver(name_resolve) as resolver:
-        side = TrainingSide(models, mfcs, train, worker_info("master", 0, 1, folder, name_resolve), resolver)
+        info = worker_info("master", 0, 1, folder, name_resolve)
+        records = record is not None and record.trajectories
+        side = TrainingSide(models, mfcs, train, info, resolver, records=records)
         configs = [
             ModelWorkerConfig(
                 worker=worker_info("model_worker", index, side.num_workers, folder, name_resolve),

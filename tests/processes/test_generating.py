@@ -288,10 +288,9 @@ def test_model_workers_make_groups_and_train_on_them(tmp_path, model_path, group
     assert result.stats["actor/grad_norm"] > 0
     recorded = [read_trajectory(path).sample for path in list_recording(recording_dir(tmp_path, 1))]
     assert sorted(sample.ids[0] for sample in recorded) == sorted(meta.ticket_id for meta in metas)
-    trained_here = [sample for sample in recorded if "proximal_logprobs" in sample.keys]
-    assert len(trained_here) >= (4 if grid == "d1" else 2)  # with two data ranks some are moved, for balance
-    for sample in trained_here:
+    for sample in recorded:
         data = sample.data
+        assert {"proximal_logprobs", "advantages", "trained_mask"} <= data.keys()  # wherever they were made
         assert not data["packed_logprobs"][~data["loss_mask"]].any()
         # what sampled is what is trained: the proximal policy
         expected = data["proximal_logprobs"][data["loss_mask"]]
