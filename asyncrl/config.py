@@ -306,7 +306,9 @@ class WeightsConfig:
     transport: str = "disk"
     broadcast_backend: str = "auto"  # gloo | nccl | auto: nccl where the trainer has a GPU
     broadcast_timeout_s: float = 30.0  # one broadcast to the servers of a wave; what takes longer is loaded from disk
-    bucket_bytes: int = 256_000_000  # tensors are sent in buckets of this size
+    bucket_bytes: int = (
+        1_000_000_000  # tensors are sent in buckets of at most this size; each costs a round of requests
+    )
     # After each update, before it serves, a server scores a short text; its logprobs must be the trainer's. Finds what checksums
     # cannot: an engine that says it has loaded, and computes with other weights. Costs a forward pass of 32 tokens on both sides.
     verify_logprobs: bool = False

@@ -5,7 +5,7 @@ Everything is checked before the first copy: the tensors must be exactly the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,10 @@ class LiveTensors:
         self.check(specs, complete=True)
         self._copy(tensors.__getitem__, set(tensors), source="what was sent", adopt=True)
 
-    def uses(self, flat: Tensor) -> bool:
-        """Some tensor of the model is in this memory."""
-        storage = flat.untyped_storage().data_ptr()
-        return any(tensor.untyped_storage().data_ptr() == storage for tensor in self._live.values())
+    def uses(self, flats: Sequence[Tensor]) -> list[bool]:
+        """Of each, whether some tensor of the model is in its memory."""
+        live = {tensor.untyped_storage().data_ptr() for tensor in self._live.values()}
+        return [flat.untyped_storage().data_ptr() in live for flat in flats]
 
     def check(self, specs: TensorSpecs, *, complete: bool) -> None:
         """Raises WeightsRefused where tensors of these descriptions do not fit, or with `complete` where some are missing."""

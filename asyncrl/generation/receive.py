@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -69,8 +69,8 @@ class TensorEngine(Protocol):
         Raises WeightsRefused, and then nothing has changed.
         """
 
-    def uses(self, flat: torch.Tensor) -> bool:
-        """The model's tensors, or some of them, are in this memory."""
+    def uses(self, flats: Sequence[torch.Tensor]) -> list[bool]:
+        """Of each, whether tensors of the model are in its memory."""
 
 
 @dataclass
@@ -135,8 +135,9 @@ class StagedReceiver(WeightReceiver):
             self._engine.check_version(_parse(update.weight_version))
         if update.specs.names:
             self._engine.check_tensors(update.specs, complete=True)
-        spare = [flat for flat in self._flats if not self._engine.uses(flat)]
-        self._flats = [flat for flat in self._flats if self._engine.uses(flat)]
+        used = self._engine.uses(self._flats)
+        spare = [flat for flat, in_use in zip(self._flats, used, strict=True) if not in_use]
+        self._flats = [flat for flat, in_use in zip(self._flats, used, strict=True) if in_use]
         self._update = _Update(update.weight_version, spare)  # one that is open was left so by a sender that is gone
 
     async def receive(self, bucket: ReceiveWeights) -> None:

@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -634,8 +634,8 @@ class TransformersEngine(GenerationEngine):
     def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
         LiveTensors(self._model).check(specs, complete=complete)
 
-    def uses(self, flat: Tensor) -> bool:
-        return LiveTensors(self._model).uses(flat)
+    def uses(self, flats: Sequence[Tensor]) -> list[bool]:
+        return LiveTensors(self._model).uses(flats)
 
     async def load_tensors(self, tensors: dict[str, Tensor], version: WeightVersion) -> None:
         await self._update(version, lambda: LiveTensors(self._model).load(tensors))
