@@ -44,6 +44,7 @@ class DataManager:
         self._store = store
         self._worker = worker
         self._limit = timedelta(seconds=limit_s)
+        # Bounded by the master: it begins no step before the last one's moves are answered for
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
