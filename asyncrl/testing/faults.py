@@ -1,6 +1,6 @@
 """Faults for tests of whole runs, and what must hold all the same: every trained token has the logprob that its weights give it.
 
-run = launch(config, "record.trajectories=true", "weights.keep=100000", env=die_in_update(tmp_path / "fault", server=1, version=8))
+run = launch(config, "record.trajectories=true", "weights.keep=1000", env=die_in_update(tmp_path / "fault", server=1, version=8))
 ...
 assert has_struck(tmp_path / "fault")
 assert largest_logprob_error(run.run_dir, moved_tickets(run.run_dir)) < 1e-4

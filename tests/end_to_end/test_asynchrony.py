@@ -18,7 +18,7 @@ from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, train_s
 
 STEPS, BATCH, ETA = 12, 16, 2
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def start(config: Path, tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
             f"manager.max_head_offpolicyness={ETA}",
             "record.trajectories=true",
             "weights.verify_logprobs=true",
-            "weights.keep=100000",
+            "weights.keep=1000",
             *overrides,
             env=env,
         )

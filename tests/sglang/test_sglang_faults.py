@@ -56,7 +56,7 @@ def run(store: WeightStore, sglang_python: str, tmp_path: Path) -> Iterator[RunH
         f"runtime.start_timeout_s={LIMIT_S}",
         "record.trajectories=true",
         "weights.verify_logprobs=true",
-        "weights.keep=100000",
+        "weights.keep=1000",
         env=die_in_update(tmp_path / "fault", server=0, version=8),
     ) as run:
         yield run

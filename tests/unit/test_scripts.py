@@ -245,8 +245,9 @@ def test_tests_run_in_the_repository(call, clone, tmp_path):
     ]
     assert [line for line in lines if line in checks] == checks
     halves = {
-        f"{clone}: -m pytest tests/end_to_end tests/sglang",
-        f"{clone}: -m pytest --ignore=tests/end_to_end --ignore=tests/sglang",
+        f"{clone}: -m pytest -m not alone --ignore=tests/end_to_end --ignore=tests/sglang",
+        f"{clone}: -m pytest -m not alone tests/end_to_end tests/sglang",
     }
-    assert set(lines[-2:]) == halves  # the last: SGLang's environment, made beside the checks, is there
+    assert set(lines[-3:-1]) == halves  # SGLang's environment, made beside the checks, is there
+    assert lines[-1] == f"{clone}: -m pytest -m alone tests/end_to_end"
     assert call("run_tests.sh", "tests/unit", "-k", "a b", cwd=tmp_path) == [f"{clone}: -m pytest tests/unit -k a b"]
