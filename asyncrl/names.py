@@ -6,10 +6,14 @@ leaves nothing of the run and touches nothing of another (`t1` is not a prefix o
 
 from __future__ import annotations
 
+import os
 import re
+import time
+import uuid
 
 PREFIX = "asyncrl"
 ACTOR = "actor"  # the role that is trained, and whose weights are served
+_INCARNATION = re.compile(r"\.(\d{19,20})\.\d+\.[0-9a-f]{8}")
 _PART = re.compile(r"[^/\x00-\x1f]+")
 
 
@@ -19,6 +23,17 @@ def _check(part: str, what: str) -> str:
             f"{what} {part!r} cannot be part of a key; use a non-empty name without '/' or control characters"
         )
     return part
+
+
+def incarnation(name: str) -> str:
+    """One life of a worker. Its time tells which of two lives of a name is the later one, whoever speaks first."""
+    return f"{name}.{time.time_ns():019d}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+
+
+def is_earlier(incarnation: str, other: str) -> bool:
+    """Whether a life began before another of the same name. False where that is not known."""
+    one, two = _INCARNATION.search(incarnation), _INCARNATION.search(other)
+    return one is not None and two is not None and int(one[1]) < int(two[1])
 
 
 def root(experiment: str, trial: str) -> str:
@@ -79,9 +94,9 @@ class Names:
         """URL of the gserver manager."""
         return f"{self.root}/gserver_manager"
 
-    def gserver_manager_began(self, attempt: int) -> str:
-        """Put by the first gserver manager of an attempt, for good: one that finds it waits for what its predecessor issued."""
-        return f"{self.root}/gserver_manager_began/{attempt}"
+    def gserver_manager_began(self) -> str:
+        """Put by the first gserver manager, for good: one that finds it waits for what its predecessor issued."""
+        return f"{self.root}/gserver_manager_began"
 
     def stream(self, stream_name: str) -> str:
         """Address of a channel's receiving socket (`puller0`, `master_meta`, `request_reply/3`, ...)."""

@@ -140,11 +140,15 @@ def gae(
     index_A = torch.arange(num_actions, device=device)
     is_last_A = index_A + 1 == end_A
 
-    # Rewards from each action until before the next one, or the end of the sequence.
-    reward_before = torch.cat([rewards_T.new_zeros(1, dtype=torch.float64), rewards_T.double().cumsum(0)])
-    next_at_A = torch.cat([at_A[1:], at_A.new_zeros(1)])[:num_actions]
-    until_A = torch.where(is_last_A, cu_seqlens[1:][sequence_A], next_at_A)
-    reward_A = reward_before[until_A] - reward_before[at_A]
+    # Rewards from each action until before the next one, or the end of the sequence. Not as differences of a running sum over all
+    # sequences: one that is not finite would spoil all behind it.
+    action_T = mask_T.cumsum(0) - 1  # the last one up to there, maybe of a sequence before
+    sequence_T = torch.arange(len(num_actions_S), device=device).repeat_interleave(
+        cu_seqlens.diff(), output_size=len(mask_T)
+    )
+    earned_T = (action_T >= 0) & (sequence_A[action_T.clamp(min=0)] == sequence_T) if num_actions else mask_T
+    reward_A = rewards_T.new_zeros(num_actions, dtype=torch.float64)
+    reward_A.index_add_(0, action_T[earned_T], rewards_T[earned_T].double())
 
     # The state of an action at the very first position of a sequence has seen no token: no critic valued it.
     values_T = values_T.double()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from asyncrl.config import PromptSourceConfig
 from asyncrl.messages import Locator
@@ -75,6 +76,18 @@ class PromptSource:
     def __len__(self) -> int:
         """Prompts an epoch."""
         return len(self._rows)
+
+    @property
+    def seed(self) -> int:
+        return self._seed
+
+    def fingerprint(self) -> str:
+        """Of the prompts as they are written, in the source's order: two sources of one fingerprint, one seed and the same
+        `shuffle` have the same prompt at every place."""
+        digest = xxhash.xxh3_128()
+        for row in self._rows:
+            digest.update(msgspec.json.encode(row[self.config.prompt_key]) + b"\n")
+        return digest.hexdigest()
 
     @property
     def tasks(self) -> set[str]:

@@ -203,6 +203,11 @@ def list_recording(folder: Path) -> list[Path]:
     return sorted(_files(folder), key=lambda path: (_place(path), path.name))
 
 
+def step_of(path: Path) -> int:
+    """The step that a recorded file's name says."""
+    return _place(path)[0]
+
+
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else iter(())
 

@@ -42,6 +42,7 @@ from asyncrl.generation.engine import (
     WeightReceiver,
     WeightsRefused,
 )
+from asyncrl.generation.fence import VersionFence
 from asyncrl.generation.receive import ReceivingHTTP
 from asyncrl.generation.verify import LogprobMismatch, VerifiedLoads
 from asyncrl.messages import (
@@ -119,7 +120,8 @@ class GenerationHTTP:
         """verified: loads versions in the engine's place (weights.verify_logprobs). receiver: of weights over the network."""
         self._engine = engine
         self._load_weights = engine.load_weights if verified is None else verified.load
-        self._receiving = ReceivingHTTP(receiver, verified)
+        self._fence = VersionFence()
+        self._receiving = ReceivingHTTP(receiver, verified, self._fence)
         self._engine_name, self._settings = engine_name, settings
         self._decode_text = decode_text or (lambda ids: "")
         self._registry = CollectorRegistry()
@@ -130,26 +132,7 @@ class GenerationHTTP:
     async def start(self, host: str, port: int = 0) -> str:
         """Bind and serve; returns the URL."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_to_replies])
-        app.add_routes(
-            [
-                web.post("/generate", self._generate),
-                web.post("/pause_generation", self._pause),
-                web.post("/continue_generation", self._continue),
-                web.post("/update_weights_from_disk", self._update_weights),
-                *self._receiving.routes(),
-                web.post("/abort_request", self._abort_request),
-                web.post("/flush_cache", self._flush_cache),
-                web.get("/flush_cache", self._flush_cache),
-                web.get("/health", self._health),
-                web.get("/health_generate", self._health_generate),
-                web.get("/get_model_info", self._model_info),
-                web.get("/model_info", self._model_info),
-                web.get("/get_server_info", self._server_info),
-                web.get("/server_info", self._server_info),
-                web.get("/v1/loads", self._loads),
-                web.get("/metrics", self._metrics),
-            ]
-        )
+        app.add_routes(self.routes())
         # handler_cancellation: a client that goes away cancels its handler, and with it its requests.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -157,6 +140,27 @@ class GenerationHTTP:
         await site.start()
         bound = self._runner.addresses[0][1]
         return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
+
+    def routes(self) -> list[web.RouteDef]:
+        """What answers where."""
+        return [
+            web.post("/generate", self._generate),
+            web.post("/pause_generation", self._pause),
+            web.post("/continue_generation", self._continue),
+            web.post("/update_weights_from_disk", self._update_weights),
+            *self._receiving.routes(),
+            web.post("/abort_request", self._abort_request),
+            web.post("/flush_cache", self._flush_cache),
+            web.get("/flush_cache", self._flush_cache),
+            web.get("/health", self._health),
+            web.get("/health_generate", self._health_generate),
+            web.get("/get_model_info", self._model_info),
+            web.get("/model_info", self._model_info),
+            web.get("/get_server_info", self._server_info),
+            web.get("/server_info", self._server_info),
+            web.get("/v1/loads", self._loads),
+            web.get("/metrics", self._metrics),
+        ]
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -230,13 +234,17 @@ class GenerationHTTP:
         wanted = msgspec.json.decode(await request.read(), type=UpdateWeightsRequest)
         try:
             version = WeightVersion.parse(wanted.weight_version)
-            count = await self._to_the_end(
-                self._load_weights(Path(wanted.model_path), version, abort_running=wanted.abort_all_requests)
-            )
+            self._fence.check(version)
+            count = await self._to_the_end(self._load(wanted, version))
         except (WeightsRefused, ValueError) as error:
             mismatch = isinstance(error, LogprobMismatch)
             return _json(UpdateWeightsReply(success=False, message=str(error), mismatch=mismatch), status=400)
         return _json(UpdateWeightsReply(success=True, message=f"serving {version}", num_paused_requests=count))
+
+    async def _load(self, wanted: UpdateWeightsRequest, version: WeightVersion) -> int:
+        count = await self._load_weights(Path(wanted.model_path), version, abort_running=wanted.abort_all_requests)
+        self._fence.loaded(version)
+        return count
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something that a client's going away must not break off half-way."""
@@ -279,7 +287,8 @@ class GenerationHTTP:
         return await self._health(request)
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        return _json(ModelInfo(model_path=self._engine.model_path, weight_version=self._engine.stats().version))
+        stats = self._engine.stats()
+        return _json(ModelInfo(model_path=self._engine.model_path, weight_version=stats.version, paused=stats.paused))
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return _json(

@@ -26,6 +26,7 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.generation.engine import WeightReceiver, WeightsRefused
+from asyncrl.generation.fence import VersionFence
 from asyncrl.generation.verify import LogprobMismatch, VerifiedLoads
 from asyncrl.messages import (
     BeginWeightUpdate,
@@ -197,8 +198,8 @@ class StagedReceiver(WeightReceiver):
 class ReceivingHTTP:
     """The routes. `verified`: compares logprobs after each update (weights.verify_logprobs)."""
 
-    def __init__(self, receiver: WeightReceiver | None, verified: VerifiedLoads | None) -> None:
-        self._receiver, self._verified = receiver, verified
+    def __init__(self, receiver: WeightReceiver | None, verified: VerifiedLoads | None, fence: VersionFence) -> None:
+        self._receiver, self._verified, self._fence = receiver, verified, fence
         self._begun: BeginWeightUpdate | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -231,6 +232,8 @@ class ReceivingHTTP:
         return f"joined {group.group_name}"
 
     async def _begin(self, update: BeginWeightUpdate) -> str:
+        if update.weight_version:
+            self._fence.check(_parse(update.weight_version))
         if self._verified is not None:
             self._verified.require_pause()
         await self._to_the_end(self._engines.begin(update))
@@ -252,6 +255,8 @@ class ReceivingHTTP:
         if self._verified is not None and begun is not None:
             probe = Probe(begun.probe_ids, begun.probe_logprobs) if begun.probe_ids else None
             await self._verified.verify(_parse(begun.weight_version), probe, ",".join(ended.xxh3))
+        if begun is not None and begun.weight_version:
+            self._fence.loaded(_parse(begun.weight_version))
 
     async def _leave(self, left: LeaveUpdateGroup) -> str:
         await self._to_the_end(self._engines.leave(left.group_name))

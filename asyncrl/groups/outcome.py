@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
 from asyncrl.config import RolloutConfig
+
+_NOT_A_LABEL = re.compile(r"[^A-Za-z0-9_]+")
+_MAX_REASON_CHARS = 40
 
 
 class RolloutEnded(Exception):
@@ -14,6 +18,7 @@ class RolloutEnded(Exception):
     outcome: Literal["rejected", "released"]
 
     def __init__(self, reason: str, detail: str = "") -> None:
+        reason = _NOT_A_LABEL.sub("_", reason)[:_MAX_REASON_CHARS] or "unnamed"  # users' agents raise these too
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail

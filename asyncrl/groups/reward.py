@@ -1,32 +1,34 @@
 """Rewards: a user's function (prompt, completion, answer) -> float, judged for a whole group at once.
 
-The function may be sync or async, and may take any of the keyword arguments `finished`, `task`, `row`. Sync functions run in
-daemon threads, away from the event loop: a fast one judges a group in one thread, a slow one gets a thread a response. What
-does not come in time, raises, or is no finite number rejects the rollout, with the reason.
+The function may be sync or async, and may take any of the keyword arguments `finished`, `task`, `row`. It runs in processes next
+door (judges.py), or with rollout.reward_isolation=thread in daemon threads, an async one on the event loop: a fast function judges
+a group in one call, a slow one gets a process or thread a response. What does not come in time, raises, ends its process, or is no
+finite number rejects the rollout, with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import math
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config import ConfigError
+from asyncrl.config import RolloutConfig
 from asyncrl.data.prompts import Prompt
-from asyncrl.groups.loading import load_object
+from asyncrl.groups.judges import Calls, JudgeDied, Judges
 from asyncrl.groups.outcome import RolloutRejected
+from asyncrl.groups.reward_function import RewardFunction, as_reward, shown
 from asyncrl.runtime.worker import StatusBoard
 
-_OPTIONAL_ARGUMENTS = ("finished", "task", "row")
 _SLOW_CALL_S = 0.01  # functions slower than this judge the responses of a group side by side
-_MAX_THREADS = 16
+_MAX_THREADS = 16  # or judges, of a sync function
 _MAX_ABANDONED = 32  # threads that outlived their limit; past it nothing more is started
 
 
@@ -41,57 +43,116 @@ class Completion:
 class Reward:
     """A user's reward function. `await score(...)` gives one finite float a completion or raises RolloutRejected."""
 
-    def __init__(self, spec: str, *, timeout_s: float, board: StatusBoard, logger: logging.Logger) -> None:
+    def __init__(
+        self,
+        spec: str,
+        *,
+        timeout_s: float,
+        isolation: str,
+        board: StatusBoard,
+        logger: logging.Logger,
+        memory_bytes: int = 0,
+        most_async: int = 64,
+    ) -> None:
+        """isolation: process | thread. memory_bytes: of a process; 0: no limit. most_async: processes of an async function."""
         self.spec = spec
-        function = load_object(spec, "reward")
-        if not callable(function):
-            raise ConfigError(f"reward {spec!r} is {function!r}, which cannot be called; name a function")
-        _check_signature(spec, function)
-        self._function: Callable[..., Any] = function
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        self._arguments = _optional_arguments(function)
         self._timeout_s = timeout_s
         self._board = board
         self._logger = logger
         self._call_s = math.inf  # how long a call took last; unknown counts as slow
+        self._logged: set[str] = set()
+        self._judges: Judges | None = None
+        self._function: Callable[..., Any]
+        if isolation == "process" and sys.platform == "linux":
+            most = _MAX_THREADS
+            self._judges = Judges(spec, memory_bytes=memory_bytes, most=most, most_async=most_async, logger=logger)
+            self._arguments = self._judges.arguments
+        else:
+            function = RewardFunction.load(spec)
+            self._function, self._is_async, self._arguments = function.call, function.is_async, function.arguments
         self._threads = asyncio.Semaphore(_MAX_THREADS)
         self._abandoned: list[threading.Thread] = []
-        self._logged: set[str] = set()
+
+    @classmethod
+    def of(cls, spec: str, rollout: RolloutConfig, *, board: StatusBoard, logger: logging.Logger) -> Reward:
+        """As the config has it."""
+        return cls(
+            spec,
+            timeout_s=rollout.reward_timeout_s,
+            isolation=rollout.reward_isolation,
+            memory_bytes=rollout.reward_memory_bytes,
+            most_async=rollout.max_concurrent_per_worker,
+            board=board,
+            logger=logger,
+        )
+
+    def close(self) -> None:
+        """End its processes, if it has any."""
+        if self._judges is not None:
+            self._judges.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """Judge the completions of one prompt. Waits for the user's function, at most timeout_s each (a fast one: all together)."""
         calls = [self._call_arguments(prompt, completion) for completion in completions]
         with self._board.waiting("reward", on=self.spec, limit_s=self._timeout_s):
             try:
-                if self._is_async:
-                    values = await asyncio.wait_for(self._score_async(calls), self._timeout_s)
-                elif self._call_s < _SLOW_CALL_S:
-                    values = await self._score_in_thread(calls)
-                else:
-                    parts = await asyncio.gather(*(self._score_in_thread([call]) for call in calls))
-                    values = [value for part in parts for value in part]
+                return await self._score(calls)
             except asyncio.TimeoutError:
                 raise self._rejected("reward_timeout", f"{self.spec} took more than {self._timeout_s:g} s") from None
             except RolloutRejected:
                 raise
-            except Exception as error:
-                raise self._rejected("reward_error", f"{self.spec} raised {error!r}", error) from error
-        return [self._checked(value) for value in values]
+            except JudgeDied as error:
+                raise self._rejected("reward_died", f"{self.spec} has ended its process: {error}") from None
+            except (asyncio.CancelledError, GeneratorExit):
+                raise
+            except BaseException as error:
+                raise self._rejected("reward_error", f"{self.spec} raised {shown(error)}", error) from error
+
+    async def _score(self, calls: Calls) -> list[float]:
+        fast = self._call_s < _SLOW_CALL_S
+        if self._judges is not None:
+            together = fast or self._judges.is_async
+            score = self._score_by_judge
+        elif self._is_async:
+            return self._checked(await asyncio.wait_for(self._score_async(calls), self._timeout_s))
+        else:
+            together = fast
+            score = self._score_in_thread
+        if together:
+            return await score(calls)
+        parts = await asyncio.gather(*(score([call]) for call in calls))
+        return [value for part in parts for value in part]
 
     def _call_arguments(self, prompt: Prompt, completion: Completion) -> tuple[tuple[Any, ...], dict[str, Any]]:
         known = {"finished": completion.finished, "task": prompt.task, "row": prompt.row}
         return (prompt.text, completion.text, prompt.answer), {name: known[name] for name in self._arguments}
 
-    async def _score_async(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    # ---------------------------------------------------------------------------------------------------------- processes
+
+    async def _score_by_judge(self, calls: Calls) -> list[float]:
+        assert self._judges is not None
+        answer = await self._judges.ask(calls, self._timeout_s)
+        if "values" in answer:
+            self._call_s = answer["seconds"] / max(1, len(calls))
+            return list(answer["values"])
+        if "no_number" in answer:
+            raise self._not_a_number(answer["no_number"])
+        raise self._rejected(
+            "reward_error", f"{self.spec} raised {answer['error']}", told=f"\n{answer['traceback'].rstrip()}"
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ threads
+
+    async def _score_async(self, calls: Calls) -> list[Any]:
         async def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             try:
                 return await self._function(*args, **kwargs)
-            except SystemExit as error:  # it would end the worker
-                raise RuntimeError(f"SystemExit: {error}") from error
+            except (SystemExit, KeyboardInterrupt) as error:  # it would end the worker
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
         return await asyncio.gather(*(call(args, kwargs) for args, kwargs in calls))
 
-    async def _score_in_thread(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    async def _score_in_thread(self, calls: Calls) -> list[float]:
         """Run the calls one after another in a daemon thread: one that hangs holds up neither the worker nor its end.
 
         A slot is held for timeout_s at most, so the wait for one is bounded by the rollouts ahead.
@@ -109,56 +170,32 @@ class Reward:
                 raise self._rejected("reward_timeout", f"{len(self._abandoned)} calls of {self.spec} still hang")
             thread, future = start_thread(run, f"reward {self.spec}")
             try:
-                return await asyncio.wait_for(future, self._timeout_s)
+                return self._checked(await asyncio.wait_for(future, self._timeout_s))
             finally:
                 if thread.is_alive():
                     self._abandoned.append(thread)
 
-    def _checked(self, value: Any) -> float:
-        try:
-            number = math.nan if isinstance(value, (str, bytes)) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise self._rejected("reward_not_finite", f"{self.spec} returned {value!r}; it must be a finite number")
-        return number
+    def _checked(self, values: Sequence[Any]) -> list[float]:
+        numbers = []
+        for value in values:
+            number = as_reward(value)
+            if number is None:
+                raise self._not_a_number(shown(value))
+            numbers.append(number)
+        return numbers
 
-    def _rejected(self, reason: str, detail: str, error: BaseException | None = None) -> RolloutRejected:
+    def _not_a_number(self, value: str) -> RolloutRejected:
+        return self._rejected("reward_not_finite", f"{self.spec} returned {value}; it must be a finite number")
+
+    def _rejected(
+        self, reason: str, detail: str, error: BaseException | None = None, told: str = ""
+    ) -> RolloutRejected:
         if reason not in self._logged:  # the first of its kind, in full; all are counted by reason
             self._logged.add(reason)
             self._logger.warning(
-                "rollout rejected, %s: %s (later ones are only counted)", reason, detail, exc_info=error
+                "rollout rejected, %s: %s (later ones are only counted)%s", reason, detail, told, exc_info=error
             )
         return RolloutRejected(reason, detail)
-
-
-def _check_signature(spec: str, function: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a builtin without one
-        return
-    try:
-        signature.bind("prompt", "completion", "answer", **dict.fromkeys(_optional_arguments(function)))
-    except TypeError as error:
-        raise ConfigError(
-            f"reward {spec!r} has the signature {signature}: {error}; it is called as (prompt, completion, answer), and may take "
-            f"the keywords {', '.join(_OPTIONAL_ARGUMENTS)} besides"
-        ) from None
-
-
-def _optional_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Which of the optional keyword arguments the function takes."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # a builtin without a signature
-        return ()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return _OPTIONAL_ARGUMENTS
-    return tuple(
-        name
-        for name in _OPTIONAL_ARGUMENTS
-        if name in parameters and parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY
-    )
 
 
 def start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, asyncio.Future[Any]]:
@@ -174,6 +211,8 @@ def start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, a
         else:
             future.set_exception(error)
 
+    process = os.getpid()
+
     def body() -> None:
         value: Any = None
         error: BaseException | None = None
@@ -185,6 +224,8 @@ def start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, a
             error.__cause__ = raised
         except BaseException as raised:
             error = raised
+        if os.getpid() != process:  # a fork by the user's code, come back into ours
+            os._exit(0)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
             loop.call_soon_threadsafe(settle, value, error)
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow import TRAJECTORY_KEYS
 
+MAX_LOGPROB = 0.5  # a logprob is 0 at most, but for rounding (to 16 bits, at worst)
 NOT_SAMPLED = -1  # the version of a token that no policy sampled
 _TICKET_KEYS = frozenset({"task_ids", "birth_time"})
 
@@ -166,6 +167,8 @@ def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, bir
         raise ValueError(f"an agent's sample has rewards that are not finite: {sample.data['rewards'].tolist()}")
     if not np.isfinite(sample.data["packed_logprobs"]).all():
         raise ValueError("an agent's sample has logprobs that are not finite")
+    if (highest := sample.data["packed_logprobs"].max()) > MAX_LOGPROB:
+        raise ValueError(f"an agent's sample has logprobs up to {highest:g}; a logprob is never above 0")
     own = {"task_ids": np.array([task_id], np.int64), "birth_time": np.array([birth_time], np.float64)}
     return SequenceSample(
         (ticket_id,), {**sample.seqlens, "task_ids": [[1]], "birth_time": [[1]]}, {**sample.data, **own}

@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from asyncrl.launch.fork_server import ForkServer
+from asyncrl.launch.oom import OomCounters
 from asyncrl.launch.program import ProcessSpec, save_config
 from asyncrl.launch.rundir import RUN_DIR_ENV, configs_dir, logs_dir
 from asyncrl.launch.worker_main import PARENT_ENV
@@ -35,6 +36,7 @@ _LOG_LINES = 25
 _NOTICED_LATE_S = 0.5
 # Another's error, with which that one answered a call before it ended
 _PASSED_ON = re.compile(r"\bRemoteCallError: (\S+): ")
+_oom = OomCounters()  # from the launcher's start on
 _KILLED_BY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
@@ -71,11 +73,9 @@ class Child:
     returncode: int | None = None  # of a process that has ended
     ended: float = 0.0  # unix seconds
     started: float = field(default_factory=time.time)
-    progress_time: float = field(default_factory=time.monotonic)  # when its progress counter last moved
-    said_frozen: bool = False
     was_running: bool = False  # it has come through its start
-    restarts: int = 0  # processes of this name before it
-    _progress: int = -1
+    froze_s: float = 0.0  # so long it had not moved when the launcher killed it for that
+    restarts: int = 0  # how often it has been started again
     _partial: bytes = b""
 
     @property
@@ -94,8 +94,6 @@ class Child:
             with contextlib.suppress(*DECODE_ERRORS):  # one that was cut short: the next one will do
                 self.status = msgspec.json.decode(line, type=WorkerStatus)
                 self.was_running = self.was_running or self.status.state == "running"
-        if self.status is not None and self.status.progress != self._progress:
-            self._progress, self.progress_time, self.said_frozen = self.status.progress, time.monotonic(), False
         return bool(data)
 
     def poll(self) -> bool:
@@ -129,8 +127,40 @@ class Child:
         if self.status is not None and self.status.error:
             return self.status.time
         if self.returncode:
-            return self.ended - (_NOTICED_LATE_S if -self.returncode in _KILLED_BY else 0.0)
+            return self.ended - (_NOTICED_LATE_S if self.was_killed else 0.0)
         return None
+
+    @property
+    def in_trouble(self) -> bool:
+        """It failed, or has ended before its work was over."""
+        if self.status is not None and self.status.error:
+            return True
+        return self.returncode is not None and not self.is_done
+
+    @property
+    def is_done(self) -> bool:
+        """It says that its work is over: what holds up its exit then holds up nothing else."""
+        if self.status is not None and self.status.state == "done":
+            return True
+        # a master whose last word was lost: only one that was told to ends well before the run is over
+        state = self.status.state if self.status is not None else ""
+        return self.spec.kind == "master" and self.returncode == 0 and state != "stopped"
+
+    @property
+    def is_fatal(self) -> bool:
+        """It failed of what another process in its place would fail of, too."""
+        return self.status is not None and bool(self.status.error) and self.status.fatal
+
+    @property
+    def was_killed(self) -> bool:
+        """By the kernel, by somebody or by the launcher: what ended it did not come from another process of the run."""
+        return self.returncode is not None and -self.returncode in _KILLED_BY
+
+    @property
+    def waits_for_words_of(self) -> str:
+        """Who has the error that this one was answered with; "" if that is its own."""
+        passed_on = _PASSED_ON.search(self.status.error) if self.status is not None else None
+        return passed_on[1] if passed_on else ""
 
     def visible_status(self, import_limit_s: float) -> WorkerStatus:
         """Its newest status; before the first one what is known without it."""
@@ -151,67 +181,89 @@ class Child:
 
 def start_child(spec: ProcessSpec, run_dir: Path, lease: Lease, fork_server: ForkServer | None = None) -> Child:
     """Write the process's config and start it, its output going to a log of its own. With a fork server it has no
-    process yet: that comes with ForkServer.forked."""
-    attempt = spec.config.worker.attempt
-    config = config_file(spec, run_dir)
-    save_config(spec.config, config)
-    log = logs_dir(run_dir, attempt) / f"{spec.file_stem}.log"
+    process yet: that comes with ForkServer.forked, or, where that has ended meanwhile, with start_process."""
+    save_config(spec.config, config_file(spec, run_dir))
+    child = Child(spec, None, logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log", -1, lease)
+    start_process(child, run_dir, fork_server)
+    return child
+
+
+def start_process(child: Child, run_dir: Path, fork_server: ForkServer | None) -> None:
+    """Give a child that has none its process, or ask the fork server for it."""
+    spec, config = child.spec, config_file(child.spec, run_dir)
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    child = Child(spec, None, log, reader, lease)
-    env = {**spec.env, LEASE_ENV: str(lease.id), PARENT_ENV: str(os.getpid()), RUN_DIR_ENV: str(run_dir)}
+    env = {**spec.env, LEASE_ENV: str(child.lease.id), PARENT_ENV: str(os.getpid()), RUN_DIR_ENV: str(run_dir)}
     try:
-        with log.open("ab") as output:
+        with child.log.open("ab") as output:
             if fork_server is not None:
                 fork_server.ask(config, env, log=output.fileno(), status=writer)
-                return child
-            child.process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.launch.worker_main", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **env, STATUS_FD_ENV: str(writer)},
-                pass_fds=[writer],
-                start_new_session=True,  # a Ctrl-C goes to the launcher alone, which stops the others in order
-            )
+            else:
+                child.process = subprocess.Popen(
+                    [sys.executable, "-m", "asyncrl.launch.worker_main", str(config)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **env, STATUS_FD_ENV: str(writer)},
+                    pass_fds=[writer],
+                    start_new_session=True,  # a Ctrl-C goes to the launcher alone, which stops the others in order
+                )
     except BaseException:
         os.close(reader)
         raise
     finally:
         os.close(writer)
-    return child
+    child.pipe = reader
 
 
 def config_file(spec: ProcessSpec, run_dir: Path) -> Path:
     return configs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.yaml"
 
 
+def first_failed(children: Sequence[Child]) -> Child:
+    """Of those in trouble (one is) the first; where it was answered with another's error, that one."""
+    failed = _in_order(children)
+    by_name = {child.name: child for child in failed}
+    return by_name.get(failed[0].waits_for_words_of, failed[0])
+
+
 def first_cause(children: Sequence[Child]) -> str:
     """Of the failed ones the first: what happened to it, its traceback, where to look, and who failed after it."""
-    failed = sorted((time_, child.name, child) for child in children if (time_ := child.failure_time) is not None)
-    first = failed[0][2]
-    by_name = {name: child for _, name, child in failed}
-    if first.status is not None and (passed_on := _PASSED_ON.search(first.status.error)):
-        first = by_name.get(passed_on[1], first)
-    others = [name for name in by_name if name != first.name]
+    first = first_failed(children)
+    others = [child.name for child in _in_order(children) if child is not first]
     also = f"\nFailed after it: {', '.join(others)}" if others else ""
     return f"{first.name} {_what_happened(first)}\n\nIts log: {first.log}{also}"
+
+
+def _in_order(children: Sequence[Child]) -> list[Child]:
+    """Those that failed, the first to do so first; if none did, those that ended too early."""
+    failed = [(time_, child.name, child) for child in children if (time_ := child.failure_time) is not None]
+    early = [(child.ended, child.name, child) for child in children if child.in_trouble]
+    return [child for _, _, child in sorted(failed or early)]
 
 
 def _what_happened(child: Child) -> str:
     if child.status is not None and child.status.error:
         return f"failed\n\n{child.status.error.rstrip()}"
+    if child.returncode == 0 or child.froze_s:
+        return f"{short_end(child)}; its log ends with\n\n{tail_of(child.log)}"
     assert child.returncode is not None
     return how_it_ended(child.returncode, child.log)
 
 
 def short_end(child: Child) -> str:
     """How a process ended that is started again: in a line, or its error."""
+    if child.froze_s:
+        return f"froze (it had not moved for {child.froze_s:.0f} s) and was killed"
     if child.status is not None and child.status.error:
         lines = child.status.error.rstrip().splitlines()
         return f"failed: {lines[-1]}"
     assert child.returncode is not None
-    return "ended by itself" if child.returncode == 0 else how_it_ended(child.returncode, child.log).split(";", 1)[0]
+    return (
+        "ended before the run was over"
+        if child.returncode == 0
+        else how_it_ended(child.returncode, child.log).split(";", 1)[0]
+    )
 
 
 def how_it_ended(code: int, log: Path) -> str:
@@ -222,8 +274,17 @@ def how_it_ended(code: int, log: Path) -> str:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
         name = str(-code)
-    hint = " (by somebody, or for want of memory: see `dmesg`)" if -code == signal.SIGKILL else ""
+    hint = f" ({_who_killed()})" if -code == signal.SIGKILL else ""
     return f"was killed by signal {name}{hint}; its log ends with\n\n{tail_of(log)}"
+
+
+def _who_killed() -> str:
+    if kills := _oom.kills_lately(time.monotonic()):
+        return (
+            f"by the kernel, for want of memory: {kills}. Have fewer or smaller processes (allocation, rollout.num_workers), "
+            "smaller micro-batches, or raise the limit"
+        )
+    return "by somebody, or for want of memory: see `dmesg`"
 
 
 def tail_of(log: Path, lines: int = _LOG_LINES) -> str:

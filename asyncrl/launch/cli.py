@@ -10,14 +10,48 @@ from typing import NoReturn
 from rich.console import Console
 
 from asyncrl.config import ConfigError
-from asyncrl.launch.commands import check, debug, inspect, logs, plot, prepare, run, scale, status, stop, trace
+from asyncrl.launch.commands import (
+    audit,
+    chaos,
+    check,
+    debug,
+    inspect,
+    logs,
+    plot,
+    prepare,
+    replay,
+    resume,
+    run,
+    scale,
+    simulate,
+    status,
+    stop,
+    trace,
+)
 from asyncrl.launch.commands.common import CONFIG_ERROR, FAILED, error_object, print_json
 from asyncrl.launch.progress import make_console
 from asyncrl.launch.redact import redact_text, redact_urls
 from asyncrl.launch.rundir import LaunchError
 
 _INTERRUPTED = 130
-_COMMANDS = (run, check, prepare, status, scale, logs, plot, inspect, trace, debug, stop)
+_COMMANDS = (
+    run,
+    resume,
+    check,
+    prepare,
+    status,
+    scale,
+    logs,
+    plot,
+    inspect,
+    audit,
+    replay,
+    chaos,
+    simulate,
+    trace,
+    debug,
+    stop,
+)
 
 _LISTS = ("words", "overrides", "runs")  # positional arguments that take any number, under these names
 
@@ -35,12 +69,18 @@ _EPILOG = """examples, in the order of a first hour:
   asyncrl-launch plot   runs/sloppy-sorter/second                   its curves: in the terminal, and as a picture
   asyncrl-launch scale  runs/sloppy-sorter/second generation=3      more or fewer generation servers, while it goes on
   asyncrl-launch stop   runs/sloppy-sorter/second                   as Ctrl-C would
+  asyncrl-launch resume runs/sloppy-sorter/second                   goes on from its newest checkpoint
 
 to look closer:
   asyncrl-launch run    CONFIG record.trajectories=true trace=true  keep what is trained, and who did what when
   asyncrl-launch inspect RUN                                        a trajectory, token by token
+  asyncrl-launch audit   RUN                                        was every prompt trained once, whatever was killed?
+  asyncrl-launch replay  RUN STEP                                   which sequences made a step's loss not finite
   asyncrl-launch trace   RUN                                        a timeline for ui.perfetto.dev
   asyncrl-launch debug   CONFIG_OF_PROCESS --pdb                    one process by itself
+
+to see whether it survives:
+  asyncrl-launch chaos   CONFIG --seed 7                            kills and freezes its processes, then audits what was trained
 
 exit codes of all commands: 0 done; 1 failed, the cause is printed; 2 the config or the command line cannot
 work, what to change is printed; 3 (status, scale) no run goes on there; 128 + N stopped by signal N (130: Ctrl-C).

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from asyncrl.lineage import Lineage, Stretch, lineages_of, read_attempts
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, METRICS_FILE
 
 NAN = float("nan")
@@ -23,11 +24,11 @@ Record = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Run:
-    """One attempt of one run, as far as it has come."""
+    """One run from where it began, as far as it has come: the attempts that its newest weights come from."""
 
     name: str  # unlike that of every other run shown
     run_dir: Path
-    attempt: int
+    attempt: int  # the newest
     steps: Sequence[Record]  # by step, ascending
     evaluations: Sequence[Record]  # by step, ascending
     generating: Sequence[int] = ()  # the tenths of a second, since the epoch, in which some server generated; ascending
@@ -71,25 +72,29 @@ class Picture:
 
 
 def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lambda _: False) -> list[Run]:
-    """The attempts of these runs that have written anything, in the order given. Folders that are the same count once."""
+    """What these runs have written, in the order given: a run for each time that it began anew. Steps that were void when it went
+    on from a checkpoint are left out. Folders that are the same count once."""
     folders = list({path.resolve(): path for path in run_dirs}.values())
     runs = []
     for name, run_dir in zip(distinct_names(folders), folders, strict=True):
         records, num_broken = read_records(run_dir / METRICS_FILE)
-        attempts = sorted({_attempt(record) for record in records})
+        found = [
+            (lineage, _steps(records, lineage), _evaluations(records, lineage))
+            for lineage in _lineages(run_dir, {_attempt(record) for record in records})
+        ]
+        shown = [entry for entry in found if entry[1] or entry[2]]
         going_on = is_running(run_dir)
         generating = _generating(run_dir) if records else []
-        for attempt in attempts:
-            of_attempt = [record for record in records if _attempt(record) == attempt]
+        for lineage, steps, evaluations in shown:
             runs.append(
                 Run(
-                    name=name if len(attempts) == 1 else f"{name}, attempt {attempt}",
+                    name=name if len(shown) == 1 else f"{name}, attempt {lineage.newest}",
                     run_dir=run_dir,
-                    attempt=attempt,
-                    steps=_by_step(record for record in of_attempt if not _is_evaluation(record)),
-                    evaluations=_by_step(record for record in of_attempt if _is_evaluation(record)),
+                    attempt=lineage.newest,
+                    steps=steps,
+                    evaluations=evaluations,
                     generating=generating,
-                    going_on=going_on and attempt == attempts[-1],
+                    going_on=going_on and lineage is shown[-1][0],
                     num_broken_lines=num_broken,
                 )
             )
@@ -142,6 +147,33 @@ def _attempt(record: Record) -> int:
 
 def _is_evaluation(record: Record) -> bool:
     return any(key.startswith("eval/") for key in record)
+
+
+def _lineages(run_dir: Path, attempts: Iterable[int]) -> list[Lineage]:
+    """Of these attempts; without a journal that can be read, each is one by itself."""
+    try:
+        known = read_attempts(run_dir)
+    except ValueError:
+        known = []
+    others = sorted(set(attempts) - {attempt.number for attempt in known})
+    found = [Lineage(stretches=[Stretch(attempt=number, first=1, last=None)]) for number in others]
+    return sorted([*found, *lineages_of(known)], key=lambda lineage: lineage.newest)
+
+
+def _steps(records: Iterable[Record], lineage: Lineage) -> list[Record]:
+    steps = (record for record in records if not _is_evaluation(record))
+    return _by_step(record for record in steps if lineage.has(_attempt(record), _step(record)))
+
+
+def _evaluations(records: Iterable[Record], lineage: Lineage) -> list[Record]:
+    """Of each step the newest: one that a checkpoint found unfinished may have been done again."""
+    found = (record for record in records if _is_evaluation(record))
+    by_step = {_step(record): record for record in found if lineage.has_weights(_attempt(record), _step(record))}
+    return _by_step(by_step.values())
+
+
+def _step(record: Record) -> int:
+    return int(number(record, "step"))
 
 
 def _by_step(records: Iterable[Record]) -> list[Record]:

@@ -56,6 +56,9 @@ class JsonView:
     def notice(self, text: str) -> None:
         self.emit("notice", text=redact_urls(text))
 
+    def say(self, text: str) -> None:
+        self.notice(text)
+
     def close(self) -> None:
         """Emit what is left."""
         self.turn(())

@@ -46,6 +46,11 @@ class LeftOut:
     def name(self) -> str:
         return self.spec.name
 
+    def renew(self, spec: ProcessSpec) -> None:
+        """In the place of its config comes that of the newest attempt: it may be started again by the same command."""
+        self.spec = spec
+        save_config(spec.config, self.config_path)
+
     def observe(self, event: WatchEvent) -> None:
         """Its status in name resolve has changed, or is gone with its lease."""
         with contextlib.suppress(*DECODE_ERRORS):
@@ -88,7 +93,7 @@ class LeftOut:
     def ask_to_stop(self) -> None:
         """The run is over. It is asked, not killed: its terminal may be in a debugger."""
         status = self._status
-        if status is None or status.state in ("done", "error"):
+        if status is None or status.state in ("done", "stopped", "error"):
             return
         with contextlib.suppress(psutil.Error, OSError):  # gone already, or on another machine
             if str(self.config_path) in psutil.Process(status.pid).cmdline():

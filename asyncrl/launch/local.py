@@ -1,45 +1,69 @@
 """Local launcher: starts the processes of a run on this machine, watches over them, and leaves nothing behind.
 
 One thread, one loop, which waits for nothing but its processes' pipes. It holds the workers' leases in name resolve (a lease
-lives as long as its process), reads their status from pipes and publishes it, notices a death by the child's exit, and ends
-everything by the first cause.
+lives as long as its process), reads their status from pipes and publishes it, notices a death by the child's exit and a freeze by a
+progress counter that stands still, starts again whom it can (supervision.py decides), and ends everything by the first cause.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from asyncrl.checkpoints import Checkpoint, list_checkpoints, newest
 from asyncrl.config import ExperimentConfig
-from asyncrl.launch.children import Child, first_cause
+from asyncrl.launch.children import Child, first_cause, first_failed, short_end
+from asyncrl.launch.crew import KILL_LIMIT_S, Crew
+from asyncrl.launch.hang_report import HangReport
 from asyncrl.launch.left_out import LeftOut
 from asyncrl.launch.name_service import NameService
-from asyncrl.launch.program import plan, run_directory, save_config, server_spec, with_endpoints
-from asyncrl.launch.reaper import Reaper
-from asyncrl.launch.restarts import ServerRestarts
-from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, RunLock, RunRecord, begin_attempt, logs_dir, write_record
+from asyncrl.launch.program import (
+    ProcessSpec,
+    plan,
+    run_directory,
+    save_config,
+    server_spec,
+    with_absolute_paths,
+    with_endpoints,
+)
+from asyncrl.launch.recovery import going_on, starting_point
+from asyncrl.launch.restarts import Restarts
+from asyncrl.launch.rundir import (
+    EXPERIMENT_FILE,
+    LaunchError,
+    RunLock,
+    RunRecord,
+    begin_attempt,
+    configs_dir,
+    link_logs,
+    logs_dir,
+    write_record,
+)
+from asyncrl.launch.scaling import KIND as SERVER_KIND
 from asyncrl.launch.scaling import Scaling, make_scaling
-from asyncrl.launch.starter import Starter
+from asyncrl.launch.supervision import EVERYTHING, GANG, GANG_KINDS, WINDOW_S, End, EndRun, FreezeWatch, Supervision
 from asyncrl.messages import WorkerStatus
 from asyncrl.runtime.devices import visible_devices
-from asyncrl.runtime.disk import explain, nearly_full
+from asyncrl.runtime.disk import explain, nearly_full, raise_open_files
+from asyncrl.runtime.name_resolve import Lease
+from asyncrl.runtime.stacks import SUFFIX, answer_requests
 from asyncrl.runtime.trace import merge, trace_dir
+
+T = TypeVar("T")
 
 _TURN_S = 0.1
 _PUBLISH_STATUS_S = 1.0
 _LAST_WORDS_S = 1.0  # after the first failure: how long the others may report errors of their own
 _ASK_SHARE = 0.6  # of runtime.stop_timeout_s: how long processes may take to stop when asked; then they are killed
-_SAY_AFTER_S = 2.0  # whom a stop waits for
-_STOP_TURN_S = 0.02
-_REAPER_LIMIT_S = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -52,33 +76,57 @@ class View(Protocol):
     def notice(self, text: str) -> None:
         """Something that a person should know at once. May be called from other threads."""
 
+    def say(self, text: str) -> None:
+        """Something that is good to know, and nothing to worry about."""
+
+
+@dataclass
+class _Renewal:
+    """The way to the next attempt: its processes are killed; then the newest checkpoint is looked for; then they are started."""
+
+    unit: str  # GANG or EVERYTHING
+    how: str  # it came to that
+    due: float
+    since: float = field(default_factory=time.monotonic)
+    found: Future[Checkpoint | None] | None = None  # the checkpoint to go on from
+
+    def concerns(self, child: Child) -> bool:
+        return self.unit == EVERYTHING or child.spec.kind in GANG_KINDS
+
 
 class LocalLauncher:
-    """Runs one attempt."""
+    """Runs one launch: an attempt, and those that follow where the training side is started again."""
 
     def __init__(self, config: ExperimentConfig, num_prompts: int, view: View) -> None:
         self.config = config
         self.run_dir = run_directory(config)
         self._num_prompts = num_prompts
         self._view = view
-        self._children: list[Child] = []
+        self._devices = visible_devices()
+        runtime = config.runtime
+        self._supervision = Supervision(runtime.max_restarts, mode=config.mode, by_hand=config.debug.leave_out)
+        self._freezes = FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s)
+        self._hang_report = HangReport(self.run_dir, runtime.watchdog_after_s, view.notice)
         self._left_out: list[LeftOut] = []  # processes that somebody else starts
-        self._selector = selectors.DefaultSelector()
-        self._reaper: Reaper | None = None
+        self._crew: Crew | None = None
         self._name_service: NameService | None = None
-        self._starter: Starter | None = None
-        self._restarts: ServerRestarts | None = None
+        self._restarts: Restarts | None = None
         self._scaling: Scaling | None = None  # None: the run has no servers of its own
+        self._renewal: _Renewal | None = None
+        self._gang_failed: float | None = None  # when the first of the gang was seen to have
         self._stop_signal: int | None = None
         self._impatient = False
         self._next_publish = 0.0
-        self._attempt = 0
+        self._attempt = self._first_attempt = 0
+        self._specs: dict[str, ProcessSpec] = {}  # of the newest attempt
+        self._started = time.time()
 
     def run(self) -> int:
         """Start everything, wait for the master to be done, stop everything. Returns the exit code.
 
         0: the run is complete; 128 + N: ended by signal N. Raises LaunchError with the first cause of a failure.
         """
+        raise_open_files()
         with _signals(self._on_signal):
             lock = RunLock(self.run_dir)
             lock.acquire()
@@ -97,196 +145,307 @@ class LocalLauncher:
                 self._merge_timelines()
                 lock.release()
 
-    def _start(self) -> None:
-        attempt = self._attempt = begin_attempt(self.run_dir)
-        save_config(self.config, self.run_dir / "config.yaml", redacted=True)
-        self._reaper = Reaper(f"{RUN_DIR_ENV}={self.run_dir}")
-        devices, runtime = visible_devices(), self.config.runtime
-        planned = plan(self.config, attempt=attempt, num_prompts=self._num_prompts, devices=devices)
-        self._starter = Starter(
-            [spec for spec in planned if spec.name not in self.config.debug.leave_out],
-            self.run_dir,
-            self._selector,
-            fork=runtime.fork_server,
-            limit_s=runtime.start_timeout_s,
-        )
-        etcd_log = logs_dir(self.run_dir, attempt) / "etcd.log"
-        service = NameService(self.config, self.run_dir, etcd_log, self._view.notice)
-        self._name_service = service
-        service.open()
-        self._restarts = ServerRestarts(
-            runtime.max_restarts,
-            start=self._starter.start,
-            grant_lease_soon=service.grant_lease_soon,
-            revoke=service.revoke,
-            notice=self._view.notice,
-        )
-        config = with_endpoints(self.config, service.endpoints)
-        record = RunRecord(
-            pid=os.getpid(),
-            attempt=attempt,
-            experiment=config.experiment,
-            trial=config.trial,
-            endpoints=service.endpoints,
-            started=time.time(),
-        )
-        write_record(self.run_dir, record)
-        for spec in plan(config, attempt=attempt, num_prompts=self._num_prompts, devices=devices):
-            if self._stop_signal is not None:
-                return
-            if spec.name in config.debug.leave_out:
-                left_out = LeftOut(spec, self.run_dir, wait_s=config.debug.wait_s, notice=self._view.notice)
-                service.watch_status(spec.name, left_out.observe)
-                self._left_out.append(left_out)
-                continue
-            self._take_in(self._starter.start(spec, service.grant_lease()))
-        self._starter.all_asked_for()
-        self._scaling = make_scaling(
-            config,
-            spec_of=partial(
-                server_spec, config=config, attempt=attempt, num_prompts=self._num_prompts, devices=devices
-            ),
-            start=self._starter.start,
-            service=service,
-            notice=self._view.notice,
-        )
-
-    def _take_in(self, child: Child) -> None:
-        """A child that was started, or asked for."""
-        self._children.append(child)
-        if child.process is not None:
-            self._begin(child)
-
-    def _begin(self, child: Child) -> None:
-        """It has a process now."""
-        assert self._reaper is not None
-        assert child.process is not None
-        self._reaper.add(child.process.pid)
-        self._selector.register(child.pipe, selectors.EVENT_READ, child)
-
-    def _merge_timelines(self) -> None:
-        """With trace=true: what the processes recorded, in one file. A failure here must not hide how the run ended."""
-        folder = trace_dir(self.run_dir, self._attempt)
-        if not self.config.trace or not folder.is_dir():
-            return
-        out = folder.with_suffix(".json")
-        try:
-            merge(folder, out)
-        except OSError as error:
-            self._view.notice(f"no timeline: {out} cannot be written: {error}")
-
     def _watch_over(self) -> int:
-        """Turn until the master is done, a process fails or a signal comes."""
+        """Turn until the master is done, the run has failed or a signal comes."""
+        if self._stop_signal is not None:
+            return 128 + self._stop_signal
+        assert self._crew is not None
+        assert self._restarts is not None
         while True:
             self._turn()
             if self._stop_signal is not None:
                 return 128 + self._stop_signal
-            if any(child.spec.kind == "master" and _is_done(child) for child in self._children):
+            if any(child.spec.kind == "master" and child.is_done for child in self._crew.children):
                 return 0
             if any(process.spec.kind == "master" and process.is_done for process in self._left_out):
                 return 0
             self._scale()
-            self._replace_servers()
-            if any(child.failure_time is not None and not self._outlives(child) for child in self._children):
-                raise LaunchError(self._first_cause())
-            for child in self._children:
-                if child.returncode == 0 and child.spec.kind != "rollout_worker":  # those may run out of prompts
-                    raise LaunchError(f"{child.name} ended before the run was over; see {child.log}")
+            self._kill_frozen()
+            self._see_to_ends()
+            self._renew()
+            self._restarts.turn()
 
-    def _replace_servers(self) -> None:
-        """Generation servers that have ended are started again. Raises LaunchError for one that ends too often."""
-        assert self._restarts is not None
-        for child in [child for child in self._children if self._replaces(child)]:
-            if child.returncode is not None:
-                self._restarts.replace(child)
-                self._forget(child)
-            elif (
-                child.failure_time is not None and time.time() - child.failure_time > self.config.runtime.stop_timeout_s
-            ):
-                child.kill()  # it has said that it failed, and does not end
-        for child in self._restarts.turn():
-            self._take_in(child)
+    # ----------------------------------------------------------------------------------------------------------- the start
 
-    def _scale(self) -> None:
-        """Generation servers join and leave, as `asyncrl-launch scale` wishes."""
-        if self._scaling is None:
-            return
-        assert self._restarts is not None
-        for name in self._restarts.names():
-            if not self._scaling.wants(name):
-                self._restarts.cancel(name)
-        elsewhere = [*self._restarts.names(), *(process.name for process in self._left_out)]
-        joined, gone = self._scaling.turn(self._children, elsewhere)
-        for child in gone:
-            self._forget(child)
-        for child in joined:
-            self._take_in(child)
+    def _start(self) -> None:
+        looking = _on_thread(lambda: starting_point(self.config, self.run_dir, self._view.notice, self._view.say))
+        while not looking.done():  # it reads whole checkpoints
+            if self._stop_signal is not None:
+                return
+            time.sleep(_TURN_S / 10)
+        checkpoint = looking.result()
+        self._attempt = self._first_attempt = begin_attempt(self.run_dir)
+        with contextlib.suppress(OSError):
+            answer_requests(logs_dir(self.run_dir, self._attempt) / f"launcher{SUFFIX}", "launcher")
+        save_config(self.config, self.run_dir / "config.yaml", redacted=True)
+        save_config(with_absolute_paths(self.config), configs_dir(self.run_dir, self._attempt) / EXPERIMENT_FILE)
+        self.config = going_on(self.config, checkpoint, self._num_prompts)
+        by_hand, runtime = self.config.debug.leave_out, self.config.runtime
+        self._plan(checkpoint)
+        self._crew = Crew(
+            [spec for spec in self._specs.values() if spec.name not in by_hand],
+            self.run_dir,
+            fork=runtime.fork_server,
+            start_limit_s=runtime.start_timeout_s,
+            notice=self._view.notice,
+        )
+        etcd_log = logs_dir(self.run_dir, self._attempt) / "etcd.log"
+        service = NameService(self.config, self.run_dir, etcd_log, self._view.notice)
+        self._name_service = service
+        service.open()
+        self._restarts = Restarts(
+            start=self._start_again_now, grant_lease_soon=service.grant_lease_soon, revoke=service.revoke
+        )
+        self.config = with_endpoints(self.config, service.endpoints)
+        self._plan(checkpoint)
+        self._write_record()
+        for spec in self._specs.values():
+            if self._stop_signal is not None:
+                return
+            if spec.name in by_hand:
+                left_out = LeftOut(spec, self.run_dir, wait_s=self.config.debug.wait_s, notice=self._view.notice)
+                service.watch_status(spec.name, left_out.observe)
+                self._left_out.append(left_out)
+                continue
+            self._crew.start(spec, service.grant_lease())
+        self._scaling = make_scaling(
+            self.config,
+            spec_of=self._server_spec,
+            start=self._crew.ask,
+            service=service,
+            notice=self._view.notice,
+        )
 
-    def _outlives(self, child: Child) -> bool:
-        """Whether the run goes on without this child: another takes its place, or none is wanted."""
-        return self._replaces(child) or (self._scaling is not None and self._scaling.outlives(child))
+    def _plan(self, checkpoint: Checkpoint | None) -> None:
+        """What the processes of the newest attempt are. checkpoint: what it goes on from; None: it begins anew."""
+        planned = plan(
+            self.config,
+            attempt=self._attempt,
+            num_prompts=self._num_prompts,
+            devices=self._devices,
+            resume=str(checkpoint.path) if checkpoint else "",
+        )
+        self._specs = {spec.name: spec for spec in planned}
 
-    def _replaces(self, child: Child) -> bool:
-        """Whether another takes the place of this child."""
-        assert self._restarts is not None
-        leaves = self._scaling is not None and self._scaling.outlives(child)
-        return self._restarts.concerns(child) and not leaves
+    def _server_spec(self, index: int) -> ProcessSpec:
+        """Any generation server's, those included that the allocation does not have."""
+        return server_spec(
+            index, self.config, attempt=self._attempt, num_prompts=self._num_prompts, devices=self._devices
+        )
 
-    def _forget(self, child: Child) -> None:
-        """A child that has ended, and is no matter any more."""
-        self._children.remove(child)
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(child.pipe)
-        os.close(child.pipe)
+    def _write_record(self) -> None:
+        record = RunRecord(
+            pid=os.getpid(),
+            attempt=self._attempt,
+            experiment=self.config.experiment,
+            trial=self.config.trial,
+            endpoints=self.config.name_resolve.endpoints,
+            started=self._started,
+        )
+        write_record(self.run_dir, record)
+
+    # ------------------------------------------------------------------------------------------------------------ each turn
 
     def _turn(self) -> None:
         """Take in statuses and ends, and show them. Waits for a pipe, at most _TURN_S; unblocked by statuses and deaths."""
         assert self._name_service is not None
-        assert self._reaper is not None
-        assert self._starter is not None
-        for key, _ in self._selector.select(_TURN_S):
-            child: Child | None = key.data  # None: a fork server
-            if child is not None and not child.read_status():
-                self._selector.unregister(child.pipe)
-        for child in self._starter.turn():
-            self._begin(child)
-        for child in self._children:
-            if child.returncode is None and child.poll():
-                assert child.process is not None
-                self._reaper.gone(child.process.pid)
-                self._name_service.revoke(child.lease)
-        self._reaper.turn()
+        assert self._crew is not None
+        assert self._restarts is not None
+        for child in self._crew.turn(_TURN_S):
+            self._name_service.revoke(child.lease)
+        for child in self._crew.children:
+            if child.was_running:
+                self._supervision.runs(child.name)
         self._name_service.turn()
-        alive = [child for child in self._children if child.returncode is None]
         for process in self._left_out:
             process.turn()
         by_hand = [process.visible_status() for process in self._left_out]
-        coming = self._restarts.statuses() if self._restarts is not None else {}
-        shown = {child.lease.id: self._shown(child) for child in alive}
-        self._view.turn([*shown.values(), *by_hand, *coming.values()])
+        coming = self._restarts.statuses()
+        shown = {child.lease.id: self._shown(child) for child in self._crew.alive}
+        statuses = [*shown.values(), *by_hand, *coming.values()]
+        self._view.turn(statuses)
+        self._hang_report.turn(statuses, self._attempt)
         if time.monotonic() >= self._next_publish:
             self._next_publish = time.monotonic() + _PUBLISH_STATUS_S
-            self._note_frozen(alive)
             self._name_service.publish(shown | coming)
 
     def _shown(self, child: Child) -> WorkerStatus:
-        status = child.visible_status(self.config.runtime.frozen_after_s)
+        status = child.visible_status(self.config.runtime.start_timeout_s)
         return self._scaling.shown(child, status) if self._scaling is not None else status
 
-    def _note_frozen(self, alive: Sequence[Child]) -> None:
-        """That a process does not move is shown, and not acted upon: its lease lives as long as the process."""
-        for child in alive:
-            still_s = time.monotonic() - child.progress_time
-            if still_s > self.config.runtime.frozen_after_s and not child.said_frozen:
-                child.said_frozen = True
-                self._view.notice(f"{child.name} has not moved for {still_s:.0f} s; see {child.log}")
+    def _kill_frozen(self) -> None:
+        """A process that does not move is as good as dead, and its peers wait for it."""
+        assert self._crew is not None
+        alive = {
+            child.process.pid: child for child in self._crew.alive if child.process is not None and not child.is_done
+        }
+        counts = {pid: child.status.progress if child.status else None for pid, child in alive.items()}
+        for pid, still_s in self._freezes.turn(time.monotonic(), counts).items():
+            child = alive[pid]
+            if not child.froze_s and not child.in_trouble:
+                child.froze_s = still_s
+                self._view.notice(f"{child.name} has not moved for {still_s:.0f} s, and is killed; see {child.log}")
+            child.kill()
+
+    def _scale(self) -> None:
+        """Generation servers join and leave, as `asyncrl-launch scale` wishes."""
+        assert self._crew is not None
+        assert self._restarts is not None
+        if self._scaling is None or (self._renewal is not None and self._renewal.unit == EVERYTHING):
+            return
+        for name in self._restarts.names():
+            if not self._is_wanted(name):
+                self._restarts.cancel(name)
+        elsewhere = [*self._restarts.names(), *(process.name for process in self._left_out)]
+        joined, gone = self._scaling.turn(self._crew.children, elsewhere)
+        for child in gone:
+            self._crew.forget(child)
+        for child in joined:
+            self._crew.take_in(child)
+
+    def _is_wanted(self, name: str) -> bool:
+        return self._scaling is None or not name.startswith(f"{SERVER_KIND}/") or self._scaling.wants(name)
+
+    # ------------------------------------------------------------------------------------------------------- ends and starts
+
+    def _see_to_ends(self) -> None:
+        """Who failed or ended too early is started again, or the run ends: LaunchError."""
+        troubled = self._in_trouble()
+        if not all(self._supervision.outlives(child.name, fatal=child.is_fatal) for child in troubled):
+            raise LaunchError(self._first_cause())
+        gang = [child for child in troubled if self._supervision.unit_of(child.name) == GANG]
+        for child in troubled:
+            if child in gang:
+                continue
+            if child.returncode is not None:
+                self._see_to(child, [child])
+            elif time.time() - (child.failure_time or 0.0) > self.config.runtime.stop_timeout_s:
+                child.kill()  # it has said that it failed, and does not end
+        if gang and self._have_spoken(gang):
+            self._see_to(first_failed(gang), gang)
+
+    def _in_trouble(self) -> list[Child]:
+        """Those of whom something depends."""
+        assert self._crew is not None
+        return [
+            child
+            for child in self._crew.children
+            if child.in_trouble
+            and not (self._renewal is not None and self._renewal.concerns(child))
+            and not (self._scaling is not None and self._scaling.outlives(child))
+        ]
+
+    def _have_spoken(self, gang: Sequence[Child]) -> bool:
+        """Whether it is known who of the gang was the first: others may fail because of that one, and be quicker to say so."""
+        now = time.monotonic()
+        self._gang_failed = self._gang_failed or now
+        if any(child.was_killed for child in gang):
+            return True
+        owed = first_failed(gang).waits_for_words_of
+        limit_s = _LAST_WORDS_S
+        if owed and owed not in {child.name for child in gang}:
+            limit_s = max(limit_s, self.config.runtime.stop_timeout_s)
+        return now - self._gang_failed > limit_s
+
+    def _see_to(self, child: Child, failed: Sequence[Child]) -> None:
+        """Have started again what must be because of this child, or raise LaunchError. failed: it, and those with it."""
+        assert self._crew is not None
+        assert self._restarts is not None
+        self._gang_failed = None
+        how = short_end(child).splitlines()[0]
+        end = End(child.name, how, first_cause(failed), child.was_running, child.is_fatal)
+        decision = self._supervision.decide(end, time.time(), time.monotonic())
+        if isinstance(decision, EndRun):
+            raise LaunchError(self._told(decision.cause, decision.tried))
+        limit, pause_s = self._supervision.limit, decision.pause_s
+        again = f"started again in {pause_s:g} s ({decision.number} of {limit}); see {child.log}"
+        if decision.unit == child.name:
+            self._crew.forget(child)
+            count = self._supervision.count(child.name)
+            self._restarts.expect(child.name, how, attempt=self._attempt, count=count, pause_s=pause_s)
+            self._view.notice(f"{child.name} {how}; it is {again}")
+            return
+        if decision.unit == GANG:
+            names = ", ".join(spec.name for spec in self._specs.values() if spec.kind in GANG_KINDS)
+            self._view.notice(f"{child.name} {how}; {GANG} ({names}) is {again}")
+        else:
+            for name in self._restarts.names():
+                self._restarts.cancel(name)
+            self._view.notice(
+                f"{child.name} {how}, after {limit} restarts within {WINDOW_S / 60:.0f} minutes; everything is started again in "
+                f"{pause_s:g} s, once; see {child.log}"
+            )
+        self._renewal = _Renewal(decision.unit, f"{child.name} {how}", time.monotonic() + pause_s)
+
+    def _renew(self) -> None:
+        """The next attempt, one step further. Nobody of the one before lives when it begins."""
+        renewal = self._renewal
+        if renewal is None:
+            return
+        assert self._crew is not None
+        members = [child for child in self._crew.children if renewal.concerns(child)]
+        if alive := [child for child in members if child.returncode is None]:
+            for child in alive:
+                child.kill()
+            if time.monotonic() - renewal.since > KILL_LIMIT_S:
+                names = ", ".join(child.name for child in alive)
+                raise LaunchError(f"{renewal.how}; {names} cannot be started again: killed, and still not gone")
+            return
+        for child in members:
+            self._crew.forget(child)
+        if renewal.found is None:
+            renewal.found = _on_thread(lambda: newest(self.run_dir, self._view.notice))
+        if renewal.found.done() and time.monotonic() >= renewal.due:
+            self._renewal = None
+            self._begin_next_attempt(renewal, renewal.found.result())
+
+    def _begin_next_attempt(self, renewal: _Renewal, checkpoint: Checkpoint | None) -> None:
+        assert self._restarts is not None
+        before, self._attempt = self._attempt, begin_attempt(self.run_dir)
+        self._plan(checkpoint)
+        again = [
+            spec
+            for spec in self._specs.values()
+            if (renewal.unit == EVERYTHING or spec.kind in GANG_KINDS) and self._is_wanted(spec.name)
+        ]
+        link_logs(self.run_dir, self._attempt, before=before, anew=[spec.file_stem for spec in again])
+        self._write_record()
+        for process in self._left_out:
+            process.renew(self._specs[process.name])
+        for spec in again:
+            count = self._supervision.count(spec.name)
+            self._restarts.expect(spec.name, renewal.how, attempt=self._attempt, count=count)
+        start = f"goes on from step {checkpoint.step}" if checkpoint else "begins anew: there is no checkpoint yet"
+        self._view.notice(f"{GANG} {start}, as attempt {self._attempt}")
+
+    def _start_again_now(self, name: str, lease: Lease, count: int) -> None:
+        assert self._crew is not None
+        kind, _, index = name.partition("/")
+        spec = self._specs[name] if kind != SERVER_KIND else self._server_spec(int(index))
+        self._crew.start(spec, lease).restarts = count
+
+    # ------------------------------------------------------------------------------------------------------------- the end
 
     def _first_cause(self) -> str:
         """Others may fail because of the first, and be quicker to say so: listen to all for a moment."""
         deadline = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < deadline and self._stop_signal is None:
             self._turn()
-        return first_cause([child for child in self._children if not self._outlives(child)] or self._children)
+        failed = self._in_trouble()
+        first = first_failed(failed)
+        end = End(first.name, "", first_cause(failed), first.was_running, fatal=True)
+        decision = self._supervision.decide(end, time.time(), time.monotonic())
+        assert isinstance(decision, EndRun)
+        return self._told(decision.cause, decision.tried)
+
+    def _told(self, cause: str, tried: Sequence[str]) -> str:
+        """How a run has failed: the first cause, what was tried, and what helps."""
+        text = cause
+        if tried:
+            text += "\n\nWithin the last hour (runtime.max_restarts):" + "".join(f"\n  {line}" for line in tried)
+        if list_checkpoints(self.run_dir):
+            text += f"\n\nTo go on from the newest checkpoint: asyncrl-launch resume {self.run_dir}"
+        return text
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._impatient = self._stop_signal is not None  # asked twice
@@ -295,52 +454,40 @@ class LocalLauncher:
     def _stop_everything(self) -> None:
         """Ask, then kill. Nothing of the run is alive afterwards."""
         try:
-            self._stop_children()
+            for process in self._left_out:
+                process.ask_to_stop()
+            if self._crew is not None:
+                self._crew.stop(self.config.runtime.stop_timeout_s * _ASK_SHARE, lambda: self._impatient)
             if self._name_service is not None:
                 self._name_service.close()
         finally:
-            if self._reaper is not None:
-                self._reaper.close(_REAPER_LIMIT_S)
+            if self._crew is not None:
+                self._crew.close()
 
-    def _stop_children(self) -> None:
-        """Rollout workers first: they have things to report to the others, who then have nothing more to do."""
-        for process in self._left_out:
-            process.ask_to_stop()
-        for child in self._starter.close() if self._starter is not None else ():
-            self._children.remove(child)
-            os.close(child.pipe)
-        limit_s = self.config.runtime.stop_timeout_s * _ASK_SHARE
-        rollout_workers = [child for child in self._children if child.spec.kind == "rollout_worker"]
-        self._ask_and_wait(rollout_workers, limit_s / 3)
-        self._ask_and_wait(self._children, limit_s * 2 / 3)
-        while alive := [child for child in self._children if not child.poll()]:
-            for child in alive:
-                child.kill()
-            time.sleep(_STOP_TURN_S)
-        for child in self._children:
-            os.close(child.pipe)
-        self._selector.close()
-
-    def _ask_and_wait(self, children: Sequence[Child], limit_s: float) -> None:
-        """Waits for: their exit. Unblocked by: that, the limit, or a second signal."""
-        for child in children:
-            child.ask_to_stop()
-        start = time.monotonic()
-        said = False
-        while alive := [child for child in children if not child.poll()]:
-            waited_s = time.monotonic() - start
-            if self._impatient or waited_s > limit_s:
-                return
-            if waited_s > _SAY_AFTER_S and not said:
-                said = True
-                names = ", ".join(child.name for child in alive)
-                self._view.notice(f"waiting up to {limit_s:g} s for {names} to stop; a second Ctrl-C kills at once")
-            time.sleep(_STOP_TURN_S)
+    def _merge_timelines(self) -> None:
+        """With trace=true: what the processes recorded, a file an attempt. A failure here must not hide how the run ended."""
+        for attempt in range(self._first_attempt, self._attempt + 1) if self.config.trace else ():
+            folder = trace_dir(self.run_dir, attempt)
+            out = folder.with_suffix(".json")
+            try:
+                if folder.is_dir():
+                    merge(folder, out)
+            except OSError as error:
+                self._view.notice(f"no timeline: {out} cannot be written: {error}")
 
 
-def _is_done(master: Child) -> bool:
-    """It says so, or it has ended well. Saying so is enough: what holds up its exit holds up nothing else."""
-    return master.returncode == 0 or (master.status is not None and master.status.state == "done")
+def _on_thread(function: Callable[[], T]) -> Future[T]:
+    """For what may take long: the launcher's loop goes on meanwhile."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="launcher's helper", daemon=True).start()
+    return result
 
 
 @contextlib.contextmanager

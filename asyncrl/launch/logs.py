@@ -293,7 +293,7 @@ class LogFiles:
 
     def __init__(self, folder: Path, wanted: Callable[[str], bool]) -> None:
         """wanted: by the name of a worker."""
-        self._folder = folder
+        self.folder = folder  # may be set anew: files that are in both are read on
         self._wanted = wanted
         self._open: dict[str, _OpenFile] = {}
         self._number = 0
@@ -301,7 +301,7 @@ class LogFiles:
     def scan(self, merger: LogMerger, now: float) -> None:
         """Look for new files, and for those that have lost their name."""
         found: dict[int, tuple[Path, float]] = {}
-        for path in sorted(self._folder.glob("*.log")):
+        for path in sorted(self.folder.glob("*.log")):
             with contextlib.suppress(OSError):
                 stat = path.stat()
                 found[stat.st_ino] = (path, stat.st_mtime)

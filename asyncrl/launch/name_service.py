@@ -1,7 +1,7 @@
 """The run's name resolve, from the launcher's side: a private etcd unless the user names endpoints, leases, statuses.
 
-The launcher's loop never waits for it: what may wait (publishing statuses, revoking leases) runs on one thread, and a
-private etcd that died is started again on its data by another. Sessions of workers come back by themselves.
+The launcher's loop never waits for it: what may wait (publishing statuses, revoking leases) runs on one thread, and a second one
+(private_etcd.py) starts a private etcd again that died or froze. Sessions of workers come back by themselves.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import ExperimentConfig
+from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
@@ -31,12 +32,12 @@ from asyncrl.runtime.name_resolve import (
     NameResolveError,
     NameResolver,
     WatchCallback,
+    WatchEvent,
     open_name_resolver,
 )
 
-_MAX_RESTARTS = 3  # of etcd, in one run
-_RESTART_LIMIT_S = 15.0
 _STOP_LIMIT_S = 2.0
+_RETRY_S = 1.0  # pause before a lease is revoked that could not be
 
 
 class NameService:
@@ -50,10 +51,7 @@ class NameService:
         self._log = log
         self._notice = notice
         self._names = Names(config.experiment, config.trial)
-        self._etcd: EtcdServer | None = None
-        self._restart: threading.Thread | None = None
-        self._restart_error: EtcdServerError | None = None
-        self._num_restarts = 0
+        self._etcd: PrivateEtcd | None = None
         self._resolver: NameResolver | None = None
         self._name_is_ours = False  # in an etcd that runs share
         self._publisher: _Publisher | None = None
@@ -102,8 +100,18 @@ class NameService:
         self._watch(self._names.status(worker), callback)
 
     def watch_scaling(self, on_wish: WatchCallback, on_drained: WatchCallback) -> None:
-        """Have the callbacks told, likewise, of how many generation servers are wanted, and which have drained."""
-        self._watch(self._names.generation_wish(), on_wish)
+        """Have the callbacks told, likewise, of how many generation servers are wanted, and which have drained.
+
+        Whoever put the wish is gone: that it outlives the backend's data is for us to see to.
+        """
+
+        def on_wish_kept(event: WatchEvent) -> None:
+            assert self._resolver is not None
+            if event.kind == "put":
+                self._resolver.look_after(event.key, event.value)
+            on_wish(event)
+
+        self._watch(self._names.generation_wish(), on_wish_kept)
         self._watch(self._names.generation_drained(), on_drained, subtree=True)
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool = False) -> None:
@@ -124,25 +132,9 @@ class NameService:
             self._publisher.revoke(lease)
 
     def turn(self) -> None:
-        """Start a private etcd that has died again. Raises LaunchError where that does not help."""
-        if self._etcd is None:
-            return
-        if self._restart is not None:
-            if self._restart.is_alive():
-                return
-            self._restart = None
-            if self._restart_error is not None:
-                raise LaunchError(f"etcd ended and could not be started again: {self._restart_error}")
-            self._notice("etcd runs again")
-        if not self._etcd.running:
-            if self._num_restarts == _MAX_RESTARTS:
-                raise LaunchError(f"etcd ended {_MAX_RESTARTS + 1} times; see {self._log}")
-            self._num_restarts += 1
-            self._notice(f"etcd has ended; it is started again on its data (its log: {self._log})")
-            self._restart = threading.Thread(
-                target=self._start_again, args=(self._etcd,), name="etcd restart", daemon=True
-            )
-            self._restart.start()
+        """Look after a private etcd. Raises LaunchError where it cannot be helped."""
+        if self._etcd is not None:
+            self._etcd.turn()
 
     def close(self) -> None:
         """The keys of the run go, if they are ours; a private etcd goes too."""
@@ -152,10 +144,8 @@ class NameService:
             self._resolver.close()  # which ends what the publisher is waiting for
         if self._publisher is not None:
             self._publisher.close()
-        if self._restart is not None:
-            self._restart.join(_RESTART_LIMIT_S)
         if self._etcd is not None:
-            self._etcd.stop(_STOP_LIMIT_S)
+            self._etcd.close(_STOP_LIMIT_S)
 
     def _start_private_etcd(self) -> None:
         """Its data is of this attempt only: the attempt's number is never in it."""
@@ -170,17 +160,12 @@ class NameService:
                 "trial=..."
             ) from error
         try:
-            self._etcd = EtcdServer(data_dir, self._log, self._config.name_resolve.binary)
+            server = EtcdServer(data_dir, self._log, self._config.name_resolve.binary)
+            self._etcd = PrivateEtcd(server, self._log, self._config.runtime.max_restarts, self._notice)
             self._etcd.start()
         except EtcdServerError as error:
             raise LaunchError(str(error)) from error
-        self.endpoints = [self._etcd.endpoint]
-
-    def _start_again(self, etcd: EtcdServer) -> None:
-        try:
-            etcd.start(_RESTART_LIMIT_S)
-        except EtcdServerError as error:
-            self._restart_error = error
+        self.endpoints = [server.endpoint]
 
     def _claim_name(self) -> None:
         """In an etcd that runs share, the keys of one experiment and trial are of one launcher."""
@@ -255,15 +240,18 @@ class _Publisher:
                     return
                 statuses, self._statuses = self._statuses, {}
                 revoked = list(self._revoked)
-                self._revoked.clear()
             gone = {lease.id for lease in revoked}
-            # in an outage: statuses are a courtesy, and leases end by themselves, only later
-            with contextlib.suppress(NameResolveError):
+            try:
                 for lease in revoked:
                     lease.revoke()
+                    with self._condition:
+                        self._revoked.remove(lease)
                 for lease_id, status in statuses.items():
                     if lease_id not in gone:
                         self._put(lease_id, status)
+            except NameResolveError:  # an outage: statuses are a courtesy; leases are revoked after it
+                with self._condition:
+                    self._condition.wait_for(lambda: self._closed, timeout=_RETRY_S)
 
     def _put(self, lease_id: int, status: WorkerStatus) -> None:
         value = msgspec.json.encode(status).decode()

@@ -44,6 +44,10 @@ class Pace:
             self._durations.append((now - self._newest) / steps if step_s is None else step_s)
             self._newest = now
 
+    def go_back(self, done: int) -> None:
+        """Only so many are done: those after them are done again."""
+        self.done = min(self.done, done)
+
     def left_s(self, now: float) -> float | None:
         """Seconds until the last step is done; None before the first one is."""
         if not self._durations:

@@ -20,7 +20,7 @@ from asyncrl.data.trajectories import tokenizer_fingerprint
 from asyncrl.dataflow import build_dataflow
 from asyncrl.generation.sglang_environment import SETUP_HINT, find_sglang
 from asyncrl.launch.model_files import check_vocabulary, count_parameters, read_config
-from asyncrl.launch.program import run_directory, with_dtypes
+from asyncrl.launch.program import run_directory, with_dtypes, writes_checkpoints
 from asyncrl.launch.task_arguments import check_task_arguments
 from asyncrl.names import ACTOR
 from asyncrl.runtime.devices import visible_devices
@@ -38,6 +38,7 @@ _SHAPE_FIELDS = (  # of config.json: models that differ in one have other tensor
     "vocab_size",
     "tie_word_embeddings",
 )
+_FLOATS_OF_A_PARAMETER = 3  # in a checkpoint: itself and the optimizer's two moments
 _ETCD_BYTES = 130_000_000  # two files of its log, which it allocates as it starts
 
 
@@ -266,15 +267,23 @@ def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
     weights = num_parameters * (2 if dtype == "bfloat16" else 4)
     others = 2 + (config.train.critic is not None)
     needed = (config.weights.keep + others) * weights + (0 if config.name_resolve.endpoints else _ETCD_BYTES)
+    recover, num_checkpoints = 0, config.checkpoint.keep_last + 1
+    if writes_checkpoints(config):
+        recover = _FLOATS_OF_A_PARAMETER * 4 * num_parameters * (1 + (config.train.critic is not None))
+        needed += num_checkpoints * recover
     try:
         free = shutil.disk_usage(existing_parent(run_dir)).free
-        free += sum(file.stat().st_size for file in run_dir.glob("weights/*/*/*"))  # of attempts before: they go
+        old = (*run_dir.glob("weights/*/*/*"), *run_dir.glob("checkpoints/recover/*/*"))  # of attempts before: they go
+        free += sum(file.stat().st_size for file in old)
     except OSError:  # the launcher will say what is the matter
         return
     if free < needed:
+        checkpoints = f", {num_checkpoints} checkpoints of {size_text(recover)}" if recover else ""
+        keep_less = "set weights.keep=1" + (" and checkpoint.keep_last=1" if recover else "")
         raise ConfigError(
             f"fileroot={config.fileroot!r}: {size_text(free)} are free there, the run needs {size_text(needed)} (weights.keep + "
-            f"{others} times {size_text(weights)} of weights, and etcd's data); make room, use a larger disk, or set weights.keep=1"
+            f"{others} times {size_text(weights)} of weights{checkpoints}, and etcd's data); make room, use a larger disk, or "
+            f"{keep_less}"
         )
 
 

@@ -17,8 +17,10 @@ from omegaconf import OmegaConf
 from asyncrl.config import (
     AUTO,
     CRITIC,
+    RECOVERABLE_MODES,
     REF,
     REWARD,
+    CheckpointConfig,
     ConfigError,
     EvalConfig,
     ExperimentConfig,
@@ -63,6 +65,7 @@ CONFIG_CLASSES: Mapping[str, type[ProcessConfig]] = {
     "recorder": RecorderConfig,
     "replayer": ReplayerConfig,
 }
+NO_CHECKPOINTS = CheckpointConfig(every_s=0.0)
 _KINDS = {CRITIC: "value", REWARD: "reward"}  # ModelConfig.kind by role; others: lm
 
 
@@ -94,8 +97,12 @@ def total_steps(config: ExperimentConfig, num_prompts: int) -> int:
     return min(by_epochs, config.train.max_steps) if config.train.max_steps else by_epochs
 
 
-def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: Sequence[str] = ()) -> list[ProcessSpec]:
+def plan(
+    config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: Sequence[str] = (), resume: str = ""
+) -> list[ProcessSpec]:
     """All processes of a run, in the order in which they are started. num_prompts: as `preflight` counts.
+
+    resume: the folder of the checkpoint that the attempt goes on from; "": it begins anew.
 
     devices: the GPUs of the machine as CUDA_VISIBLE_DEVICES names them. Generation servers get the first ones, as many each as
     they have tensor parallel ranks, model workers those after, one each; where there are too few, they are shared in turn.
@@ -192,6 +199,8 @@ def plan(config: ExperimentConfig, *, attempt: int, num_prompts: int, devices: S
         wandb=config.wandb,
         tasks=sorted(config.rollout.tasks),
         mode=config.mode,
+        checkpoint=config.checkpoint if writes_checkpoints(config) else NO_CHECKPOINTS,
+        resume=resume,
         first_step=config.replay.first_step,
         records=config.record.trajectories and trains,
         num_replayed=num_prompts if config.mode == "train_only" else 0,
@@ -257,6 +266,13 @@ def with_dtypes(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:
     )
 
 
+def writes_checkpoints(config: ExperimentConfig) -> bool:
+    """Whether the run writes what it could go on from. What other modes do is done again as quickly as it would be restored."""
+    options = config.checkpoint
+    due = options.every_steps or options.every_epochs or options.every_s
+    return bool(due) and config.mode in RECOVERABLE_MODES
+
+
 def can_scale(config: ExperimentConfig) -> bool:
     """Whether the run starts generation servers, so that more or fewer of them can be had."""
     return config.mode in ("async", "rollout_only") and allocation_of(config).engine != "external"
@@ -286,6 +302,31 @@ def server_spec(
 def with_endpoints(config: ExperimentConfig, endpoints: list[str]) -> ExperimentConfig:
     """The config with the name-resolve endpoints that the launcher has started."""
     return replace(config, name_resolve=replace(config.name_resolve, endpoints=endpoints))
+
+
+def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
+    """The config as it can be used from any folder. Modules that it names are still looked for in the current one."""
+    train, critic, judge = config.train, config.train.critic, config.train.reward_model
+    return replace(
+        config,
+        fileroot=_absolute(config.fileroot),
+        model_path=_absolute(config.model_path),
+        tokenizer_path=_absolute(config.tokenizer_path),
+        prompts=_resolve_prompts(config.prompts),
+        eval=replace(config.eval, prompts=_resolve_prompts(config.eval.prompts) if config.eval.prompts else None),
+        rollout=_resolve_rollout(config.rollout),
+        generation=replace(config.generation, python=_absolute(config.generation.python)),
+        replay=replace(config.replay, path=_absolute(config.replay.path)),
+        train=replace(
+            train,
+            ref=replace(train.ref, path=_absolute(train.ref.path)),
+            critic=replace(critic, path=_absolute(critic.path)) if critic else None,
+            reward_model=replace(judge, path=_absolute(judge.path)) if judge else None,
+            extra_mfcs={
+                name: replace(mfc, interface=_absolute_spec(mfc.interface)) for name, mfc in train.extra_mfcs.items()
+            },
+        ),
+    )
 
 
 def save_config(config: ExperimentConfig | ProcessConfig, path: Path, *, redacted: bool = False) -> None:

@@ -47,6 +47,7 @@ class RunView:
         self._tail = MetricsTail(run_dir)
         self._training = TrainingProgress(total_steps, clock())
         self._long_waits = LongWaits()
+        self._skipped = SkippedSteps(run_dir)
         self._starting = True
         self._said_done = False
         self._not_running: tuple[str, ...] = ()
@@ -62,6 +63,8 @@ class RunView:
                 self._print(line)
             else:
                 self._print(f"{line}  {self._training.time_text(now)}")
+            if (text := self._skipped.news(record)) is not None:
+                self.notice(text)
         if statuses:
             self._show(statuses, now)
         for text in self._long_waits.new(statuses):
@@ -70,6 +73,10 @@ class RunView:
     def notice(self, text: str) -> None:
         """Something that a person should know at once."""
         self._print(f"[yellow]warning: {escape(text)}[/]")
+
+    def say(self, text: str) -> None:
+        """Something that is good to know."""
+        self._print(escape(text))
 
     def close(self) -> None:
         """Print what is left."""
@@ -119,6 +126,10 @@ class TrainingProgress:
             return
         step, seconds = number(record, "step"), number(record, "time/step_s")
         self._newest = now
+        if step <= self._pace.done:  # the training side goes on from a checkpoint before
+            for _ in range(min(self._pace.done - int(step) + 1, len(self._rewards))):
+                self._rewards.pop()
+            self._pace.go_back(int(step) - 1)
         steps = int(step) - self._pace.done
         self._pace.advance(now, steps=steps, step_s=seconds if math.isfinite(seconds) else None)
         self._rewards.append(number(record, "reward/mean"))
@@ -251,6 +262,36 @@ def is_evaluation(record: Mapping[str, Any]) -> bool:
     return any(key.startswith("eval/") for key in record)
 
 
+class SkippedSteps:
+    """Steps whose loss or gradient was not finite, as a person is told of them: the first ones, then each tenth."""
+
+    ALL_UNTIL, THEN_EVERY = 3, 10
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._num_steps = 0
+
+    def news(self, record: Mapping[str, Any]) -> str | None:
+        """Of a record of metrics.jsonl; None: nothing to tell."""
+        parts = [
+            f"{number(record, name):.0f} of {number(record, f'{role}/optimizer_steps'):.0f} optimizer steps of the {role}"
+            for name in record
+            if name.endswith("/skipped_steps") and number(record, name) > 0
+            for role in [name.partition("/")[0]]
+        ]
+        if not parts:
+            return None
+        self._num_steps += 1
+        if self._num_steps > self.ALL_UNTIL and self._num_steps % self.THEN_EVERY:
+            return None
+        so_far = f" ({self._num_steps} train steps with such so far)" if self._num_steps > 1 else ""
+        step = record["step"]
+        return (
+            f"step {step}: {' and '.join(parts)} skipped, because loss or gradient were not finite{so_far}. Which sequences "
+            f"did it: asyncrl-launch replay {self._run_dir} {step}"
+        )
+
+
 def format_record(record: Mapping[str, Any], total_steps: int) -> str:
     """A train step or an evaluation as one line, with markup. What is not in the record is not in the line."""
     if is_evaluation(record):
@@ -347,6 +388,10 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
     assert isinstance(rejected, dict)
     if "wandb" in summary:
         rows.append(("W&B", str(summary["wandb"])))
+    if skipped := summary.get("skipped_steps"):
+        rows.append(
+            ("skipped", f"{skipped} optimizer steps, whose loss or gradient was not finite (asyncrl-launch replay)")
+        )
     rows.append(("rejected prompts", ", ".join(f"{why}: {count}" for why, count in rejected.items()) or "none"))
     return rows
 

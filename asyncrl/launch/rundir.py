@@ -4,7 +4,7 @@
   config.yaml          what the user asked for, merged
   launcher.lock        held, and its pid in it, as long as a launcher lives
   run.json             the newest attempt: its number, when it began, its name-resolve endpoints
-  configs/attempt_N/   each process's resolved config
+  configs/attempt_N/   each process's resolved config; experiment.yaml: that of the run, which `resume` goes on with
   logs/attempt_N/      each process's output; logs/latest is the newest
   metrics.jsonl  tensorboard/  summary.json  journal/  weights/  checkpoints/  trajectories/  etcd/
 """
@@ -16,6 +16,7 @@ import fcntl
 import os
 import re
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,8 @@ RUN_FORMAT = (
     1  # of all that a run writes into its folder: metrics, journals, weights; counted up when one of them changes
 )
 RUN_DIR_ENV = "ASYNCRL_RUN_DIR"  # every process of a run has it, and hands it on to what it starts itself
-_ATTEMPT = re.compile(r"(?:attempt_|a)(\d+)(?:-v\d+)?$")
+EXPERIMENT_FILE = "experiment.yaml"  # whole, unlike config.yaml, in which secrets are hidden
+_ATTEMPT = re.compile(r"(?:attempt_|a)(\d+)(?:-[vs]\d+)?$")
 _PID_LIMIT_S = 1.0  # between taking the lock and writing the pid into it
 
 
@@ -66,8 +68,21 @@ def logs_dir(run_dir: Path, attempt: int) -> Path:
     return run_dir / "logs" / f"attempt_{attempt}"
 
 
+def all_logs_dirs(run_dir: Path) -> list[Path]:
+    """Those of all attempts, the newest last."""
+    return sorted((run_dir / "logs").glob("attempt_*"), key=lambda path: (len(path.name), path.name))
+
+
 def configs_dir(run_dir: Path, attempt: int) -> Path:
     return run_dir / "configs" / f"attempt_{attempt}"
+
+
+def newest_experiment(run_dir: Path) -> Path | None:
+    """The config of the newest attempt that a launcher began here."""
+    found = {
+        int(file.parent.name[len("attempt_") :]): file for file in run_dir.glob(f"configs/attempt_*/{EXPERIMENT_FILE}")
+    }
+    return found[max(found)] if found else None
 
 
 class RunLock:
@@ -156,11 +171,23 @@ def begin_attempt(run_dir: Path) -> int:
         return attempt
 
 
+def link_logs(run_dir: Path, attempt: int, *, before: int, anew: Collection[str]) -> None:
+    """Logs of processes that go on from the attempt before are found in this one's folder, too.
+
+    anew: names of log files, without suffix, of those that do not go on.
+    """
+    folder = logs_dir(run_dir, attempt)
+    for log in sorted(logs_dir(run_dir, before).glob("*.log")):
+        ends = any(log.stem == stem or log.stem.startswith(f"{stem}_") for stem in anew)
+        if not ends and not (folder / log.name).exists():
+            (folder / log.name).symlink_to(os.path.relpath(log.resolve(), folder.resolve()))
+
+
 def next_attempt(run_dir: Path) -> int:
     """The number that the next attempt would take: above that of every folder and weight version here. Takes it not."""
     names = [
         path.name
-        for pattern in ("logs/attempt_*", "configs/attempt_*", "weights/*/a*-v*")
+        for pattern in ("logs/attempt_*", "configs/attempt_*", "weights/*/a*-v*", "checkpoints/recover/a*-s*")
         for path in run_dir.glob(pattern)
     ]
     numbers = [int(match[1]) for name in names if (match := _ATTEMPT.match(name))]

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import logging
 import os
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from asyncrl.groups.loading import no_terminal
 from asyncrl.launch.program import ProcessConfig, load_process_config
+from asyncrl.launch.rundir import logs_dir
+from asyncrl.runtime.stacks import SUFFIX, answer_requests
 from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker
 
 PARENT_ENV = "ASYNCRL_PARENT"  # pid of the launcher; without it the process lives on its own
@@ -76,18 +80,14 @@ def main() -> int:
 def run_config(path: Path, *, launched: bool) -> int:
     """Run the worker of a config to its end; returns its exit code. launched: by the launcher, not by hand."""
     if launched:
-        sys.breakpointhook = _no_terminal
+        sys.breakpointhook = no_terminal
     config = load_process_config(path)
     configure_logging(config.worker)
+    with contextlib.suppress(OSError):  # no reason not to work
+        answer_requests(
+            logs_dir(Path(config.worker.run_dir), config.worker.attempt) / f"{path.stem}{SUFFIX}", config.worker.name
+        )
     return run_worker(make_worker(config))
-
-
-def _no_terminal(*_args: object, **_kwargs: object) -> None:
-    """breakpoint() in a process that the launcher started."""
-    raise RuntimeError(
-        "breakpoint(): this process has no terminal; start the run with debug.leave_out=[its name], which prints the command "
-        "to start it by hand"
-    )
 
 
 def end_process(code: int) -> NoReturn:

@@ -17,6 +17,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -35,6 +36,7 @@ from asyncrl.messages import (
     WeightVersion,
 )
 from asyncrl.runtime.clock import Clock, SystemClock
+from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights import WeightsError, verify_version
@@ -110,21 +112,28 @@ class Fleet:
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
+        self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # one a life of a server at a time
         self._mismatches: Counter[str] = Counter()  # in a row, by server
         self._fatal: RunEndedError | None = None
 
     async def start(self) -> None:
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._session = open_session(max_connections=0)
 
     async def close(self) -> None:
-        for task in self._updates:
+        tasks = [*self._updates, *self._probes.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._updates, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._verifier.shutdown(wait=False, cancel_futures=True)
         if self._session is not None:
             await self._session.close()
 
     # ------------------------------------------------------------------------------------------------------- events
+
+    @property
+    def attempt(self) -> int:
+        """The newest that weights were published of, or held for."""
+        return max(self.table.attempt, self._published.attempt if self._published is not None else 0)
 
     def publish(self, text: str) -> None:
         """`model_version` was put. What is older than what we know, or no version, is logged and ignored."""
@@ -232,31 +241,42 @@ class Fleet:
             self._wake.clear()
 
     async def probe_loop(self) -> None:
-        """Ask every server that should answer what it serves."""
+        """Ask every server that should answer what it serves: each by itself, whatever others take."""
         while True:
-            servers = [
-                server
-                for server in self.table.servers.values()
-                if server.listed and server.state is not ServerState.UPDATING
-            ]
-            before = [(server.state, server.life) for server in self.table.servers.values()]
-            await asyncio.gather(*(self._probe(server) for server in servers))
-            if before != [(server.state, server.life) for server in self.table.servers.values()]:
-                self._changed()
+            for name, server in self.table.servers.items():
+                key = name, server.life
+                if server.listed and server.state is not ServerState.UPDATING and key not in self._probes:
+                    self._probes[key] = asyncio.create_task(self._probe(server), name=f"probe {name}")
+                    self._probes[key].add_done_callback(partial(self._probed, key))
             await asyncio.sleep(self._probe_every_s)
+
+    def _probed(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
+        del self._probes[key]
 
     # ------------------------------------------------------------------------------------------------- one server
 
     async def _probe(self, server: Server) -> None:
-        life = server.life
+        """One that has not answered by probe_limit_s is suspect; one that answers later all the same is slow, and alive."""
+        before = (server.state, server.life, server.slow)
+        life, num_updates, began = server.life, server.num_updates, self._clock.monotonic()
+        asking = asyncio.ensure_future(self._ask(server))
         try:
-            info = await asyncio.wait_for(self._ask(server), self._probe_limit_s)
+            await asyncio.wait({asking}, timeout=self._probe_limit_s)
+            if not asking.done() and server.life == life:
+                self.table.silent(server.name, f"no answer for {self._probe_limit_s:g} s", self._clock.monotonic())
+                self._changed()
+            info = await asyncio.wait_for(asking, max(0.0, self.table.dead_after_s - self._probe_limit_s))
         except _FAILURES as error:
             if server.life == life:
                 self.table.silent(server.name, f"probe failed: {error!r}", self._clock.monotonic())
-            return
-        if server.life == life and server.listed and server.state is not ServerState.UPDATING:
-            self.table.answered(server.name, info.weight_version, self._clock.monotonic())
+        else:
+            now = self._clock.monotonic()
+            if server.life == life and server.num_updates == num_updates and server.listed:
+                self.table.answered(server.name, info.weight_version, now, paused=info.paused, took_s=now - began)
+        finally:
+            asking.cancel()
+        if before != (server.state, server.life, server.slow):
+            self._changed()
 
     async def _ask(self, server: Server) -> ModelInfo:
         info = await self._get(f"{server.url}/get_model_info", ModelInfo)
@@ -269,7 +289,11 @@ class Fleet:
         began = self._clock.monotonic()
         try:
             with self._trace.overlapping(f"update {update.server}", kind="update", version=str(update.version)):
-                await asyncio.wait_for(self._load(update, wave), update.limit_s)
+                served = await asyncio.wait_for(self._found(update), update.limit_s) if update.is_new else None
+                if served is not None:
+                    update = replace(update, version=served)
+                else:
+                    await asyncio.wait_for(self._load(update, wave), update.limit_s)
         except _FAILURES as error:
             slow = isinstance(error, asyncio.TimeoutError)
             reason = f"took longer than {update.limit_s:g} s" if slow else f"{error!r}"
@@ -283,11 +307,12 @@ class Fleet:
         else:
             now = self._clock.monotonic()
             if self.plan.succeeded(update, now):
-                self.counters["succeeded", update.server] += 1
+                self.counters["succeeded" if served is None else "found", update.server] += 1
                 self._mismatches.pop(update.server, None)
                 self.update_seconds[update.server] += now - began
                 self._logger.info("%s serves %s (%.2f s)", update.server, update.version, now - began)
-                asyncio.get_running_loop().call_later(self.table.companions_wait_s(now), self._changed)
+                if self.table.awaits_companions(now):
+                    asyncio.get_running_loop().call_later(self.table.companions_wait_s(now), self._changed)
         self._changed()
 
     def _count_mismatch(self, update: Update, error: MismatchError) -> None:
@@ -300,6 +325,17 @@ class Fleet:
                 f"no server computes with weights {update.version} as the trainer does, after {_MAX_MISMATCHES} loads each: "
                 f"{update.server} says: {error}. Where the two differ by nothing but precision, raise weights.verify_tolerance"
             )
+
+    async def _found(self, update: Update) -> WeightVersion | None:
+        """What a new server serves, if that is the version to be loaded, or a newer one of the attempt: a manager before this one
+        had it load that. One that is paused was being updated when that manager died: it loads."""
+        info = await self._get(f"{update.url}/get_model_info", ModelInfo)
+        try:
+            serves = WeightVersion.parse(info.weight_version)
+        except ValueError:
+            return None
+        sound = serves.attempt == update.version.attempt and serves >= update.version and not info.paused
+        return serves if sound else None
 
     async def _load(self, update: Update, wave: Wave | None) -> None:
         url, version = update.url, str(update.version)

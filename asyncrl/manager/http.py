@@ -185,10 +185,12 @@ class ManagerService:
     async def report(self, report: MasterReport) -> LedgerView:
         """The ledger, once it is newer than the master's, or after wait_s."""
         until = self._clock.monotonic() + _limited(report.wait_s)
+        # one that this ledger has not come to is of the manager before
+        known = report.after_revision if report.after_revision <= self.ledger.revision else -1
         self.ledger.report(report, self._clock.monotonic())
         self.changed()
         waited = False
-        while self.ledger.revision <= report.after_revision and self._clock.monotonic() < until:
+        while self.ledger.revision <= known and self._clock.monotonic() < until:
             await self._next_change(until)
             waited = True
         if waited:

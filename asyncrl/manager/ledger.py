@@ -12,13 +12,17 @@ start is the other half of the bound: asyncrl/master/batch.py.
 
 Every call may come twice, late, or from a worker that has been given up; all fields that the master reports are absolute. Time
 is passed in. The HTTP side (http.py) calls these methods between two awaits, so each is atomic.
+
+A manager that takes the place of one that has died begins in its *grace*: it admits nothing until the master has reported in full
+and every rollout worker has said what it holds (for a lease at most). What they name is live again; so nothing that goes on is
+handed out a second time. Until then the view is not `settled`, and the master begins no step by it.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,13 +49,17 @@ from asyncrl.messages import (
     Ticket,
     TicketView,
 )
+from asyncrl.names import is_earlier
 
 MAX_COUNT = 4096  # tickets of one request
 _MAX_REQUESTS = 1024  # answers remembered per worker
 _MAX_DROPPED = 10_000
 _MAX_UNSEEN = 16_384  # rejections that the master has not recorded; past it nothing is admitted until it does
 _MAX_REASONS = 32  # different reasons counted; further ones count as `other`
+_MAX_EARLY = 65_536  # results of rollouts that came before the master's first report
 _TOKENS_MEMORY = 0.95  # of the running mean of a group's tokens
+
+Journal = Callable[[Literal["admitted", "adopted"], Ticket], None]
 
 
 class StaleAttemptError(ValueError):
@@ -104,6 +112,7 @@ class _Live:
     seen_by_master: bool = False  # the master has reported it as stored
     num_missed: int = 0  # heartbeats in a row that did not list it
     lost_url: str = ""  # the worker has said that it lost the server there, and has none since
+    has_moved: bool = False  # its time says nothing of the server where it runs now
     moved: bool = False  # to another server, of which the worker does not know from an answer of its own
     item: EvalItem | None = None  # of an eval ticket
 
@@ -137,12 +146,16 @@ class Ledger:
         heartbeat_s: float = 2.0,
         attempt: int = 1,
         grace_s: float = 0.0,
+        num_workers: int = 0,
         nonce: str = "",
+        journal: Journal = lambda event, ticket: None,
     ) -> None:
         """heads_of_worker: to which heads a worker may send; by default to all, the one with the fewest live tickets.
 
-        grace_s: how long to admit nothing after the first full report, while workers report what they hold: the lease of the
-        tickets that a manager before this one has issued. 0 where there was none.
+        grace_s: how long to admit nothing, at most, after the first full report, while workers report what they hold: the lease
+        of the tickets that a manager before this one has issued. 0 where there was none.
+        num_workers: rollout workers; the grace ends when so many have been heard. 0: not known.
+        journal: is told of every train ticket that is granted, or known again.
         """
         if max_issues < 1:
             raise ValueError(f"manager.max_issues is {max_issues}; a prompt must be handed out at least once")
@@ -170,6 +183,10 @@ class Ledger:
         self._heartbeat_s = heartbeat_s
         self._eval_share = eval_share
         self._grace_s = grace_s
+        self._num_workers = num_workers
+        self._journal = journal
+        self._early_held: dict[str, HeartbeatRequest] = {}  # by worker, until the master has registered
+        self._early_results: dict[str, tuple[FinishRequest, RolloutResult]] = {}  # by ticket, likewise
         self._nonce = nonce or secrets.token_hex(3)
         self._num_train_tickets = 0
         self._num_eval_tickets = 0
@@ -191,7 +208,8 @@ class Ledger:
         self._num_forgotten = 0  # rejections that the master has recorded
         self._dropped: OrderedDict[str, None] = OrderedDict()  # stored tickets that the master gave up
         self._stopped = False
-        self._grace_until = float("-inf")
+        self._grace_until: float | None = None  # None: no grace, or over
+        self._heard: set[str] = set()  # workers that have said in this grace what they hold
 
     # ---------------------------------------------------------------------------------------------------- numbers
 
@@ -221,6 +239,11 @@ class Ledger:
         return self._cursor is not None and self._cursor.exhausted
 
     @property
+    def settled(self) -> bool:
+        """Everything that is live is known: the master has registered, and no grace is on."""
+        return self._cursor is not None and self._grace_until is None
+
+    @property
     def num_again(self) -> int:
         """Prompts that wait to be handed out once more."""
         return self._cursor.num_again if self._cursor is not None else 0
@@ -239,8 +262,9 @@ class Ledger:
 
     def _train_room(self, now: float) -> tuple[int, str]:
         """How many train tickets the gate admits now; if none, why."""
-        if self._cursor is None or now < self._grace_until:
+        if not self.settled:
             return 0, "not_ready"
+        assert self._cursor is not None
         if self._stopped or self._cursor.exhausted:
             return 0, "exhausted"
         if len(self._rejected) >= _MAX_UNSEEN:
@@ -269,6 +293,7 @@ class Ledger:
 
         A request id that the worker was answered before gets the same tickets, as far as they still run.
         """
+        self._expire_grace(now)
         if len(requests) == 1:  # nearly always: there is nobody to take turns with
             return [self._allocate_alone(requests[0], now)]
         granted: dict[tuple[str, str], list[Ticket]] = {}
@@ -330,14 +355,15 @@ class Ledger:
                 raise ValueError(f"ticket {result.ticket_id} is for training; it cannot end as `evaluated`")
             if result.ticket_id in self._evals and result.outcome == "stored":
                 raise ValueError(f"ticket {result.ticket_id} is for evaluation; it cannot end as `stored`")
-        self._holder(request.worker, request.incarnation, now)
+        if self._holder(request.worker, request.incarnation, now) is None:  # what it held was given up
+            return FinishReply(unknown=[result.ticket_id for result in request.results])
         unknown = []
         for result in request.results:
             if result.ticket_id in self._evals:
                 self._finish_eval(self._evals[result.ticket_id], result)
             elif result.ticket_id in self._live:
-                self._finish_train(self._live[result.ticket_id], result)
-            else:
+                self._finish_train(self._live[result.ticket_id], result, now)
+            elif not self._finish_adopted(request, result, now):
                 unknown.append(result.ticket_id)
         return FinishReply(unknown=unknown)
 
@@ -346,11 +372,16 @@ class Ledger:
         holder = self._holder(request.worker, request.incarnation, now)
         if holder is None:
             return HeartbeatReply(revoked=list(request.held), heartbeat_s=self._heartbeat_s)
+        self._expire_grace(now)
+        self._learn_attempt(request.held)
+        if self._cursor is None and self._grace_s > 0.0:
+            self._early_held[request.worker] = request
         held = set(request.held)
         revoked = [
             ticket_id
             for ticket_id in request.held
-            if not self._holds(request, ticket_id) and not self._adopt(request, ticket_id, now)
+            if not self._holds(request, ticket_id)
+            and not self._adopt(request.worker, request.incarnation, ticket_id, now)
         ]
         repeated = now - holder.last_heartbeat < self._heartbeat_s / 2  # asked again: says nothing new
         if not repeated:
@@ -359,6 +390,8 @@ class Ledger:
                 live.num_missed = 0 if live.ticket.ticket_id in held else live.num_missed + 1
                 if live.num_missed >= 2:
                     self._lose(live, "not_listed")
+        if self._grace_until is not None:
+            self._hear(request.worker)
         moved = self._moved_of(request.worker)
         dead = self.servers.dead_urls()
         return HeartbeatReply(revoked=revoked, moved=moved, dead=dead, heartbeat_s=self._heartbeat_s)
@@ -420,6 +453,7 @@ class Ledger:
             for holder in self._holders.values():
                 holder.last_seen = max(holder.last_seen, now - self._lease_s / 2)
         self._last_expire = now
+        self._expire_grace(now)
         for worker, holder in self._holders.items():
             if now - holder.last_seen > self._lease_s:
                 for live in self._running_at(worker):
@@ -432,8 +466,7 @@ class Ledger:
         """The master says where training is. Raises StaleAttemptError for one whose attempt is over."""
         if report.attempt < self.attempt:
             raise StaleAttemptError(f"attempt {report.attempt} is over: the manager serves attempt {self.attempt}")
-        if report.attempt > self.attempt:
-            self._begin_attempt(report.attempt)
+        self.begin_attempt(report.attempt)
         if self._cursor is None:
             if not report.full:
                 return
@@ -460,6 +493,7 @@ class Ledger:
         """What the master sees."""
         return LedgerView(
             known=self._cursor is not None,
+            settled=self.settled,
             revision=self.revision,
             served_version=self.served_version,
             exhausted=self.exhausted,
@@ -483,8 +517,10 @@ class Ledger:
         self._evaluations.begin(request)
         return self._evaluations.reply(request.eval_id)
 
-    def _begin_attempt(self, attempt: int) -> None:
-        """The training side began anew: everything live belongs to a lineage that is abandoned."""
+    def begin_attempt(self, attempt: int) -> None:
+        """The training side began anew: everything live belongs to a lineage that is abandoned. Nothing, for one that is over."""
+        if attempt <= self.attempt:
+            return
         for live in [*self._live.values(), *self._evals.values()]:
             if live.state == "running":
                 self.servers.ended(live.server, live.expected_tokens)
@@ -498,9 +534,73 @@ class Ledger:
     def _register(self, report: MasterReport, now: float) -> None:
         self._cursor = PromptCursor(report.num_prompts, report.num_epochs, start=report.done_cursor, done=report.done)
         self._num_forgotten = report.rejected_seen
-        self._grace_until = now + self._grace_s
-        self._grace_s = 0.0
         self.revision += 1
+        if self._grace_s > 0.0:
+            self._begin_grace(now)
+
+    # ------------------------------------------------------------------------------------------------------- grace
+
+    def _begin_grace(self, now: float) -> None:
+        """The master has registered. What workers have said so far counts: since then they have been given nothing."""
+        self._grace_until, self._grace_s = now + self._grace_s, 0.0
+        early_held, self._early_held = self._early_held, {}
+        early_results, self._early_results = self._early_results, {}
+        for heartbeat in early_held.values():
+            for ticket_id in heartbeat.held:
+                self._adopt(heartbeat.worker, heartbeat.incarnation, ticket_id, now)
+        for request, result in early_results.values():
+            self._finish_adopted(request, result, now)
+        for worker in early_held:
+            self._hear(worker)
+
+    def _hear(self, worker: str) -> None:
+        self._heard.add(worker)
+        if self._num_workers and len(self._heard) >= self._num_workers:
+            self._end_grace()
+
+    def _expire_grace(self, now: float) -> None:
+        if self._grace_until is not None and now >= self._grace_until:
+            self._end_grace()
+
+    def _end_grace(self) -> None:
+        self._grace_until = None
+        self._heard.clear()
+        self.revision += 1
+
+    def _learn_attempt(self, held: Sequence[str]) -> None:
+        """Workers hold tickets of an attempt that has begun since this manager's config was written: it is ours, and those tickets
+        are of a manager before this one."""
+        unknown = (TicketId.parse(ticket_id) for ticket_id in held if ticket_id not in self._live)
+        newest = max((name.attempt for name in unknown if name is not None), default=0)
+        if newest > self.attempt:
+            self.begin_attempt(newest)
+            self._grace_s = self._lease_s
+
+    def _adopt(self, worker: str, incarnation: str, ticket_id: str, now: float) -> bool:
+        """A ticket that the manager before this one has issued, reported while we wait for just that."""
+        name = TicketId.parse(ticket_id)
+        if self._cursor is None:  # judged when the master has said what is done
+            return self._grace_s > 0.0 and (name is None or name.attempt == self.attempt)
+        if self._grace_until is None or name is None or name.attempt != self.attempt:
+            return False
+        if name.locator in self._by_prompt or not self._cursor.withdraw(name.locator):
+            return False
+        self._add(self._known_again(name, worker, incarnation, now, state="running"))
+        return True
+
+    def _finish_adopted(self, request: FinishRequest, result: RolloutResult, now: float) -> bool:
+        """The result of a ticket that the manager before this one has issued: as if it had been adopted before. False: of none."""
+        if self._cursor is None and self._grace_s > 0.0 and len(self._early_results) < _MAX_EARLY:
+            self._early_results[result.ticket_id] = request, result
+            return True
+        if result.outcome == "evaluated" or self._grace_until is None:
+            return False
+        if result.ticket_id not in self._live and not self._adopt(
+            request.worker, request.incarnation, result.ticket_id, now
+        ):
+            return False
+        self._finish_train(self._live[result.ticket_id], result, now)
+        return True
 
     # ------------------------------------------------------------------------------------------------------- grants
 
@@ -541,6 +641,7 @@ class Ledger:
         live = _Live(ticket, request.worker, request.incarnation, now, server.name, self._mean_tokens)
         self.servers.granted(server.name, live.expected_tokens)
         self._add(live)
+        self._journal("admitted", ticket)
         self.counters["granted", "train"] += 1
         return live
 
@@ -599,7 +700,7 @@ class Ledger:
     def _move(self, live: _Live, server: Server, reason: str) -> None:
         self.servers.ended(live.server, live.expected_tokens)
         self.servers.granted(server.name, live.expected_tokens)
-        live.server = server.name
+        live.server, live.has_moved = server.name, True
         self.counters["moved", reason] += 1
 
     def _remove(self, live: _Live) -> None:
@@ -616,7 +717,10 @@ class Ledger:
             self.servers.ended(live.server, live.expected_tokens)
             self._num_running -= 1
 
-    def _finish_train(self, live: _Live, result: RolloutResult) -> None:
+    def _finish_train(self, live: _Live, result: RolloutResult, now: float) -> None:
+        if not live.has_moved:
+            self.servers.group_ended(live.server, result.num_tokens, now - live.granted_at)
+            live.has_moved = True  # once is enough
         if live.state == "stored":
             return  # told before, by the worker or by the master, whose word counts
         reason = self._reason(result.reason or result.outcome)
@@ -719,7 +823,6 @@ class Ledger:
         self._give_up_others(ticket_id, name.locator)
         self._cursor.withdraw(name.locator)
         self._add(self._known_again(name, "", "", now, state="stored"))
-        self.counters["accepted_late", ""] += 1
 
     def _revoke(self, ticket_id: str) -> None:
         live = self._live.get(ticket_id)
@@ -753,6 +856,8 @@ class Ledger:
             head=name.head,
             issue=name.issue,
         )
+        self._journal("adopted", ticket)
+        self.counters["accepted_late" if self._grace_until is None else "adopted", ""] += 1
         return _Live(ticket, worker, incarnation, now, "", 0.0, state, seen_by_master=state == "stored")
 
     # ---------------------------------------------------------------------------------------------------- workers
@@ -762,7 +867,7 @@ class Ledger:
         holder = self._holders.get(worker)
         if holder is None:
             holder = self._holders[worker] = _Holder(incarnation, now, now)
-        if incarnation in holder.old_incarnations:
+        if incarnation in holder.old_incarnations or is_earlier(incarnation, holder.incarnation):
             return None
         if incarnation != holder.incarnation:  # restarted: what it held died with it
             for live in self._running_at(worker):
@@ -794,19 +899,6 @@ class Ledger:
     def _holds(self, request: HeartbeatRequest, ticket_id: str) -> bool:
         live = self._live.get(ticket_id) or self._evals.get(ticket_id)
         return live is not None and (live.worker == request.worker or live.seen_by_master)
-
-    def _adopt(self, request: HeartbeatRequest, ticket_id: str, now: float) -> bool:
-        """A ticket that the manager before this one has issued, reported while we wait for just that."""
-        if self._cursor is None:
-            return self._grace_s > 0.0  # judged later
-        name = TicketId.parse(ticket_id)
-        if now >= self._grace_until or name is None or name.attempt != self.attempt:
-            return False
-        if name.locator in self._by_prompt or not self._cursor.withdraw(name.locator):
-            return False
-        self._add(self._known_again(name, request.worker, request.incarnation, now, state="running"))
-        self.counters["adopted", ""] += 1
-        return True
 
     def _reason(self, reason: str) -> str:
         """A reason as a metric's label: short, and of few different ones."""

@@ -18,6 +18,7 @@ import msgspec
 
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.messages import LoadsReply
+from asyncrl.runtime.http_client import open_session
 
 _SHORTEST_INTERVAL_S = 0.2
 _MOST_A_SECOND = 100  # questions to all servers together
@@ -50,7 +51,7 @@ class LoadPoller:
         self._said: set[str] = set()
 
     async def run(self) -> None:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with open_session(max_connections=0) as session:
             try:
                 while True:
                     servers = [server for server in self._table.servers.values() if self._matters(server)]

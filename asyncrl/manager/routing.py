@@ -4,12 +4,16 @@
                    any but DEAD -> DRAINING -> DEAD, or STALE where it is wanted again
 
 Only a HEALTHY server gets groups: it has loaded a version whose checksums hold, in this attempt, and has echoed it. The only
-way into HEALTHY from STALE (and so from DEAD) is a load; SUSPECT comes back where the server still echoes what it loaded.
+way into HEALTHY from STALE (and so from DEAD) is a load; SUSPECT comes back where the server still echoes what it loaded. A
+server that a manager before this one had load the version (or a newer one) need not load it again: it says so when it is new here.
+A server that answers late, or whose groups take much longer than those of its peers, is slow: it is shown as suspect and gets no
+groups while others have room, but for one at a time, by which it is seen to be quick again. Its requests go on.
 A server that leaves the run is DRAINING: it gets no groups and no weights, and ends those it has; what lasts too long is moved.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -39,7 +43,30 @@ _NEXT: dict[ServerState, frozenset[ServerState]] = {
 }
 
 _MAX_DEAD_URLS = 16
+# Of a server's pace, in groups that ended: fewer say nothing; older ones count less; so many times slower than its peers is slow,
+# until it is only so many times slower.
+_LEAST_GROUPS, _PACE_MEMORY, _SLOW, _QUICK_AGAIN = 4, 0.8, 3.0, 2.0
 LEAST_COMPANIONS_S, MOST_COMPANIONS_S = 0.1, 5.0  # see awaits_companions
+
+
+@dataclass
+class Pace:
+    """How fast a server's groups came to be, of late."""
+
+    num_groups: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    slow: str = ""
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.num_groups += 1
+        self.tokens = _PACE_MEMORY * self.tokens + tokens
+        self.seconds = _PACE_MEMORY * self.seconds + seconds
+
+    @property
+    def seconds_a_token(self) -> float | None:
+        """None: too few groups to say."""
+        return self.seconds / self.tokens if self.num_groups >= _LEAST_GROUPS and self.tokens else None
 
 
 @dataclass
@@ -60,20 +87,30 @@ class Server:
     num_requests: int | None = None  # running and waiting, as last polled; None: not known
     promised_tokens: float = 0.0  # expected of the groups given since that poll
     update_s: float = 0.0  # in updates that succeeded
+    is_new: bool = True  # nothing was done with it yet: a manager before this one may have had it load what it serves
+    num_updates: int = 0  # that were begun
     failed_load: bool = False  # it stays interrupted until a load succeeds
+    late_answer: str = ""  # how long it took to answer a probe, where that was long
+    pace: Pace = field(default_factory=lambda: Pace())
     leaving: bool = False  # it is not wanted any more: DRAINING, or DEAD for good
     drains_since: float = 0.0
 
     def view(self) -> ServerView:
         version = str(self.version or self.loading or "")
+        state = ServerState.SUSPECT if self.state is ServerState.HEALTHY and self.slow else self.state
         return ServerView(
             server=self.name,
             url=self.url,
-            state=self.state.value,
+            state=state.value,
             version=version,
             running=self.running,
             update_s=self.update_s,
         )
+
+    @property
+    def slow(self) -> str:
+        """Why it gets less than others; "" if it does not."""
+        return self.late_answer or self.pace.slow
 
     @property
     def is_gone(self) -> bool:
@@ -128,15 +165,18 @@ class ServerTable:
         if server.state is not ServerState.DEAD:
             self._move(server, ServerState.DEAD, "its name is gone")
 
-    def answered(self, name: str, echo: str, now: float) -> None:
-        """It answered a probe and says that it serves `echo`."""
+    def answered(self, name: str, echo: str, now: float, *, paused: bool = False, took_s: float = 0.0) -> None:
+        """It answered a probe and says that it serves `echo`. paused: it does not generate, by somebody else's order."""
         server = self.servers[name]
         server.last_answer = now
+        server.late_answer = f"took {took_s:.1f} s to answer a probe" if took_s > self.late_after_s else ""
         if server.state is ServerState.DEAD:
             self._come_back(server, "back from the dead", now)
         elif server.state in (ServerState.HEALTHY, ServerState.SUSPECT):
             if echo != str(server.version):
                 self._move(server, ServerState.STALE, f"serves {echo or 'nothing'} instead of {server.version}")
+            elif paused:
+                self._move(server, ServerState.STALE, "was paused by somebody else")
             elif server.state is ServerState.SUSPECT:
                 self._move(server, ServerState.HEALTHY, "")
 
@@ -208,6 +248,11 @@ class ServerTable:
         self._move(server, ServerState.DRAINING, "leaves the run")
         server.drains_since, server.num_requests = now, None
 
+    @property
+    def late_after_s(self) -> float:
+        """An answer to a probe that takes longer is late."""
+        return self.dead_after_s / 6
+
     def _come_back(self, server: Server, reason: str, now: float) -> None:
         """From the dead."""
         self._move(server, ServerState.STALE, reason)
@@ -221,6 +266,7 @@ class ServerTable:
         server = self.servers[name]
         self._move(server, ServerState.UPDATING, f"loads {version}")
         server.loading = version
+        server.num_updates += 1
         return server.life
 
     def loaded(self, name: str, life: int, version: WeightVersion, now: float, took_s: float = 0.0) -> bool:
@@ -312,11 +358,13 @@ class ServerTable:
         limit = (self.max_groups if max_groups is None else max_groups) or sys.maxsize
         load_of, last = POLICIES[self.policy], self._last_picked
         best: Server | None = None
-        best_key: tuple[float, bool, str] = (0.0, False, "")
+        best_key: tuple[bool, float, bool, str] = (False, 0.0, False, "")
         for name, server in self.servers.items():  # once a ticket: one pass, nothing sorted or copied
             if name != exclude and server.running < limit and self.can_serve(server, min_version):
-                # Ties (and round robin, where all tie) go to the next one after the last picked.
-                key = (load_of(server), name <= last, name)
+                # A slow one comes last, but that one group at a time shows whether it still is. Ties (and round robin, where
+                # all tie) go to the next one after the last picked.
+                slow = server.slow != "" and (server.running > 0 or server.late_answer != "")
+                key = (slow, load_of(server), name <= last, name)
                 if best is None or key < best_key:
                     best, best_key = server, key
         if best is not None:
@@ -337,6 +385,26 @@ class ServerTable:
             server.running -= 1
             server.promised_tokens = max(0.0, server.promised_tokens - expected_tokens)
 
+    def group_ended(self, name: str, tokens: int, seconds: float) -> None:
+        """A group that was a server's all the time brought so many tokens in so long."""
+        server = self.servers.get(name)
+        if server is None or tokens <= 0 or seconds <= 0.0:
+            return
+        server.pace.add(tokens, seconds)
+        own = server.pace.seconds_a_token
+        others = [
+            other.pace.seconds_a_token
+            for other in self.servers.values()
+            if other is not server and other.state is ServerState.HEALTHY
+        ]
+        known = [pace for pace in others if pace is not None]
+        if own is None or not known:
+            server.pace.slow = ""
+            return
+        times = own / statistics.median(known)
+        is_slow = times >= (_QUICK_AGAIN if server.pace.slow else _SLOW)
+        server.pace.slow = f"its groups take {times:.1f} times as long as those of others" if is_slow else ""
+
     def views(self) -> list[ServerView]:
         """For people and for the master: those that have left are not mentioned."""
         return [server.view() for _, server in sorted(self.servers.items()) if not server.is_gone]
@@ -344,6 +412,7 @@ class ServerTable:
     def _move(self, server: Server, state: ServerState, reason: str) -> None:
         assert state in _NEXT[server.state], f"{server.name}: no way from {server.state.name} to {state.name}"
         if state is ServerState.DEAD:
+            server.pace, server.late_answer = Pace(), ""
             server.life += 1
             self._dead_urls[server.url] = None
             self._dead_urls.move_to_end(server.url)
@@ -354,6 +423,7 @@ class ServerTable:
         if state in (ServerState.HEALTHY, ServerState.DEAD):
             server.failed_load = False
         server.loading = None
+        server.is_new = False
         server.state, server.reason = state, reason
 
 

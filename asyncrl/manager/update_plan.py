@@ -32,6 +32,7 @@ class Update:
     version: WeightVersion
     limit_s: float
     broadcast: bool = False  # from the trainer's memory, else from disk
+    is_new: bool = False  # the server may serve it already, by order of a manager before this one
 
 
 @dataclass
@@ -130,9 +131,10 @@ class UpdatePlan:
             if version is None or (server.version is not None and version <= server.version):
                 continue
             room -= serving
+            is_new = server.is_new
             life = self._table.begin_update(name, version)
             self._running[name] = _Running(life, now, serving)
-            updates.append(Update(name, server.url, life, version, self._timeout_s, broadcast))
+            updates.append(Update(name, server.url, life, version, self._timeout_s, broadcast, is_new))
         return updates
 
     def _source(self, server: Server) -> tuple[WeightVersion | None, bool]:

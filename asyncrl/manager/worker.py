@@ -8,6 +8,10 @@ server: updates and probes are tasks of their own, checksums are computed on a t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -19,13 +23,15 @@ from asyncrl.manager.load import LoadPoller
 from asyncrl.manager.members import Members
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
-from asyncrl.messages import DECODE_ERRORS, ScaleWish
+from asyncrl.messages import DECODE_ERRORS, ScaleWish, Ticket
 from asyncrl.runtime.clock import SystemClock
-from asyncrl.runtime.name_resolve import NameEntryExists
+from asyncrl.runtime.journal import BackgroundJournal
+from asyncrl.runtime.name_resolve import NameEntryExists, NameResolveTimeout
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
 from asyncrl.weights import version_dir
 
 _ENDED = ("COMPLETE",)
+_WANT_OF_SERVERS = frozenset({"no_server", "updating"})  # refusals of the ledger
 
 
 class GserverManager(Worker):
@@ -36,15 +42,21 @@ class GserverManager(Worker):
         self.config = config
         self.clock = SystemClock()
         self._drain_news = asyncio.Event()  # a leaving server may have nothing left to do
+        self._missing = ""  # servers without which nothing is admitted
+        self._missing_wait = contextlib.ExitStack()
 
     async def setup(self) -> None:
         config, options = self.config, self.config.manager
+        self.journal = BackgroundJournal(Path(self.info.run_dir) / "journal" / "gserver_manager.jsonl")
+        noted = (self.journal.last or {}).get("attempt", 0)  # by a manager before this one, whose attempt went on
+        attempt = max(self.info.attempt, noted if isinstance(noted, int) else 0)
+        is_successor = await self._is_successor() or noted == attempt
         self.table = ServerTable(
             options.routing,
             dead_after_s=options.lease_s,
             max_groups=options.max_groups_per_server,
             drain_timeout_s=options.drain_timeout_s,
-            attempt=self.info.attempt,
+            attempt=attempt,
         )
         self.members = Members(self.table)
         self.plan = UpdatePlan(
@@ -61,8 +73,10 @@ class GserverManager(Worker):
             max_issues=options.max_issues,
             lease_s=options.lease_s,
             heartbeat_s=options.heartbeat_s,
-            attempt=self.info.attempt,
-            grace_s=options.lease_s if await self._is_successor() else 0.0,
+            attempt=attempt,
+            grace_s=options.lease_s if is_successor else 0.0,
+            num_workers=config.num_rollout_workers,
+            journal=self._note,
         )
         self.fleet = Fleet(
             self.table,
@@ -86,12 +100,14 @@ class GserverManager(Worker):
         )
         self.service = ManagerService(self.ledger, clock=self.clock, fleet=self.fleet)
         await self.fleet.start()
-        url = await self.service.start(self.info.runtime.host)
-        await self.publish(self.names.gserver_manager(), url)
-        self.logger.info("listening on %s", url)
+        self.url = await self.service.start(self.info.runtime.host)
+        await self.publish(self.names.gserver_manager(), self.url)
+        self.logger.info("listening on %s", self.url)
 
     async def run(self) -> None:
         """consumes: time. produces: expired leases, status. Cancelled when the run is over."""
+        self.spawn(self.journal.run(), "write the journal")
+        self.spawn(self._watch_successor(), "watch for a successor")
         self.spawn(self._watch_servers(), "watch generation servers")
         self.spawn(self._watch_wish(), "watch the number of servers")
         self.spawn(self._tell_drained(), "tell who has drained")
@@ -113,9 +129,11 @@ class GserverManager(Worker):
             await asyncio.sleep(self.config.manager.heartbeat_s / 2)
 
     async def close(self) -> None:
-        if hasattr(self, "service"):
-            await self.service.close()
-            await self.fleet.close()
+        for name in ("service", "fleet"):
+            if hasattr(self, name):
+                await getattr(self, name).close()
+        if hasattr(self, "journal"):
+            await asyncio.to_thread(self.journal.close)
 
     # ------------------------------------------------------------------------------------------------------ watches
 
@@ -158,6 +176,7 @@ class GserverManager(Worker):
         async for event in self.watch(self.names.model_version(self.config.role)):
             if event.kind == "put":  # a missing version means hold
                 self.fleet.publish(event.value)
+                self._follow_attempt()
 
     async def _watch_sender(self) -> None:
         async for event in self.watch(self.names.weight_sender(self.config.role)):
@@ -168,6 +187,13 @@ class GserverManager(Worker):
         async for event in self.watch(self.names.weights_held(self.config.role)):
             if event.kind == "put":
                 self.fleet.hold(event.value)
+                self._follow_attempt()
+
+    async def _watch_successor(self) -> None:
+        """One that stood still so long that another took its place must not go on beside it."""
+        async for event in self.watch(self.names.gserver_manager()):
+            if event.kind == "put" and event.value != self.url:
+                raise RuntimeError(f"another process is the gserver manager now, at {event.value}; this one ends")
 
     async def _watch_experiment(self) -> None:
         async for event in self.watch(self.names.experiment_status()):
@@ -188,16 +214,56 @@ class GserverManager(Worker):
         board.set_queue("running", ledger.num_running)
         board.set_queue("stored", ledger.num_stored)
         board.set_queue("waiting_requests", self.service.num_waiting)
+        self._show_missing()
         board.progress()
 
+    def _show_missing(self) -> None:
+        """While nothing is admitted for want of a server: whom that waits for."""
+        missing = ""
+        if self.ledger.refusal(self.clock.monotonic()) in _WANT_OF_SERVERS:
+            servers = [view.server for view in self.table.views() if view.state != "healthy"]
+            missing = ", ".join(servers) or "generation servers"
+        if missing != self._missing:
+            self._missing = missing
+            self._missing_wait.close()
+            if missing:
+                limit_s = self.config.manager.update_timeout_s
+                wait = self.board.waiting("a server that may serve", on=missing, limit_s=limit_s)
+                self._missing_wait.enter_context(wait)
+
+    def _follow_attempt(self) -> None:
+        """The weights say which attempt it is: before its master does, and where this manager's config is older."""
+        if self.fleet.attempt > self.ledger.attempt:
+            self.logger.info("attempt %d has begun: what runs for older ones is taken back", self.fleet.attempt)
+            self.ledger.begin_attempt(self.fleet.attempt)
+            self.service.changed()
+
+    def _note(self, event: Literal["admitted", "adopted"], ticket: Ticket) -> None:
+        self.journal.add(
+            {
+                "event": event,
+                "attempt": ticket.attempt,
+                "ticket": ticket.ticket_id,
+                "prompt": ticket.locator,
+                "time": time.time(),
+            }
+        )
+
     async def _is_successor(self) -> bool:
-        """Whether a manager has been at work in this attempt before."""
-        key = self.names.gserver_manager_began(self.info.attempt)
-        try:
-            await asyncio.to_thread(self.resolver.add, key, self.incarnation)
-        except NameEntryExists:
-            return True
-        return False
+        """Whether a manager has been at work before, as name resolve remembers it."""
+        limit_s = self.info.runtime.start_timeout_s
+        return await self.board.bounded(self._began(), what="the manager's entry", on="name resolve", limit_s=limit_s)
+
+    async def _began(self) -> bool:
+        while True:  # bounded by the caller; each turn takes as long as the resolver tries
+            try:
+                await asyncio.to_thread(self.resolver.add, self.names.gserver_manager_began(), self.incarnation)
+            except NameEntryExists:
+                return True
+            except NameResolveTimeout as error:
+                self.logger.warning("%s; trying again", error)
+            else:
+                return False
 
     def _heads_of_workers(self) -> dict[str, list[int]] | None:
         """Heads that each rollout worker may send to, by head_policy; None: all to all."""

@@ -93,8 +93,11 @@ class BatchFormer:
         version: int,
         exhausted: bool,
         now: float,
+        settled: bool = True,
     ) -> Ready | NotReady:
-        """stored: what the master holds, without what is in a step. live, exhausted: the manager's newest ledger."""
+        """stored: what the master holds, without what is in a step. live, exhausted, settled: the manager's newest ledger."""
+        if not settled:
+            return NotReady(f"step {version} waits for a new manager to hear all rollout workers", "gserver manager")
         metas = {meta.ticket_id: meta for meta in stored}
         tickets = self._merge(metas, live)
         # A ledger older than what is stored may list what is rejected by now beside the tickets that took its place.

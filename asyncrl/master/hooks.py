@@ -35,6 +35,11 @@ class ParameterHooks:
         self._stale.remove(mfc.model)
         return [Reallocate(source=self._trained_model[mfc.role], target=mfc.model)]
 
+    def loaded(self) -> None:
+        """A checkpoint has been loaded into the models that are trained: the others of their roles are to get its weights."""
+        trained = self._trained_model
+        self._stale = {mfc.model for mfc in self._mfcs if mfc.role in trained and mfc.model != trained[mfc.role]}
+
     def after_step(self, version: int) -> list[Reallocate]:
         """What follows the step that made this version. To be sent at once: it counts as done."""
         left_out = self.left_out(version - 1)

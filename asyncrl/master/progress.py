@@ -7,7 +7,7 @@ the few done ones after it; that pair is what a checkpoint holds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from asyncrl.messages import Locator
 
@@ -64,6 +64,15 @@ class PromptProgress:
     def mark_rejected(self, locator: Locator, reason: str) -> None:
         self._mark(locator)
         self.rejected[reason] += 1
+
+    def restore(
+        self, cursor: Locator, beyond: Iterable[Locator], num_trained: int, rejected: Mapping[str, int]
+    ) -> None:
+        """Go on from what a checkpoint holds."""
+        self._cursor = cursor.epoch * self.num_prompts + cursor.position
+        self._beyond = {self._flat(locator) for locator in beyond}
+        self.num_trained = num_trained
+        self.rejected = Counter(rejected)
 
     def _mark(self, locator: Locator) -> None:
         flat = self._flat(locator)

@@ -16,11 +16,17 @@ _SHORTEST_SPAN_S = 10.0
 _REMEDIES = {
     "agent_declined": "have the agent return a trajectory",
     "agent_error": "mend the agent or environment",
+    "agent_hangs": "let agents end when they are cancelled: do not catch asyncio.CancelledError",
+    "bad_logprobs": "see the generation servers' logs: a model whose weights or activations overflow gives such numbers (try "
+    "generation.dtype=bfloat16 or float32)",
+    "bad_tokens": "see whether tokenizer and model belong together",
     "bad_prompt": "leave such prompts out, or use a tokenizer that knows their characters",
     "empty_response": "see whether prompts leave room for a response in the model's positions",
     "generation_refused": "see whether prompts and rollout.sampling fit the model and generation.num_blocks",
     "max_issues": "see why their rollouts did not end; manager.max_issues says how often a prompt is tried",
     "prompt_too_long": "leave long prompts out, or raise prompts.max_prompt_length",
+    "push_refused": "raise runtime.max_message_bytes, or sample less for a prompt",
+    "reward_died": "see what ends its process: os._exit, a crash in a C extension, memory (rollout.reward_memory_bytes)",
     "reward_error": "mend the reward function",
     "reward_not_finite": "have the reward function return a finite number",
     "reward_timeout": "make the reward function faster, or raise rollout.reward_timeout_s",
@@ -121,7 +127,7 @@ def rejection_lines(rejected: Mapping[str, int], details: Mapping[str, str]) -> 
     lines = []
     for reason, count in sorted(rejected.items(), key=lambda entry: -entry[1]):
         first = f"; the first: {details[reason]}" if reason in details else ""
-        remedy = f". {_REMEDIES[reason].capitalize()}" if reason in _REMEDIES else ""
+        remedy = f". {_REMEDIES[reason][0].upper()}{_REMEDIES[reason][1:]}" if reason in _REMEDIES else ""
         lines.append(f"{reason}: {count}{first}{remedy}")
     return lines
 
@@ -142,6 +148,7 @@ class RunSummary:
     num_mixed: int = 0
     num_finished_sequences: int = 0  # of all groups that arrived, trained or not
     num_finished_tokens: int = 0
+    num_skipped_steps: int = 0  # optimizer steps whose loss or gradient was not finite
     num_dropped: int = 0  # groups that arrived and were too old to train
     wait_data_s: float = 0.0
     train_s: float = 0.0
@@ -165,6 +172,7 @@ class RunSummary:
         self.head_sum += metrics["offpolicy/head_mean"] * metrics["batch/num_prompts"]
         self.head_max = max(self.head_max, metrics["offpolicy/head_max"])
         self.num_mixed += int(metrics["batch/num_sequences_of_two_versions"])
+        self.num_skipped_steps += int(sum(value for name, value in metrics.items() if name.endswith("/skipped_steps")))
         self.wait_data_s += metrics["time/wait_data_s"]
         self.train_s += metrics["time/train_s"]
         self.wait_weights_s += metrics["time/wait_weights_s"]
@@ -221,6 +229,7 @@ class RunSummary:
             "trained_response_length_mean": self.num_tokens / max(self.num_sequences, 1),
             "finished_response_length_mean": self.num_finished_tokens / max(self.num_finished_sequences, 1),
             "dropped_groups": self.num_dropped,
+            "skipped_steps": self.num_skipped_steps,
             "rejected": dict(rejected),
         }
 

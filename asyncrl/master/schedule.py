@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from asyncrl.checkpoints import ScheduleState
+
 
 class Schedule:
     """Due when any of its counters is; 0 switches a counter off. Checking a due schedule resets all its counters."""
@@ -27,3 +29,10 @@ class Schedule:
         if due:
             self._last_step, self._last_epoch, self._last_time = step, epoch, now
         return due
+
+    def state(self, now: float) -> ScheduleState:
+        return ScheduleState(step=self._last_step, epoch=self._last_epoch, elapsed_s=now - self._last_time)
+
+    def restore(self, state: ScheduleState, now: float) -> None:
+        """Go on from what `state` gave; the time in between does not count."""
+        self._last_step, self._last_epoch, self._last_time = state.step, state.epoch, now - state.elapsed_s

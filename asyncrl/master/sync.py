@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from asyncrl.config import MasterWorkerConfig
+from asyncrl.data.bad_batches import WEIGHTS, folder_of
 from asyncrl.dataflow import MFCDef
 from asyncrl.master.executor import StepResult, shard_handlers, start_copies
 from asyncrl.master.worker import MasterWorker
@@ -21,9 +22,11 @@ from asyncrl.messages import (
     EvaluationResult,
     ExecuteMFC,
     Locator,
+    SaveModel,
     TrajectoryMeta,
     WeightVersion,
 )
+from asyncrl.names import ACTOR
 
 
 class SyncMasterWorker(MasterWorker):
@@ -39,7 +42,8 @@ class SyncMasterWorker(MasterWorker):
         super().__init__(config)
         self.generation = next(MFCDef.of(mfc) for mfc in config.mfcs if mfc.kind == "generate")
         self.makers = self.models[self.generation.model]
-        self._next = 0  # prompts handed out, over all epochs
+        # Prompts handed out, over all epochs. After a step they are all done, and so are those before the cursor of a checkpoint
+        self._next = self.progress.cursor.epoch * self.progress.num_prompts + self.progress.cursor.position
         self._generation_s = 0.0  # for the batch
 
     async def _open_intake(self) -> None:
@@ -53,6 +57,14 @@ class SyncMasterWorker(MasterWorker):
 
     async def _publish_weights(self, version: WeightVersion) -> None:
         """Nobody serves them."""
+
+    async def _keep_bad_batch(self, metas: Sequence[TrajectoryMeta], result: StepResult) -> None:
+        """No weights are on disk for others: those that the step has left go with its batch."""
+        await super()._keep_bad_batch(metas, result)
+        if self.config.train.keep_bad_batches:
+            path = folder_of(self.run_dir, self.info.attempt, self.step) / WEIGHTS
+            save = SaveModel(role=ACTOR, path=str(path))
+            await self._commit(save, await self._start_of(ACTOR, "weights to be saved with a bad batch", save))
 
     async def _wait_until_served(self, version: int) -> None:
         """The model workers generate with what they train."""
@@ -72,6 +84,9 @@ class SyncMasterWorker(MasterWorker):
         """Of the next so many prompts."""
         first, self._next = self._next, self._next + count
         locators = [Locator(*divmod(flat, self.progress.num_prompts)) for flat in range(first, self._next)]
+        locators = [at for at in locators if not self.progress.is_done(at)]  # a checkpoint of mode=async knows some
+        if not locators:
+            return
         attempt, version = self.info.attempt, self.version
         ids = [f"a{attempt}-e{at.epoch}-p{at.position}-i1-v{version}" for at in locators]
         replies = await self._generate(f"MFC {self.generation.name}", ids, locators)
@@ -82,6 +97,7 @@ class SyncMasterWorker(MasterWorker):
                     raise RuntimeError(f"group {meta.ticket_id} was made for nothing: {verdict.reason}")
                 self.tracker.add(self.makers.heads[meta.head], [meta.ticket_id], meta.keys)
                 self.summary.add_trajectory(meta)
+                self._journal("stored", ticket=meta.ticket_id, prompt=meta.locator)
         self._generation_s += max(reply.seconds for reply in replies)
         self.board.set_queue("stored", len(self.buffer))
         self.board.progress()

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.checkpoints import DataIdentity, MasterState, read_state
 from asyncrl.config import CRITIC, MasterWorkerConfig
+from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow import MFCDef, without_generation
 from asyncrl.master.batch import BatchFormer, NotReady
@@ -23,6 +25,7 @@ from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.executor import FunctionExecutor, StepResult, WorkerCaller
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
+from asyncrl.master.recovery import Checkpointer
 from asyncrl.master.report import (
     RunSummary,
     StepTimes,
@@ -32,6 +35,7 @@ from asyncrl.master.report import (
     step_metrics,
 )
 from asyncrl.master.schedule import Schedule
+from asyncrl.master.skipped import SkippedSteps
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import (
     CallBody,
@@ -93,11 +97,12 @@ class MasterWorker(Worker):
         self.config = config
         self.run_dir = Path(config.worker.run_dir)
         train = config.train
+        self.data: DataIdentity | None = None  # train_only: there are no prompts
         if config.num_replayed:
             self.progress = PromptProgress(config.num_replayed, 1)
         else:
-            num_prompts = len(PromptSource(config.prompts, None, config.worker.seed))
-            self.progress = PromptProgress(num_prompts, train.num_epochs)
+            self.data = DataIdentity.of(PromptSource(config.prompts, None, config.worker.seed), train.num_epochs)
+            self.progress = PromptProgress(self.data.num_prompts, train.num_epochs)
         capacity = (1 + config.max_head_offpolicyness) * train.batch_size
         self.buffer = AsyncIOSequenceBuffer(self.progress, capacity=capacity, attempt=config.worker.attempt)
         self.former = BatchFormer(
@@ -115,6 +120,7 @@ class MasterWorker(Worker):
         self.models = {model.name: model for model in models or [_RECORDER]}
         self.heads = next(iter(self.models.values())).heads  # workers that take trajectories, by head
         self.tracker = StorageTracker()
+        self.skipped = SkippedSteps(train, self.run_dir, config.worker.attempt, self.logger)
         self.step = config.first_step  # batches done
         self.summary = RunSummary()
         self.save_schedule = Schedule(
@@ -129,6 +135,13 @@ class MasterWorker(Worker):
             every_s=config.eval.every_s,
             now=time.monotonic(),
         )
+        self.checkpoint_schedule = Schedule(
+            every_steps=config.checkpoint.every_steps,
+            every_epochs=config.checkpoint.every_epochs,
+            every_s=config.checkpoint.every_s,
+            now=time.monotonic(),
+        )
+        self.checkpointer = Checkpointer(self, config, self.checkpoint_schedule)
         self._consumed: list[str] = []  # not yet answered for by the manager
         self._num_rejections_seen = 0
         self._first_details: dict[str, str] = {}  # of rejections, by reason
@@ -138,9 +151,14 @@ class MasterWorker(Worker):
         self._evaluations: list[asyncio.Task[None]] = []
         self._baseline: asyncio.Task[None] | None = None
         self._view: LedgerView | None = None
+        self._reporting = asyncio.Lock()
         self._update_seconds = UpdateSeconds()
         self._full_report_due = True
         self._started = self._training_began = time.time()
+        self._parent: tuple[int, int] | None = None  # (attempt, step) that this attempt goes on from
+        self._evaluate_again = False
+        if config.resume:
+            self._restore(read_state(Path(config.resume)))
 
     @property
     def version(self) -> int:
@@ -164,10 +182,12 @@ class MasterWorker(Worker):
             handler_routing=build_handler_routing(models),
             runtime=self.info.runtime,
             incarnation=self.incarnation,
+            attempt=self.info.attempt,
         )
         with self.board.waiting("model workers to connect", on="barrier", limit_s=self.info.runtime.start_timeout_s):
             await self.client.start()
         self.caller = WorkerCaller(self.client, self.board, config.train.call_timeout_s)
+        self.checkpointer.caller, self.checkpointer.journal = self.caller, self.journal
         mfcs = [MFCDef.of(mfc) for mfc in config.mfcs]
         self.hooks = ParameterHooks(mfcs, config.train)
         graph = without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs])
@@ -185,13 +205,19 @@ class MasterWorker(Worker):
 
     async def _open_intake(self) -> None:
         """Before the heads look for it."""
-        self.metas = MetaPuller(self.resolver, self.names, runtime=self.info.runtime, lease=self.lease)
+        info = self.info
+        self.metas = MetaPuller(self.resolver, self.names, runtime=info.runtime, lease=self.lease, attempt=info.attempt)
         await self.metas.start()
         self.spawn(self._accept_trajectories(), "accept trajectories")
 
     async def _meet_manager(self) -> None:
-        self.manager = ServiceClient(self, self.names.gserver_manager(), "gserver manager")
+        key = self.names.gserver_manager()
+        self.manager = ServiceClient(self, key, "gserver manager", on_moved=self._meet_new_manager)
         await self.manager.start()
+
+    def _meet_new_manager(self) -> None:
+        """It admits nothing before it has a report: it need not wait for the end of this step."""
+        self.spawn(self.report(), "report to a new manager")
 
     async def close(self) -> None:
         for name in ("manager", "client", "metas"):
@@ -204,11 +230,17 @@ class MasterWorker(Worker):
     async def run(self) -> None:
         everyone = list(range(self.config.num_model_workers))
         await self.caller.call("models to be loaded", everyone, Ping())
+        if self.config.resume:
+            await self.checkpointer.load(self.config.resume)
+            self.hooks.loaded()
+        self._write_begun()
         await self._publish_weights(WeightVersion(self.info.attempt, self.version))
         self._training_began = time.time()
-        if self.config.eval.at_start:
+        if self._parent is None and self.config.eval.at_start:
             self._baseline = self._evaluate_beside_training()
-        finished = False
+        elif self._evaluate_again:
+            self._evaluate_beside_training()
+        finished = self._parent is not None and self._is_over()
         while not finished:
             finished = await self.train_one_step()
         await self.finish()
@@ -217,6 +249,7 @@ class MasterWorker(Worker):
 
     async def train_one_step(self) -> bool:
         """Form a batch, run the dataflow on it, hand its weights to the writer, write the books. True after the last one."""
+        self.skipped.check()
         start = time.monotonic()
         with self.trace.span("form batch", track="steps", step=self.step + 1):
             batch = await self.form_batch()
@@ -238,6 +271,8 @@ class MasterWorker(Worker):
         self._consumed.extend(batch)
         self._recent_outcomes.extend([True] * len(batch))
         await self._tell_consumed()
+        if self.skipped.add(result.stats):
+            await self._keep_bad_batch(metas, result)
         cleared = self._clear(batch)
         if self.trains:
             with self.trace.span("wait for weights", track="steps", version=version):
@@ -248,8 +283,10 @@ class MasterWorker(Worker):
         times = StepTimes(formed - start, trained - formed, time.monotonic() - trained)
         metrics = {**step_metrics(metas, version, times, self.config.tasks), **result.stats}
         self._write_books(metas, metrics, result, (train_start, train_end))
-        last = self._is_last(metrics)
+        self._recent_rewards.append(metrics["reward/mean"])
+        last = self._is_over()
         self._run_schedules(last)
+        self._run_checkpoints()
         return last
 
     async def form_batch(self) -> Sequence[str]:
@@ -268,6 +305,7 @@ class MasterWorker(Worker):
                 version=self.version,
                 exhausted=view.exhausted,
                 now=time.monotonic(),
+                settled=view.settled,
             )
             self.board.set_queue("stored", len(self.buffer))
             self.board.progress()
@@ -277,6 +315,7 @@ class MasterWorker(Worker):
                 self.summary.num_dropped += len(decision.drop)
                 for ticket in decision.drop:
                     self.buffer.drop(ticket)
+                self._journal("dropped", tickets=list(decision.drop))
                 await self._clear(decision.drop)
             limit_s = self.config.train.data_timeout_s
             if state != (state := (len(self.buffer), self.progress.num_done)):
@@ -286,14 +325,20 @@ class MasterWorker(Worker):
             with self.board.waiting(decision.reason, on=decision.on, limit_s=limit_s, since=start):
                 view = await self.report(revoke=decision.revoke, wait_s=_LONG_POLL_S, after_revision=view.revision)
 
+    async def _keep_bad_batch(self, metas: Sequence[TrajectoryMeta], result: StepResult) -> None:
+        """Of a step that was skipped, or a part of it: for `asyncrl-launch replay`. Its weights are not pruned."""
+        await self.skipped.save(
+            metas, self.step, result.stats, heads=self.heads, tracker=self.tracker, caller=self.caller
+        )
+
     def _clear(self, tickets: Sequence[str]) -> asyncio.Task[list[CallResult]]:
         """Have everyone who holds something of these groups forget it."""
         workers = self.tracker.drop(tickets)
         return self.caller.start("forgetting groups", workers, ClearData(ids=list(tickets)))
 
-    def _is_last(self, metrics: dict[str, float]) -> bool:
+    def _is_over(self) -> bool:
+        """Whether the step before was the last one."""
         train = self.config.train
-        self._recent_rewards.append(metrics["reward/mean"])
         if train.target_reward is not None and len(self._recent_rewards) == _REWARD_WINDOW:
             mean = sum(self._recent_rewards) / _REWARD_WINDOW
             if mean >= train.target_reward:
@@ -307,6 +352,7 @@ class MasterWorker(Worker):
         """After the last step: last weights, last evaluation, the model for the user, the summary."""
         training_ended = time.time()
         await self._wait_for_publisher()
+        await self.checkpointer.end()
         if self.trains:
             await self._save("final")  # first: an evaluation that fails must not cost the result
         await self._tell_consumed(stop=True)
@@ -331,6 +377,7 @@ class MasterWorker(Worker):
                 "the last metrics to be sent", on="W&B", limit_s=self.config.wandb.finish_timeout_s
             ):
                 summary["wandb"] = await asyncio.to_thread(self.wandb.finish)
+        self._journal("ended", step=self.step, done=self.progress.num_done, of=self.progress.num_total)
         self._write_summary(summary)
         await self.publish(self.names.experiment_status(), "COMPLETE")
 
@@ -374,9 +421,9 @@ class MasterWorker(Worker):
             prune_versions,
             role_dir(self.run_dir, ACTOR),
             keep=self.config.weights.keep,
-            in_use=[WeightVersion.parse(text) for text in served],
+            in_use=[*(WeightVersion.parse(text) for text in served), *weights_needed(self.run_dir)],
         )
-        self.journal.write({"event": "published", "version": version.version, "time": time.time()})
+        self._journal("published", version=version.version)
 
     async def _baseline_first(self, version: WeightVersion) -> None:
         """No server moves on before the initial weights have been evaluated. Training goes on meanwhile."""
@@ -436,6 +483,10 @@ class MasterWorker(Worker):
         self, *, revoke: Sequence[str] = (), wait_s: float = 0.0, after_revision: int = -1, stop: bool = False
     ) -> LedgerView:
         """Tell the manager where training is and take in its ledger. A manager that does not know us gets a full report."""
+        async with self._reporting:  # what one report has told must not be told, or struck off, by another
+            return await self._report(revoke, wait_s, after_revision, stop)
+
+    async def _report(self, revoke: Sequence[str], wait_s: float, after_revision: int, stop: bool) -> LedgerView:
         while True:  # twice at most, unless managers keep restarting; each turn is bounded
             consumed = list(self._consumed)
             full = self._full_report_due
@@ -487,15 +538,7 @@ class MasterWorker(Worker):
             self._recent_outcomes.append(False)
             if rejected.detail:
                 self._first_details.setdefault(rejected.reason, rejected.detail)
-            self.journal.write(
-                {
-                    "event": "rejected",
-                    "attempt": self.info.attempt,
-                    "prompt": rejected.locator,
-                    "reason": rejected.reason,
-                    "detail": rejected.detail,
-                }
-            )
+            self._journal("rejected", prompt=rejected.locator, reason=rejected.reason, detail=rejected.detail)
         window = self._recent_outcomes
         share = window.count(False) / max(len(window), 1)
         if len(window) == window.maxlen and share > self.config.max_rejected_share:
@@ -562,6 +605,58 @@ class MasterWorker(Worker):
         if self.save_schedule.check(step=self.step, epochs=epochs, now=now):
             self.spawn(self._save(f"step_{self.version:08d}"), "save")
 
+    # ------------------------------------------------------------------------------------------------------- checkpoints
+
+    def _run_checkpoints(self) -> None:
+        """After all that a step is: what a checkpoint holds is complete. Not while the initial weights are being evaluated,
+        which nobody would do again."""
+        if self._baseline is not None and not self._baseline.done():
+            return
+        self.checkpointer.after_step(
+            step=self.step, epochs=self.progress.epochs_done(), now=time.monotonic(), take=self._state
+        )
+
+    def _schedules(self) -> dict[str, Schedule]:
+        return {"save": self.save_schedule, "eval": self.eval_schedule, "checkpoint": self.checkpoint_schedule}
+
+    def _state(self) -> MasterState:
+        """What `_restore` goes on from."""
+        assert self.data is not None
+        now = time.monotonic()
+        return MasterState(
+            attempt=self.info.attempt,
+            step=self.step,
+            time=time.time(),
+            parent=self._parent,
+            data=self.data,
+            done_cursor=self.progress.cursor,
+            done_beyond=self.progress.beyond_cursor,
+            num_trained=self.progress.num_trained,
+            rejected=dict(self.progress.rejected),
+            schedules={name: schedule.state(now) for name, schedule in self._schedules().items()},
+            summary=msgspec.to_builtins(self.summary),
+            recent_rewards=list(self._recent_rewards),
+            recent_outcomes=list(self._recent_outcomes),
+            batch_size=self.config.train.batch_size,
+            wall_s=time.time() - self._started,
+            evaluating=any(not task.done() for task in self._evaluations),
+        )
+
+    def _restore(self, state: MasterState) -> None:
+        """Before anything else has happened."""
+        self._parent = (state.attempt, state.step)
+        self.step = state.step
+        self.board.version = str(self.version)
+        self.progress.restore(state.done_cursor, state.done_beyond, state.num_trained, state.rejected)
+        self.summary = msgspec.convert(state.summary, RunSummary)
+        self._recent_rewards.extend(state.recent_rewards)
+        self._recent_outcomes.extend(state.recent_outcomes)
+        self._started -= state.wall_s
+        self._evaluate_again = state.evaluating
+        for name, schedule in self._schedules().items():
+            if name in state.schedules:
+                schedule.restore(state.schedules[name], time.monotonic())
+
     # ------------------------------------------------------------------------------------------------------------- books
 
     async def _accept_trajectories(self) -> None:
@@ -573,7 +668,25 @@ class MasterWorker(Worker):
             if len(self.buffer) > num_stored:  # not one that was told about before
                 self.tracker.add(self.heads[meta.head], [meta.ticket_id], meta.keys)
                 self.summary.add_trajectory(meta)
+                self._journal("stored", ticket=meta.ticket_id, prompt=meta.locator)
             ack(verdict)
+
+    def _journal(self, event: str, **fields: object) -> None:
+        self.journal.write({"event": event, "attempt": self.info.attempt, **fields, "time": time.time()})
+
+    def _write_begun(self) -> None:
+        """With all that an audit of what follows has to know."""
+        config = self.config
+        eta = None if config.overdue == "train" else config.max_head_offpolicyness
+        num_prompts, num_epochs = self.progress.num_prompts, self.progress.num_epochs
+        about = {
+            "mode": config.mode,
+            "first_step": config.first_step,
+            "num_prompts": num_prompts,
+            "num_epochs": num_epochs,
+            "max_head_offpolicyness": eta,
+        }
+        self._journal("begun", **{"from": self._parent}, **about)
 
     def _write_books(
         self,

@@ -10,7 +10,7 @@ where it belongs in the whole one. torch.distributed.checkpoint loads them, each
 Names are global: `<model>.<checkpoint name>`, `<the same>.exp_avg`. Nothing is pickled: the usual format has a pickled
 `.metadata`, which whoever can write to the folder could make into a program; this one has JSON headers, and the rest is JSON too.
 
-A checkpoint is written under a temporary name and renamed: one that has its name is complete. `verify` says whether it is still.
+What a checkpoint is to those who need no torch, where it is and whether it is whole: asyncrl/checkpoints.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +32,17 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 
+from asyncrl.checkpoints import (
+    FORMAT,
+    MANIFEST,
+    MASTER_FILE,
+    CheckpointError,
+    Manifest,
+    check,
+    read_manifest,
+    state_file,
+    verify,
+)
 from asyncrl.messages import DECODE_ERRORS, WrittenFile
 from asyncrl.model.moving import (
     ShardedModel,
@@ -44,15 +55,11 @@ from asyncrl.model.moving import (
 )
 from asyncrl.model.shards import plan_writers, tensors_of
 from asyncrl.update_group import dtype_of, num_bytes_of
-from asyncrl.weights import FileEntry, FileWriter, WeightsError, check_files, commit_folder, write_part
+from asyncrl.weights import FileWriter, commit_folder, write_part
 
-MANIFEST = "checkpoint.json"
+__all__ = ["CheckpointError", "commit", "load", "snapshot", "verify", "write"]
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, as large as the parameter
-_FORMAT = 1
-
-
-class CheckpointError(WeightsError):
-    """A checkpoint that must not be loaded, or does not fit; says why."""
 
 
 class TrainedModel(ShardedModel, Protocol):
@@ -80,15 +87,6 @@ class WorkerState(msgspec.Struct, frozen=True):
     random: RandomState
     steps: dict[str, dict[str, float]]
     shapes: dict[str, tuple[int, ...]]
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """checkpoint.json: the files, the workers that wrote them, what the caller gave."""
-
-    format: int
-    files: dict[str, FileEntry]
-    workers: list[int]
-    state: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -147,21 +145,26 @@ def write(path: Path, part: Snapshot, *, shard_bytes: int = 2_000_000_000, fsync
         shard_bytes=shard_bytes,
         fsync=fsync,
         offsets=part.offsets,
-        others={_state_file(me): msgspec.json.encode(part.worker)},
+        others={state_file(me): msgspec.json.encode(part.worker)},
     )
 
 
-def commit(path: Path, files: Sequence[WrittenFile], *, state: Mapping[str, Any], fsync: bool = True) -> None:
+def commit(
+    path: Path, files: Sequence[WrittenFile], *, state: Mapping[str, Any], master: str = "", fsync: bool = True
+) -> None:
     """Make a checkpoint of the files of all workers: at one process that sees them all. path is complete or absent afterwards.
 
-    state: what the caller wants back from `load`, of what JSON has. Raises CheckpointError where a part of a tensor is missing,
-    WeightsError where a file is not what was reported, OSError (disk full, ...) with nothing left behind.
+    state: what the caller wants back from `load`, of what JSON has. master: the text of master.json. Raises CheckpointError where
+    a part of a tensor is missing, WeightsError where a file is not what was reported, OSError (disk full, ...) with nothing left
+    behind.
     """
 
     def finish(writer: FileWriter) -> None:
         workers = sorted(int(file.name[len("state-") : -len(".json")]) for file in files if not file.tensors)
         _check_whole(writer.directory, [_read_state(writer.directory, worker) for worker in workers])
-        manifest = Manifest(_FORMAT, dict(sorted(writer.files.items())), workers, dict(state))
+        if master:
+            writer.write(MASTER_FILE, [master.encode()])
+        manifest = Manifest(FORMAT, dict(sorted(writer.files.items())), workers, dict(state))
         writer.write(MANIFEST, [msgspec.json.encode(manifest)])
 
     commit_folder(path, files, finish, fsync=fsync)
@@ -170,34 +173,17 @@ def commit(path: Path, files: Sequence[WrittenFile], *, state: Mapping[str, Any]
 # --------------------------------------------------------------------------------------------------------------- loading
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Raises CheckpointError where there is none that can be read."""
-    try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} has no {MANIFEST}: not a checkpoint, or not a complete one") from None
-    except (*DECODE_ERRORS, OSError) as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
-    if manifest.format != _FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.format}, this program reads {_FORMAT}")
-    return manifest
-
-
-def verify(path: Path) -> Manifest:
-    """Check every file (size, then xxh3). Raises CheckpointError naming the file and what differs."""
-    manifest = read_manifest(path)
-    _check(path, manifest.files)
-    return manifest
-
-
 @torch.no_grad()
-def load(path: Path, models: Mapping[str, TrainedModel], *, workers: Sequence[int]) -> dict[str, Any]:
+def load(
+    path: Path, models: Mapping[str, TrainedModel], *, workers: Sequence[int], or_as_is: Collection[str] = ()
+) -> dict[str, Any]:
     """Put a checkpoint into these models, whatever layout it was saved in. Returns the `state` of `commit`.
 
     Collective over `workers`, the same everywhere: each checks some of the files, and what one finds all raise, as
     CheckpointError, before anything is changed; what does not fit a model (other tensors, other shapes) is raised where it is
     seen. A model that the checkpoint has without an optimizer is loaded without. Random numbers go on where they were if the
-    workers are as many as then.
+    workers are as many as then. A second model of a role (`ref@1`) is loaded from its first if it was not there then.
+    or_as_is: roles whose models stay as they are where the checkpoint has none.
     """
     manifest = read_manifest(path)
     me = this_worker()
@@ -205,7 +191,7 @@ def load(path: Path, models: Mapping[str, TrainedModel], *, workers: Sequence[in
     mine = [name for place, name in enumerate(manifest.files) if place % len(workers) == at]
     found = ""
     try:
-        _check(path, {name: manifest.files[name] for name in mine})
+        check(path, {name: manifest.files[name] for name in mine})
     except CheckpointError as error:
         found = str(error)
     if broken := sorted(filter(None, (text.decode() for text in exchange(workers, found.encode()).values()))):
@@ -215,8 +201,12 @@ def load(path: Path, models: Mapping[str, TrainedModel], *, workers: Sequence[in
     for state in states:
         for model_name, of_model in state.steps.items():
             steps.setdefault(model_name, {}).update(of_model)
+    saved = {name.partition(".")[0] for state in states for name in state.shapes}
     for model_name, model in models.items():
-        _load_model(path, model_name, model, steps.get(model_name, {}))
+        role = model_name.partition("@")[0]
+        source = role if model_name not in saved and role in saved else model_name
+        if source in saved or role not in or_as_is:
+            _load_model(path, source, model, steps.get(source, {}))
     if manifest.workers == sorted(workers):
         _set_random_state(states[manifest.workers.index(me)].random)
     return manifest.state
@@ -254,13 +244,6 @@ def _optimizer_state(model: TrainedModel, tensor: Tensor) -> dict[str, Any]:
     return dict(model.optimizer.state.get(tensor, {})) if model.optimizer is not None else {}
 
 
-def _check(path: Path, files: Mapping[str, FileEntry]) -> None:
-    try:
-        check_files(path, files)
-    except WeightsError as error:
-        raise CheckpointError(str(error)) from error
-
-
 def _check_whole(directory: Path, states: Sequence[WorkerState]) -> None:
     """The parts of every tensor make it up, by the headers of the files. Parts do not overlap: each was written once."""
     found: dict[str, int] = {}
@@ -275,15 +258,11 @@ def _check_whole(directory: Path, states: Sequence[WorkerState]) -> None:
             )
 
 
-def _state_file(worker: int) -> str:
-    return f"state-{worker:05d}.json"
-
-
 def _read_state(path: Path, worker: int) -> WorkerState:
     try:
-        return msgspec.json.decode((path / _state_file(worker)).read_bytes(), type=WorkerState)
+        return msgspec.json.decode((path / state_file(worker)).read_bytes(), type=WorkerState)
     except (*DECODE_ERRORS, OSError) as error:
-        raise CheckpointError(f"{path / _state_file(worker)} cannot be read: {error}") from error
+        raise CheckpointError(f"{path / state_file(worker)} cannot be read: {error}") from error
 
 
 def _random_state() -> RandomState:

@@ -260,6 +260,20 @@ class TrainEngine:
         the other ranks in collectives limited by the process group's timeout; unblocked by their arrival or by the loss of their
         connection. A loss or gradient that is not finite skips the step on all ranks and is counted.
         """
+        result = self._backward(sample, loss_fn, temperature)
+        stop = ""
+        if self.is_last_stage and (stop_reason := getattr(loss_fn, "stop_reason", None)):
+            stop = stop_reason(result)
+        return result | self._step(result.get("loss", 0.0), stop, lr_step)
+
+    def try_step(self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float) -> dict[str, float]:
+        """What train_step would say of its loss and gradient; nothing is stepped on. Collective."""
+        result = self._backward(sample, loss_fn, temperature)
+        grad_norm, _, _ = self._gradient(result.get("loss", 0.0), "")
+        return result | {"grad_norm": grad_norm}
+
+    def _backward(self, sample: SequenceSample | None, loss_fn: LossFn, temperature: float) -> dict[str, float]:
+        """Gradients of the loss, still to be summed over ranks; on the last stage the statistics of all data ranks."""
         if self.optimizer is None:
             raise RuntimeError("train_step on a frozen model")
         self.onload()
@@ -287,28 +301,28 @@ class TrainEngine:
                     self.module.set_requires_gradient_sync(i == len(work.plan) - 1)
                 loss_of(self.module(torch.tensor([[i]])), i).backward()  # type: ignore[no-untyped-call]
         self.module.micro_batches = ()
-        result: dict[str, float] = {}
-        stop = ""
-        if self.is_last_stage:
-            result = self._reduce_stats({name: float(value) for name, value in local.items()})
-            if stop_reason := getattr(loss_fn, "stop_reason", None):
-                stop = stop_reason(result)
-        return result | self._step(result.get("loss", 0.0), stop, lr_step)
+        if not self.is_last_stage:
+            return {}
+        return self._reduce_stats({name: float(value) for name, value in local.items()})
 
-    def _step(self, loss: float, stop: str, lr_step: int) -> dict[str, float]:
-        """Clip and step on the summed gradient. The decision to skip is made from reduced values: the same on every rank."""
-        assert self.optimizer is not None
+    def _gradient(self, loss: float, stop: str) -> tuple[float, bool, bool]:
+        """(norm of the summed gradient, it and the loss are finite, somebody wants no step): the same on every rank."""
         grads = self._finish_gradients()
         squares = self._sum_of_squares(grads)
         summed = self._all_reduce_model([squares, 0.0 if math.isfinite(loss) else 1.0, 1.0 if stop else 0.0])
         grad_norm = math.sqrt(summed[0]) if summed[0] >= 0 else math.nan
-        finite = math.isfinite(grad_norm) and summed[1] == 0
-        stopped = summed[2] > 0
+        return grad_norm, math.isfinite(grad_norm) and summed[1] == 0, summed[2] > 0
+
+    def _step(self, loss: float, stop: str, lr_step: int) -> dict[str, float]:
+        """Clip and step on the summed gradient. The decision to skip is made from reduced values: the same on every rank."""
+        assert self.optimizer is not None
+        grad_norm, finite, stopped = self._gradient(loss, stop)
         config = self.optimizer_config
         lr = learning_rate(config, lr_step, self._total_steps)
         if finite and not stopped:
             if 0 < config.grad_clip < grad_norm:
-                torch._foreach_mul_(list(grads.values()), config.grad_clip / grad_norm)
+                grads = [local_tensor(p.grad) for p in self.named_parameters().values() if p.grad is not None]
+                torch._foreach_mul_(grads, config.grad_clip / grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()

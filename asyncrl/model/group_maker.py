@@ -83,12 +83,17 @@ class GroupMaker:
             PromptSource(groups.eval_prompts, self._tokenizer, info.seed) if groups.eval_prompts else None
         )
         self._rewards = {
-            name: Reward(task.reward, timeout_s=groups.rollout.reward_timeout_s, board=board, logger=logger)
+            name: Reward.of(task.reward, groups.rollout, board=board, logger=logger)
             for name, task in groups.rollout.tasks.items()
         }
         self._task_ids = {name: task_id for task_id, name in enumerate(sorted(groups.rollout.tasks))}
         self._judging = asyncio.Semaphore(groups.rollout.max_concurrent_per_worker)
         self._told: set[str] = set()
+
+    def close(self) -> None:
+        """End the processes of rewards."""
+        for reward in self._rewards.values():
+            reward.close()
 
     def make(self, body: ExecuteMFC, ids: Sequence[str]) -> Made:
         """These of the call's groups. On the compute thread, collective over the ranks of the model."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow import TRAJECTORY_KEYS
+from asyncrl.groups.trajectory import MAX_LOGPROB
 from asyncrl.messages import StoreVerdict, TrajectoryMeta
 from asyncrl.model.store import DUPLICATE, FULL, DataStore
 from asyncrl.runtime.push_pull import MetaPusher, NameResolvingZmqPuller, Pulled
@@ -45,12 +46,17 @@ class Intake:
         self._vocab_size = vocab_size
         self._verdict_limit_s = verdict_limit_s
         self._room = asyncio.Event()  # set when the store has given something up
-        runtime = worker.info.runtime
+        runtime, attempt = worker.info.runtime, worker.info.attempt
         self._meta_pusher = MetaPusher(
             worker.resolver, worker.names, head=head, runtime=runtime, incarnation=worker.incarnation
         )
         self._puller = NameResolvingZmqPuller(
-            worker.resolver, worker.names, puller_index=head, runtime=runtime, lease=worker.lease
+            worker.resolver,
+            worker.names,
+            puller_index=head,
+            runtime=runtime,
+            lease=worker.lease,
+            attempt=attempt,
         )
 
     async def open(self) -> None:
@@ -156,4 +162,6 @@ def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, vocab_size
             return f"bad_meta: {name} {claimed}, tensors {found.tolist()}"
     if not np.isfinite(sample.data["packed_logprobs"]).all() or not np.isfinite(sample.data["rewards"]).all():
         return "not_finite: logprobs or rewards"
+    if (highest := sample.data["packed_logprobs"].max()) > MAX_LOGPROB:
+        return f"bad_logprobs: up to {highest:g}; a logprob is never above 0"
     return ""

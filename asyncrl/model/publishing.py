@@ -47,6 +47,19 @@ T = TypeVar("T")
 LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
 
 
+class _Lane:
+    """Writes one thing after another, on a thread of its own: weights and checkpoints do not wait for each other."""
+
+    def __init__(self, name: str) -> None:
+        self.pool = ThreadPoolExecutor(1, name)
+        self.writing: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        if self.writing is not None:  # what is half written has no final name: a wait would only be politeness
+            self.writing.cancel()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
 class OnCompute(Protocol):
     def __call__(self, function: Callable[[], T], what: str) -> Awaitable[T]:
         """Run on the compute thread, visibly and bounded."""
@@ -57,7 +70,7 @@ class Publisher:
 
     consumes: calls.  produces: files, replies; what the sender holds.
     waits for: the compute thread, and for the write before: so there is never more than one snapshot in memory that is written,
-    and one that is sent.  unblocked by: the other ranks of the model; the disk.
+    one that is sent, and one of a checkpoint.  unblocked by: the other ranks of the model; the disk.
     """
 
     def __init__(self, worker: Worker, config: ModelWorkerConfig, on_compute: OnCompute) -> None:
@@ -66,8 +79,7 @@ class Publisher:
         self._probe = LogprobProbe(worker.info.seed) if config.weights.verify_logprobs else None
         self._measured: Probe | None = None  # with the newest snapshot
         self._held_version = ""  # that all ranks have made for the sender
-        self._pool = ThreadPoolExecutor(1, f"{worker.name}-writer")
-        self._writing: asyncio.Task[None] | None = None
+        self._weights, self._checkpoints = _Lane(f"{worker.name}-writer"), _Lane(f"{worker.name}-checkpoint-writer")
 
     async def open_sender(self, device: torch.device) -> None:
         """Bind; returns when it is published. At the first rank of the model that is served."""
@@ -85,15 +97,14 @@ class Publisher:
     async def close(self) -> None:
         if self.sender is not None:
             await self.sender.close()
-        if self._writing is not None:  # a version half written has no final name: a wait would only be politeness
-            self._writing.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._weights.close()
+        self._checkpoints.close()
 
     # -------------------------------------------------------------------------------------------------------------- calls
 
     async def hold(self, body: HoldWeights, engine: TrainEngine) -> None:
         """Snapshot for the sender; at the other ranks nothing is left of it. The same snapshot is what WriteWeights writes."""
-        await self._end_of_writing()
+        await self._end_of_writing(self._weights)
 
         def snapshot() -> Held:
             buckets = take_whole(engine, self._config.weights.bucket_bytes)
@@ -106,7 +117,7 @@ class Publisher:
 
     async def write(self, call: Call, body: WriteWeights | SaveModel, engine: TrainEngine) -> None:
         """Snapshot in the order of calls, write beside what follows. The reply, with the files, comes when they are on disk."""
-        await self._end_of_writing()
+        await self._end_of_writing(self._weights)
         if isinstance(body, WriteWeights) and body.weight_version == self._held_version:
             held = self.sender.held if self.sender is not None else None
             tensors = dict(held.tensors()) if held is not None else {}
@@ -118,31 +129,36 @@ class Publisher:
                 return take_share(engine)
 
             tensors = await self._snapshot(snapshot, body.role)
-        self._begin(call, "write weights", body.path, partial(self._write_part, Path(body.path), tensors))
+        self._begin(
+            self._weights, call, "write weights", body.path, partial(self._write_part, Path(body.path), tensors)
+        )
 
     async def commit(self, call: Call, body: CommitWeights, engine: TrainEngine, model: ModelConfig) -> None:
         """All files are on disk: give the folder its final name."""
-        await self._end_of_writing()
-        self._begin(call, "commit weights", body.path, partial(self._commit, body, engine, model, self._measured))
+        await self._end_of_writing(self._weights)
+        self._begin(
+            self._weights, call, "commit weights", body.path, partial(self._commit, body, engine, model, self._measured)
+        )
 
     async def write_checkpoint(
         self, call: Call, body: SaveCheckpoint, engines: Mapping[str, TrainEngine], state: dict[str, float]
     ) -> None:
         """Like write, of what training needs to go on. state: of this worker's interfaces, which goes back with the reply."""
-        await self._end_of_writing()
+        await self._end_of_writing(self._checkpoints)
         part = await self._snapshot(partial(checkpoint.snapshot, engines), "a checkpoint")
         options = self._config.weights
         write = partial(checkpoint.write, Path(body.path), part, shard_bytes=options.shard_bytes, fsync=options.fsync)
-        self._begin(call, "write checkpoint", body.path, write, state)
+        self._begin(self._checkpoints, call, "write checkpoint", body.path, write, state)
 
     async def commit_checkpoint(self, call: Call, body: CommitCheckpoint) -> None:
-        await self._end_of_writing()
+        await self._end_of_writing(self._checkpoints)
 
         def commit() -> list[WrittenFile]:
-            checkpoint.commit(Path(body.path), body.files, state=body.state, fsync=self._config.weights.fsync)
+            fsync = self._config.weights.fsync
+            checkpoint.commit(Path(body.path), body.files, state=body.state, master=body.master, fsync=fsync)
             return []
 
-        self._begin(call, "commit checkpoint", body.path, commit)
+        self._begin(self._checkpoints, call, "commit checkpoint", body.path, commit)
 
     # ------------------------------------------------------------------------------------------------------------- inside
 
@@ -153,13 +169,14 @@ class Publisher:
         with self._worker.trace.overlapping("snapshot", kind="weights", role=role):
             return await self._on_compute(take, f"snapshot of {role}")
 
-    async def _end_of_writing(self) -> None:
-        if self._writing is not None:
+    async def _end_of_writing(self, lane: _Lane) -> None:
+        if lane.writing is not None:
             limit_s, board = self._config.train.call_timeout_s, self._worker.board
-            await board.bounded(self._writing, what="the write before", on=self._worker.name, limit_s=limit_s)
+            await board.bounded(lane.writing, what="the write before", on=self._worker.name, limit_s=limit_s)
 
     def _begin(
         self,
+        lane: _Lane,
         call: Call,
         what: str,
         path: str,
@@ -170,15 +187,15 @@ class Publisher:
             with writing(Path(path)):
                 return function()
 
-        self._writing = self._worker.spawn(self._write_and_reply(call, what, on_disk, state or {}), "write")
+        lane.writing = self._worker.spawn(self._write_and_reply(lane, call, what, on_disk, state or {}), what)
 
     async def _write_and_reply(
-        self, call: Call, what: str, function: Callable[[], list[WrittenFile]], state: dict[str, float]
+        self, lane: _Lane, call: Call, what: str, function: Callable[[], list[WrittenFile]], state: dict[str, float]
     ) -> None:
         start = time.monotonic()
         try:
             with self._worker.trace.overlapping(what, kind="weights"):
-                files = await asyncio.get_running_loop().run_in_executor(self._pool, function)
+                files = await asyncio.get_running_loop().run_in_executor(lane.pool, function)
         except Exception as error:
             call.fail(error)
             await asyncio.sleep(LAST_WORDS_S)

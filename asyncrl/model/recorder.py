@@ -61,7 +61,13 @@ class Recorder(Worker):
         size = read_vocab_size(config.model_path)
         self.intake = Intake(self, self.store, head=0, vocab_size=lambda: size, verdict_limit_s=config.call_timeout_s)
         self.server = NameResolvingReplyServer(
-            self.resolver, self.names, index=0, runtime=runtime, lease=self.lease, worker=self.name
+            self.resolver,
+            self.names,
+            index=0,
+            runtime=runtime,
+            lease=self.lease,
+            worker=self.name,
+            attempt=self.info.attempt,
         )
         await self.intake.open()
         await self.server.start()

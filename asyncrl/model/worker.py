@@ -43,6 +43,7 @@ from asyncrl.messages import (
     Ping,
     Reallocate,
     Redistribute,
+    SaveBatch,
     SaveCheckpoint,
     SaveModel,
     TrajectoryMeta,
@@ -119,7 +120,7 @@ class ModelWorker(Worker):
             self.metas = self.intake.metas
             await self.intake.open()
         self.server = NameResolvingReplyServer(
-            self.resolver, self.names, index=index, runtime=runtime, lease=self.lease
+            self.resolver, self.names, index=index, runtime=runtime, lease=self.lease, attempt=self.info.attempt
         )
         await self.server.start()
         device = choose_device(index)
@@ -161,6 +162,8 @@ class ModelWorker(Worker):
     async def close(self) -> None:
         self._compute.shutdown(wait=False, cancel_futures=True)
         self.data.close()
+        if self.group_maker is not None:
+            self.group_maker.close()
         if self.recorder is not None:
             await asyncio.to_thread(self.recorder.close, self.info.runtime.stop_timeout_s / 4)
         if hasattr(self, "server"):
@@ -200,6 +203,8 @@ class ModelWorker(Worker):
             await self.publisher.hold(body, self._engine(body.role))
         elif isinstance(body, LoadCheckpoint):
             await self._on_compute(partial(self._load_checkpoint, Path(body.path)), "the checkpoint to be loaded")
+        elif isinstance(body, SaveBatch):
+            num_bytes = await asyncio.to_thread(self._save_batch, body)
         elif isinstance(body, ClearData):
             self._forget(body.ids)
         elif isinstance(body, Ping):
@@ -265,6 +270,22 @@ class ModelWorker(Worker):
         entries = [Entry(self.store.whole(ticket), self.metas[ticket], place) for place, ticket in here]
         recorder.record_nowait(body.version, len(body.ids), entries)
 
+    def _save_batch(self, body: SaveBatch) -> int:
+        """Not by the recorder's thread: the reply says that it is done. What the disk refuses is told, and costs no training."""
+        placed = [(place, meta) for place, meta in enumerate(body.metas) if meta.ticket_id in self.store]
+        mine = [
+            (place, meta)
+            for place, meta in placed
+            if self.first.heads[meta.head % len(self.first.heads)] == self.info.index
+        ]
+        entries = [Entry(self.store.whole(meta.ticket_id), meta, place) for place, meta in mine]
+        files = self._files(Path(body.path))
+        try:
+            files.write(body.version, len(body.metas), entries)
+        except OSError as error:
+            self.logger.warning("%d groups could not be saved in %s: %s", len(entries), body.path, error)
+        return files.num_bytes
+
     def _redistribute(self, body: Redistribute) -> int:
         with self.trace.span("move data", track="compute"):
             return self.data.execute(body.steps)
@@ -286,7 +307,7 @@ class ModelWorker(Worker):
         }
 
     def _load_checkpoint(self, path: Path) -> None:
-        state = checkpoint.load(path, self._checkpointed, workers=range(self.world.size))
+        state = checkpoint.load(path, self._checkpointed, workers=range(self.world.size), or_as_is=(REF,))
         for mfc, interface in self.interfaces.items():
             interface.restore({key.partition("/")[2]: x for key, x in state.items() if key.partition("/")[0] == mfc})
 
@@ -327,16 +348,18 @@ class ModelWorker(Worker):
         return await self._on_compute(make, "process groups of the models", limit_s=limit_s)
 
     def _make_recorder(self) -> BackgroundRecorder:
+        return BackgroundRecorder(self._files(recording_dir(Path(self.info.run_dir), self.info.attempt)))
+
+    def _files(self, folder: Path) -> TrajectoryStore:
         config = self.config
-        files = TrajectoryStore(
-            recording_dir(Path(self.info.run_dir), self.info.attempt),
+        return TrajectoryStore(
+            folder,
             self.name,
             trained=True,
             max_bytes=config.record.max_bytes,
             prune=True,
             tokenizer=tokenizer_fingerprint(config.tokenizer_path or config.model_path),
         )
-        return BackgroundRecorder(files)
 
     def _set_torch_threads(self) -> None:
         if self.config.train.torch_threads > 0:

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import time
 import weakref
 from collections.abc import Coroutine, Sequence
@@ -28,7 +29,7 @@ from yarl import URL
 
 from asyncrl.config import SamplingConfig
 from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
-from asyncrl.groups.trajectory import OnPiece, Response
+from asyncrl.groups.trajectory import MAX_LOGPROB, OnPiece, Response
 from asyncrl.messages import (
     DECODE_ERRORS,
     GenerateReply,
@@ -38,6 +39,8 @@ from asyncrl.messages import (
     Ticket,
     WeightVersion,
 )
+from asyncrl.runtime.disk import NO_MORE_FILES
+from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.service_client import ServiceError
 from asyncrl.runtime.worker import StatusBoard, WaitTimeoutError
 
@@ -59,6 +62,7 @@ _ABORT_LIMIT_S = 2.0
 _MAX_ABORTS = 256
 _CONNECT_LIMIT_S = 5.0
 _HEADERS = {"Content-Type": "application/json"}
+_MAX_TOKEN = (1 << 31) - 1  # what the model's vocabulary has not, its head refuses
 _BUSY = frozenset({408, 429, 503})
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(GenerateReply)
@@ -155,8 +159,8 @@ class PartialRolloutManager:
         self.counts = ClientCounts()
 
     async def start(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._max_requests + 8),  # requests hold a slot first; 8 for aborts
+        self._session = open_session(
+            max_connections=self._max_requests + 8,  # requests hold a slot first; 8 for aborts
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_LIMIT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
@@ -178,7 +182,8 @@ class PartialRolloutManager:
         """One response for each of the inputs, in order.
 
         Raises RolloutReleased (`stale_server`, `server_lost`, `servers_busy`, `no_server`) or RolloutRejected
-        (`generation_refused`); the first failure ends the others. Cancelling it aborts the requests on their servers.
+        (`generation_refused`, `empty_response`, `bad_logprobs`, `bad_tokens`); the first failure ends the others.
+        Cancelling it aborts the requests on their servers.
         """
         return await gather_or_cancel(
             [self.respond(route, input_ids, sampling, stop_token_ids) for input_ids in inputs]
@@ -291,6 +296,8 @@ class PartialRolloutManager:
                 except asyncio.TimeoutError as error:
                     raise _ServerLostError(f"no answer: {error!r}") from error
                 except aiohttp.ClientConnectorError as error:
+                    if error.errno in NO_MORE_FILES:
+                        raise  # it is ours, and no server's: this worker ends, and says so
                     raise _ServerLostError(f"not reachable: {error!r}") from error
                 except (aiohttp.ClientError, ConnectionError) as error:
                     failure = repr(error)
@@ -446,9 +453,17 @@ def _add_piece(response: Response, reply: GenerateReply, asked: int) -> int:
     """Append what a reply brought, checked; gives the number of tokens. Raises _ServerLostError where its parts do not fit."""
     output_ids, meta = reply.output_ids, reply.meta_info
     got = len(output_ids)
-    logprobs = [entry[0] for entry in meta.output_token_logprobs]
-    if len(logprobs) != got or got > asked:
-        raise _ServerLostError(f"{got} tokens with {len(logprobs)} logprobs where at most {asked} were asked for")
+    if len(meta.output_token_logprobs) != got or got > asked:
+        raise _ServerLostError(
+            f"{got} tokens with {len(meta.output_token_logprobs)} logprobs where at most {asked} were asked for"
+        )
+    logprobs = []
+    for logprob, token, _ in meta.output_token_logprobs:
+        if logprob is None or not -math.inf < logprob <= MAX_LOGPROB:
+            raise RolloutRejected("bad_logprobs", f"the server sampled token {token} with logprob {logprob}")
+        logprobs.append(logprob)
+    if got and not 0 <= min(output_ids) <= max(output_ids) <= _MAX_TOKEN:
+        raise RolloutRejected("bad_tokens", f"the server sampled ids from {min(output_ids)} to {max(output_ids)}")
     runs: list[tuple[int, int]] = []
     end = 0
     try:

@@ -1,13 +1,14 @@
 """ManagerClient: a rollout worker's side of the gserver manager's HTTP calls.
 
-Every call is idempotent and is retried, with back-off, until its limit; the manager's address is looked up again after each
-failure, so a manager that comes back elsewhere is found (runtime/service_client.py). Results of rollouts are sent in batches:
-whatever has gathered while the last batch was out goes with the next.
+Every call is idempotent and is retried, with back-off, until its limit; a manager that comes back elsewhere is found at once
+(runtime/service_client.py), and is to be told at once what is held here: it admits nothing before. Results of rollouts are sent
+in batches: whatever has gathered while the last batch was out goes with the next.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Collection
 
@@ -32,7 +33,10 @@ class ManagerClient:
     def __init__(self, worker: Worker, *, call_limit_s: float) -> None:
         self._worker = worker
         self._limit_s = call_limit_s
-        self._service = ServiceClient(worker, worker.names.gserver_manager(), "gserver manager")
+        self._new_manager = asyncio.Event()
+        self._service = ServiceClient(
+            worker, worker.names.gserver_manager(), "gserver manager", on_moved=self._new_manager.set
+        )
         self._results: list[
             tuple[RolloutResult, asyncio.Future[None]]
         ] = []  # bounded: each holds up its rollout's slot
@@ -65,6 +69,12 @@ class ManagerClient:
         """Say which tickets this worker holds; learn which it has lost."""
         request = HeartbeatRequest(worker=self._worker.name, incarnation=self._worker.incarnation, held=list(held))
         return await self._service.post("/heartbeat", request, HeartbeatReply, limit_s=self._limit_s)
+
+    async def until_heartbeat(self, interval_s: float) -> None:
+        """Wait until a heartbeat is due: after interval_s, or at once where another process is the manager now."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._new_manager.wait(), interval_s)
+        self._new_manager.clear()
 
     async def schedule(self, ticket_id: str, lost_server: str, *, lost_url: str, busy: bool = False) -> ScheduleReply:
         """Another server for a ticket."""

@@ -20,7 +20,7 @@ from asyncrl.data.replay import Recorded, plan_replay, translate
 from asyncrl.data.trajectories import read_trajectory
 from asyncrl.messages import LedgerView, Locator, MasterReport, TicketView
 from asyncrl.runtime.push_pull import NameResolvingZmqPusher
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.worker import RunEndedError, Worker
 
 _MAX_WAIT_S = 60.0  # that a report may be held back
 _MAX_BODY_BYTES = 64 << 20
@@ -120,7 +120,10 @@ class Replayer(Worker):
         with self.board.waiting("a verdict on a trajectory", on=f"head {head}", limit_s=limit_s):
             verdict = await self._pusher.push(meta, sample, head=head, timeout_s=limit_s)
         if verdict.verdict != "stored":
-            raise RuntimeError(f"{entry.path} was not taken by head {head}: {verdict.verdict}, {verdict.reason}")
+            raise RunEndedError(
+                f"{entry.path} was not taken by head {head}: {verdict.verdict}, {verdict.reason}; a replay needs every group of "
+                "its batches: begin behind this one with replay.first_step"
+            )
         if meta.ticket_id in self._tickets:  # trained already otherwise
             self._tickets[meta.ticket_id] = msgspec.structs.replace(self._tickets[meta.ticket_id], state="stored")
         self.board.progress()

@@ -38,11 +38,7 @@ class Task:
         self.name = name
         self.task_id = task_id
         self._config = config
-        self._reward = (
-            Reward(config.reward, timeout_s=rollout.reward_timeout_s, board=board, logger=logger)
-            if config.reward
-            else None
-        )
+        self._reward = Reward.of(config.reward, rollout, board=board, logger=logger) if config.reward else None
         agent_class = _load_class(config.agent, SingleStepAgent, (Agent, ChatAgent), f"rollout.tasks.{name}.agent")
         judges_itself = issubclass(agent_class, ChatAgent) and not config.reward
         if not (config.reward or config.env or judges_itself):
@@ -65,6 +61,11 @@ class Task:
             )
             for mode, (sampling, group_size) in modes.items()
         }
+
+    def close(self) -> None:
+        """End the processes of its reward."""
+        if self._reward is not None:
+            self._reward.close()
 
     def make_env(self, prompt: Prompt) -> Env:
         """A fresh environment for one prompt."""
@@ -90,6 +91,10 @@ class TaskTable:
             name: Task(name, task_id, rollout.tasks[name], rollout, tokenizer=tokenizer, board=board, logger=logger)
             for task_id, name in enumerate(sorted(rollout.tasks))
         }
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.close()
 
     @property
     def chat(self) -> bool:

@@ -11,15 +11,16 @@ import asyncio
 import logging
 import resource
 import time
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.config import ConfigError, RolloutWorkerConfig, SamplingConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
+from asyncrl.groups.reward_function import shown
 from asyncrl.groups.trajectory import OnPiece, Response, SampleSummary, complete_sample
 from asyncrl.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
 from asyncrl.rollout.agent import ActQueue, ObsQueue
@@ -29,6 +30,7 @@ from asyncrl.rollout.manager_client import ManagerClient
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.tasks import TRAIN, Task, TaskTable
 from asyncrl.runtime.channel import ChannelRefused
+from asyncrl.runtime.journal import BackgroundJournal
 from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
 
@@ -36,6 +38,10 @@ _ALLOCATE_WAIT_S = 5.0  # how long the manager may hold back its answer until it
 _REFUSED_PAUSE_S = 0.2  # after an empty answer that came sooner
 _STOP_REPORT_S = 2.0  # for telling the manager what a stopped worker releases
 _MAX_DETAIL_CHARS = 400  # of what the manager is told about a rollout that ended without a trajectory
+_CANCEL_LIMIT_S = 5.0  # for an agent to end that is cancelled
+_MAX_LEFT_BEHIND = 64  # agents that have not; past it every rollout is rejected
+# Why a head refuses a trajectory for what is in it (model/intake.py): another try would give the same
+_BAD_CONTENT = frozenset({"missing_keys", "bad_lengths", "bad_tokens", "bad_logprobs", "not_finite"})
 _SPARE_FILES = 256  # file descriptors kept for everything but generation requests
 
 
@@ -59,9 +65,11 @@ class RolloutWorker(Worker):
         self._held: dict[str, _Held] = {}
         self._changed = asyncio.Event()  # a ticket has ended
         self._logged: set[str] = set()
+        self._left_behind: set[asyncio.Future[Any]] = set()  # agents that were cancelled and go on
         self.manager: ManagerClient
         self.client: PartialRolloutManager
         self._pusher: NameResolvingZmqPusher
+        self._tasks: TaskTable
         self._closers: list[Any] = []
 
     async def setup(self) -> None:
@@ -102,6 +110,7 @@ class RolloutWorker(Worker):
             incarnation=self.incarnation,
         )
         self._closers.append(self._pusher)
+        self.journal = BackgroundJournal(Path(info.run_dir) / "journal" / f"rollout_worker_{info.index}.jsonl")
         self._endpoint = ChatEndpoint(board=self.board, logger=self.logger)
         self._closers.append(self._endpoint)
         if self._tasks.chat:
@@ -118,6 +127,7 @@ class RolloutWorker(Worker):
         (the manager holds its answer back). unblocked by: rollouts ending, train steps consuming what is stored.
         """
         self.spawn(self._heartbeat_loop(), "heartbeat")
+        self.spawn(self.journal.run(), "write the journal")
         while True:
             await self._wait_for_room()
             asked = time.monotonic()
@@ -136,6 +146,10 @@ class RolloutWorker(Worker):
         """Rollouts are over by now: the stop cancelled them, and each has reported itself as released."""
         for closer in reversed(self._closers):
             await closer.close()
+        if hasattr(self, "journal"):
+            await asyncio.to_thread(self.journal.close)
+        if hasattr(self, "_tasks"):
+            self._tasks.close()
 
     # ------------------------------------------------------------------------------------------------------------- tickets
 
@@ -170,9 +184,9 @@ class RolloutWorker(Worker):
 
     async def _heartbeat_loop(self) -> None:
         """produces: the list of held tickets. consumes: revocations, dead servers. waits for: the manager, at most call_limit_s."""
-        interval_s = self.config.heartbeat_s
+        interval_s = 0.0  # a manager that has just begun waits for the first one
         while True:
-            await asyncio.sleep(interval_s)
+            await self.manager.until_heartbeat(interval_s)
             reply = await self.manager.heartbeat(list(self._held))
             interval_s = reply.heartbeat_s
             for ticket_id in reply.revoked:
@@ -246,9 +260,9 @@ class RolloutWorker(Worker):
         sample = await self._collect(ticket, task, prompt)
         try:
             sample = complete_sample(sample, ticket_id=ticket.ticket_id, task_id=task.task_id, birth_time=birth_time)
-        except ValueError as error:
+            summary = SampleSummary.of(sample)
+        except Exception as error:  # an agent may give anything
             raise RolloutRejected("agent_error", str(error)) from error
-        summary = SampleSummary.of(sample)
         if ticket.kind == "eval":
             return _result(ticket, summary, "evaluated")
         if objection := objection_to(summary.rewards, self.config.rollout):
@@ -271,6 +285,10 @@ class RolloutWorker(Worker):
         overdue ticket back.
         """
         limit_s = self.config.rollout.rollout_timeout_s
+        if len(self._left_behind) >= _MAX_LEFT_BEHIND:
+            raise RolloutRejected(
+                "agent_hangs", f"{len(self._left_behind)} rollouts were cancelled and have not ended: agents hold on"
+            )
         route = Route(ticket)
         obs_queue, act_queue = ObsQueue(1), ActQueue(1)
         collecting = asyncio.ensure_future(self._play(task, route, prompt, obs_queue, act_queue))
@@ -282,33 +300,53 @@ class RolloutWorker(Worker):
                 raise RolloutRejected(
                     "rollout_timeout", f"the agent of task {task.name!r} took more than {limit_s:g} s"
                 )
-            if not collecting.done():
-                answering.result()  # ends only by raising
-            samples = await _agent_result(collecting)
+            samples = _agent_result(collecting if collecting.done() else answering)
         finally:
-            await _cancel_all(collecting, answering)
-        if not samples:
+            await self._abandon(collecting, answering)
+        if samples is None or samples == []:
             raise RolloutRejected("agent_declined", f"the agent of task {task.name!r} gave no trajectory")
-        if len(samples) > 1:
+        if not (isinstance(samples, list) and len(samples) == 1 and isinstance(samples[0], SequenceSample)):
             raise RolloutRejected(
-                "agent_error", f"the agent of task {task.name!r} gave {len(samples)} samples, expected one"
+                "agent_error",
+                f"the agent of task {task.name!r} gave {shown(samples)}, expected a list of one SequenceSample",
             )
         return samples[0]
+
+    async def _abandon(self, *futures: asyncio.Future[Any]) -> None:
+        """Cancel what still runs of a rollout. An agent that swallows the cancellation is left behind, and counted."""
+        pending = {future for future in futures if not future.done()}
+        for future in pending:
+            future.cancel()
+        if pending:
+            _, pending = await asyncio.wait(pending, timeout=_CANCEL_LIMIT_S)
+        for future in futures:
+            if future.done() and not future.cancelled():
+                future.exception()  # retrieved: what matters of it has been raised
+        for future in pending:
+            self._left_behind.add(future)
+            future.add_done_callback(self._left_behind.discard)
+            self.logger.warning(
+                "an agent goes on after it was cancelled; it is left behind (%d so far): do not catch CancelledError",
+                len(self._left_behind),
+            )
 
     async def _play(
         self, task: Task, route: Route, prompt: Prompt, obs_queue: ObsQueue, act_queue: ActQueue
     ) -> list[SequenceSample]:
         """The agent's part of a rollout: all of it is the user's code."""
-        env = task.make_env(prompt)
         agent = task.agents[route.ticket.eval_mode or TRAIN]
         try:
-            if isinstance(agent, ChatAgent):
-                return await agent.collect_sessions(prompt, env, self._endpoint, partial(self._respond, route))
-            return await agent.collect_trajectory(prompt, env, obs_queue, act_queue)
-        except SystemExit as error:  # of code that an environment runs: it would end the worker
-            raise RuntimeError(f"SystemExit: {error}") from error
-        finally:
-            await env.close()
+            env = task.make_env(prompt)
+            try:
+                if isinstance(agent, ChatAgent):
+                    return await agent.collect_sessions(prompt, env, self._endpoint, partial(self._respond, route))
+                return await agent.collect_trajectory(prompt, env, obs_queue, act_queue)
+            finally:
+                await env.close()
+        except (Exception, asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # SystemExit, say, of code that an environment runs: it would end the worker
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     async def _respond(
         self, route: Route, input_ids: list[int], sampling: SamplingConfig, on_piece: OnPiece
@@ -356,7 +394,20 @@ class RolloutWorker(Worker):
             raise RolloutReleased("push_timeout", f"head {ticket.head} took no trajectory for {limit_s:g} s") from error
         except ChannelRefused as error:
             raise RolloutRejected("push_refused", f"trajectory {ticket.ticket_id}: {error}") from error
+        self.journal.add(
+            {
+                "event": "pushed",
+                "attempt": ticket.attempt,
+                "ticket": ticket.ticket_id,
+                "head": ticket.head,
+                "verdict": verdict.verdict,
+                "time": time.time(),
+            }
+        )
         if verdict.verdict == "refused":
+            reason, _, why = verdict.reason.partition(": ")
+            if reason in _BAD_CONTENT:
+                raise RolloutRejected(reason, why)
             detail = self._tell_once("refused", f"trajectory {ticket.ticket_id} refused: {verdict.reason}")
             return _result(ticket, summary, "released", "refused", detail)
         # A duplicate: another ticket of the prompt was first, so the prompt is stored, and not to be handed out again.
@@ -376,25 +427,19 @@ class RolloutWorker(Worker):
         return text[:_MAX_DETAIL_CHARS] if first else ""
 
 
-async def _agent_result(collecting: Awaitable[list[SequenceSample]]) -> list[SequenceSample]:
-    """What a finished agent returned. Its errors are the rollout's: RolloutRejected (`agent_error`)."""
+def _agent_result(ended: asyncio.Future[Any]) -> Any:
+    """What a finished agent returned: anything. Its errors are the rollout's: RolloutRejected (`agent_error`).
+
+    So are those of whoever answers it, where it asks nonsense.
+    """
+    if ended.cancelled():  # by itself: the rollout's own cancellation does not come here
+        raise RolloutRejected("agent_error", "the agent has cancelled itself")
     try:
-        return await collecting
+        return ended.result()
     except RolloutEnded:
         raise
     except Exception as error:
-        raise RolloutRejected("agent_error", f"the agent raised {error!r}") from error
-
-
-async def _cancel_all(*futures: asyncio.Future[Any]) -> None:
-    pending = [future for future in futures if not future.done()]
-    for future in pending:
-        future.cancel()
-    if pending:
-        await asyncio.wait(pending)
-    for future in futures:
-        if not future.cancelled():
-            future.exception()  # retrieved: what matters of it has been raised
+        raise RolloutRejected("agent_error", f"the agent raised {shown(error)}") from error
 
 
 def _result(

@@ -21,7 +21,9 @@ from asyncrl.runtime.channel_wire import (
     Probe,
     Report,
     decode_forward,
+    digest_of,
     encode,
+    has_sizes,
     new_incarnation,
     unpack,
 )
@@ -119,6 +121,7 @@ class ChannelReceiver:
         self._pull: PullSocket | None = None
         self._failure: Exception | None = None
         self.num_malformed = 0  # messages that could not even be answered
+        self.num_damaged = 0  # messages whose frames were not what was sent
 
     async def start(self) -> Endpoint:
         """Bind. Publish the result under the channel's name."""
@@ -198,10 +201,11 @@ class ChannelReceiver:
             return
         self._peers.move_to_end(message.source)
         if isinstance(message, Probe):
-            if self._ordered:
-                self._enqueue(peer.order.advance(message.low))
-            settled, missing = peer.ledger.asked(message.seqs, message.low)
-            self._report(peer, settled, missing)
+            self._answer(peer, message.seqs, message.low)
+            return
+        if digest_of(frames[1:]) != message.digest and has_sizes(frames[1:], message.sizes):  # else malformed: refused
+            self._note_damaged(peer, message.seq)
+            self._answer(peer, [message.seq], message.low)  # as if it had been asked for: it is missing, and sent again
             return
         arrival = peer.ledger.arrive(message.seq, message.low)
         if arrival == "new":
@@ -211,6 +215,24 @@ class ChannelReceiver:
         elif arrival == "beyond":
             logger.warning(
                 "%s: message %d of %s is too far ahead of %d", self.name, message.seq, peer.name, message.low
+            )
+
+    def _answer(self, peer: _Peer, seqs: Sequence[int], low: int) -> None:
+        """Say of these messages which are settled, and which have not come."""
+        if self._ordered:
+            self._enqueue(peer.order.advance(low))
+        settled, missing = peer.ledger.asked(seqs, low)
+        self._report(peer, settled, missing)
+
+    def _note_damaged(self, peer: _Peer, seq: int) -> None:
+        self.num_damaged += 1
+        if self.num_damaged & (self.num_damaged - 1) == 0:
+            logger.warning(
+                "%s: message %d of %s was damaged on its way (number %d); it is asked for again",
+                self.name,
+                seq,
+                peer.name,
+                self.num_damaged,
             )
 
     def _accept(self, peer: _Peer, message: Data, frames: Sequence[Buffer]) -> None:

@@ -26,6 +26,7 @@ from asyncrl.runtime.channel_wire import (
     Probe,
     ReceiverRestarted,
     decode_report,
+    digest_of,
     encode,
     new_incarnation,
     pack,
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 class _Message:
     """A message in the sender's hands: in the backlog until credit admits it, then in the window until it is settled."""
 
-    __slots__ = ("frames", "future", "header", "nbytes", "read", "sizes")
+    __slots__ = ("digest", "frames", "future", "header", "nbytes", "read", "sizes")
 
     def __init__(
         self, header: bytes, frames: Sequence[Buffer], read: Callable[[bytes], Any], future: asyncio.Future[Any]
@@ -53,6 +54,7 @@ class _Message:
         self.nbytes = len(header) + sum(self.sizes)
         self.read = read
         self.future = future
+        self.digest: int | None = None  # of the frames as they were when first sent
 
     def settle(self, refused: bool, verdict: bytes) -> None:
         if refused:
@@ -122,7 +124,9 @@ class ChannelSender:
         )
         self._pull.listen(self._on_report, self._reading_failed)
         if resolver is not None:
-            self._watch = await asyncio.to_thread(resolver.watch, key, self._name_changed)
+            self._watch = await asyncio.to_thread(
+                resolver.watch, key, self._name_changed, limit_s=self._limits.start_timeout_s
+            )
 
     @property
     def num_pending(self) -> int:
@@ -187,6 +191,11 @@ class ChannelSender:
     def connect(self, endpoint: Endpoint) -> None:
         """Send to this receiver from now on. `start` calls this by itself when it follows a name."""
         if endpoint == self._endpoint or self._closed:
+            return
+        if self._endpoint is not None and endpoint.attempt < self._endpoint.attempt:
+            logger.warning(
+                "%s: %s of attempt %d is ignored: it is over", self.name, endpoint.incarnation, endpoint.attempt
+            )
             return
         push = self._transport.connect_push(
             endpoint.address, queue_messages=2 * self._limits.credit_items + QUEUE_SLACK
@@ -262,6 +271,9 @@ class ChannelSender:
                 self._window.settle(out.seq, self._loop.time())
                 message.fail(error)
             return
+        packed = pack(message.frames, message.sizes)
+        if message.digest is None:
+            message.digest = digest_of(packed)
         envelope = Data(
             self._endpoint.incarnation,
             self._incarnation,
@@ -271,9 +283,10 @@ class ChannelSender:
             out.seq,
             message.sizes,
             message.header,
+            message.digest,
         )
         # A full socket is no error: the next probe finds the message missing.
-        self._push.send_nowait([encode(envelope), *pack(message.frames, message.sizes)])
+        self._push.send_nowait([encode(envelope), *packed])
 
     def _send_probe(self, seqs: list[int]) -> None:
         assert self._endpoint is not None

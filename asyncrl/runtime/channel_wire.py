@@ -1,7 +1,7 @@
 """What crosses the wire of a channel, its limits and its errors. channel.py says how the parts fit together.
 
 Every ZeroMQ message begins with a checksum of the rest of its first frame, so that damage there is loss and no wrong sequence
-number; damage elsewhere shows in the sizes, or when the application decodes it, and is refused.
+number; the first frame has one of the others, so that what was damaged there is sent again and no changed number is ever trained.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+import xxhash
 from msgspec import Struct
 
 from asyncrl.config import RuntimeConfig
@@ -80,6 +81,7 @@ class Endpoint(Struct, frozen=True):
     address: str
     incarnation: str
     max_message_bytes: int
+    attempt: int = 1  # of the training side that it belongs to; senders do not go back to a lower one
 
 
 class Data(Struct, frozen=True, array_like=True, tag="data"):
@@ -91,6 +93,7 @@ class Data(Struct, frozen=True, array_like=True, tag="data"):
     seq: int
     sizes: list[int]  # of the message's frames; see `pack`
     header: bytes
+    digest: int = 0  # of the frames as they travel; see `digest_of`
 
 
 class Probe(Struct, frozen=True, array_like=True, tag="probe"):
@@ -144,6 +147,21 @@ def pack(frames: Sequence[Buffer], sizes: Sequence[int]) -> list[Buffer]:
     for frame, size in zip(frames, sizes, strict=True):
         (small if size <= _JOINED_BYTES else large).append(frame)
     return [b"".join(small), *large] if len(small) > 1 else [*small, *large]
+
+
+def digest_of(packed: Sequence[Buffer]) -> int:
+    """Checksum (xxh3) of frames as they travel; 0 of none."""
+    if len(packed) < 2:
+        return xxhash.xxh3_64_intdigest(packed[0]) if packed else 0
+    digest = xxhash.xxh3_64()
+    for frame in packed:
+        digest.update(frame)
+    return digest.intdigest()
+
+
+def has_sizes(arrived: Sequence[Buffer], sizes: Sequence[int]) -> bool:
+    """Whether as many bytes have arrived as were announced."""
+    return sum(memoryview(frame).nbytes for frame in arrived) == sum(sizes)
 
 
 def unpack(arrived: Sequence[Buffer], sizes: Sequence[int]) -> list[memoryview]:

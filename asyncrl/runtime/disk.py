@@ -10,13 +10,23 @@ import contextlib
 import errno
 import os
 import re
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
-_EXPLAINED = {*_FULL, *_FORBIDDEN, errno.EFBIG, errno.EIO}  # others are no matter of disks: a folder that is gone
+NO_MORE_FILES = {errno.EMFILE, errno.ENFILE}  # open ones: sockets and pipes count, too
+_EXPLAINED = {
+    *_FULL,
+    *_FORBIDDEN,
+    *NO_MORE_FILES,
+    errno.EFBIG,
+    errno.EIO,
+}  # others are no matter of disks: a folder that is gone
+_MAX_CAUSES = 20  # of an error, one behind the other
+_OPEN_FILES = 65_536  # enough; more would make starting a process slow on systems that close them one by one
 _NEARLY_FULL_BYTES = 64_000_000  # etcd asks for as much at once
 # libraries written in Rust (safetensors) raise errors of their own, which have the system's number in their text only
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -46,7 +56,42 @@ def explain(path: Path, error: Exception) -> StorageError | None:
     if number not in _EXPLAINED:
         return None
     assert number is not None
+    if number in NO_MORE_FILES:
+        return StorageError(f"{path} could not be opened: {too_many_open_files(number)}")
     return StorageError(f"{path} could not be written: {os.strerror(number)}; {_remedy(path, number)}")
+
+
+def too_many_open_files(number: int) -> str:
+    """What is the matter and what helps where a file, socket or pipe cannot be opened."""
+    if number == errno.ENFILE:
+        return f"{os.strerror(number)} on the whole machine; raise it: sysctl fs.file-max"
+    allowed, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"{os.strerror(number)}: this process may have {allowed}, sockets and pipes included, and {highest} if that were raised; "
+        "raise both (`ulimit -Hn 65536`, LimitNOFILE of a service), or set rollout.max_concurrent_per_worker=... lower"
+    )
+
+
+def out_of_files(error: object) -> StorageError | None:
+    """The error as a StorageError, if it, or what has caused it, is that no file, socket or pipe can be opened any more."""
+    for _ in range(_MAX_CAUSES):
+        if not isinstance(error, BaseException):
+            return None
+        if isinstance(error, StorageError):
+            return None
+        if (number := getattr(error, "errno", None)) in NO_MORE_FILES:
+            return StorageError(f"{too_many_open_files(number)} ({error})")
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def raise_open_files() -> None:
+    """Let this process, and those that it starts, have as many open files as the system lets it have without asking."""
+    allowed, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if highest == resource.RLIM_INFINITY else min(highest, _OPEN_FILES)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, highest))
 
 
 def _remedy(path: Path, number: int) -> str:

@@ -88,6 +88,23 @@ class EtcdServer:
         """Whether the server has exited, waiting for it up to timeout_s."""
         return self._process is None or self._exited.wait(timeout_s)
 
+    @property
+    def data_dir(self) -> Path:
+        return self._data_dir
+
+    def answers(self, limit_s: float) -> bool:
+        """Whether it says anything at all within limit_s, be it an error: one that is frozen does not."""
+        assert self._ports is not None
+        connection = http.client.HTTPConnection(self._host, self._ports[0], timeout=limit_s)
+        try:
+            connection.request("GET", "/health")
+            connection.getresponse().read()
+            return True
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
     def start(self, timeout_s: float = 30.0) -> None:
         """Start and wait until it answers. Raises EtcdServerError with the end of its log."""
         if self.running:

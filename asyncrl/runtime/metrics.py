@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -40,6 +41,22 @@ class JsonLinesWriter:
     def write(self, record: Mapping[str, object]) -> None:
         with writing(self._path):
             _write_all(self._file, msgspec.json.encode(record) + b"\n")
+
+    def sync(self) -> None:
+        """What was written is on disk when this returns: it is there after a power cut, too."""
+        with writing(self._path):
+            os.fsync(self._file.fileno())
+
+    def write_lines(self, lines: Sequence[bytes]) -> None:
+        """Lines that are encoded: all of them or none."""
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            with writing(self._path):
+                _write_all(self._file, b"".join(lines))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)
+            raise
 
     def close(self) -> None:
         self._file.close()

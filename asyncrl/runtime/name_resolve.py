@@ -32,6 +32,7 @@ MAX_NAME_BYTES = 4096
 MAX_VALUE_BYTES = 1_000_000  # etcd refuses requests above 1.5 MB
 _CANCEL_LIMIT_S = 5.0  # cancelling a watch waits at most this long for a callback that is running
 _MAX_PENDING_EVENTS = 4096  # past it, a watch whose callback lags keeps only the newest event of each key
+_PUBLISH_RETRY_S = 0.2  # pause of `publish` between two tries
 _MIN_READ_S = 0.2  # a wait of no time at all may take this long to read what is there
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -223,12 +224,35 @@ class NameResolver(ABC):
     def add(self, name: str, value: str, *, replace: bool = False, lease: int | None = None) -> None:
         """Put an entry. Without replace an existing key raises NameEntryExists, and of concurrent adds exactly one wins.
 
+        What a backend loses (its data, or a lease in an outage) this session puts again, unless somebody else has, for as long
+        as it is open: with its lease, or without one. So an entry should be of one session.
+
         `lease` may be of another session; it must exist (LeaseNotFound). Contenders should write values that tell them
         apart: an add whose answer was lost in an outage is repeated, and takes an entry equal to its own for its own.
         """
         key = self._key(name)
         _check_value(key, value)
         self._add(key, value, replace, lease)
+
+    def publish(self, name: str, value: str, *, lease: int | None = None, limit_s: float) -> None:
+        """`add`, replacing, again while the backend is out, or while it has lost the lease and its holder brings it back.
+
+        Waits for: the backend and the lease. Raises what the last try met after limit_s.
+        """
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                return self.add(name, value, replace=True, lease=lease)
+            except (NameResolveTimeout, LeaseNotFound) as error:
+                if time.monotonic() >= deadline:
+                    raise
+                logger.warning("%s; trying again", error)
+            self._closed.wait(_PUBLISH_RETRY_S)
+
+    def look_after(self, name: str, value: str) -> None:
+        """Take an entry without a lease, which another session has put, for one of this session's: it is put again should
+        the backend lose its data."""
+        self._look_after(self._key(name), value)
 
     def add_subentry(self, name: str, value: str, *, lease: int | None = None) -> str:
         """Put an entry under a new unique key below name, and return the key."""
@@ -294,14 +318,17 @@ class NameResolver(ABC):
         self._check_open()
         raise NameResolveTimeout(f"name {key!r} did not appear within {timeout_s:g} s")
 
-    def watch(self, name: str, callback: WatchCallback, *, subtree: bool = False) -> Watch:
+    def watch(
+        self, name: str, callback: WatchCallback, *, subtree: bool = False, limit_s: float | None = None
+    ) -> Watch:
         """Tell callback the current state as puts (before this returns), then every change, until cancelled.
 
-        Of an outage of the backend a watch tells only how the state after it differs from the one before, deletes
-        included. Callbacks run in threads of the resolver or of whoever changes an entry: they must be brief and hand
-        over to their own loop. One that raises is logged; the watch goes on.
+        limit_s: how long to try to read the state; default: as any operation. Of an outage of the backend a watch tells
+        only how the state after it differs from the one before; deletes some seconds later, so that what the backend lost
+        and whoever put it brings back is no news. Callbacks run in threads of the resolver or of whoever changes an entry:
+        they must be brief and hand over to their own loop. One that raises is logged; the watch goes on.
         """
-        return self._watch(self._key(name), callback, subtree=subtree, limit_s=None)
+        return self._watch(self._key(name), callback, subtree=subtree, limit_s=limit_s)
 
     # -------------------------------------------------------------------------------------------------------- leases
 
@@ -309,7 +336,8 @@ class NameResolver(ABC):
         """A new lease, with the given id if it is free (LeaseExists). Entries put under it go when it ends.
 
         keep_alive: this session refreshes it until it is closed, and after an outage grants it again under the same id
-        and puts this session's entries under it again. Otherwise somebody calls `refresh`, or it expires.
+        and puts this session's entries under it again (other sessions do so with theirs). Otherwise somebody calls
+        `refresh`, or it expires.
         """
         self._check_open()
         _check_ttl(ttl_s, lease_id)
@@ -364,6 +392,9 @@ class NameResolver(ABC):
         """Deliver the current state (reading it takes at most limit_s; None: the resolver's own limit), then changes."""
 
     @abstractmethod
+    def _look_after(self, key: str, value: str) -> None: ...
+
+    @abstractmethod
     def _grant_lease(self, ttl_s: float, lease_id: int | None, keep_alive: bool) -> Lease: ...
 
     @abstractmethod
@@ -379,8 +410,9 @@ class NameResolver(ABC):
     def _close(self) -> None: ...
 
 
-def open_name_resolver(config: NameResolveConfig) -> NameResolver:
-    """The resolver a config asks for. With etcd, the first endpoint that answers is used; later ones on its failure.
+def open_name_resolver(config: NameResolveConfig, limit_s: float | None = None) -> NameResolver:
+    """The resolver a config asks for. With etcd, the first endpoint that answers is used; later ones on its failure. limit_s: how
+    long to try to reach one (default: config.timeout_s).
 
     The memory backend shares its entries between resolvers that name the same endpoints (usually none) in one process.
     """
@@ -389,7 +421,7 @@ def open_name_resolver(config: NameResolveConfig) -> NameResolver:
     if config.backend == "etcd":
         from asyncrl.runtime.etcd import EtcdNameResolver  # loads gRPC: only where it is used, never before a fork
 
-        return EtcdNameResolver(config.endpoints, timeout_s=config.timeout_s)
+        return EtcdNameResolver(config.endpoints, timeout_s=config.timeout_s, open_limit_s=limit_s)
     raise ValueError(f"name_resolve.backend is {config.backend!r}; use 'etcd' or 'memory'")
 
 
@@ -569,6 +601,9 @@ class MemoryNameResolver(NameResolver):
                 return False
             self._space.put(key, value, None if entry is None else entry.lease)
             return True
+
+    def _look_after(self, key: str, value: str) -> None:
+        """Nothing is ever lost."""
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool, limit_s: float | None) -> Watch:
         watch = _MemoryWatch(self._space, key, subtree, callback)

@@ -12,13 +12,17 @@ import msgspec
 from asyncrl.data.codec import CodecError
 from asyncrl.messages import DECODE_ERRORS
 from asyncrl.names import Names
-from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, Delivery
-from asyncrl.runtime.name_resolve import NameResolver
+from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, Delivery, Endpoint
+from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolver
 from asyncrl.runtime.transport import Transport
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class FencedError(RuntimeError):
+    """This process speaks for an attempt of the training side that is over."""
 
 
 class PublishedReceiver(ABC, Generic[T]):
@@ -40,18 +44,27 @@ class PublishedReceiver(ABC, Generic[T]):
         ordered: bool = False,
         lease: int | None = None,
         transport: Transport | None = None,
+        attempt: int = 1,
     ) -> None:
         self._resolver = resolver
+        self._attempt = attempt
         self._key = names.stream(stream)
         self._label = label  # what it is called in refusals
         self._lease = lease
+        self._start_timeout_s = limits.start_timeout_s
         self._receiver = ChannelReceiver(stream, limits=limits, host=host, ordered=ordered, transport=transport)
 
     async def start(self) -> None:
-        """Bind, then publish: whoever finds the name finds a bound socket."""
-        endpoint = await self._receiver.start()
+        """Bind, then publish: whoever finds the name finds a bound socket.
+
+        Raises FencedError where a later attempt has the name.
+        """
+        await asyncio.to_thread(self._check_name)
+        endpoint = msgspec.structs.replace(await self._receiver.start(), attempt=self._attempt)
         value = msgspec.json.encode(endpoint).decode()
-        await asyncio.to_thread(self._resolver.add, self._key, value, replace=True, lease=self._lease)
+        await asyncio.to_thread(
+            self._resolver.publish, self._key, value, lease=self._lease, limit_s=self._start_timeout_s
+        )
 
     @property
     def num_queued(self) -> int:
@@ -61,6 +74,16 @@ class PublishedReceiver(ABC, Generic[T]):
     async def close(self) -> None:
         """Verdicts given just before may be lost with the sockets."""
         await self._receiver.close()
+
+    def _check_name(self) -> None:
+        try:
+            there = msgspec.json.decode(self._resolver.get(self._key), type=Endpoint)
+        except (NameEntryNotFound, *DECODE_ERRORS):
+            return
+        if there.attempt > self._attempt:
+            raise FencedError(
+                f"{self._label} of attempt {self._attempt} ends: attempt {there.attempt} has begun ({there.incarnation})"
+            )
 
     async def _next(self) -> T:
         """The next message that can be read. A cancelled wait changes nothing."""

@@ -24,7 +24,7 @@ from asyncrl.names import Names
 from asyncrl.runtime.channel import ChannelLimits, ChannelSender, Delivery
 from asyncrl.runtime.name_resolve import NameResolver
 from asyncrl.runtime.published import PublishedReceiver
-from asyncrl.runtime.transport import Transport
+from asyncrl.runtime.transport import Transport, transport_of
 
 MASTER_META = "master_meta"
 
@@ -101,7 +101,7 @@ class NameResolvingZmqPusher:
                 incarnation,
                 limits=ChannelLimits.of(runtime),
                 host=runtime.host,
-                transport=transport,
+                transport=transport or transport_of(runtime.faults, f"pusher{pusher_index} to {puller}"),
             )
             for puller in range(num_pullers)
         ]
@@ -177,6 +177,7 @@ class NameResolvingZmqPuller(PublishedReceiver[Pulled]):
         runtime: RuntimeConfig,
         lease: int | None = None,
         transport: Transport | None = None,
+        attempt: int = 1,
     ) -> None:
         stream = puller_stream(puller_index)
         super().__init__(
@@ -187,7 +188,8 @@ class NameResolvingZmqPuller(PublishedReceiver[Pulled]):
             limits=ChannelLimits.of(runtime),
             host=runtime.host,
             lease=lease,
-            transport=transport,
+            transport=transport or transport_of(runtime.faults, stream),
+            attempt=attempt,
         )
         self._max_bytes = runtime.max_message_bytes
 
@@ -228,7 +230,7 @@ class MetaPusher:
             incarnation,
             limits=ChannelLimits.of(runtime),
             host=runtime.host,
-            transport=transport,
+            transport=transport or transport_of(runtime.faults, f"head{head}"),
         )
 
     async def start(self) -> None:
@@ -263,6 +265,7 @@ class MetaPuller(PublishedReceiver[tuple[TrajectoryMeta, Callable[[StoreVerdict]
         runtime: RuntimeConfig,
         lease: int | None = None,
         transport: Transport | None = None,
+        attempt: int = 1,
     ) -> None:
         super().__init__(
             resolver,
@@ -272,7 +275,8 @@ class MetaPuller(PublishedReceiver[tuple[TrajectoryMeta, Callable[[StoreVerdict]
             limits=ChannelLimits.of(runtime),
             host=runtime.host,
             lease=lease,
-            transport=transport,
+            transport=transport or transport_of(runtime.faults, MASTER_META),
+            attempt=attempt,
         )
 
     async def pull_meta(self) -> tuple[TrajectoryMeta, Callable[[StoreVerdict], None]]:

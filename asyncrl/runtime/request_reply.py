@@ -23,12 +23,13 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.config import RuntimeConfig
+from asyncrl.data.codec import CodecError
 from asyncrl.messages import DECODE_ERRORS, CallBody, CallResult
 from asyncrl.names import Names
 from asyncrl.runtime.channel import ChannelFull, ChannelLimits, ChannelSender, Delivery
 from asyncrl.runtime.name_resolve import NameResolver
 from asyncrl.runtime.published import PublishedReceiver
-from asyncrl.runtime.transport import Transport
+from asyncrl.runtime.transport import Transport, transport_of
 
 CALL_CREDIT_ITEMS = 1024  # unanswered calls of one worker
 
@@ -51,6 +52,7 @@ class RemoteCallError(Exception):
 class _CallHeader(Struct, frozen=True, array_like=True):
     global_seq: int
     body: CallBody
+    attempt: int = 1
 
 
 class _Success(Struct, frozen=True, array_like=True, tag="result"):
@@ -99,7 +101,10 @@ class NameResolvingRequestClient:
         runtime: RuntimeConfig,
         incarnation: str,
         transport: Transport | None = None,
+        attempt: int = 1,
     ) -> None:
+        """attempt: of the caller; workers of another one refuse its calls."""
+        self._attempt = attempt
         for handler, index in handler_routing.items():
             if not 0 <= index < num_workers:
                 raise ValueError(
@@ -117,7 +122,7 @@ class NameResolvingRequestClient:
                 limits=_limits(runtime),
                 host=runtime.host,
                 on_restart="fail",
-                transport=transport,
+                transport=transport or transport_of(runtime.faults, f"calls of {_worker_name(index)}"),
             )
             for index in range(num_workers)
         ]
@@ -146,7 +151,9 @@ class NameResolvingRequestClient:
             raise self._failed
         calls = []
         for handler, body in zip(handlers, bodies, strict=True):
-            calls.append((self._route(handler), _encoder.encode(_CallHeader(self._next_global_seq, body))))
+            calls.append(
+                (self._route(handler), _encoder.encode(_CallHeader(self._next_global_seq, body, self._attempt)))
+            )
         self._check_credit(calls)
         self._next_global_seq += 1
         return [self._call(self._senders[index], header) for index, header in calls]
@@ -248,6 +255,7 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
         lease: int | None = None,
         transport: Transport | None = None,
         worker: str = "",
+        attempt: int = 1,
     ) -> None:
         """worker: what callers are told it is called; by default the model worker of this index."""
         super().__init__(
@@ -259,7 +267,8 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
             host=runtime.host,
             ordered=True,
             lease=lease,
-            transport=transport,
+            transport=transport or transport_of(runtime.faults, f"replies of {_worker_name(index)}"),
+            attempt=attempt,
         )
 
     async def receive(self) -> Call:
@@ -267,4 +276,7 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
         return await self._next()
 
     def _read(self, delivery: Delivery) -> Call:
-        return Call(delivery, _decode_call(delivery.header), self._label)
+        header = _decode_call(delivery.header)
+        if header.attempt != self._attempt:
+            raise CodecError(f"it is of attempt {header.attempt}, this is attempt {self._attempt}")
+        return Call(delivery, header, self._label)

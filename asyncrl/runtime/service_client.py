@@ -1,19 +1,20 @@
 """HTTP client of a service that is found through name resolve, such as the gserver manager.
 
 A call is retried until its limit: the services' calls are idempotent, and a service that was restarted publishes a new address
-under the same key.
+under the same key. The key is watched: whoever waits for an answer of the old process asks the new one as soon as it is there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
-from asyncrl.runtime.name_resolve import NameResolveError
+from asyncrl.runtime.disk import NO_MORE_FILES
+from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.worker import Worker
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -29,16 +30,21 @@ class ServiceError(RuntimeError):
 class ServiceClient:
     """Posts messages to the service whose URL is published under `key`."""
 
-    def __init__(self, worker: Worker, key: str, service: str) -> None:
+    def __init__(self, worker: Worker, key: str, service: str, *, on_moved: Callable[[], None] = lambda: None) -> None:
+        """on_moved: called when another process has taken the service's place."""
         self._worker = worker
         self._key = key
         self._service = service
         self._url = ""
+        self._on_moved = on_moved
+        self._moved: asyncio.Future[None]  # done when the address changes
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64))
+        self._session = open_session(max_connections=64)
+        self._moved = asyncio.get_running_loop().create_future()
         self._url = await self._worker.wait_for_key(self._key, f"the address of the {self._service}")
+        self._worker.spawn(self._follow(), f"follow the {self._service}")
 
     async def close(self) -> None:
         if self._session is not None:
@@ -61,30 +67,49 @@ class ServiceClient:
     async def _post(self, path: str, body: bytes, reply: type[R], wait_s: float) -> R:
         assert self._session is not None, "start() first"
         backoff_s = _FIRST_BACKOFF_S
-        timeout = aiohttp.ClientTimeout(total=wait_s + 30.0)
         while True:  # bounded by the caller
+            moved = self._moved
             try:
-                async with self._session.post(self._url + path, data=body, timeout=timeout) as response:
-                    content = await response.read()
-                    if response.status == 200:
-                        return msgspec.json.decode(content, type=reply)
-                    reason = content.decode(errors="replace")[:500]
-                    if 400 <= response.status < 500:
-                        raise ServiceError(f"{self._service} refused {path}: {response.status} {reason}")
-                    self._worker.logger.warning(
-                        "%s answered %s to %s: %s", self._service, response.status, path, reason
-                    )
+                status, content = await self._ask(path, body, wait_s + 30.0, moved)
+                if status == 200:
+                    return msgspec.json.decode(content, type=reply)
+                reason = content.decode(errors="replace")[:500]
+                if 400 <= status < 500:
+                    raise ServiceError(f"{self._service} refused {path}: {status} {reason}")
+                self._worker.logger.warning("%s answered %s to %s: %s", self._service, status, path, reason)
             except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
+                if isinstance(error, aiohttp.ClientConnectorError) and error.errno in NO_MORE_FILES:
+                    raise
                 self._worker.logger.warning("%s did not answer %s: %r; asking again", self._service, path, error)
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-            await self._find()
+            await asyncio.wait({moved}, timeout=backoff_s)
+            backoff_s = _FIRST_BACKOFF_S if moved.done() else min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    async def _find(self) -> None:
-        """The service may have come back somewhere else."""
-        started = time.monotonic()
+    async def _ask(self, path: str, body: bytes, limit_s: float, moved: asyncio.Future[None]) -> tuple[int, bytes]:
+        """Status and body of one answer. Raises ConnectionError when the service moves away: a process that is frozen, or whose
+        machine is gone, closes no connection."""
+        asking = asyncio.ensure_future(self._request(path, body, limit_s))
         try:
-            self._url = await asyncio.to_thread(self._worker.resolver.get, self._key)
-        except NameResolveError as error:
-            waited_s = time.monotonic() - started
-            self._worker.logger.debug("no address of %s (%r after %.1f s)", self._service, error, waited_s)
+            ends: set[asyncio.Future[Any]] = {asking, moved}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise ConnectionError(f"another process is the {self._service} now")
+            return asking.result()
+        finally:
+            if not asking.cancel() and not asking.cancelled():
+                asking.exception()  # retrieved, should this task have been cancelled at that moment
+
+    async def _request(self, path: str, body: bytes, limit_s: float) -> tuple[int, bytes]:
+        assert self._session is not None, "start() first"
+        timeout = aiohttp.ClientTimeout(total=limit_s)
+        async with self._session.post(self._url + path, data=body, timeout=timeout) as response:
+            return response.status, await response.read()
+
+    async def _follow(self) -> None:
+        """consumes: addresses of the service. produces: an end of waits for an older one."""
+        async for event in self._worker.watch(self._key):
+            if event.kind == "delete" or event.value == self._url:
+                continue
+            self._url = event.value
+            moved, self._moved = self._moved, asyncio.get_running_loop().create_future()
+            moved.set_result(None)
+            self._on_moved()

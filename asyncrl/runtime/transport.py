@@ -2,13 +2,15 @@
 
 The lowest layer of the streams: channel.py alone uses it. It promises little, and the channel builds on no more: a message
 arrives whole or not at all; it may be lost when a peer dies. ZmqTransport is ZeroMQ PUSH/PULL over TCP; MemoryTransport is its
-twin inside one process, which loses, doubles, reorders and corrupts messages by a seeded generator.
+twin inside one process, which loses, doubles, reorders and corrupts messages by a seeded generator. FaultyTransport does such
+things to any transport, in a real run: `transport_of` is what channels are made with.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import zmq
+
+from asyncrl.config import FaultsConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -334,3 +338,88 @@ class _MemoryPush(PushSocket):
         position = self._transport.random.randrange(len(flipped) * 8)
         flipped[position // 8] ^= 1 << (position % 8)
         return bytes(flipped)
+
+
+# -------------------------------------------------------------------------------------------------------- faults in real runs
+
+
+def transport_of(faults: FaultsConfig, who: str) -> Transport:
+    """What a run's channels go over: ZeroMQ, and between it and them the faults of runtime.faults, if there are any.
+
+    who: tells the channels of a run apart, so that each has faults of its own, the same with each start.
+    """
+    transport = ZmqTransport()
+    if not any((faults.drop, faults.duplicate, faults.corrupt, faults.delay)):
+        return transport
+    return FaultyTransport(transport, faults, who)
+
+
+class FaultyTransport(Transport):
+    """Another transport, but for what faults do to some messages as they are sent: each is drawn for, by seed and `who`.
+
+    A message is lost, or comes later (and so out of order), or twice, or with one byte changed, in whichever frame.
+    """
+
+    def __init__(self, transport: Transport, faults: FaultsConfig, who: str) -> None:
+        self._transport = transport
+        self._faults = faults
+        self._random = random.Random(zlib.crc32(who.encode()) ^ faults.seed)
+        self.num_faults = dict.fromkeys(("drop", "duplicate", "corrupt", "delay"), 0)
+
+    def bind_pull(self, host: str, *, queue_messages: int, max_frame_bytes: int) -> PullSocket:
+        return self._transport.bind_pull(host, queue_messages=queue_messages, max_frame_bytes=max_frame_bytes)
+
+    def connect_push(self, address: str, *, queue_messages: int) -> PushSocket:
+        return _FaultyPush(self, self._transport.connect_push(address, queue_messages=queue_messages))
+
+    def strikes(self, kind: str) -> bool:
+        """Whether this fault strikes the next message."""
+        share: float = getattr(self._faults, kind)
+        struck = self._random.random() < share
+        self.num_faults[kind] += struck
+        return struck
+
+    def delay_s(self) -> float:
+        return self._random.uniform(0.0, self._faults.delay_s)
+
+    def changed(self, frames: Sequence[Buffer]) -> list[Buffer]:
+        """A copy with one byte changed: in a small frame as likely as in a large one, so that envelopes are met too."""
+        changed = [bytes(frame) for frame in frames]
+        number = self._random.choice([number for number, frame in enumerate(changed) if frame])
+        damaged = bytearray(changed[number])
+        damaged[self._random.randrange(len(damaged))] ^= self._random.randrange(1, 256)
+        changed[number] = bytes(damaged)
+        return [*changed]
+
+
+class _FaultyPush(PushSocket):
+    def __init__(self, transport: FaultyTransport, push: PushSocket) -> None:
+        self._transport = transport
+        self._push = push
+        self._late: set[asyncio.TimerHandle] = set()  # bounded as the sender's window is: it asks before it sends again
+
+    def send_nowait(self, frames: Sequence[Buffer]) -> bool:
+        transport = self._transport
+        if transport.strikes("drop"):
+            return True
+        if transport.strikes("corrupt"):
+            frames = transport.changed(frames)
+        twice = transport.strikes("duplicate")
+        if transport.strikes("delay"):
+            self._send_later([bytes(frame) for frame in frames])  # they may be written to once the message is settled
+            return not twice or self._push.send_nowait(frames)
+        return self._push.send_nowait(frames) and (not twice or self._push.send_nowait(frames))
+
+    def close(self) -> None:
+        for handle in self._late:
+            handle.cancel()
+        self._late.clear()
+        self._push.close()
+
+    def _send_later(self, frames: Sequence[Buffer]) -> None:
+        def send() -> None:
+            self._late.discard(handle)
+            self._push.send_nowait(frames)  # a full socket loses it, as any does
+
+        handle = asyncio.get_running_loop().call_later(self._transport.delay_s(), send)
+        self._late.add(handle)

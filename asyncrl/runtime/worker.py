@@ -1,9 +1,9 @@
 """Worker base: the life of every process but the launcher.
 
-starting (setup) -> running (run) -> stopping (close) -> done, or error from anywhere. A worker is an asyncio program on
-the main thread; what computes runs on one extra thread. The launcher passes two things by environment: the id of a lease that
-it keeps alive for the worker (so no worker that computes needs a keepalive thread), and a pipe for status lines. A worker
-started by hand has neither: it keeps a lease of its own and publishes its status itself.
+starting (setup) -> running (run) -> stopping (close) -> done, or stopped if it was told to, or error from anywhere. A worker is
+an asyncio program on the main thread; what computes runs on one extra thread. The launcher passes two things by environment: the
+id of a lease that it keeps alive for the worker (so no worker that computes needs a keepalive thread), and a pipe for status
+lines. A worker started by hand has neither: it keeps a lease of its own and publishes its status itself.
 """
 
 from __future__ import annotations
@@ -12,31 +12,33 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
 import time
 import traceback
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from asyncrl.config import ConfigError, WorkerInfo
+from asyncrl.data.prompts import PromptError
 from asyncrl.messages import Wait, WorkerStatus
-from asyncrl.names import Names
-from asyncrl.runtime.disk import StorageError
-from asyncrl.runtime.name_resolve import NameResolver, NameResolveTimeout, WatchEvent, open_name_resolver
+from asyncrl.names import Names, incarnation
+from asyncrl.runtime.disk import StorageError, out_of_files
+from asyncrl.runtime.name_resolve import NameResolver, WatchEvent, open_name_resolver
 from asyncrl.runtime.trace import OFF, Tracer, place_of, trace_file
 
 T = TypeVar("T")
-State = Literal["starting", "running", "stopping", "done", "error"]
+State = Literal["starting", "running", "stopping", "stopped", "done", "error"]
 
 STATUS_FD_ENV = "ASYNCRL_STATUS_FD"
 LEASE_ENV = "ASYNCRL_LEASE"
 STATUS_INTERVAL_S = 0.5
 LONG_WAIT_S = 20.0  # a wait longer than this is written to the log once, with what and on whom
+_SAY_AGAIN_S = 60.0
 _MAX_WATCH_EVENTS = 10_000
 _MAX_ERROR_CHARS = 20_000  # a status line must fit into the pipe to the launcher
 _CLOCK_SLACK_S = 0.001  # the loop's timers may be early by its clock's resolution
@@ -53,6 +55,11 @@ class WaitTimeoutError(TimeoutError):
 
 class RunEndedError(RuntimeError):
     """The run ends for a reason that lies in no code: the text says what, why and what helps."""
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether another process in this one's place would meet the same error: it lies in what the user gave, or in the disk."""
+    return isinstance(error, ConfigError | PromptError | StorageError | RunEndedError)
 
 
 def told(error: BaseException) -> str:
@@ -77,6 +84,7 @@ class StatusBoard:
         self.state: State = "starting"
         self.version = ""
         self.error = ""
+        self.fatal = False
 
     def progress(self) -> None:
         """Count one turn of the worker's loop."""
@@ -138,6 +146,7 @@ class StatusBoard:
             queues=dict(self._queues),
             version=self.version,
             error=self.error,
+            fatal=self.fatal,
         )
 
 
@@ -147,7 +156,7 @@ class Worker:
     def __init__(self, info: WorkerInfo) -> None:
         self.info = info
         self.name = info.name
-        self.incarnation = f"{info.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.incarnation = incarnation(info.name)
         self.names = Names(info.experiment, info.trial)
         self.logger = logging.getLogger(f"asyncrl.{info.name}")
         self.trace = Tracer(trace_file(info), process=info.name, order=place_of(info)) if info.trace else OFF
@@ -157,6 +166,7 @@ class Worker:
         self.lease: int | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self._failure: asyncio.Future[None] | None = None
+        self._said_out_of_files = -math.inf
 
     async def setup(self) -> None:
         """Bind sockets, load models, publish addresses, meet the others. Every wait in here has a limit."""
@@ -170,19 +180,9 @@ class Worker:
 
     async def publish(self, key: str, value: str) -> None:
         """Put a key of this worker, replacing an older one; it goes when the worker's lease goes. Rides over outages."""
-        await self.board.bounded(
-            self._publish_over_outages(key, value),
-            what=f"publishing {key}",
-            on="name resolve",
-            limit_s=self.info.runtime.start_timeout_s,
-        )
-
-    async def _publish_over_outages(self, key: str, value: str) -> None:
-        while True:  # bounded by the caller; each turn takes as long as the resolver tries
-            try:
-                return await asyncio.to_thread(self.resolver.add, key, value, replace=True, lease=self.lease)
-            except NameResolveTimeout as error:
-                self.logger.warning("%s; trying again", error)
+        limit_s = self.info.runtime.start_timeout_s
+        with self.board.waiting(f"publishing {key}", on="name resolve", limit_s=limit_s):
+            await asyncio.to_thread(self.resolver.publish, key, value, lease=self.lease, limit_s=limit_s)
 
     async def wait_for_key(self, key: str, what: str) -> str:
         """Value of a key, as soon as somebody publishes it."""
@@ -202,7 +202,9 @@ class Worker:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        watch = await asyncio.to_thread(self.resolver.watch, key, deliver, subtree=subtree)
+        limit_s = self.info.runtime.start_timeout_s
+        with self.board.waiting(f"reading {key}", on="name resolve", limit_s=limit_s):
+            watch = await asyncio.to_thread(self.resolver.watch, key, deliver, subtree=subtree, limit_s=limit_s)
         try:
             while True:
                 yield await events.get()
@@ -225,6 +227,15 @@ class Worker:
         else:
             self.logger.error("%s failed too", task.get_name(), exc_info=task.exception())
 
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What nobody awaits. Connections that cannot be accepted wait, and the loop tries again every second."""
+        explained = out_of_files(context.get("exception"))
+        if explained is None:
+            loop.default_exception_handler(context)
+        elif (now := time.monotonic()) - self._said_out_of_files > _SAY_AGAIN_S:
+            self._said_out_of_files = now
+            self.logger.error("%s; trying again", explained)
+
     async def main(self) -> None:
         """The whole life. Raises what made the worker fail."""
         loop = asyncio.get_running_loop()
@@ -232,24 +243,38 @@ class Worker:
         for signum in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):  # not on the main thread: a test
                 loop.add_signal_handler(signum, self.stopping.set)
+        loop.set_exception_handler(self._on_loop_error)
         self.logger.info("setting up")  # its imports are done
-        self.resolver = await asyncio.to_thread(open_name_resolver, self.info.name_resolve)
         reporter = _StatusReporter(self)
         await reporter.start()
         try:
-            await self._live()
-            self.board.state = "done"
+            is_over = await self._live()
+            self.board.state = "done" if is_over else "stopped"
         except BaseException as error:
+            shown = out_of_files(error) or error
             self.board.state = "error"
-            self.board.error = told(error)[-_MAX_ERROR_CHARS:]
+            self.board.error = told(shown)[-_MAX_ERROR_CHARS:]
+            self.board.fatal = is_fatal(shown)
             raise
         finally:
             await reporter.stop()
             self.trace.close()
-            await asyncio.to_thread(self.resolver.close)
+            if hasattr(self, "resolver"):
+                await asyncio.to_thread(self.resolver.close)
 
-    async def _live(self) -> None:
-        """setup and run until they end, a background task fails, or the worker is told to stop; then close."""
+    async def _open_name_resolve(self) -> None:
+        """A launcher has seen it answer: then an outage is waited for."""
+        info = self.info
+        limit_s = info.runtime.start_timeout_s if _is_launched() else info.name_resolve.timeout_s
+        with self.board.waiting("its first answer", on="name resolve", limit_s=limit_s):
+            self.resolver = await asyncio.to_thread(open_name_resolver, info.name_resolve, limit_s)
+            if self.lease is None:
+                granted = await asyncio.to_thread(self.resolver.grant_lease, info.runtime.lease_ttl_s)
+                self.lease = granted.id
+
+    async def _live(self) -> bool:
+        """setup and run until they end, a background task fails, or the worker is told to stop; then close. Whether the work
+        is over."""
         assert self._failure is not None
         stop = asyncio.create_task(self.stopping.wait(), name=f"{self.name}:stop")
         life = asyncio.create_task(self._setup_and_run(), name=f"{self.name}:life")
@@ -261,10 +286,12 @@ class Worker:
                 self._failure.result()
             if life.done():
                 life.result()
+            return life.done()
         finally:
             await self._shut_down({stop, life, *self._background})
 
     async def _setup_and_run(self) -> None:
+        await self._open_name_resolve()
         await self.setup()
         self.board.state = "running"
         self.logger.info("running")
@@ -296,12 +323,8 @@ class _StatusReporter:
 
     async def start(self) -> None:
         worker = self._worker
-        lease = os.environ.get(LEASE_ENV)
-        if lease:
-            worker.lease = int(lease)
-        else:
-            granted = await asyncio.to_thread(worker.resolver.grant_lease, worker.info.runtime.lease_ttl_s)
-            worker.lease = granted.id
+        if _is_launched():
+            worker.lease = int(os.environ[LEASE_ENV])
         if self._fd is not None:
             os.set_blocking(self._fd, False)
             os.set_inheritable(self._fd, False)  # the pipe ends with this process, whatever that starts
@@ -330,8 +353,15 @@ class _StatusReporter:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):  # nobody reads just now: the next line will do
                 os.write(self._fd, line + b"\n")
             return
+        if not hasattr(self._worker, "resolver"):
+            return
         key = self._worker.names.status(self._worker.name)
         await asyncio.to_thread(self._worker.resolver.add, key, line.decode(), replace=True, lease=self._worker.lease)
+
+
+def _is_launched() -> bool:
+    """By a launcher, which keeps our lease; else we keep one of our own."""
+    return bool(os.environ.get(LEASE_ENV))
 
 
 def die_with_parent() -> None:

@@ -106,7 +106,13 @@ class PacedTrainer(Worker):
         limit_s = config.train.call_timeout_s
         self._intake = Intake(self, self._store, head=0, vocab_size=lambda: size, verdict_limit_s=limit_s)
         self._server = NameResolvingReplyServer(
-            self.resolver, self.names, index=0, runtime=runtime, lease=self.lease, worker=self.name
+            self.resolver,
+            self.names,
+            index=0,
+            runtime=runtime,
+            lease=self.lease,
+            worker=self.name,
+            attempt=self.info.attempt,
         )
         await self._intake.open()
         await self._server.start()

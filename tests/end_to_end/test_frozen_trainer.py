@@ -37,6 +37,7 @@ def test_a_run_survives_a_frozen_master_and_frozen_trainers(sorter: Path, tmp_pa
         f"train.max_steps={STEPS}",
         "rollout.group_size=4",
         "eval.prompts=null",
+        "runtime.frozen_after_s=0",
     ) as run:
         run.wait_for_step(3, limit_s=300)
         manager = manager_url(run)

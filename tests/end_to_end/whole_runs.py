@@ -72,9 +72,9 @@ def published_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def trained_events(run_dir: Path) -> list[Event]:
+def trained_events(run_dir: Path, attempt: int = 1) -> list[Event]:
     """One a train step, in order."""
-    events = [event for event in journal(run_dir) if event["event"] == "trained"]
+    events = [event for event in journal(run_dir) if event["event"] == "trained" and event["attempt"] == attempt]
     assert [event["step"] for event in events] == list(range(1, len(events) + 1))
     return events
 

@@ -83,7 +83,7 @@ class FakeGenerationServer(HttpService):
         self.eos_at = eos_at  # sequence length (prompt included) at which EOS is sampled; 0: never
         self.script: deque[Any] = (
             deque()
-        )  # int: interrupt after so many tokens; str: `disconnect`, `garbage`; web.Response
+        )  # int: interrupt after so many tokens; str: `disconnect`, `garbage`; web.Response; a function: the answer's body
         self.version_after_interrupt = 0
         self.requests: list[GenerateRequest] = []
         self.aborted: list[str] = []
@@ -130,6 +130,8 @@ class FakeGenerationServer(HttpService):
             self.in_flight -= 1
         if isinstance(event, web.Response):
             return event
+        if callable(event):
+            return web.Response(body=event(self._sample(request, None)), content_type="application/json")
         if event == "disconnect":
             assert http.transport is not None
             http.transport.abort()
@@ -189,6 +191,7 @@ class FakeManager(HttpService):
         super().__init__()
         self.waiting: deque[Ticket] = deque(tickets)
         self.finished = False
+        self.heartbeat_s = 0.05
         self.refusal = ""  # answer every request for tickets with this
         self.replacement = ScheduleReply(reason="no_server")
         self.results: dict[str, RolloutResult] = {}
@@ -247,7 +250,7 @@ class FakeManager(HttpService):
     async def _heartbeat(self, http: web.Request) -> web.Response:
         self.heartbeats.append(msgspec.json.decode(await http.read(), type=HeartbeatRequest))
         await self.notify()
-        return _reply(HeartbeatReply(revoked=self.revoked, heartbeat_s=0.05))
+        return _reply(HeartbeatReply(revoked=self.revoked, heartbeat_s=self.heartbeat_s))
 
     async def _schedule(self, http: web.Request) -> web.Response:
         self.schedules.append(msgspec.json.decode(await http.read(), type=ScheduleRequest))

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from test_rollout_worker import Stage
 
-from asyncrl.config import TaskConfig
+from asyncrl.config import RolloutConfig, TaskConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.messages import StoreVerdict
+from asyncrl.groups.outcome import RolloutRejected
+from asyncrl.messages import FinishReason, GenerateReply, ScheduleReply, StoreVerdict
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue, SingleStepAgent
-from asyncrl.rollout.env import Env
+from asyncrl.rollout.env import Env, RewardEnv
 
 LET_GO = threading.Event()  # at the end of a test: what hangs goes on
 
@@ -153,12 +157,263 @@ async def test_an_agents_numbers_that_would_break_training(stage: Stage) -> None
     assert found[0][2] == "an agent's sample has logprobs that are not finite"
 
 
-async def test_what_the_head_refuses_comes_back_with_its_reason(stage: Stage) -> None:
-    stage.verdict = StoreVerdict(verdict="refused", reason="not_finite: logprobs or rewards")
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        # of what another try would give again: the prompt is done with
+        ("not_finite: logprobs or rewards", ("rejected", "not_finite", "logprobs or rewards")),
+        (
+            "bad_tokens: ids from 0 to 99, the vocabulary has 50",
+            ("rejected", "bad_tokens", "ids from 0 to 99, the voc"),
+        ),
+        # of this try
+        (
+            "wrong_attempt: it is of attempt 1",
+            ("released", "refused", "trajectory ticket-0 refused: wrong_attempt: it"),
+        ),
+        ("store_full", ("released", "refused", "trajectory ticket-0 refused: store_full")),
+    ],
+)
+async def test_what_the_head_refuses_comes_back_with_its_reason(
+    stage: Stage, reason: str, expected: tuple[str, str, str]
+) -> None:
+    stage.verdict = StoreVerdict(verdict="refused", reason=reason)
     await stage.start()
     await stage.grant(stage.ticket(0))
     await stage.results(1)
     result = stage.manager.results["ticket-0"]
-    assert (result.outcome, result.reason) == ("released", "refused")
-    assert result.detail == "trajectory ticket-0 refused: not_finite: logprobs or rewards"
+    assert (result.outcome, result.reason) == expected[:2]
+    assert result.detail.startswith(expected[2])
+    await stage.end()
+
+
+# ------------------------------------------------------------------------------------------------ what ends a process
+
+
+async def test_what_would_end_or_stop_a_worker_ends_a_judge(stage: Stage) -> None:
+    """The default: rewards in processes of their own. A sound rollout beside one that holds the GIL is not held up."""
+    judge = stage.tmp_path / "judge.py"
+    judge.write_text(DANGEROUS)
+    dangerous = TaskConfig(reward=f"{judge}:reward")
+    isolation = RolloutConfig().reward_isolation
+    stage.rollout = replace(
+        stage.rollout, reward_isolation=isolation, reward_timeout_s=2.0, tasks={"default": dangerous}
+    )
+    expected = {
+        "exit": ("rejected", "reward_died"),
+        "abort": ("rejected", "reward_died"),
+        "sys.exit": ("rejected", "reward_error"),
+        "spin": ("rejected", "reward_timeout"),
+        "fork": ("stored", ""),
+        "": ("stored", ""),
+    }
+    stage.rows = [{"prompt": f"{i}12", "answer": answer, "task": "default"} for i, answer in enumerate(expected)]
+    stage.rollout = replace(stage.rollout, max_concurrent_per_worker=len(expected))
+    await stage.start()
+    await stage.grant(*(stage.ticket(position) for position in range(len(expected))))
+    order = list(await stage.results(len(expected)))
+    await stage.end()
+    found = [stage.manager.results[f"ticket-{position}"] for position in range(len(expected))]
+    assert [(result.outcome, result.reason) for result in found] == list(expected.values())
+    assert order[-1] == "ticket-3"  # the one that spins
+    assert found[0].detail.endswith("judge.py:reward has ended its process: it ended with exit code 3")
+
+
+DANGEROUS = """
+import os, re, sys
+
+def reward(prompt, completion, answer):
+    if answer == "exit": os._exit(3)
+    if answer == "abort": os.abort()
+    if answer == "sys.exit": sys.exit(4)
+    if answer == "spin": re.match(r"(a+)+$", "a" * 64 + "b")
+    if answer == "fork": return float(os.fork() == 0)
+    return 0.5
+"""
+
+
+# -------------------------------------------------------------------------------------------- agents and environments
+
+
+class OddError(BaseException):
+    """No Exception: what a worker that catches those would die of."""
+
+
+class OddAgent(SingleStepAgent):
+    """Does what the prompt's row says."""
+
+    async def collect_trajectory(
+        self, prompt: Any, env: Env, obs_queue: ObsQueue, act_queue: ActQueue
+    ) -> list[SequenceSample]:
+        does = prompt.row.get("does")
+        if does == "raise":
+            raise OddError("no exception")
+        if does == "cancel":
+            raise asyncio.CancelledError
+        if does == "hold on":
+            while not LET_GO.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.1)
+            return []
+        if does == "ask":
+            await obs_queue.put(prompt.row["for"])
+            await act_queue.get()
+        if does == "give":
+            return prompt.row["what"]
+        samples = await super().collect_trajectory(prompt, env, obs_queue, act_queue)
+        if does == "give twice":
+            return samples * 2
+        if does == "reason":
+            raise RolloutRejected(f"the prompt {prompt.row['prompt']} has a reason of its own: {'x' * 100}")
+        return samples
+
+
+async def test_whatever_an_agent_does_costs_its_own_rollout_only(stage: Stage) -> None:
+    stage.rollout = replace(
+        stage.rollout,
+        rollout_timeout_s=1.0,
+        tasks={"default": TaskConfig(reward=f"{__name__}:reward", agent=f"{__name__}:OddAgent")},
+    )
+    expected: list[tuple[dict[str, Any], str, str]] = [
+        ({"does": "raise"}, "agent_error", "the agent raised RuntimeError('OddError: no exception')"),
+        ({"does": "cancel"}, "agent_error", ""),
+        ({"does": "ask", "for": 42}, "agent_error", ""),
+        ({"does": "ask", "for": {"inputs": ["text"]}}, "agent_error", ""),
+        *(({"does": "give", "what": what}, "agent_error", "") for what in (42, "text", [42], {"a": 1}, [None])),
+        ({"does": "give", "what": None}, "agent_declined", "the agent of task 'default' gave no trajectory"),
+        ({"does": "give", "what": []}, "agent_declined", ""),
+        ({"does": "give twice"}, "agent_error", ""),
+        ({"does": "reason"}, "the_prompt_1212_has_a_reason_of_its_own_", ""),
+        ({"does": "hold on"}, "rollout_timeout", "the agent of task 'default' took more than 1 s"),
+    ]
+    found = await outcomes_of(stage, [row for row, _, _ in expected])
+    assert found == [("rejected", reason, detail) for _, reason, detail in expected]
+
+
+class OddEnv(RewardEnv):
+    """Does what the prompt's answer says."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        if self.prompt.answer == "raise in init":
+            raise OddError("in init")
+
+    async def reset(self) -> Any:
+        if self.prompt.answer == "raise in reset":
+            raise LookupError("in reset")
+        return await super().reset()
+
+    async def step(self, action: Any) -> Any:
+        answer = self.prompt.answer
+        if answer == "hang":
+            await asyncio.Event().wait()
+        rewards: dict[str, Any] = {"nan": [float("nan")] * 3, "too few": [0.5], "text": ["good"] * 3, "none": None}
+        if answer == "nothing":
+            return None
+        return None, rewards.get(answer, [0.5] * 3), True, False, {}
+
+    async def close(self) -> None:
+        if self.prompt.answer == "raise in close":
+            raise SystemExit(5)
+        if self.prompt.answer == "hang in close":
+            await asyncio.Event().wait()
+
+
+async def test_whatever_an_environment_does_costs_its_own_rollout_only(stage: Stage) -> None:
+    stage.rollout = replace(
+        stage.rollout,
+        rollout_timeout_s=0.5,
+        tasks={"default": TaskConfig(reward=f"{__name__}:reward", env=f"{__name__}:OddEnv")},
+    )
+    reasons = {
+        "raise in init": "agent_error",
+        "raise in reset": "agent_error",
+        "nan": "agent_error",
+        "too few": "agent_error",
+        "text": "agent_error",
+        "none": "agent_error",
+        "nothing": "agent_error",
+        "raise in close": "agent_error",
+        "hang": "rollout_timeout",
+        "hang in close": "rollout_timeout",
+    }
+    found = await outcomes_of(stage, [{"answer": answer} for answer in reasons])
+    assert [(outcome, reason) for outcome, reason, _ in found] == [("rejected", why) for why in reasons.values()]
+    assert found[0][2] == "the agent raised RuntimeError('OddError: in init')"
+
+
+# --------------------------------------------------------------------------------------------------- generation servers
+
+
+def with_logprobs(change: Callable[[list[Any]], object]) -> Callable[[GenerateReply], bytes]:
+    """A server's answer whose logprobs were changed."""
+
+    def body(reply: GenerateReply) -> bytes:
+        answer = msgspec.to_builtins(reply)
+        rows = [list(row) for row in answer["meta_info"]["output_token_logprobs"]]
+        change(rows)
+        answer["meta_info"]["output_token_logprobs"] = rows
+        return json.dumps(answer).encode()  # as SGLang writes what is no number: NaN
+
+    return body
+
+
+def set_first(value: Any) -> Callable[[list[Any]], object]:
+    return lambda rows: rows[0].__setitem__(0, value)
+
+
+def with_tokens(token: int) -> Callable[[GenerateReply], bytes]:
+    def body(reply: GenerateReply) -> bytes:
+        return msgspec.json.encode(msgspec.structs.replace(reply, output_ids=[token] * len(reply.output_ids)))
+
+    return body
+
+
+def empty(reply: GenerateReply) -> bytes:
+    meta = msgspec.structs.replace(
+        reply.meta_info, finish_reason=FinishReason(type="stop"), weight_versions=[], output_token_logprobs=[]
+    )
+    return msgspec.json.encode(GenerateReply(output_ids=[], meta_info=meta))
+
+
+def too_long(reply: GenerateReply) -> bytes:
+    meta = reply.meta_info
+    longer = msgspec.structs.replace(
+        meta,
+        output_token_logprobs=[*meta.output_token_logprobs] * 2,
+        weight_versions=[msgspec.structs.replace(meta.weight_versions[0], end=2 * len(reply.output_ids))],
+    )
+    return msgspec.json.encode(GenerateReply(output_ids=reply.output_ids * 2, meta_info=longer))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "detail"),
+    [
+        (with_logprobs(set_first(None)), "bad_logprobs", "logprob None"),
+        (with_logprobs(set_first(3.0)), "bad_logprobs", "logprob 3.0"),
+        (with_logprobs(set_first(-1e400)), "server_lost", "no GenerateReply"),  # JSON knows no infinity
+        (with_logprobs(set_first(float("nan"))), "server_lost", "no GenerateReply"),
+        (with_logprobs(lambda rows: rows.pop()), "server_lost", "4 tokens with 3 logprobs where at most 4 were asked"),
+        (with_tokens(-1), "bad_tokens", "ids from -1 to -1"),
+        (with_tokens(1 << 40), "bad_tokens", "ids from 1099511627776 to 1099511627776"),
+        (empty, "empty_response", "generated no token"),
+        (too_long, "server_lost", "8 tokens with 8 logprobs where at most 4 were asked for"),
+    ],
+)
+async def test_what_a_server_answers_and_no_model_can_have_said(
+    stage: Stage, answer: Any, reason: str, detail: str
+) -> None:
+    """Numbers that belong to the prompt reject it; an answer that is none loses the server, and the prompt is tried elsewhere."""
+    stage.rollout = replace(stage.rollout, group_size=1)
+    await stage.start()
+    stage.manager.replacement = ScheduleReply(server=stage.server.name, server_url=stage.server.url)
+    stage.server.script.extend([answer] * 16)
+    await stage.grant(stage.ticket(0))
+    await stage.results(1)
+    result = stage.manager.results["ticket-0"]
+    assert (result.outcome, result.reason) == ("released" if reason == "server_lost" else "rejected", reason)
+    assert detail in result.detail
+    stage.server.script.clear()
+    await stage.grant(stage.ticket(1))
+    assert (await stage.results(2))["ticket-1"] == ("stored", "")
     await stage.end()

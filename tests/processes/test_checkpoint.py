@@ -231,6 +231,18 @@ def test_another_model_does_not_fit(model_path, saved, tmp_path):
         checkpoint.load(saved, {"critic": shard(model_path, None)}, workers=[0])
 
 
+def test_models_that_the_checkpoint_does_not_have(model_path, saved):
+    """A second reference is loaded from the first; one that was not saved then stays as it is, where that was asked for."""
+    second, new = shard(model_path, None), shard(model_path, None, change=0.3)
+    models = {"ref@1": second, "reward": new}
+    with pytest.raises(CheckpointError, match=r"does not fit model 'reward': Missing key .* reward\."):
+        checkpoint.load(saved, models, workers=[0])
+    checkpoint.load(saved, models, workers=[0], or_as_is=("reward",))
+    for found, wanted in ((second, shard(model_path, None, change=0.2)), (new, shard(model_path, None, change=0.3))):
+        for name, tensor in wanted.named_parameters().items():
+            assert torch.equal(found.named_parameters()[name], tensor), name
+
+
 def test_a_newer_format_is_said(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "c")
     about = json.loads((tmp_path / "c" / "checkpoint.json").read_text())

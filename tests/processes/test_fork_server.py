@@ -195,6 +195,27 @@ def test_a_killed_fork_server_is_the_first_cause(config, tmp_path):
         assert_nothing_left(run.run_dir)
 
 
+def test_they_live_as_long_as_the_run_and_are_not_needed(config, tmp_path):
+    """They cost no time of a processor; without them who is started again is an interpreter of its own."""
+    with launch(config, f"fileroot={tmp_path}", "train.max_steps=0", "train.num_epochs=1000") as run:
+        run.wait_for_step(1, LIMIT_S)
+        servers = fork_servers(run)
+        assert len(servers) == len(PRELOADS)
+        used_s = [sum(server.cpu_times()[:2]) for server in servers]
+        run.wait_for_step(10, LIMIT_S)
+        assert [sum(server.cpu_times()[:2]) for server in servers] == pytest.approx(used_s, abs=0.1)
+        for server in servers:
+            server.kill()
+        run.wait_for_output("the fork server of the light processes has ended; from now on", LIMIT_S)
+        run.worker("rollout_worker/0").kill()
+        run.wait_for_output("rollout_worker/0 was killed by signal SIGKILL", LIMIT_S)
+        step = train_steps(run.run_dir)[-1]["step"]
+        run.wait_for_step(step + 10, LIMIT_S)
+        run.signal(signal.SIGINT)
+        assert run.wait(LIMIT_S) == 130
+        assert_nothing_left(run.run_dir)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_nothing_is_left_when_the_launcher_ends_while_they_import(config, tmp_path, number, code):
     with launch(config, f"fileroot={tmp_path}") as run:

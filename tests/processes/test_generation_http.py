@@ -113,7 +113,8 @@ async def served(model_path: Path, run_dir: Path, version: WeightVersion | None 
 async def test_a_life(model_path: Path, tmp_path: Path) -> None:
     """No version: 503. Then v0, a request, a pause with everything that belongs to it, v1."""
     async with served(model_path, tmp_path, None) as client:
-        assert (await client.get("/get_model_info"))[1] == {"model_path": str(model_path), "weight_version": ""}
+        told = {"model_path": str(model_path), "weight_version": "", "paused": False}
+        assert (await client.get("/get_model_info"))[1] == told
         assert (await client.get("/health"))[0] == 200
         request = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3}, "rid": "a"}
         async with client.session.post(client.url + "/generate", json=request) as response:
@@ -216,6 +217,30 @@ async def test_a_bad_update_gets_400_and_the_old_version_serves(model_path: Path
         status, body = await client.post("/update_weights_from_disk", {"model_path": str(v1), "weight_version": "v1"})
         assert (status, body["success"]) == (400, False)
         assert await client.generate([1, 2, 3], "a", max_new_tokens=5, temperature=0.0) == before
+
+
+async def test_no_version_of_a_lower_attempt_and_none_that_is_older_is_loaded(model_path: Path, tmp_path: Path) -> None:
+    """By whoever asks: a manager or a trainer that was frozen, and speaks after its successor."""
+    async with served(model_path, tmp_path, V1) as client:
+        status, reply = await client.update(V0)
+        assert (status, reply.success) == (400, False)
+        assert reply.message == f"version {V0} is older than {V1}, which was loaded here"
+        assert (await client.update(V1))[0] == 200  # the same again
+        new = WeightVersion(2, 0)
+        tensors = make_tiny_model(None, seed=5).named_parameters()
+        path = version_dir(tmp_path, "actor", new)
+        write_version(path, ((n, p.detach()) for n, p in tensors), source_dir=model_path, version=new, fsync=False)
+        assert (await client.update(new, path))[0] == 200  # another attempt may begin further back
+        status, reply = await client.update(V1)
+        assert (status, reply.success) == (400, False)
+        assert reply.message == f"version {V1} is older than {new}, which was loaded here; attempt 1 is over"
+        status, begun = await client.post("/begin_weight_update", {"weight_version": str(V1)})
+        assert (status, begun["success"]) == (400, False)
+        assert "attempt 1 is over" in begun["message"]
+        _, info = await client.get("/get_model_info")
+        assert (info["weight_version"], info["paused"]) == (str(new), False)
+        await client.post("/pause_generation", {"mode": "abort"})
+        assert (await client.get("/get_model_info"))[1]["paused"]
 
 
 async def test_one_rid_at_a_time_a_full_queue_and_clients_that_leave(model_path: Path, tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_a_killed_launcher_leaves_nothing(start, with_grandchildren):
 
 
 def test_etcd_comes_back_and_a_killed_worker_is_the_first_cause(start):
-    run = start(*ENDLESS)
+    run = start(*ENDLESS, "runtime.max_restarts=0")
     step = run.wait_for_step(1, LIMIT_S)["step"]
     os.kill(etcd_pid(run), signal.SIGKILL)
     run.wait_for_output("etcd runs again", LIMIT_S)

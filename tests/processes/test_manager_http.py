@@ -34,6 +34,7 @@ from asyncrl.messages import (
     VersionReply,
     WeightVersion,
 )
+from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.name_resolve import open_name_resolver
 from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights import FileEntry, Manifest, _xxh3, version_dir
@@ -99,7 +100,7 @@ class FakeServer:
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
 
     async def _info(self, request: web.Request) -> web.Response:
-        return web.json_response({"model_path": "m", "weight_version": self.version})
+        return web.json_response({"model_path": "m", "weight_version": self.version, "paused": self.paused})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -198,6 +199,9 @@ class Setup:
         if write:
             self.write_weights(weights)
         self.resolver.add(self.names.model_version("actor"), str(weights), replace=True)
+
+    def journal(self) -> list[dict[str, Any]]:
+        return read_json_lines(self.run_dir / "journal" / "gserver_manager.jsonl")
 
     async def post(self, path: str, body: Any, reply: type[R]) -> R:
         async with self.session.post(self.url + path, data=msgspec.json.encode(body)) as response:
@@ -363,6 +367,10 @@ async def test_reports_wait_for_a_newer_ledger(setup: Setup) -> None:
     assert newer.revision > view.revision
     assert [live.ticket_id for live in newer.live] == [ticket]
     assert (await setup.report(after_revision=view.revision, wait_s=30.0)).revision == newer.revision
+    of_another = newer.revision + 1000  # what the master knows of a manager that has died
+    assert (
+        await asyncio.wait_for(setup.report(after_revision=of_another, wait_s=30.0), 10.0)
+    ).revision == newer.revision
 
 
 async def test_evaluations_wait_for_their_end(setup: Setup) -> None:
@@ -643,6 +651,150 @@ async def test_a_restarted_server_at_its_old_address_is_noticed(setup: Setup) ->
     server.version = ""  # the new process has loaded nothing
     await setup.poll(lambda: len(server.loads) == 2)
     await setup.all_serve(0)
+
+
+# ---------------------------------------------------------------------------------------------------- a manager's successor
+
+
+async def test_a_new_manager_goes_on_as_soon_as_it_has_heard_everybody(tmp_path: Path) -> None:
+    """The lease is an hour: nothing here may wait for it. Servers that serve what they should are not interrupted."""
+    async with running(tmp_path, lease_s=3600.0) as setup:
+        server, behind = await setup.add_server(), await setup.add_server()
+        setup.publish(0)
+        await setup.all_serve(0)
+        held, stored, finished = ids(await setup.allocate(3))
+        await setup.finish(stored)
+        await setup.report(stored=[stored])
+        await setup.stop_manager()
+        setup.publish(1)
+        server.version = str(WeightVersion(1, 1))  # the old manager had it load the new version, and died then
+        await setup.start_manager()
+        assert (await setup.heartbeat(held)).revoked == []
+        assert (await setup.finish(finished)).unknown == []
+        view = await setup.report(stored=[stored], full=True)
+        assert not view.settled
+        assert (await setup.allocate(worker=1)).refusal == "not_ready"
+        waiting = asyncio.create_task(setup.allocate(100, wait_s=60.0, worker=1))
+        beat = asyncio.create_task(setup.heartbeat(worker=1))
+        fresh = await asyncio.wait_for(waiting, 20.0)
+        assert (await beat).revoked == []
+        assert [ticket.locator.position for ticket in fresh.tickets] == [3]
+        assert [ticket.min_version for ticket in fresh.tickets] == [1]
+        view = await setup.until_view(lambda view: view.settled)
+        states = {live.ticket_id: live.state for live in view.live}
+        assert states == {held: "running", stored: "stored", finished: "stored", ids(fresh)[0]: "running"}
+        await setup.all_serve(1)
+        assert server.loads == [str(WeightVersion(1, 0))]
+        assert behind.loads == [str(WeightVersion(1, 0)), str(WeightVersion(1, 1))]
+        assert setup.manager.fleet.counters["found", "generation_server/0"] == 1
+        await setup.stop_manager()
+        events = [(record["event"], record["ticket"]) for record in setup.journal()]
+        assert events[:3] == [("admitted", held), ("admitted", stored), ("admitted", finished)]
+        assert set(events[3:6]) == {("adopted", held), ("adopted", stored), ("adopted", finished)}
+        assert events[6:] == [("admitted", ids(fresh)[0])]
+        await setup.start_manager()
+
+
+async def test_a_server_that_was_being_updated_when_the_manager_died_loads(tmp_path: Path) -> None:
+    """It says that it serves the version, but it is paused: how far that update has come nobody knows."""
+    async with running(tmp_path) as setup:
+        server = await setup.add_server()
+        setup.publish(0)
+        await setup.all_serve(0)
+        await setup.stop_manager()
+        server.paused = True
+        await setup.start_manager()
+        await setup.all_serve(0)
+        assert server.loads == [str(WeightVersion(1, 0))] * 2
+        assert not server.paused
+
+
+async def test_a_server_that_somebody_else_has_paused_loads(setup: Setup) -> None:
+    """A manager that was frozen may go on with an update that its successor has made long ago."""
+    (server,) = setup.servers
+    server.paused = True
+    await setup.poll(lambda: len(server.loads) == 2)
+    await setup.all_serve(0)
+    assert not server.paused
+
+
+async def test_evaluations_go_on_at_a_new_manager(setup: Setup) -> None:
+    body = {"eval_id": "e", "modes": ["greedy"], "num_prompts": 1}
+    assert not (await setup.post("/evaluate", body, EvaluateReply)).done
+    (old,) = (await setup.allocate()).tickets
+    assert old.kind == "eval"
+    await setup.stop_manager()
+    await setup.start_manager()
+    assert not (await setup.post("/evaluate", body, EvaluateReply)).done  # the master asks until it is done
+    await setup.report(full=True)
+    await setup.heartbeat(old.ticket_id)
+    await setup.heartbeat(worker=1)
+    (again,) = (await setup.allocate(wait_s=10.0)).tickets
+    assert (again.eval_id, again.locator) == ("e", old.locator)
+    assert again.ticket_id != old.ticket_id
+    done = {"rewards": [1.0], "lengths": [3], "version_start": 0, "version_end": 0}
+    assert (await setup.finish(old.ticket_id, outcome="evaluated", **done)).unknown == [old.ticket_id]
+    await setup.finish(again.ticket_id, outcome="evaluated", **done)
+    assert (await setup.post("/evaluate", body, EvaluateReply)).results[0].mean_reward == 1.0
+
+
+async def test_a_manager_whose_place_is_taken_ends(setup: Setup) -> None:
+    setup.resolver.add(setup.names.gserver_manager(), "http://127.0.0.1:9", replace=True)
+    with pytest.raises(RuntimeError, match="another process is the gserver manager now, at http://127"):
+        await asyncio.wait_for(setup.task, 20.0)
+    setup.resolver.delete(setup.names.gserver_manager())
+    await setup.start_manager()
+
+
+# ------------------------------------------------------------------------------------------------ another attempt's master
+
+
+async def test_a_new_attempt_begins_with_its_weights_and_may_go_back(setup: Setup) -> None:
+    """The gang was started again from a checkpoint: the manager, the servers and the rollout workers are as they were."""
+    (server,) = setup.servers
+    for version in (1, 2):
+        setup.publish(version)
+        await setup.report(trained_version=version)
+    await setup.all_serve(2)
+    held = ids(await setup.allocate(2))
+    setup.publish(1, attempt=2)
+    await setup.poll(lambda: server.version == str(WeightVersion(2, 1)))
+    assert (await setup.heartbeat(*held)).revoked == held
+    async with setup.session.post(
+        setup.url + "/report",
+        data=msgspec.json.encode({"attempt": 1, "trained_version": 3, "consumed": [], "stored": []}),
+    ) as response:
+        assert response.status == 409
+    assert (await setup.allocate()).refusal == "not_ready"
+    setup.publish(3)  # by a master that was frozen
+    assert not (await setup.report(attempt=2, trained_version=1)).known
+    view = await setup.report(attempt=2, trained_version=1, full=True)
+    assert view.settled
+    assert view.live == []
+    (ticket,) = (await setup.allocate(wait_s=10.0)).tickets
+    assert (ticket.attempt, ticket.min_version, ticket.deadline) == (2, 1, 1 + ETA)
+    assert server.loads[-1] == str(WeightVersion(2, 1))
+
+
+@pytest.mark.parametrize("forgotten", ["nothing", "keys", "journal"])
+async def test_a_new_manager_with_an_old_config_does_not_fall_back(setup: Setup, forgotten: str) -> None:
+    setup.publish(0, attempt=2)
+    await setup.poll(lambda: setup.manager.ledger.attempt == 2)
+    await setup.report(attempt=2, full=True)
+    (held,) = ids(await setup.allocate(wait_s=10.0))
+    await setup.stop_manager()
+    if forgotten == "keys":  # an etcd that was started anew, without its data
+        setup.resolver.delete(setup.names.gserver_manager_began())
+        setup.resolver.delete(setup.names.model_version("actor"))
+    if forgotten == "journal":
+        (setup.run_dir / "journal" / "gserver_manager.jsonl").unlink()
+    await setup.start_manager()
+    assert setup.config.worker.attempt == 1
+    await setup.heartbeat(held)
+    await setup.poll(lambda: setup.manager.ledger.attempt == 2)
+    assert (await setup.heartbeat(held)).revoked == []
+    view = await setup.report(attempt=2, full=True)
+    assert [live.ticket_id for live in view.live] == [held]
 
 
 async def test_a_new_manager_waits_a_lease_and_takes_over_what_is_held(setup: Setup) -> None:

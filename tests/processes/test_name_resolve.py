@@ -1,10 +1,7 @@
-"""Name resolve: one suite on both backends, then what etcd alone must survive."""
+"""Name resolve: one suite on both backends; what a private etcd does. Outages are in test_etcd_outages.py."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from name_sessions import LIMIT_S, OpenSession, Recorder, gone, put, sessions
 
 from asyncrl.config import NameResolveConfig
-from asyncrl.runtime import etcd as etcd_module
 from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError, find_etcd
 from asyncrl.runtime.name_resolve import (
     MAX_NAME_BYTES,
@@ -37,54 +34,6 @@ from asyncrl.runtime.name_resolve import (
     open_name_resolver,
 )
 
-LIMIT_S = 10.0  # of waits for what should come within a second or two
-OpenSession = Callable[..., NameResolver]
-
-
-class Recorder:
-    """A watch's callback that remembers, and can be waited for."""
-
-    def __init__(self) -> None:
-        self.events: list[WatchEvent] = []
-        self._condition = threading.Condition()
-
-    def __call__(self, event: WatchEvent) -> None:
-        with self._condition:
-            self.events.append(event)
-            self._condition.notify_all()
-
-    @property
-    def state(self) -> dict[str, str]:
-        """What somebody who follows the events believes."""
-        state: dict[str, str] = {}
-        for event in list(self.events):
-            if event.kind == "put":
-                state[event.key] = event.value
-            else:
-                state.pop(event.key, None)
-        return state
-
-    def wait_for(self, *expected: WatchEvent) -> None:
-        """Until exactly these events have come, in this order."""
-        self._wait(lambda: len(self.events) >= len(expected))
-        assert self.events == list(expected)
-
-    def wait_for_state(self, expected: dict[str, str]) -> None:
-        self._wait(lambda: self.state == expected)
-        assert self.state == expected, self.events
-
-    def _wait(self, condition: Callable[[], bool]) -> None:
-        with self._condition:
-            self._condition.wait_for(condition, timeout=LIMIT_S)
-
-
-def put(key: str, value: str) -> WatchEvent:
-    return WatchEvent("put", key, value)
-
-
-def gone(key: str) -> WatchEvent:
-    return WatchEvent("delete", key)
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
@@ -98,23 +47,6 @@ def open_session(request: pytest.FixtureRequest) -> Iterator[OpenSession]:
     """Opens further sessions with the same store."""
     endpoint = request.getfixturevalue("server").endpoint if request.param == "etcd" else f"space {uuid.uuid4()}"
     yield from sessions(NameResolveConfig(backend=request.param, endpoints=[endpoint]))
-
-
-@pytest.fixture
-def open_etcd(server: EtcdServer) -> Iterator[OpenSession]:
-    yield from sessions(NameResolveConfig(backend="etcd", endpoints=[server.endpoint]))
-
-
-def sessions(config: NameResolveConfig) -> Iterator[OpenSession]:
-    opened: list[NameResolver] = []
-
-    def open_one() -> NameResolver:
-        opened.append(open_name_resolver(config))
-        return opened[-1]
-
-    yield open_one
-    for session in opened:
-        session.close()
 
 
 @pytest.fixture
@@ -518,9 +450,10 @@ def test_a_lagging_memory_watch_keeps_the_newest_of_each_key(root: str) -> None:
 
 def test_modules_load_neither_grpc_nor_torch() -> None:
     program = (
-        "import sys, asyncrl.runtime.name_resolve, asyncrl.runtime.etcd as etcd, asyncrl.runtime.etcd_server\n"
+        "import sys, asyncrl.runtime.name_resolve, asyncrl.runtime.etcd, asyncrl.runtime.etcd_server\n"
+        "from asyncrl.runtime.etcd_api import load_api\n"
         "assert not {'grpc', 'etcd3', 'google.protobuf', 'torch', 'numpy'} & set(sys.modules)\n"
-        "etcd.load_api()\n"
+        "load_api()\n"
         "assert 'grpc' in sys.modules and not {'torch', 'numpy'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
@@ -541,175 +474,6 @@ def test_the_first_endpoint_that_answers_is_used(server: EtcdServer, root: str) 
             assert recorder.events == [put(f"{root}/a", "1")]
         with pytest.raises(NameResolveTimeout, match=f"{endpoints[0]}.*; {endpoints[1]}"):
             open_name_resolver(NameResolveConfig(endpoints=endpoints, timeout_s=0.5))
-
-
-# ---------------------------------------------------------------------------------------------------- outages of the server
-
-
-def lose_data(server: EtcdServer) -> None:
-    server.kill()
-    shutil.rmtree(server._data_dir)
-    server.start()
-
-
-def test_everything_survives_a_killed_server(server: EtcdServer, open_etcd: OpenSession, root: str) -> None:
-    holder, user, other = open_etcd(), open_etcd(), open_etcd()
-    lease = holder.grant_lease(5)
-    holder.add(f"{root}/held", "1", lease=lease.id)
-    user.add(f"{root}/used", "2", lease=lease.id)
-    user.add(f"{root}/plain", "3")
-    tree, key = Recorder(), Recorder()
-    user.watch(root, tree, subtree=True)
-    user.watch(f"{root}/later", key)
-    with ThreadPoolExecutor(2) as pool:
-        wait = pool.submit(user.wait, f"{root}/later", LIMIT_S)
-        server.kill()
-        change = pool.submit(server.start)
-        other.add(f"{root}/later", "4")  # waits for the server to come back
-        other.delete(f"{root}/plain")
-        change.result(LIMIT_S)
-        assert wait.result() == "4"
-    state = {f"{root}/held": "1", f"{root}/used": "2", f"{root}/later": "4"}
-    tree.wait_for_state(state)
-    key.wait_for(put(f"{root}/later", "4"))
-    other.add(f"{root}/after", "5")  # the streams live again
-    tree.wait_for_state(state | {f"{root}/after": "5"})
-    assert lease.refresh()
-    lease.revoke()
-    tree.wait_for_state({f"{root}/later": "4", f"{root}/after": "5"})
-    assert gone(f"{root}/used") == tree.events[-1] or gone(f"{root}/held") == tree.events[-1]
-
-
-def test_leases_entries_and_watches_come_back_from_lost_data(
-    server: EtcdServer, open_etcd: OpenSession, root: str
-) -> None:
-    holder, user, other = open_etcd(), open_etcd(), open_etcd()
-    lease = holder.grant_lease(30)  # far longer than the test: what is lost is noticed, not waited for
-    holder.add(f"{root}/held", "1", lease=lease.id)
-    holder.add(f"{root}/deleted", "1", lease=lease.id)
-    holder.add(f"{root}/swapped", "1", lease=lease.id)
-    user.add(f"{root}/used", "2", lease=lease.id)
-    user.add(f"{root}/freed", "2", lease=lease.id)
-    user.add(f"{root}/freed", "2", replace=True)
-    holder.delete(f"{root}/deleted")
-    assert holder.compare_and_swap(f"{root}/swapped", "1", "9")
-    recorder = Recorder()
-    other.watch(root, recorder, subtree=True)
-    restored = {f"{root}/held": "1", f"{root}/swapped": "9", f"{root}/used": "2"}
-    assert recorder.state == restored | {f"{root}/freed": "2"}
-    for life in ("second", "third"):
-        lose_data(server)
-        holder.add(f"{root}/new", life, replace=True, lease=lease.id)  # at once: it need not wait for the keeper
-        recorder.wait_for_state(restored | {f"{root}/new": life})
-        assert other.get_subtree(root) == dict(sorted((restored | {f"{root}/new": life}).items()))
-    assert lease.alive
-    lease.revoke()
-    recorder.wait_for_state({})
-
-
-def test_somebody_elses_lease_that_comes_back(
-    server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(etcd_module, "_FOREIGN_CHECK_S", 0.1)
-    holder, user = open_etcd(), open_etcd()
-    lease = holder.grant_lease(30)
-    user.add(f"{root}/a", "1", lease=lease.id)
-    user.add(f"{root}/stolen", "1", lease=lease.id)
-    recorder = Recorder()
-    holder.watch(f"{root}/a", recorder)
-    lease.revoke()
-    recorder.wait_for(put(f"{root}/a", "1"), gone(f"{root}/a"))
-    holder.add(f"{root}/stolen", "2")
-    keeper = user._keeper  # type: ignore[attr-defined]
-    deadline = time.monotonic() + LIMIT_S
-    while keeper._leases[lease.id].lost_since is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert holder.grant_lease(30, lease_id=lease.id).alive
-    assert holder.wait(f"{root}/a", LIMIT_S) == "1"
-    assert holder.get(f"{root}/stolen") == "2"
-
-
-def test_a_session_that_was_frozen_takes_its_lease_again(server: EtcdServer, root: str) -> None:
-    program = (
-        "import sys\n"
-        "from asyncrl.runtime.etcd import EtcdNameResolver\n"
-        "names = EtcdNameResolver([sys.argv[1]])\n"
-        "names.add(sys.argv[2], 'here', lease=names.grant_lease(1).id)\n"
-        "names.watch('test/x', print)\n"
-        "sys.stdin.read()\n"  # and exit without closing: watches and leases must not hold it up
-    )
-    child = subprocess.Popen([sys.executable, "-c", program, server.endpoint, f"{root}/a"], stdin=subprocess.PIPE)
-    try:
-        with open_name_resolver(NameResolveConfig(endpoints=[server.endpoint])) as names:
-            assert names.wait(f"{root}/a", LIMIT_S) == "here"
-            recorder = Recorder()
-            names.watch(f"{root}/a", recorder)
-            child.send_signal(signal.SIGSTOP)
-            recorder.wait_for(put(f"{root}/a", "here"), gone(f"{root}/a"))
-            child.send_signal(signal.SIGCONT)
-            recorder.wait_for(put(f"{root}/a", "here"), gone(f"{root}/a"), put(f"{root}/a", "here"))
-        child.communicate(timeout=LIMIT_S)
-        assert child.returncode == 0
-    finally:
-        child.kill()
-        child.wait(LIMIT_S)
-
-
-def test_adds_are_done_once_through_an_outage(server: EtcdServer, open_etcd: OpenSession, root: str) -> None:
-    names = open_etcd()
-    under_way, stop = threading.Event(), threading.Event()
-
-    def add(thread_index: int) -> int:
-        index = 0
-        while not stop.is_set():
-            names.add(f"{root}/{thread_index}/{index}", "x")  # NameEntryExists would be our own, sent twice
-            index += 1
-            if index == 20:
-                under_way.set()
-        return index
-
-    with ThreadPoolExecutor(3) as pool:
-        added = [pool.submit(add, index) for index in range(3)]
-        try:
-            assert under_way.wait(LIMIT_S)
-            for _ in range(3):
-                server.kill()
-                server.start()
-        finally:
-            stop.set()
-        num_added = sum(future.result(LIMIT_S) for future in added)
-    assert len(names.find_subtree(root)) == num_added
-
-
-def test_a_frozen_server_is_an_error_not_a_hang(server: EtcdServer, open_etcd: OpenSession, root: str) -> None:
-    watching = open_etcd()
-    recorder = Recorder()
-    watching.watch(f"{root}/a", recorder)
-    names = open_name_resolver(NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3))
-    lease = names.grant_lease(5)
-    operations: list[Callable[[], object]] = [
-        lambda: names.add(f"{root}/a", "1"),
-        lambda: names.get(f"{root}/a"),
-        lambda: names.grant_lease(5),
-        lambda: lease.refresh(),
-        lambda: names.watch(f"{root}/a", recorder),
-        lambda: names.wait(f"{root}/a", 0.3),
-        lambda: open_name_resolver(NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3)),
-    ]
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        for operation in operations:
-            before = time.monotonic()
-            with pytest.raises(TimeoutError, match=r"within 0.3 s.*Deadline Exceeded"):
-                operation()
-            assert time.monotonic() - before < 2.0
-        before = time.monotonic()
-        names.close()
-        assert time.monotonic() - before < 5.0
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-    watching.add(f"{root}/a", "2", replace=True)
-    recorder.wait_for_state({f"{root}/a": "2"})
 
 
 # ----------------------------------------------------------------------------------------------------------- the server itself

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from asyncrl.names import Names
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.name_resolve import MemoryNameResolver
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller, Pulled
 from asyncrl.testing.tiny import make_char_tokenizer
@@ -89,6 +91,7 @@ class Stage:
             new_tokens_per_chunk=4,
             max_concurrent_per_worker=4,
             request_timeout_s=20.0,
+            reward_isolation="thread",  # rewards here count in a variable of this process
             tasks={
                 "default": TaskConfig(reward=f"{__name__}:reward"),
                 "rude": TaskConfig(reward=f"{__name__}:reward", agent=f"{__name__}:RudeAgent"),
@@ -194,6 +197,14 @@ class Stage:
         self.resolver.close()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """What no event tells: looked at every 5 ms."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.005)
+
+
 @pytest.fixture
 async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     made = Stage(tmp_path)
@@ -227,6 +238,11 @@ async def test_trajectories_arrive_complete(stage: Stage) -> None:
         assert (result.num_tokens, result.lengths) == (3 * len(expected), meta.response_lengths)
         assert (result.version_start, result.version_end) == (1, 1)
     assert max(stage.manager.asked) == 4  # never more than there is room for
+    journal = read_json_lines(stage.tmp_path / "journal" / "rollout_worker_0.jsonl")
+    assert {record["ticket"] for record in journal} == set(outcomes)
+    assert {(record["event"], record["attempt"], record["head"], record["verdict"]) for record in journal} == {
+        ("pushed", 1, 0, "stored")
+    }
 
 
 async def test_rollouts_that_will_not_do_are_rejected_with_their_reason(
@@ -281,6 +297,27 @@ async def test_groups_that_teach_nothing_are_rejected_where_the_config_says_so(s
         "ticket-1": ("stored", ""),
         "ticket-2": ("evaluated", ""),
     }
+
+
+async def test_a_new_manager_is_told_at_once_what_is_held(stage: Stage) -> None:
+    """Although a heartbeat would not be due for long, and the old manager, frozen, has closed no connection."""
+    stage.server.hold.clear()
+    stage.manager.heartbeat_s = 1000.0
+    await stage.start()
+    await stage.grant(stage.ticket(0), stage.ticket(1))
+    await until(lambda: len(stage.server.requests) == 6)
+    new = FakeManager()
+    await new.start()
+    stage.resolver.add(stage.names.gserver_manager(), new.url, replace=True)
+    await new.wait_for_heartbeat({"ticket-0", "ticket-1"})
+    await until(lambda: len(new.asked) == 1)  # the request for tickets that the old one holds back
+    stage.server.hold.set()
+    await asyncio.wait_for(new.wait_for_results(2), 20)
+    assert not stage.manager.results
+    new.finished = True
+    await new.notify()
+    await stage.end()
+    await new.stop()
 
 
 async def test_evaluations_take_one_response_and_are_not_pushed(stage: Stage) -> None:

@@ -21,6 +21,7 @@ from asyncrl.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, S
 from asyncrl.names import Names
 from asyncrl.runtime.channel import ChannelClosed, ChannelFull, ChannelRefused, Endpoint, ReceiverRestarted
 from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.published import FencedError
 from asyncrl.runtime.push_pull import MetaPuller, MetaPusher, NameResolvingZmqPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import (
     CALL_CREDIT_ITEMS,
@@ -289,14 +290,20 @@ ROUTING = {"__data0__": 0, "__data1__": 1, ("actor", 0, 0, 0): 0, ("actor", 1, 0
 MESH = [("actor", 0, 0, 0), ("actor", 1, 0, 0)]
 
 
-def client(resolver, num_workers=2, routing=ROUTING, runtime=RUNTIME):
+def client(resolver, num_workers=2, routing=ROUTING, runtime=RUNTIME, attempt=1):
     return NameResolvingRequestClient(
-        resolver, NAMES, num_workers=num_workers, handler_routing=routing, runtime=runtime, incarnation="m"
+        resolver,
+        NAMES,
+        num_workers=num_workers,
+        handler_routing=routing,
+        runtime=runtime,
+        incarnation="m",
+        attempt=attempt,
     )
 
 
-def server(resolver, index):
-    return NameResolvingReplyServer(resolver, NAMES, index=index, runtime=RUNTIME)
+def server(resolver, index, attempt=1):
+    return NameResolvingReplyServer(resolver, NAMES, index=index, runtime=RUNTIME, attempt=attempt)
 
 
 @pytest.fixture
@@ -375,6 +382,41 @@ async def test_the_barrier_waits_for_late_workers_and_passes_over_stale_names(re
     for worker in servers:
         (await worker.receive()).reply(CallResult())
     await asyncio.gather(*futures)
+
+
+async def test_calls_of_a_master_whose_attempt_is_over_are_refused(resolver, opened):
+    """It was frozen while all model workers were started again, found them by their names, and speaks first."""
+    workers = [await opened(server(resolver, i, attempt=2)) for i in range(2)]
+    ghost = await opened(client(resolver))
+    calls = await opened(client(resolver, attempt=2))
+    late = ghost.call_nowait(MESH, [ClearData(ids=["a"])] * 2)
+    future, other = calls.call_nowait(MESH, [Ping(), Ping()])
+    for worker in workers:
+        call = await worker.receive()
+        assert isinstance(call.body, Ping)
+        call.reply(CallResult())
+    await asyncio.gather(future, other)
+    for refused in late:
+        with pytest.raises(ChannelRefused, match="it is of attempt 1, this is attempt 2"):
+            await refused
+
+
+async def test_nobody_goes_back_to_a_receiver_whose_attempt_is_over(resolver, opened):
+    """Its endpoint may be published again, by an etcd that was away; it cannot publish itself anew."""
+    pull = await opened(MetaPuller(resolver, NAMES, runtime=RUNTIME, attempt=2))
+    push = await opened(MetaPusher(resolver, NAMES, head=0, runtime=RUNTIME, incarnation="h"))
+    await push._sender.wait_answered()
+    ghost = Endpoint("tcp://127.0.0.1:9", "of a master that was frozen", 1000, attempt=1)
+    resolver.add(NAMES.stream("master_meta"), msgspec.json.encode(ghost).decode(), replace=True)
+    meta, _ = trajectory()
+    sending = asyncio.create_task(push.push_meta(meta, timeout_s=20.0))
+    _, ack = await asyncio.wait_for(pull.pull_meta(), 20.0)
+    ack(StoreVerdict(verdict="stored"))
+    assert (await sending).verdict == "stored"
+    third = await opened(MetaPuller(resolver, NAMES, runtime=RUNTIME, attempt=3))
+    assert third.num_queued == 0
+    with pytest.raises(FencedError, match="master_meta of attempt 2 ends: attempt 3 has begun"):
+        await MetaPuller(resolver, NAMES, runtime=RUNTIME, attempt=2).start()
 
 
 async def test_fail_all(gang):

@@ -298,3 +298,18 @@ def test_advantage_keys() -> None:
         "packed_logprobs",
         "packed_ref_logprobs",
     ]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_reward_that_is_not_finite_stays_with_its_sequence(value: float) -> None:
+    """Whichever sequences happen to lie behind it on this rank."""
+    mask_T = torch.tensor([0, 1, 1, 0, 1, 1, 0, 1], dtype=torch.bool)
+    cu_seqlens = torch.tensor([0, 3, 6, 8])
+    rewards_T = torch.tensor([0.0, 0, 1, 0, 0, 2, 0, 3])
+    arguments = (torch.zeros(8), mask_T, torch.zeros(3, dtype=torch.bool), cu_seqlens)
+    sound_T = gae(rewards_T, *arguments, discount=1.0, gae_lambda=1.0)
+    assert sound_T.tolist() == [0, 1, 1, 0, 2, 2, 0, 3]
+    rewards_T[2] = value
+    bad_T = gae(rewards_T, *arguments, discount=1.0, gae_lambda=1.0)
+    assert not bad_T[1:3].isfinite().any()
+    assert bad_T[3:].tolist() == sound_T[3:].tolist()

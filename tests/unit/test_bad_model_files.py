@@ -179,6 +179,11 @@ def test_a_disk_without_room_for_the_weights(check, model, monkeypatch):
     assert check(with_users_etcd) == 64
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=199))
     with pytest.raises(ConfigError, match=r"199 B are free there, the run needs 200 B \(weights\.keep \+ 2 times 40 B"):
+        check(with_users_etcd, "checkpoint.every_s=0")  # no checkpoints
+    told = (
+        r"needs 560 B \(weights\.keep \+ 2 times 40 B of weights, 3 checkpoints of 120 B.*and checkpoint\.keep_last=1"
+    )
+    with pytest.raises(ConfigError, match=told):
         check(with_users_etcd)
 
 

@@ -205,6 +205,41 @@ async def test_past_the_share_that_may_be_rejected_the_run_ends(make: MakeMaster
     )
 
 
+@pytest.mark.parametrize(
+    ("reason", "detail", "remedy"),
+    [
+        ("reward_timeout", "slow.py:reward took more than 60 s", "raise rollout.reward_timeout_s"),
+        ("reward_died", "it was killed by SIGSEGV", "os._exit, a crash in a C extension, memory"),
+        ("reward_not_finite", "returned nan; it must be", "return a finite number"),
+        ("bad_logprobs", "token 7 with logprob nan", "See the generation servers' logs"),
+        ("bad_tokens", "ids from -1 to -1", "See whether tokenizer and model belong together"),
+        ("empty_response", "generated no token", "the model's positions"),
+        ("agent_error", "the agent raised KeyError('x')", "Mend the agent or environment"),
+        ("agent_hangs", "64 rollouts were cancelled", "do not catch asyncio.CancelledError"),
+        ("rollout_timeout", "took more than 3600 s", "raise rollout.rollout_timeout_s"),
+        ("push_refused", "message of 2 GB", "Raise runtime.max_message_bytes"),
+        ("max_issues", "worker_lost", "manager.max_issues says how often a prompt is tried"),
+    ],
+)
+async def test_whatever_the_reason_its_share_ends_the_run_with_it(
+    make: MakeMaster, reason: str, detail: str, remedy: str
+) -> None:
+    """Beside a few of another reason: the most frequent comes first, with its first detail and what helps."""
+    master = make(max_rejected_share=0.5)
+    master._recent_outcomes.extend([True] * 3)  # the window is 4 batches of 2
+    others = [RejectedPrompt(locator=Locator(0, 7), reason="too_hard")]
+    mine = [RejectedPrompt(locator=Locator(0, i), reason=reason, detail=detail if i == 0 else "") for i in range(4)]
+    master.manager.view = ledger(rejected=[*others, *mine])  # type: ignore[attr-defined]
+    with pytest.raises(RejectedShareError) as caught:
+        await master.report()
+    text = told(caught.value)
+    assert text.startswith("62% of the last 8 prompts were rejected; manager.max_rejected_share=0.5 is what may be")
+    assert f"\n  {reason}: 4; the first: {detail}. " in text
+    assert remedy in text
+    assert text.index(reason) < text.index("too_hard: 1")
+    assert "rollout_worker_*.log" in text
+
+
 # ----------------------------------------------------------------------------------------------------------------------- limits
 
 
@@ -216,6 +251,8 @@ class Clock:
 
     def monotonic(self) -> float:
         return float(self._manager.reports)
+
+    time = monotonic
 
 
 async def test_no_data_for_data_timeout_s_ends_the_run_and_names_whom_it_waited_for(

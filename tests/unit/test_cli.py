@@ -18,7 +18,7 @@ from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt
 from asyncrl.messages import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
 
-COMMANDS = ("run", "check", "prepare", "status", "scale", "logs", "stop", "plot", "inspect")
+COMMANDS = ("run", "check", "prepare", "status", "scale", "logs", "stop", "plot", "inspect", "chaos")
 OWN = ("run", "check", "prepare", "status", "scale", "logs", "stop")
 
 CONFIG = """\
@@ -443,3 +443,18 @@ def test_a_config_written_for_reading_can_be_read_by_all(config, call, tmp_path)
     call("run", config, "--dry-run")
     mode = os.stat(tmp_path / "runs" / "small" / "t0" / "dry_run" / "rollout_worker_0.yaml").st_mode
     assert mode & stat.S_IRGRP or not os.stat(config).st_mode & stat.S_IRGRP
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--every", "soon"], "--every soon: write seconds from-to, such as 5-15"),
+        (["--targets", "rolout_worker"], "'rolout_worker' is no target; use one of master"),
+        (["--kinds", "murder"], "'murder' is none; there are kill, stop, restart"),
+        (["--phases", "noon"], "'noon' is none; there are idle, generation"),
+    ],
+)
+def test_chaos_that_makes_no_sense_is_refused_before_anything_starts(config, call, options, says):
+    code, out, _ = call("chaos", config, *options)
+    assert code == 2
+    assert says in " ".join(out.split())

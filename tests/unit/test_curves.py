@@ -117,6 +117,32 @@ def test_several_runs_are_told_apart(tmp_path):
     assert not any(panel.stacked for panel in shown.panels)
 
 
+def test_a_run_that_went_on_from_a_checkpoint_is_one_curve(tmp_path):
+    """Without the steps that were void by then; an evaluation that was done again counts once."""
+    evaluation = {"step": 2, "eval/greedy_reward": 0.5}
+    records = [
+        *(step(number) for number in (1, 2, 3)),
+        {**evaluation, "attempt": 1},
+        {**evaluation, "step": 3, "attempt": 1},
+        step(3, attempt=2),  # goes on from step 2; dies before its first checkpoint
+        {**evaluation, "attempt": 3, "eval/greedy_reward": 0.75},
+        *(step(number, attempt=3) for number in (3, 4)),
+        step(1, attempt=4),
+    ]
+    run_dir = write_run(tmp_path / "t0", records)
+    (run_dir / "journal").mkdir(exist_ok=True)
+    parents = {1: None, 2: (1, 2), 3: (1, 2), 4: None}
+    lines = [{"event": "begun", "attempt": attempt, "from": parent} for attempt, parent in parents.items()]
+    (run_dir / "journal" / "master.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs = read_runs([run_dir], is_running=lambda _: True)
+    assert [(run.name, run.attempt, run.going_on) for run in runs] == [
+        ("t0, attempt 3", 3, False),
+        ("t0, attempt 4", 4, True),
+    ]
+    assert [(record["step"], record["attempt"]) for record in runs[0].steps] == [(1, 1), (2, 1), (3, 3), (4, 3)]
+    assert [(record["step"], record["eval/greedy_reward"]) for record in runs[0].evaluations] == [(2, 0.75)]
+
+
 def test_names_as_long_as_needed():
     paths = [Path("/r/e/a"), Path("/r/f/a"), Path("/r/f/b"), Path("/s/f/a")]
     assert distinct_names(paths) == ["e/a", "r/f/a", "b", "s/f/a"]

@@ -24,6 +24,7 @@ TORCHLESS = [
     "asyncrl.runtime.request_reply",
     "asyncrl.runtime.service_client",
     "asyncrl.weights",
+    "asyncrl.checkpoints",
     "asyncrl.dataflow",
     "asyncrl.topology",
     "asyncrl.rollout.worker",
@@ -38,6 +39,8 @@ TORCHLESS = [
     "asyncrl.generation.worker",  # it imports its engine when its arguments are checked
     "asyncrl.launch.cli",
     "asyncrl.launch.worker_main",
+    "asyncrl.testing.chaos",
+    "asyncrl.testing.faults",
     "asyncrl.testing.paced_agent",
     "asyncrl.testing.paced_run",
     "asyncrl.testing.paced_workers",

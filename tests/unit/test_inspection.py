@@ -182,3 +182,16 @@ def test_a_run_that_recorded_nothing_says_how_to(tmp_path, capsys):
     (tmp_path / "torn.safetensors").write_bytes(b"1234")
     assert main(["inspect", str(tmp_path / "torn.safetensors")]) == 1
     assert "cut short" in capsys.readouterr().out
+
+
+def test_a_run_that_went_on_from_a_checkpoint_lists_what_led_to_its_weights(tmp_path, capsys):
+    """Attempt 2 went on from step 2: the third batch of attempt 1 is void."""
+    record_batches(tmp_path, batches=3, size=1, trained=True)
+    record_batches(tmp_path, batches=2, size=1, first_step=2, trained=True, attempt=2)
+    lines = [{"event": "begun", "attempt": 1, "from": None}, {"event": "begun", "attempt": 2, "from": [1, 2]}]
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "master.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["trajectories"]
+    folders = [(entry["file"].split("/")[-2], entry["step"]) for entry in listed]
+    assert folders == [("attempt_2", 3), ("attempt_2", 2), ("attempt_1", 1), ("attempt_1", 0)]

@@ -23,6 +23,7 @@ from asyncrl.messages import (
     Ticket,
     WeightVersion,
 )
+from asyncrl.names import incarnation, is_earlier
 
 
 class Desk:
@@ -31,7 +32,7 @@ class Desk:
     def __init__(self, *, num_servers: int = 1, register: bool = True, **options: Any) -> None:
         self.now = 0.0
         self.table = ServerTable("least_requests", dead_after_s=15.0)
-        self.ledger = Ledger(self.table, nonce="x", **{"batch_size": 4, "eta": 1, **options})
+        self.ledger = Ledger(self.table, **{"nonce": "x", "batch_size": 4, "eta": 1, **options})
         self.attempt = 1
         self.version = 0
         self.rejected_seen = 0
@@ -75,10 +76,15 @@ class Desk:
         return tickets
 
     def finish(
-        self, *tickets: Ticket, outcome: Any = "stored", worker: str = "rollout_worker/0", **more: Any
+        self,
+        *tickets: Ticket,
+        outcome: Any = "stored",
+        worker: str = "rollout_worker/0",
+        life: str = "a",
+        **more: Any,
     ) -> list[str]:
         results = [RolloutResult(ticket_id=ticket.ticket_id, outcome=outcome, **more) for ticket in tickets]
-        request = FinishRequest(worker=worker, incarnation="a", results=results)
+        request = FinishRequest(worker=worker, incarnation=life, results=results)
         return self.ledger.finish(request, self.now).unknown
 
     def beat(self, *held: Ticket, worker: str = "rollout_worker/0", life: str = "a", after_s: float = 2.0) -> list[str]:
@@ -412,6 +418,24 @@ def test_a_restarted_worker_loses_what_it_held_and_its_ghost_is_told() -> None:
     assert len(desk.ask(life="b").tickets) == 1
 
 
+def test_the_ghost_of_a_worker_cannot_take_its_place_again() -> None:
+    """Not even at a new manager, which hears the worker first, and then the process that was frozen since before."""
+    ghost = incarnation("rollout_worker/0")
+    (old,) = Desk().take(1, life=ghost)
+    worker = incarnation("rollout_worker/0")
+    desk = successor(num_workers=1, nonce="y")
+    assert desk.beat(life=worker) == []
+    desk.report(full=True)
+    (ticket,) = desk.take(1, life=worker)
+    assert desk.beat(old, life=ghost) == ids([old])
+    assert desk.ask(life=ghost).refusal == "superseded"
+    assert desk.finish(old, ticket, life=ghost) == ids([old, ticket])
+    assert desk.beat(ticket, life=worker) == []
+    assert is_earlier(ghost, worker)
+    assert not is_earlier(worker, ghost)
+    assert not is_earlier("a", "b")
+
+
 def test_a_trajectory_that_came_although_its_worker_was_lost_wins() -> None:
     """First while the prompt waits, then while its next ticket runs: never two tickets of a prompt."""
     desk = Desk()
@@ -668,24 +692,151 @@ def test_a_new_attempt_voids_what_was_live() -> None:
         desk.report()
 
 
+# ---------------------------------------------------------------------------------------------------- a manager's successor
+
+
+def successor(**options: Any) -> Desk:
+    """A manager that has taken another's place. The master has not reported yet."""
+    return Desk(register=False, grace_s=15.0, **options)
+
+
 def test_a_new_manager_admits_nothing_for_a_lease_and_adopts_what_is_held() -> None:
-    old = Desk()
-    running, stored, consumed, lost = old.take(4)
-    desk = Desk(register=False, grace_s=15.0)
-    assert desk.beat(running) == []  # before the master has reported: judged later
+    running, stored, consumed, lost = Desk().take(4)
+    desk = successor()
+    assert desk.beat(running) == []  # before the master has reported: judged then
     desk.version = 1
     view = desk.report(full=True, stored=ids([stored]), done_cursor=Locator(0, 0), done=[consumed.locator])
-    assert [live.ticket_id for live in view.live] == [stored.ticket_id]
+    states = {live.ticket_id: (live.state, live.deadline) for live in view.live}
+    assert states == {stored.ticket_id: ("stored", 1), running.ticket_id: ("running", 1)}
+    assert not view.settled
     desk.serve(1)
     assert desk.ask().refusal == "not_ready"
     assert desk.beat(running, stored) == []
-    states = {live.ticket_id: (live.state, live.deadline) for live in desk.ledger.view(desk.now).live}
-    assert states == {stored.ticket_id: ("stored", 1), running.ticket_id: ("running", 1)}
     desk.beat(running, after_s=14.0)
+    assert desk.report().settled
     assert locators(desk.take(2)) == [(0, 3), (0, 4)]  # the lost one's prompt first, then new ones
     assert desk.beat(running, lost) == ids([lost])
     assert desk.finish(running) == []
     assert desk.finish(lost) == ids([lost])
+
+
+@pytest.mark.parametrize("master_first", [True, False])
+def test_a_new_manager_admits_as_soon_as_it_has_heard_everybody(master_first: bool) -> None:
+    mine, theirs = Desk().take(2)
+    desk = successor(num_workers=2)
+    revision = -1
+    if master_first:
+        revision = desk.report(full=True).revision
+    assert desk.beat(mine) == []
+    assert desk.ask().refusal == "not_ready"
+    assert desk.beat(mine) == []  # the same worker again
+    assert desk.ask().refusal == "not_ready"
+    assert desk.beat(theirs, worker="rollout_worker/1") == []
+    view = desk.report(full=True)
+    assert view.settled
+    assert view.revision > revision  # a master that waits for news is told
+    assert {live.ticket_id: live.worker for live in view.live} == {
+        mine.ticket_id: "rollout_worker/0",
+        theirs.ticket_id: "rollout_worker/1",
+    }
+    assert locators(desk.take(1)) == [(0, 2)]
+
+
+def test_results_that_come_to_a_new_manager_count() -> None:
+    """Whether they come before the master's report, or before their worker's heartbeat."""
+    early, rejected, late, released, last = Desk(batch_size=5).take(5)
+    desk = successor(num_workers=2, batch_size=5)
+    assert desk.finish(early) == []
+    assert desk.finish(rejected, outcome="rejected", reason="too_hard") == []
+    view = desk.report(full=True)
+    assert [(live.ticket_id, live.state) for live in view.live] == [(early.ticket_id, "stored")]
+    assert [prompt.locator for prompt in view.rejected] == [rejected.locator]
+    assert desk.finish(late) == []
+    assert desk.finish(released, outcome="released") == []
+    desk.beat(last)
+    desk.beat(worker="rollout_worker/1")
+    view = desk.report()
+    assert {live.ticket_id for live in view.live} == set(ids([early, late, last]))
+    (again,) = desk.take(1)
+    assert (again.locator, again.issue) == (released.locator, 2)
+    assert locators(desk.take(1)) == [(0, 5)]
+
+
+def test_a_first_manager_adopts_nothing() -> None:
+    (ticket,) = Desk().take(1)
+    desk = Desk(register=False)
+    assert desk.finish(ticket) == ids([ticket])
+    assert desk.beat(ticket) == ids([ticket])
+    view = desk.report(full=True)
+    assert view.settled
+    assert view.live == []
+
+
+def test_a_result_of_what_is_done_or_live_by_another_ticket_changes_nothing() -> None:
+    done, doubled = Desk().take(2)
+    (other,) = Desk(nonce="y").take(2)[1:]
+    desk = successor()
+    assert desk.finish(done) == []  # judged with the master's report
+    view = desk.report(full=True, stored=ids([other]), done=[done.locator])
+    assert [live.ticket_id for live in view.live] == ids([other])
+    assert desk.finish(doubled) == ids([doubled])
+    assert desk.finish(done) == ids([done])
+
+
+def test_an_attempt_may_begin_before_its_master_has_reported() -> None:
+    """Its weights are known first. Versions may go back."""
+    desk = Desk()
+    desk.version = 27
+    desk.report()
+    desk.serve(27)
+    (ticket,) = desk.take(1)
+    desk.ledger.begin_attempt(2)
+    assert desk.beat(ticket) == ids([ticket])
+    assert desk.ask().refusal == "not_ready"
+    with pytest.raises(StaleAttemptError, match="attempt 1 is over"):
+        desk.report()
+    desk.attempt, desk.version = 2, 20
+    assert not desk.report().known
+    assert desk.report(full=True).settled  # nobody can hold a ticket of this attempt
+    assert desk.ask().refusal == "no_server"
+    desk.serve(20, attempt=2)
+    assert desk.take(1)[0].min_version == 20
+    assert all(server.running == 1 for server in desk.table.servers.values())
+
+
+def test_tickets_of_an_attempt_that_is_over_are_taken_back_at_once() -> None:
+    (ticket,) = Desk().take(1)
+    desk = successor(attempt=2)
+    assert desk.beat(ticket) == ids([ticket])
+
+
+def test_a_manager_whose_config_is_old_learns_the_attempt_from_what_is_held() -> None:
+    old = Desk()
+    old.attempt = 2
+    old.report(full=True)
+    old.serve(0, attempt=2)
+    (held,) = old.take(1)
+    desk = Desk(register=False)
+    assert desk.beat(held) == []
+    assert desk.ledger.attempt == 2
+    with pytest.raises(StaleAttemptError, match="attempt 1 is over"):  # a master that was frozen
+        desk.report(full=True)
+    desk.attempt = 2
+    view = desk.report(full=True)
+    assert [live.ticket_id for live in view.live] == ids([held])
+    assert not view.settled
+
+
+def test_every_grant_and_every_ticket_that_is_known_again_is_told_to_the_journal() -> None:
+    told: list[tuple[str, str]] = []
+    desk = Desk(journal=lambda event, ticket: told.append((event, ticket.ticket_id)))
+    held, stored = desk.take(2)
+    assert told == [("admitted", held.ticket_id), ("admitted", stored.ticket_id)]
+    told.clear()
+    new = successor(journal=lambda event, ticket: told.append((event, ticket.ticket_id)))
+    new.report(full=True, stored=ids([stored]))
+    new.beat(held)
+    assert told == [("adopted", stored.ticket_id), ("adopted", held.ticket_id)]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,17 @@ class TestPromptProgress:
         with pytest.raises(ValueError, match="done already"):
             progress.mark_rejected(Locator(0, 1), "late")
 
+    def test_it_goes_on_from_what_a_checkpoint_holds(self):
+        progress = PromptProgress(num_prompts=3, num_epochs=2)
+        progress.mark_trained([Locator(0, 0), Locator(0, 2)])
+        progress.mark_rejected(Locator(1, 1), "too_hard")
+        other = PromptProgress(num_prompts=3, num_epochs=2)
+        other.restore(progress.cursor, progress.beyond_cursor, progress.num_trained, progress.rejected)
+        for each in (progress, other):
+            each.mark_trained([Locator(0, 1)])
+            assert (each.cursor, each.beyond_cursor) == (Locator(1, 0), [Locator(1, 1)])
+            assert (each.num_done, each.num_trained, dict(each.rejected)) == (4, 3, {"too_hard": 1})
+
     def test_outside_is_an_error(self):
         progress = PromptProgress(num_prompts=3, num_epochs=1)
         assert not progress.contains(Locator(1, 0))
@@ -63,6 +74,17 @@ class TestSchedule:
         assert schedule.check(step=4, epochs=1.1, now=9.0)
         assert not schedule.check(step=5, epochs=1.2, now=18.0)
         assert schedule.check(step=5, epochs=1.2, now=19.0)
+
+    def test_it_goes_on_where_it_was(self):
+        """The time in between does not count."""
+        schedule = Schedule(every_steps=3, every_s=10.0, now=100.0)
+        assert schedule.check(step=3, epochs=1.5, now=104.0)
+        other = Schedule(every_steps=3, every_s=10.0, now=0.0)
+        other.restore(schedule.state(now=108.0), now=1000.0)
+        assert not other.check(step=5, epochs=1.5, now=1005.9)
+        assert other.check(step=5, epochs=1.5, now=1006.0)
+        other.restore(schedule.state(now=108.0), now=1000.0)
+        assert other.check(step=6, epochs=1.5, now=1000.0)
 
     def test_switched_off(self):
         assert not Schedule().check(step=100, epochs=9.0, now=1e9)
@@ -152,6 +174,13 @@ class TestHooks:
         hooks = self.make()
         assert hooks.before(self.inf) == []  # all begin with the same
         assert hooks.after_step(1) == []
+        assert hooks.before(self.inf) == [Reallocate(source="actor", target="actor@1")]
+        assert hooks.before(self.inf) == []
+        assert hooks.before(self.ref_inf) == []
+
+    def test_a_checkpoint_is_loaded_into_the_trained_model_alone(self):
+        hooks = self.make()
+        hooks.loaded()
         assert hooks.before(self.inf) == [Reallocate(source="actor", target="actor@1")]
         assert hooks.before(self.inf) == []
         assert hooks.before(self.ref_inf) == []

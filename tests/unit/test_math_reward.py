@@ -321,7 +321,13 @@ async def test_as_a_rollout_worker_calls_it(example: dict[str, Any]) -> None:
     """In threads, a group at a time, of which one member hangs."""
     info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig())
     logger = logging.getLogger("test_math_reward")
-    reward = Reward(f"{FOLDER}/reward.py:correct", timeout_s=100, board=StatusBoard(info, logger), logger=logger)
+    reward = Reward(
+        f"{FOLDER}/reward.py:correct",
+        timeout_s=100,
+        isolation="thread",
+        board=StatusBoard(info, logger),
+        logger=logger,
+    )
     prompt = Prompt("e0-p0", "", [], "x^2-1", "gsm8k", {}, False)
     texts = [r"\boxed{(x-1)(x+1)}", HANGS, r"\boxed{x^2}", r"\boxed{x^2-1}"]
     group = [Completion(text, True) for text in texts]

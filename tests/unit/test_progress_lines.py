@@ -163,6 +163,17 @@ def test_the_bottom_line_tells_step_time_left_reward_and_what_is_waited_for():
     )
 
 
+def test_a_training_side_that_goes_on_from_a_checkpoint_goes_back():
+    training = TrainingProgress(10, 0.0)
+    for number in (1, 2, 3, 4, 5, 3):
+        training.add({"step": number, "time/step_s": 2.0, "reward/mean": number / 10}, 2.0 * number)
+    text = training.text([], 10.0)
+    assert text.startswith("step 3/10, 30 %, ")
+    assert text.endswith("reward 0.200 (last 3)")
+    training.add({"step": 4, "time/step_s": 2.0, "reward/mean": 0.4}, 12.0)
+    assert training.text([], 12.0).startswith("step 4/10, 40 %, 0:12 elapsed, 0:12 left")
+
+
 def test_after_the_last_step_it_says_what_the_run_still_does():
     training = TrainingProgress(2, 0.0)
     training.add({**STEP, "step": 1}, 1.0)

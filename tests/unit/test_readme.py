@@ -125,10 +125,10 @@ def test_its_agent_of_openais_client_is_one(folder: Path) -> None:
 
 def test_what_it_says_of_rewards_is_so() -> None:
     """The keywords it names are those there are."""
-    from asyncrl.groups import reward
+    from asyncrl.groups import reward, reward_function
 
     python = "".join(blocks("python"))
     judged = re.search(r"async def judged\((.*?)\)", python)
     assert judged
-    assert [word.strip() for word in judged[1].split("*,")[1].split(",")] == list(reward._OPTIONAL_ARGUMENTS)
+    assert [word.strip() for word in judged[1].split("*,")[1].split(",")] == list(reward_function.OPTIONAL_ARGUMENTS)
     assert inspect.iscoroutinefunction(reward.Reward.score)

@@ -245,8 +245,8 @@ def test_tests_run_in_the_repository(call, clone, tmp_path):
     ]
     assert [line for line in lines if line in checks] == checks
     halves = {
-        f"{clone}: -m pytest -m not alone --ignore=tests/end_to_end --ignore=tests/sglang",
-        f"{clone}: -m pytest -m not alone tests/end_to_end tests/sglang",
+        f"{clone}: -m pytest -m not alone --ignore=tests/end_to_end --ignore=tests/sglang --ignore=tests/chaos",
+        f"{clone}: -m pytest -m not alone tests/end_to_end tests/sglang tests/chaos",
     }
     assert set(lines[-3:-1]) == halves  # SGLang's environment, made beside the checks, is there
     assert lines[-1] == f"{clone}: -m pytest -m alone tests/end_to_end"

@@ -45,7 +45,7 @@ def test_stale_servers_load_all_at_once() -> None:
     assert setup.plan.publish(v(0))
     updates = setup.plan.due(0.0)
     assert [update.server for update in updates] == setup.names
-    assert updates[0] == Update(setup.names[0], "http://generation_server/0", 0, v(0), 60.0)
+    assert updates[0] == Update(setup.names[0], "http://generation_server/0", 0, v(0), 60.0, is_new=True)
     assert setup.plan.due(0.0) == []
 
 

@@ -6,10 +6,11 @@ import os
 import msgspec
 import pytest
 
-from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.messages import WorkerStatus
+from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.name_resolve import NameResolveTimeout, open_name_resolver
-from asyncrl.runtime.worker import STATUS_FD_ENV, WaitTimeoutError, Worker
+from asyncrl.runtime.worker import STATUS_FD_ENV, RunEndedError, WaitTimeoutError, Worker
 
 MEMORY = NameResolveConfig(backend="memory")
 
@@ -66,6 +67,7 @@ async def test_stopping_cancels_run_and_closes():
     worker = Recorder(forever)
     await worker.main()
     assert worker.stations[-1] == ("close", "stopping")
+    assert worker.board.state == "stopped"  # its work was not over
 
 
 async def test_an_error_in_run_travels_with_its_traceback():
@@ -78,6 +80,18 @@ async def test_an_error_in_run_travels_with_its_traceback():
     assert worker.board.state == "error"
     assert "the first cause" in worker.board.error
     assert "Traceback" in worker.board.error
+    assert not worker.board.fatal
+
+
+@pytest.mark.parametrize("error", [ConfigError("a field"), StorageError("no room"), RunEndedError("too many rejected")])
+async def test_an_error_that_another_process_would_meet_too_is_fatal(error):
+    async def fail(worker):
+        raise error
+
+    worker = Recorder(fail)
+    with pytest.raises(type(error)):
+        await worker.main()
+    assert worker.board.snapshot().fatal
 
 
 async def test_a_background_task_that_fails_ends_the_worker():

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError
 
-from asyncrl.config import ConfigError, NameResolveConfig
+from asyncrl.config import ConfigError, NameResolveConfig, RolloutWorkerConfig
 from asyncrl.launch.commands.common import Commands, add_command, print_json
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import LaunchError
@@ -56,6 +56,8 @@ def debug(arguments: argparse.Namespace, console: Console) -> int:
     with _name_service(config, console) as endpoints:
         worker = config.worker
         config = replace(config, worker=replace(worker, name_resolve=replace(worker.name_resolve, endpoints=endpoints)))
+        if isinstance(config, RolloutWorkerConfig):  # so that a reward's breakpoint() has this terminal
+            config = replace(config, rollout=replace(config.rollout, reward_isolation="thread"))
         configure_logging(config.worker)
         on_error = _post_mortem if arguments.pdb else None
         try:
@@ -124,7 +126,7 @@ def _answers(config: ProcessConfig, name_resolve: NameResolveConfig) -> bool:
         return True
     except NameResolveError:
         return False
-    if status.state in ("done", "error"):
+    if status.state in ("done", "stopped", "error"):
         return True
     raise LaunchError(
         f"{worker.name} runs already (process {status.pid}); start the run with debug.leave_out=[{worker.name}] to have it "

@@ -19,10 +19,13 @@ from asyncrl.data.trajectories import (
     find_recording,
     list_recording,
     read_header,
+    recording_dir,
+    step_of,
 )
 from asyncrl.launch.commands.common import Commands, add_command, print_json, run_dir_of
 from asyncrl.launch.inspection import SequenceRow, TokenRow, View, make_view, visible
 from asyncrl.launch.rundir import LaunchError
+from asyncrl.lineage import lineage_of, read_attempts
 from asyncrl.messages import WeightVersion
 
 _LISTED = 20  # files, where --limit says nothing
@@ -70,8 +73,7 @@ def inspect(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.target.endswith(SUFFIX):
             chosen, total = Path(arguments.target), 1
         else:
-            folder = find_recording(_folder(arguments))
-            files = list_recording(folder)[::-1]
+            files = _recorded(_folder(arguments))[::-1]
             total = len(files)
             chosen = _choose(arguments, files)
             limit = arguments.limit or (total if arguments.json else _LISTED)
@@ -96,6 +98,24 @@ def inspect(arguments: argparse.Namespace, console: Console) -> int:
 
 def _folder(arguments: argparse.Namespace) -> Path:
     return run_dir_of(arguments.target, arguments.overrides)
+
+
+def _recorded(folder: Path) -> list[Path]:
+    """What a folder holds; of a run that has gone on from checkpoints what led to its newest weights, without what was void."""
+    newest = find_recording(folder)
+    try:
+        lineage = lineage_of(read_attempts(folder))
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    if lineage is None or newest != recording_dir(folder, lineage.newest):
+        return list_recording(newest)
+    stretches = [(recording_dir(folder, stretch.attempt), stretch) for stretch in lineage.stretches]
+    return [
+        file
+        for place, stretch in stretches
+        for file in list_recording(place)
+        if stretch.has(step_of(file) + 1)  # recorded under the version that it was trained on
+    ]
 
 
 def _choose(arguments: argparse.Namespace, files: list[Path]) -> Path:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from asyncrl.launch.commands.common import Commands, add_command, print_json, run_dir_of
 from asyncrl.launch.logs import LEVELS, Entry, LogFiles, LogMerger, select_workers, stream_logs, worker_of
-from asyncrl.launch.rundir import LaunchError, configs_dir, is_running, logs_dir
+from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, configs_dir, is_running, logs_dir
 
 _DESCRIPTION = """Show what the processes of a run said, in one stream, in the order of time.
 
@@ -44,7 +44,9 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "words", metavar="WORKER", nargs="*", help="only these workers (after a CONFIG also key=value overrides)"
     )
-    parser.add_argument("-f", "--follow", action="store_true", help="show what comes too, until the run ends")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="show what comes too, also of further attempts, until the run ends"
+    )
     parser.add_argument("--level", choices=LEVELS, default="DEBUG", type=str.upper, help="this level and worse")
     parser.add_argument("--attempt", type=_positive, metavar="N", help="of this attempt (default: the newest)")
     parser.add_argument("--tail", type=_positive, metavar="N", help="of what is there only the last N entries")
@@ -69,7 +71,9 @@ def logs(arguments: argparse.Namespace, console: Console) -> int:
     printer = _JsonPrinter(attempt) if arguments.json else _Printer(console, selected or known)
 
     def goes_on() -> bool:
-        return arguments.follow and is_running(run_dir) and _newest_attempt(run_dir) == attempt
+        if arguments.follow and not arguments.attempt:  # the next attempt has the logs of those that go on, too
+            files.folder = logs_dir(run_dir, _newest_attempt(run_dir))
+        return arguments.follow and is_running(run_dir) and files.folder == logs_dir(run_dir, _newest_attempt(run_dir))
 
     last: deque[Entry] | None = deque(maxlen=arguments.tail) if arguments.tail else None
     try:
@@ -193,7 +197,7 @@ def _object(entry: Entry) -> dict[str, Any]:
 def _known_workers(run_dir: Path, attempt: int) -> set[str]:
     """Workers that have a log, or will have one: their config is written first."""
     files = [*logs_dir(run_dir, attempt).glob("*.log"), *configs_dir(run_dir, attempt).glob("*.yaml")]
-    return {worker_of(file.stem) for file in files}
+    return {worker_of(file.stem) for file in files if file.name != EXPERIMENT_FILE}
 
 
 def _attempts(run_dir: Path) -> list[int]:

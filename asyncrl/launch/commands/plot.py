@@ -26,8 +26,8 @@ _EPILOG = """examples:
   asyncrl-launch plot configs/quickstart_cpu.yaml trial=b --no-png  a run by its config; the terminal only
   asyncrl-launch plot runs/sloppy-sorter/t0 --json                  the numbers; needs no drawing packages
 
-Drawing needs an extra: pip install 'asyncrl[plot]'. Attempts of a run that was started again are curves of their own.
-What a run has not written yet is left out, and named.
+Drawing needs an extra: pip install 'asyncrl[plot]'. A run that went on from a checkpoint is one curve, without the steps
+that were void then; each time that it began anew is a curve of its own. What a run has not written yet is left out, and named.
 
 exit code: 0; 1 there is nothing to draw, or nothing to draw it with; 2 a wrong argument."""
 

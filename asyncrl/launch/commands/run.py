@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -44,7 +45,8 @@ ACTIVATE_ENV = "ASYNCRL_ACTIVATE"  # launcher/*.sh: the command that puts the en
 _DESCRIPTION = """Start all processes of a run on this machine, show a line per train step, and end them all when it ends.
 
 Everything it makes is in <fileroot>/<experiment>/<trial>/: config.yaml, configs/, logs/, metrics.jsonl, weights/,
-checkpoints/final, summary.json. A second `run` of the same config is another attempt in the same folder."""
+checkpoints/final, summary.json. A second `run` of the same config is another attempt in the same folder: it goes on from the
+newest checkpoint of a run that was interrupted, and begins anew after one that came to its end (config field recover)."""
 
 _EPILOG = """
 
@@ -76,17 +78,25 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Start a run, show a line per train step, end all its processes."""
     if arguments.output and not arguments.dry_run:
         raise ConfigError("--output says where --dry-run writes; a run is in fileroot=.../experiment/trial")
-    config = with_local_models(
-        load_experiment(arguments.config, arguments.overrides),
-        download=not arguments.dry_run,
-        say=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
-    )
+    config = load_experiment(arguments.config, arguments.overrides)
+    if not arguments.dry_run:
+        return start(config, arguments, console)
+    config = _with_local_models(config, console, download=False)
+    return _dry_run(config, preflight(config), arguments, console)
+
+
+def start(config: ExperimentConfig, arguments: argparse.Namespace, console: Console) -> int:
+    """Run a config to its end; for people or, with --json, for machines."""
+    config = _with_local_models(config, console, download=True)
     num_prompts = preflight(config)
-    if arguments.dry_run:
-        return _dry_run(config, num_prompts, arguments, console)
     if arguments.json:
         return _run_for_machines(config, num_prompts)
     return _run_for_people(config, num_prompts, console)
+
+
+def _with_local_models(config: ExperimentConfig, console: Console, *, download: bool) -> ExperimentConfig:
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    return with_local_models(config, download=download, say=say)
 
 
 def _run_for_people(config: ExperimentConfig, num_prompts: int, console: Console) -> int:
@@ -136,6 +146,8 @@ class _ClosableView(Protocol):
     def turn(self, statuses: Sequence[WorkerStatus]) -> None: ...
 
     def notice(self, text: str) -> None: ...
+
+    def say(self, text: str) -> None: ...
 
     def close(self) -> None: ...
 

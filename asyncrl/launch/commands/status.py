@@ -23,20 +23,27 @@ from asyncrl.launch.commands.common import (
     run_dir_of,
     wanted_servers,
 )
-from asyncrl.launch.rundir import LaunchError, RunRecord, is_running, read_record
+from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, is_running, read_record
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
 from asyncrl.runtime.name_resolve import NameResolveError, NameResolver, open_name_resolver
+from asyncrl.runtime.stacks import ask_all
 
 _WATCH_S = 1.0  # the launcher publishes once a second
+_STACKS_LIMIT_S = 3.0  # a process answers in milliseconds, or is inside a long call
 
 _DESCRIPTION = """Show every worker of a run that goes on: its state, the age of its last sign of life, the version of its
-weights, what it waits for, on whom, for how long and until when at most, and how full its queues are."""
+weights, what it waits for, on whom, for how long and until when at most, and how full its queues are.
+
+With --stacks: what each process on this machine is doing, however it hangs. The stacks of its threads (the innermost call
+first), then its asyncio tasks (the outermost first). It needs no name resolve, and says of a process that is stopped or gone
+that it is."""
 
 _EPILOG = """examples:
   asyncrl-launch status runs/sloppy-sorter/t0
   asyncrl-launch status configs/quickstart_cpu.yaml trial=second    by the config it was started from
   asyncrl-launch status runs/sloppy-sorter/t0 --watch               again every second, until the run ends or Ctrl-C
+  asyncrl-launch status runs/sloppy-sorter/t0 --stacks              where does it hang?
   asyncrl-launch status runs/sloppy-sorter/t0 --json | jq '.workers[] | {worker, waits}'
 
 exit codes: 0 the run goes on; 1 it does, but its name resolve does not answer; 3 no run goes on there."""
@@ -45,6 +52,11 @@ exit codes: 0 the run goes on; 1 it does, but its name resolve does not answer; 
 def add_to(commands: Commands) -> None:
     parser = add_run_command(commands, "status", status, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--watch", action="store_true", help="show it again every second, until the run ends")
+    parser.add_argument(
+        "--stacks",
+        action="store_true",
+        help="show what each process does: the stacks of its threads, and its asyncio tasks",
+    )
 
 
 def status(arguments: argparse.Namespace, console: Console) -> int:
@@ -57,6 +69,9 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.json:
             print_json({"run_dir": str(run_dir), "running": False, "record": record, "workers": []})
         return NOT_RUNNING
+    if arguments.stacks:
+        _show_stacks(run_dir, record, console, as_json=arguments.json)
+        return 0
     try:
         with open_name_resolver(NameResolveConfig(endpoints=record.endpoints)) as resolver:
             if arguments.watch:
@@ -69,6 +84,21 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
             f"{error}"
         ) from error
     return 0
+
+
+def _show_stacks(run_dir: Path, record: RunRecord, console: Console, *, as_json: bool) -> None:
+    """Waits for the processes' answers, with a limit."""
+    found = ask_all(all_logs_dirs(run_dir), _STACKS_LIMIT_S)
+    if as_json:
+        print_json({"run_dir": str(run_dir), "running": True, "record": record, "stacks": found})
+        return
+    for stacks in found:
+        note = f": {stacks.note}" if stacks.note else ""
+        title = f"[bold]== {escape(stacks.name)}[/], process {stacks.pid}{escape(note)}"
+        console.print(title, highlight=False, soft_wrap=True)
+        for text in (stacks.threads, stacks.tasks):
+            if text:
+                console.print(f"{text}\n", markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -92,6 +122,7 @@ def _watch(run_dir: Path, record: RunRecord, resolver: NameResolver, console: Co
     with Live(console=console, auto_refresh=False) as live:
         while is_running(run_dir):
             try:
+                record = read_record(run_dir) or record  # another attempt may have begun
                 seen = _read(record, resolver)
             except NameResolveError:
                 if is_running(run_dir):

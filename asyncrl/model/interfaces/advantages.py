@@ -104,7 +104,8 @@ class AdvantagesInterface(Interface):
         return {"kl_coef": self.kl.coef} | {f"value_norm.{name}": value for name, value in norm.items()}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        self.kl.coef = state["kl_coef"]
+        if self.ppo.kl_adaptive:  # else it is what the config says now
+            self.kl.coef = state["kl_coef"]
         if self.value_norm is not None:
             prefix = "value_norm."
             norm = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -23,7 +23,8 @@ from asyncrl.dataflow import MFCDef
 LossFn = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], tuple[Tensor, dict[str, Tensor]]]
 Stats = dict[str, float]
 
-_FINITE = ("rewards", "model_rewards", "dense_rewards")  # one that is not would spoil its whole batch
+# What is infinite there becomes no number: clipping must not make a reward of it. The step that it gets into is skipped
+_REWARDS = ("rewards", "model_rewards", "dense_rewards")
 
 
 class Ranks(Protocol):
@@ -114,16 +115,15 @@ class LocalBatch:
         missing = [key for key in keys if key not in sample.keys]
         if missing:
             raise ValueError(f"the sample lacks the keys {missing}; it has {sorted(sample.keys)}")
-        for key in _FINITE:
-            slices = zip(sample.ids, sample.slices(key), strict=True) if key in keys else ()
-            bad = [group_id for group_id, group in slices if not all(np.isfinite(run).all() for run in group)]
-            if bad:
-                raise ValueError(f"{key} of the groups {bad[:4]} are not finite; every reward must be a finite number")
+        data = {key: torch.tensor(sample.data[key]) for key in keys}
+        for key in _REWARDS:
+            if key in data:
+                data[key].masked_fill_(~data[key].isfinite(), torch.nan)
         return cls(
             {group_id: i for i, group_id in enumerate(sample.ids)},
             [len(lengths) for lengths in sample.seqlens["packed_input_ids"]],
             torch.tensor(sample.cu_seqlens("packed_input_ids")),
-            {key: torch.tensor(sample.data[key]) for key in keys},
+            data,
         )
 
 

@@ -1,0 +1,277 @@
+"""What a run goes on from after a crash: `<run>/checkpoints/recover/a0001-s00000010/`, of attempt 1 after its train step 10.
+
+    part-*.safetensors   models, optimizers; state-*.json: random numbers    model/checkpoint.py, at every model worker
+    master.json          MasterState: what the master has to know            the master says it, the committing worker writes it
+    checkpoint.json      Manifest: size and xxh3 of all of these
+
+A checkpoint is written under a temporary name and renamed: one that has its name is complete. `verify` says whether it is still.
+Whoever looks for the newest one gets it verified; a torn one is passed over, with a warning.
+
+A run that begins anew in a folder (recover=off, or the one before came to its end) does not want what is there: `begin_anew`
+says so, in a file, and the first checkpoint of the new run removes the old ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.messages import DECODE_ERRORS, Locator
+from asyncrl.weights import FileEntry, WeightsError, check_files
+
+if TYPE_CHECKING:
+    from asyncrl.data.prompts import PromptSource
+
+MANIFEST = "checkpoint.json"
+MASTER_FILE = "master.json"
+FORMAT = 1
+_ANEW_FILE = "began_anew.json"
+_NAME = re.compile(r"a(\d{4,})-s(\d{8,})")
+_NUM_READERS = 4  # files are checked side by side: checksums let go of the interpreter's lock
+
+
+class CheckpointError(WeightsError):
+    """A checkpoint that must not be loaded, or does not fit; says why."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """checkpoint.json: the files, the workers that wrote them, what the caller gave."""
+
+    format: int
+    files: dict[str, FileEntry]
+    workers: list[int]
+    state: dict[str, Any]
+
+
+class DataIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Which prompt is where: what `done` means only together with."""
+
+    num_prompts: int
+    num_epochs: int
+    seed: int
+    shuffle: bool
+    fingerprint: str  # of the prompts, in the source's order
+
+    @classmethod
+    def of(cls, source: PromptSource, num_epochs: int) -> DataIdentity:
+        return cls(
+            num_prompts=len(source),
+            num_epochs=num_epochs,
+            seed=source.seed,
+            shuffle=source.config.shuffle,
+            fingerprint=source.fingerprint(),
+        )
+
+
+class ScheduleState(msgspec.Struct, frozen=True, kw_only=True):
+    """When it was last due."""
+
+    step: int
+    epoch: int
+    elapsed_s: float  # since then
+
+
+class MasterState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the master has to know to go on: as of the step, not one event more or less than the models have."""
+
+    attempt: int
+    step: int
+    time: float  # seconds since the epoch
+    parent: (
+        tuple[int, int] | None
+    )  # (attempt, step) of the checkpoint that the attempt went on from; None: it began anew
+    data: DataIdentity
+    done_cursor: Locator
+    done_beyond: list[Locator]
+    num_trained: int
+    rejected: dict[str, int]  # by reason
+    schedules: dict[str, ScheduleState]
+    summary: dict[str, Any]  # of master.report.RunSummary
+    recent_rewards: list[float]
+    recent_outcomes: list[bool]
+    batch_size: int
+    wall_s: float = 0.0  # since the run began, without the time in which nobody worked at it
+    evaluating: bool = False  # these weights were to be evaluated, and had not been yet
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    path: Path
+    attempt: int
+    step: int
+    state: MasterState
+
+
+class _Anew(msgspec.Struct, frozen=True):
+    """began_anew.json: checkpoints of attempts below this are of another run's lineage."""
+
+    attempt: int
+
+
+class _Shapes(msgspec.Struct, frozen=True):
+    """What is read here of a worker's state file."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+
+# --------------------------------------------------------------------------------------------------------------- where
+
+
+def recover_dir(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "checkpoints" / "recover"
+
+
+def checkpoint_dir(run_dir: str | Path, attempt: int, step: int) -> Path:
+    """Where a checkpoint is, or will be."""
+    return recover_dir(run_dir) / f"a{attempt:04d}-s{step:08d}"
+
+
+def list_checkpoints(run_dir: str | Path) -> list[tuple[int, int]]:
+    """(attempt, step) of those that have their name, oldest first; whole or torn."""
+    folder = recover_dir(run_dir)
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted((int(match[1]), int(match[2])) for name in names if (match := _NAME.fullmatch(name)))
+
+
+# ----------------------------------------------------------------------------------------------------- reading, checking
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises CheckpointError where there is none that can be read."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} has no {MANIFEST}: not a checkpoint, or not a complete one") from None
+    except (*DECODE_ERRORS, OSError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+    if manifest.format != FORMAT:
+        raise CheckpointError(f"{path} has format {manifest.format}, this program reads {FORMAT}")
+    return manifest
+
+
+def check(path: Path, files: Mapping[str, FileEntry]) -> None:
+    """Check these files (size, then xxh3). Raises CheckpointError naming the file and what differs."""
+    with ThreadPoolExecutor(_NUM_READERS, "check-files") as pool:
+        checks = [pool.submit(check_files, path, {name: entry}) for name, entry in files.items()]
+    for done in checks:
+        try:
+            done.result()
+        except (WeightsError, OSError) as error:
+            raise CheckpointError(str(error)) from error
+
+
+def verify(path: Path) -> Manifest:
+    """Check every file. Raises CheckpointError naming the file and what differs."""
+    manifest = read_manifest(path)
+    check(path, manifest.files)
+    return manifest
+
+
+def read_state(path: Path) -> MasterState:
+    """Raises CheckpointError where there is none that can be read."""
+    try:
+        return msgspec.json.decode((path / MASTER_FILE).read_bytes(), type=MasterState)
+    except (*DECODE_ERRORS, OSError) as error:
+        raise CheckpointError(f"{path / MASTER_FILE} cannot be read: {error}") from error
+
+
+def state_file(worker: int) -> str:
+    return f"state-{worker:05d}.json"
+
+
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Of all tensors in it, by global name, such as `actor.lm_head.weight`. Raises CheckpointError."""
+    found: dict[str, tuple[int, ...]] = {}
+    for worker in read_manifest(path).workers:
+        file = path / state_file(worker)
+        try:
+            found |= msgspec.json.decode(file.read_bytes(), type=_Shapes).shapes
+        except (*DECODE_ERRORS, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return found
+
+
+def newest(run_dir: str | Path, notice: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint of the run that goes on here; None: there is none. Reads all of it, to see that it is whole.
+
+    notice: is told of each torn one that was passed over.
+    """
+    floor = _first_attempt(run_dir)
+    for attempt, step in reversed(list_checkpoints(run_dir)):
+        if attempt < floor:
+            break
+        path = checkpoint_dir(run_dir, attempt, step)
+        try:
+            manifest = verify(path)
+            if MASTER_FILE not in manifest.files:
+                raise CheckpointError(f"{path} has no {MASTER_FILE}")
+            return Checkpoint(path=path, attempt=attempt, step=step, state=read_state(path))
+        except CheckpointError as error:
+            notice(f"the checkpoint of step {step}, attempt {attempt}, is torn, the one before is taken: {error}")
+    return None
+
+
+def _first_attempt(run_dir: str | Path) -> int:
+    try:
+        return msgspec.json.decode((recover_dir(run_dir) / _ANEW_FILE).read_bytes(), type=_Anew).attempt
+    except FileNotFoundError:
+        return 0
+    except (*DECODE_ERRORS, OSError) as error:
+        raise CheckpointError(f"{recover_dir(run_dir) / _ANEW_FILE} cannot be read: {error}; delete it") from error
+
+
+# -------------------------------------------------------------------------------------------------------------- keeping
+
+
+def begin_anew(run_dir: str | Path, attempt: int) -> None:
+    """From this attempt on what is here belongs to a run before, and nobody goes on from it. Nothing is removed yet."""
+    folder = recover_dir(run_dir)
+    if not list_checkpoints(run_dir):
+        return
+    temporary = folder / f".{_ANEW_FILE}"
+    temporary.write_bytes(msgspec.json.encode(_Anew(attempt)))
+    temporary.rename(folder / _ANEW_FILE)
+
+
+def prune(run_dir: str | Path, keep_last: int) -> list[Path]:
+    """Remove all but the newest `keep_last` of the newest one's lineage, and what was left unfinished. Returns what was removed.
+
+    To be called when none is being written. Before its files go a checkpoint loses its name.
+    """
+    folder = recover_dir(run_dir)
+    there = list_checkpoints(run_dir)
+    for left in (entry for entry in folder.glob("*.*") if entry.is_dir()):  # .writing, .removing
+        shutil.rmtree(left, ignore_errors=True)
+    if not there:
+        return []
+    void = _void(run_dir, there)
+    kept = [entry for entry in there if entry not in void][-keep_last:]
+    removed = []
+    for attempt, step in there:
+        if (attempt, step) in kept:
+            continue
+        path = checkpoint_dir(run_dir, attempt, step)
+        grave = folder / f".{path.name}.removing"
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(grave)
+        shutil.rmtree(grave, ignore_errors=True)
+        removed.append(path)
+    if _first_attempt(run_dir) <= kept[0][0]:
+        (folder / _ANEW_FILE).unlink(missing_ok=True)
+    return removed
+
+
+def _void(run_dir: str | Path, there: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Those that the newest one does not go back to: between its parent and the beginning of its attempt."""
+    attempt, step = there[-1]
+    try:
+        parent = read_state(checkpoint_dir(run_dir, attempt, step)).parent or (0, 0)
+    except CheckpointError:  # torn: who knows
+        return set()
+    return {entry for entry in there if parent < entry < (attempt, 0)}

@@ -1,0 +1,85 @@
+"""Batches of which a train step could not be made, because its loss or gradient was not finite: kept for `asyncrl-launch replay`.
+
+    <run>/bad_batches/a0001-s00000012/      attempt 1, train step 12, which began from version 11
+        step_00000011-group_0000-model_worker_0.safetensors ...       as in trajectories.py, with all keys that there were
+        why.json                                                      what the step said about itself
+        weights/                                                      mode=sync: those that it left; else see <run>/weights
+
+The newest `train.keep_bad_batches` are kept, and with each the weights that its step began from. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from asyncrl.messages import DECODE_ERRORS, WeightVersion
+
+FOLDER = "bad_batches"  # of a run
+WEIGHTS = "weights"
+_NAME = re.compile(r"a(\d{4,})-s(\d{8,})")
+_WHY = "why.json"
+
+
+class Why(Struct, frozen=True, kw_only=True):
+    """What the step said about itself. What is no number is null."""
+
+    time: float
+    stats: dict[str, float | None]
+
+
+@dataclass(frozen=True, order=True)
+class BadBatch:
+    """One of them, in the order in which they came."""
+
+    attempt: int
+    step: int  # as metrics.jsonl and the launcher's lines number it
+    path: Path
+
+    @property
+    def weights(self) -> WeightVersion:
+        """What its step began from."""
+        return WeightVersion(self.attempt, self.step - 1)
+
+    def why(self) -> Why | None:
+        """None where the master did not come to write it."""
+        try:
+            return msgspec.json.decode((self.path / _WHY).read_bytes(), type=Why)
+        except (OSError, *DECODE_ERRORS):
+            return None
+
+
+def folder_of(run_dir: Path, attempt: int, step: int) -> Path:
+    return run_dir / FOLDER / f"a{attempt:04d}-s{step:08d}"
+
+
+def write_why(folder: Path, time: float, stats: Mapping[str, float]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _WHY).write_bytes(
+        msgspec.json.encode({"time": time, "stats": dict(stats)})
+    )  # null for what is not finite
+
+
+def list_bad_batches(run_dir: Path) -> list[BadBatch]:
+    """Oldest first."""
+    folder = run_dir / FOLDER
+    found = [(_NAME.fullmatch(entry.name), entry) for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted(BadBatch(int(match[1]), int(match[2]), entry) for match, entry in found if match)
+
+
+def prune_bad_batches(run_dir: Path, keep: int) -> None:
+    """All but the newest."""
+    batches = list_bad_batches(run_dir)
+    for batch in batches[: max(0, len(batches) - keep)]:
+        shutil.rmtree(batch.path, ignore_errors=True)
+
+
+def weights_needed(run_dir: Path) -> list[WeightVersion]:
+    """Versions without which no kept batch could be replayed."""
+    return [batch.weights for batch in list_bad_batches(run_dir)]

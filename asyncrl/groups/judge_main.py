@@ -1,0 +1,232 @@
+"""The program in which users' reward functions run: a nursery that forks judges. Started by judges.py, which says why.
+
+    worker  <-- SEQPACKET: hello, start + a socket, kill | ready, started, died -->  nursery
+    worker  <-- STREAM: calls | answers -->  judge, one call at a time
+
+The nursery loads the function once, then runs nothing of the user's. Each judge is a fork of it in a session of its own, with
+limits that the kernel keeps. Calls come pickled, from the worker; what goes back is JSON: what a user's process says is not
+unpickled. Run as a file, so that what it imports before the worker has said where to look is the standard library's alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_MAX_MESSAGE = 200_000
+_MAX_TRACEBACK = 20_000
+_LENGTH_BYTES = 8
+_OOM_SCORE = "1000"  # where the machine runs out of memory, judges go first
+
+
+def main() -> None:
+    """The nursery. Ends, with its judges, when the worker closes its end or is gone."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    _on_parents_death(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
+    hello = json.loads(control.recv(_MAX_MESSAGE))
+    sys.path[:] = hello["sys_path"]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    function = _load(hello["spec"], control)
+    if function.is_async:
+        import asyncio  # noqa: F401 - once, for all judges
+    gc.collect()
+    gc.freeze()  # what is there is never collected, so its pages stay shared
+    wake, ring = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(ring, False)
+    signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    control.send(json.dumps({"ready": [function.is_async, list(function.arguments)]}).encode())
+    judges: set[int] = set()
+
+    def end(*_: Any) -> None:
+        for pid in judges:
+            _kill(pid)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(wake, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd == wake:
+                os.read(wake, 4096)
+                _reap(control, judges)
+            elif not _obey(control, judges, function, hello["memory_bytes"]):
+                end()
+
+
+def _load(spec: str, control: socket.socket) -> Any:
+    """The user's function; where there is none the worker is told, and this process ends."""
+    from asyncrl.groups.loading import no_terminal
+    from asyncrl.groups.reward_function import RewardFunction
+
+    sys.breakpointhook = no_terminal
+    try:
+        return RewardFunction.load(spec)
+    except BaseException as error:
+        kind = "config" if type(error).__name__ == "ConfigError" else "error"
+        told = str(error) if kind == "config" else "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]
+        control.send(json.dumps({kind: told}).encode())
+        os._exit(1)
+
+
+def _obey(control: socket.socket, judges: set[int], function: Any, memory_bytes: int) -> bool:
+    """One order of the worker's. False: it is gone."""
+    message, sockets, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
+    if not message:
+        return False
+    order = json.loads(message)
+    if "kill" in order:
+        if order["kill"] in judges:
+            _kill(order["kill"])
+        return True
+    (connection,) = sockets
+    try:
+        pid = os.fork()
+    except OSError as error:
+        os.close(connection)
+        control.send(json.dumps({"failed": str(error)}).encode())
+        return True
+    if pid == 0:
+        try:
+            control.close()
+            _be_judge(socket.socket(fileno=connection), function, memory_bytes)
+        finally:
+            os._exit(1)
+    os.close(connection)
+    judges.add(pid)
+    control.send(json.dumps({"started": pid}).encode())
+    return True
+
+
+def _reap(control: socket.socket, judges: set[int]) -> None:
+    while judges:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        judges.discard(pid)
+        _kill(pid)  # what it has started
+        code = os.waitstatus_to_exitcode(status)
+        how = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {signal.Signals(-code).name}"
+        control.send(json.dumps({"died": pid, "how": how}).encode())
+
+
+def _kill(pid: int) -> None:
+    for kill in (os.killpg, os.kill):  # the second for one that is not yet a group
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+# --------------------------------------------------------------------------------------------------------------- a judge
+
+
+def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> NoReturn:
+    """Answer calls, until the worker closes its end or the function ends this process."""
+    _on_parents_death(signal.SIGKILL)
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write(_OOM_SCORE)
+    except OSError:
+        pass  # it is as likely as others then
+    me = os.getpid()
+    loop = None
+    if function.is_async:
+        import asyncio
+
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+    while True:
+        calls = _receive(connection)
+        fit = True
+        try:
+            reply, fit = _judge(calls, function, loop)
+        finally:
+            if os.getpid() != me:  # the function has forked, and this is its child, come back into our code
+                os._exit(0)
+        connection.sendall(_frame(json.dumps(reply if fit else {**reply, "last": True}).encode()))
+        if not fit:
+            os._exit(0)
+
+
+def _judge(calls: bytes, function: Any, loop: Any) -> tuple[dict[str, Any], bool]:
+    """The answer, and whether this process is fit for another call."""
+    from asyncrl.groups.reward_function import as_reward, shown
+
+    start = time.perf_counter()
+    try:
+        arguments = pickle.loads(calls)
+        if loop is None:
+            values = [function.call(*args, **kwargs) for args, kwargs in arguments]
+        else:
+            values = loop.run_until_complete(_all(function, arguments))
+        numbers = [as_reward(value) for value in values]
+        for value, number in zip(values, numbers, strict=True):
+            if number is None:
+                return {"no_number": shown(value)}, True
+        return {"values": numbers, "seconds": time.perf_counter() - start}, True
+    except BaseException as error:
+        told = {"error": shown(error), "traceback": "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]}
+        return told, isinstance(error, Exception) and not isinstance(error, MemoryError)
+
+
+async def _all(function: Any, arguments: list[Any]) -> list[Any]:
+    import asyncio
+
+    return await asyncio.gather(*(function.call(*args, **kwargs) for args, kwargs in arguments))
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """A message; at the end of the input this process ends."""
+    length = int.from_bytes(_read(connection, _LENGTH_BYTES), "little")
+    return _read(connection, length)
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(min(count - len(data), 1 << 20))
+        if not part:
+            os._exit(0)
+        data += part
+    return bytes(data)
+
+
+def _frame(content: bytes) -> bytes:
+    return len(content).to_bytes(_LENGTH_BYTES, "little") + content
+
+
+def _on_parents_death(number: int) -> None:
+    """Have the kernel send this process a signal then."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Judges: processes next door in which a user's reward function runs, so that nothing it does costs more than its own rollout.
+
+A reward function reads what a model wrote: a regular expression that takes for ever (and holds the GIL while it does), a formula
+that takes all memory, `exit()` in generated code. In a thread the first stops the worker's event loop, with all its rollouts, and
+the others end the worker. A judge that outlives its limit is killed and replaced in milliseconds; its death is one rejection.
+
+Judges are forks of a nursery (judge_main.py), which has imported the function once: they share its memory, and start in
+milliseconds. The nursery is a new interpreter and no fork of the worker, which has threads, sockets and maybe a GPU. As many judges
+are started as are needed at the same time; one judges the responses of one call after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import pickle
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import ConfigError
+
+Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]  # positional and keyword arguments of each
+
+_START_LIMIT_S = 120.0  # of the nursery: it imports the user's module
+_FORK_LIMIT_S = 30.0  # of a judge
+_DEATH_LIMIT_S = 2.0  # from the end of a judge's output to the word about its end
+_END_LIMIT_S = 2.0  # of the nursery, which reads the end of its input
+_MAX_NURSERIES = 4  # in a worker's life; one that ends has been killed from outside
+_MAX_MESSAGE = 200_000
+_LENGTH_BYTES = 8
+_MAX_ANSWER = 64_000_000
+
+
+class JudgeDied(RuntimeError):
+    """The function has ended its process, or somebody else has; says how."""
+
+
+class _Judge:
+    """One of them, and the socket to it."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid = pid
+        self.connection = connection
+        self.used = False  # it has answered before
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how
+
+    async def ask(self, question: bytes) -> dict[str, Any] | None:
+        """None: it is gone."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self.connection, len(question).to_bytes(_LENGTH_BYTES, "little") + question)
+            data = bytearray()
+            while len(data) < _LENGTH_BYTES or len(data) < _LENGTH_BYTES + int.from_bytes(
+                data[:_LENGTH_BYTES], "little"
+            ):
+                part = await loop.sock_recv(self.connection, 1 << 16)
+                if not part or len(data) > _MAX_ANSWER:
+                    return None
+                data += part
+        except ConnectionError:
+            return None
+        answer: dict[str, Any] = json.loads(data[_LENGTH_BYTES:])
+        return answer
+
+
+class Judges:
+    """At most `most` judges of one function. What waits for one is bounded by the limits of those ahead."""
+
+    def __init__(self, spec: str, *, memory_bytes: int, most: int, most_async: int, logger: logging.Logger) -> None:
+        """Starts the nursery, and waits for it to have imported the function. Raises ConfigError where there is none.
+
+        memory_bytes: of a judge; 0: no limit. most_async: in place of `most` for an `async def`, which mostly waits.
+        """
+        self.spec = spec
+        self._memory_bytes = memory_bytes
+        self._logger = logger
+        self._free: list[_Judge] = []
+        self._judges: dict[int, _Judge] = {}
+        self._starting: deque[asyncio.Future[int]] = deque()
+        self._num_nurseries = 0
+        self._nursery: subprocess.Popen[bytes]
+        self._control: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that reads what the nursery says
+        self.num_started = 0
+        control = self._spawn()
+        self.is_async, self.arguments = self._greet(control)
+        self._control = control
+        self._places = asyncio.Semaphore(most_async if self.is_async else most)
+
+    async def ask(self, calls: Calls, limit_s: float) -> dict[str, Any]:
+        """What judge_main answers. Raises TimeoutError (the judge is killed), JudgeDied, or what pickle has against the arguments.
+
+        Cancelling it kills the judge.
+        """
+        question = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
+        async with self._places:
+            judge = self._free.pop() if self._free else await self._start()
+            answer = await self._ask(judge, question, limit_s)
+            if answer is None and judge.used:  # maybe of something that an earlier call has left behind: once more
+                judge.connection.close()
+                judge = await self._start()
+                answer = await self._ask(judge, question, limit_s)
+            if answer is None:
+                raise JudgeDied(await self._end_of(judge))
+            judge.used = True
+            if answer.get("last"):
+                judge.connection.close()
+            else:
+                self._free.append(judge)
+            return answer
+
+    async def _ask(self, judge: _Judge, question: bytes, limit_s: float) -> dict[str, Any] | None:
+        try:
+            return await asyncio.wait_for(judge.ask(question), limit_s)
+        except BaseException:
+            self._kill(judge)
+            raise
+
+    def close(self) -> None:
+        """End them all."""
+        self._forget_nursery("the worker has ended")
+        self._num_nurseries = _MAX_NURSERIES
+
+    def __del__(self) -> None:
+        if getattr(self, "_control", None) is not None:
+            self.close()
+
+    # ------------------------------------------------------------------------------------------------------------- judges
+
+    async def _start(self) -> _Judge:
+        if self._control is None:
+            await self._revive()
+        control = self._control
+        assert control is not None
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            loop.add_reader(control.fileno(), self._hear, control)
+            self._loop = loop
+        mine, theirs = socket.socketpair()
+        mine.setblocking(False)
+        started: asyncio.Future[int] = loop.create_future()
+        self._starting.append(started)
+        try:
+            with theirs:
+                socket.send_fds(control, [json.dumps({"start": True}).encode()], [theirs.fileno()])
+            pid = await asyncio.wait_for(asyncio.shield(started), _FORK_LIMIT_S)
+        except asyncio.TimeoutError:
+            mine.close()
+            raise JudgeDied(f"no process for {self.spec} could be forked within {_FORK_LIMIT_S:g} s") from None
+        except OSError as error:
+            mine.close()
+            raise JudgeDied(f"no process for {self.spec} could be started: {error}") from error
+        except BaseException:  # cancelled: the judge ends when it reads the end of its input
+            mine.close()
+            raise
+        judge = _Judge(pid, mine)
+        self._judges[pid] = judge
+        self.num_started += 1
+        return judge
+
+    def _kill(self, judge: _Judge) -> None:
+        judge.connection.close()
+        if self._judges.get(judge.pid) is judge and self._control is not None:
+            with contextlib.suppress(OSError):  # the nursery is gone, and its judges with it
+                self._control.send(json.dumps({"kill": judge.pid}).encode())
+
+    async def _end_of(self, judge: _Judge) -> str:
+        judge.connection.close()
+        try:
+            return await asyncio.wait_for(asyncio.shield(judge.died), _DEATH_LIMIT_S)
+        except asyncio.TimeoutError:
+            return "it closed its connection"
+
+    # ------------------------------------------------------------------------------------------------------------ nursery
+
+    def _spawn(self) -> socket.socket:
+        self._num_nurseries += 1
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = str(Path(__file__).with_name("judge_main.py"))
+        with theirs:
+            self._nursery = subprocess.Popen(
+                [sys.executable, program, str(theirs.fileno())], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        return mine
+
+    def _greet(self, control: socket.socket) -> tuple[bool, tuple[str, ...]]:
+        """Blocks until the user's module is imported, as importing it here would."""
+        hello = {"spec": self.spec, "sys_path": sys.path, "memory_bytes": self._memory_bytes}
+        control.settimeout(_START_LIMIT_S)
+        try:
+            control.send(json.dumps(hello).encode())
+            message = control.recv(_MAX_MESSAGE)
+        except TimeoutError:
+            message = b""
+            self._nursery.kill()
+        except OSError:
+            message = b""
+        reply = json.loads(message or b"{}")
+        if "ready" not in reply:
+            control.close()
+            code = self._nursery.wait()
+            if "config" in reply:
+                raise ConfigError(reply["config"])
+            told = reply.get("error") or f"its process ended with code {code} within {_START_LIMIT_S:g} s"
+            raise ConfigError(f"reward {self.spec!r} cannot be imported: {told}")
+        control.setblocking(False)
+        is_async, arguments = reply["ready"]
+        return is_async, tuple(arguments)
+
+    async def _revive(self) -> None:
+        if self._num_nurseries >= _MAX_NURSERIES:
+            raise JudgeDied(f"the process that starts the judges of {self.spec} has ended {self._num_nurseries} times")
+        self._logger.warning("the process that starts the judges of %s has ended; starting another", self.spec)
+        control = self._spawn()  # on this thread: the nursery dies with the thread that made it
+        await asyncio.to_thread(self._greet, control)
+        self._control = control
+
+    def _hear(self, control: socket.socket) -> None:
+        try:
+            message = control.recv(_MAX_MESSAGE)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            self._forget_nursery("the process that starts judges was killed")
+            return
+        word = json.loads(message)
+        if "died" in word:
+            judge = self._judges.pop(word["died"], None)
+            if judge is not None:
+                self._bury(judge, word["how"])
+            return
+        started = self._starting.popleft()
+        if "failed" in word:
+            if not started.done():
+                started.set_exception(JudgeDied(f"no process for {self.spec} could be forked: {word['failed']}"))
+        elif not started.done():
+            started.set_result(word["started"])
+
+    def _bury(self, judge: _Judge, how: str) -> None:
+        if judge in self._free:
+            self._free.remove(judge)
+            judge.connection.close()
+        if not judge.died.done():
+            judge.died.set_result(how)
+
+    def _forget_nursery(self, why: str) -> None:
+        """It is gone, or to go; its judges go with it."""
+        control, self._control = self._control, None
+        if control is None:
+            return
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(control.fileno())
+        control.close()
+        for judge in self._judges.values():
+            self._bury(judge, why)
+        self._judges.clear()
+        for started in self._starting:
+            if not started.done():
+                started.set_exception(JudgeDied(why))
+        self._starting.clear()
+        try:
+            self._nursery.wait(_END_LIMIT_S)  # it kills its judges, and what they have started
+        except subprocess.TimeoutExpired:
+            self._nursery.kill()
+            self._nursery.wait()

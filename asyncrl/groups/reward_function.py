@@ -1,0 +1,81 @@
+"""A user's reward function: found, checked, and what counts as its answer. Imports nothing heavy: judges begin with it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.groups.loading import config_error, load_object
+
+OPTIONAL_ARGUMENTS = ("finished", "task", "row")
+_LARGEST = 3.4028234663852886e38  # rewards travel as float32, where more than this is infinite
+_MAX_SHOWN = 200  # characters of a value that is no reward
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """(prompt, completion, answer) -> a number, and which of the keywords `finished`, `task`, `row` it takes."""
+
+    spec: str
+    call: Callable[..., Any]
+    is_async: bool
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def load(cls, spec: str) -> RewardFunction:
+        """Raises ConfigError where there is no such function; errors of the user's module pass through."""
+        function = load_object(spec, "reward")
+        if not callable(function):
+            raise config_error(f"reward {spec!r} is {function!r}, which cannot be called; name a function")
+        _check_signature(spec, function)
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        return cls(spec, function, is_async, _optional_arguments(function))
+
+
+def as_reward(value: Any) -> float | None:
+    """The finite number that a value is; None: it is none."""
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except Exception:  # a user's object may raise anything
+        return None
+    return number if abs(number) <= _LARGEST else None
+
+
+def shown(value: Any) -> str:
+    """What is no reward, as its owner is told. Never raises."""
+    try:
+        return repr(value)[:_MAX_SHOWN]
+    except BaseException as error:
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+
+
+def _check_signature(spec: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without one
+        return
+    try:
+        signature.bind("prompt", "completion", "answer", **dict.fromkeys(_optional_arguments(function)))
+    except TypeError as error:
+        raise config_error(
+            f"reward {spec!r} has the signature {signature}: {error}; it is called as (prompt, completion, answer), and may take "
+            f"the keywords {', '.join(OPTIONAL_ARGUMENTS)} besides"
+        ) from None
+
+
+def _optional_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Which of the optional keyword arguments the function takes."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a builtin without a signature
+        return ()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return OPTIONAL_ARGUMENTS
+    return tuple(
+        name
+        for name in OPTIONAL_ARGUMENTS
+        if name in parameters and parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY
+    )

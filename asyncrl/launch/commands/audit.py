@@ -1,0 +1,70 @@
+"""`asyncrl-launch audit`."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from asyncrl.launch.commands.common import FAILED, Commands, add_run_command, print_json, run_dir_of
+from asyncrl.launch.rundir import LaunchError
+from asyncrl.lineage import Audit, Stretch, audit
+
+_DESCRIPTION = """Check, from what the processes of a run wrote down, that in the lineage of its newest weights every prompt was
+trained exactly once or rejected with a reason, whatever was killed and restarted on the way; that every trained group
+was admitted, pushed and stored once; and that none was older than manager.max_head_offpolicyness allows."""
+
+_EPILOG = """examples:
+  asyncrl-launch audit runs/sloppy-sorter/t0
+  asyncrl-launch audit runs/sloppy-sorter/t0 --json | jq .problems
+
+It reads journal/*.jsonl, and works while the run goes on, too.
+
+exit codes: 0 nothing is wrong; 1 something is, it is printed, or there is nothing to audit."""
+
+
+def add_to(commands: Commands) -> None:
+    add_run_command(commands, "audit", show, description=_DESCRIPTION, epilog=_EPILOG)
+
+
+def show(arguments: argparse.Namespace, console: Console) -> int:
+    """Check that every prompt was trained exactly once or rejected, whatever was restarted."""
+    run_dir = run_dir_of(arguments.run, arguments.overrides)
+    try:
+        found = audit(run_dir)
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    if not found.lineage:
+        raise LaunchError(f"{run_dir} has no journal/master.jsonl with an attempt in it: no run has begun there")
+    if arguments.json:
+        print_json(found)
+    else:
+        for line in audit_lines(found):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return FAILED if found.problems else 0
+
+
+def audit_lines(found: Audit) -> list[str]:
+    """For people."""
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(found.rejected.items()))
+    lines = [
+        f"{found.run_dir}: {'a complete run' if found.complete else 'a run that has not come to its end'}",
+        f"lineage   {', then '.join(map(_stretch_text, found.lineage))}",
+        f"trained   {found.trained} prompts, in {found.steps} steps",
+        f"rejected  {sum(found.rejected.values())} prompts{f' ({reasons})' if reasons else ''}",
+    ]
+    if found.voided_steps or found.voided_prompts:
+        lines.append(f"void      {found.voided_steps} steps, {found.voided_prompts} prompts: outside of this lineage")
+    if found.unconfirmed:
+        lines.append(
+            f"          {found.unconfirmed} trained groups came from rollout workers that died before they wrote so down"
+        )
+    lines += [f"unchecked {text}" for text in found.unchecked]
+    lines += [f"PROBLEM   {text}" for text in found.problems]
+    if not found.problems:
+        lines.append("ok: each of these prompts once, nothing is wrong")
+    return lines
+
+
+def _stretch_text(stretch: Stretch) -> str:
+    return f"attempt {stretch.attempt} {f'to step {stretch.last}' if stretch.last is not None else f'from step {stretch.first}'}"

@@ -1,0 +1,247 @@
+"""`asyncrl-launch chaos`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
+from asyncrl.launch.commands.audit import audit_lines
+from asyncrl.launch.commands.common import FAILED, Commands, add_config_command, print_json
+from asyncrl.launch.program import run_directory
+from asyncrl.lineage import Audit, audit
+from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
+from asyncrl.testing.faults.injector import Injector
+from asyncrl.testing.faults.processes import RunProcesses
+from asyncrl.testing.faults.schedule import KINDS, PHASES, TARGETS, Fault, schedule
+
+_POLL_S = 0.1
+_STOP_LIMIT_S = 60.0
+_GONE_LIMIT_S = 10.0  # everything ends so soon after its launcher
+_DEFAULT_TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master")
+
+_DESCRIPTION = """Run a config, and kill, freeze and restart its processes meanwhile, by a seed: does your agent, your reward, your
+machine take it? From the first train step on faults come for --for seconds; then the run is left alone until its end. A
+launcher that was killed is started again with `resume`. At the end: what was done, how long each process was away, and the
+audit, which says from what the processes wrote down whether every prompt was trained exactly once or rejected with a reason."""
+
+_EPILOG = f"""
+
+faults:
+  --kinds    kill: SIGKILL. stop: SIGSTOP, and SIGCONT after --stop seconds; who stands still for longer than
+             runtime.frozen_after_s is killed and started again. restart: SIGTERM
+  --targets  {", ".join(TARGETS[:5])},
+             {", ".join(TARGETS[5:])}; one of them by name: rollout_worker/1
+  --phases   strike only while the run is in one of these: {", ".join(PHASES)}
+The same seed gives the same schedule; what it meets depends on where the run is then. Every strike is in journal/faults.jsonl.
+
+examples:
+  asyncrl-launch chaos configs/quickstart_cpu.yaml trial=chaos --seed 7
+  asyncrl-launch chaos my_agent.yaml --targets rollout_worker --kinds kill,stop --every 3-6 --for 120
+                                                    does my agent stand being killed between two tool calls?
+  asyncrl-launch chaos my_run.yaml --targets model_worker,master --phases weight_write checkpoint.every_steps=5
+  asyncrl-launch chaos my_run.yaml --targets launcher --kinds kill --every 60-120 --for 600      as if the machine died
+  asyncrl-launch chaos my_run.yaml runtime.faults.drop=0.01 runtime.faults.corrupt=0.01 runtime.faults.delay=0.05
+                                                    and a bad network between the processes
+
+Faults cost restarts: give the run as many as you mean to try (runtime.max_restarts=100, in an hour and for each process), and
+checkpoints often enough (checkpoint.every_steps=10) that what master and model workers lose is little.
+
+exit codes: 0 the run is complete and the audit finds nothing wrong; 1 it failed, or the audit found something: it is
+printed; 2 the config or the schedule cannot work; 130 stopped by Ctrl-C, after the audit of what there is."""
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_config_command(commands, "chaos", chaos, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--seed", type=int, default=1, help="of the schedule (default 1)")
+    parser.add_argument("--every", metavar="A-B", default="5-15", help="seconds between two faults (default 5-15)")
+    parser.add_argument(
+        "--for", metavar="SECONDS", dest="for_s", type=float, default=300.0, help="how long faults come (default 300)"
+    )
+    parser.add_argument(
+        "--kinds", metavar="K,...", default="kill,stop", help=f"of {','.join(KINDS)} (default kill,stop)"
+    )
+    parser.add_argument(
+        "--targets",
+        metavar="T,...",
+        default=",".join(_DEFAULT_TARGETS),
+        help="kinds or names of processes (default: all workers)",
+    )
+    parser.add_argument("--phases", metavar="P,...", default="", help="strike in these only (default: at any time)")
+    parser.add_argument("--stop", metavar="A-B", default="1-20", help="seconds that `stop` lasts (default 1-20)")
+
+
+def chaos(arguments: argparse.Namespace, console: Console) -> int:
+    """Run a config while its processes are killed and frozen by a seed; audit the result."""
+    config = load_experiment(arguments.config, arguments.overrides)
+    faults = _schedule(arguments)
+    run_dir = run_directory(config)
+    console.print(f"{run_dir}: {len(faults)} faults in {arguments.for_s:g} s", highlight=False, soft_wrap=True)
+    command = ["run", str(arguments.config), *arguments.overrides]
+    subject = _Subject(config, run_dir, command, console, quiet=arguments.json)
+    try:
+        code = subject.suffer(faults)
+    except KeyboardInterrupt:
+        code = subject.stop()
+    finally:
+        subject.close()
+    return _tell(subject, code, arguments, console)
+
+
+def _schedule(arguments: argparse.Namespace) -> list[Fault]:
+    try:
+        return schedule(
+            seed=arguments.seed,
+            every=_span("--every", arguments.every),
+            for_s=arguments.for_s,
+            kinds=_words(arguments.kinds),  # type: ignore[arg-type]  # it says what is none
+            targets=_words(arguments.targets),
+            phases=_words(arguments.phases) or ("",),  # type: ignore[arg-type]
+            stop_s=_span("--stop", arguments.stop),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _span(option: str, text: str) -> tuple[float, float]:
+    least, _, most = text.partition("-")
+    with contextlib.suppress(ValueError):
+        return float(least), float(most or least)
+    raise ConfigError(f"{option} {text}: write seconds from-to, such as 5-15")
+
+
+@dataclass
+class _Subject:
+    """The run that is struck: its launchers, one after another, and the injector."""
+
+    config: ExperimentConfig
+    run_dir: Path
+    command: Sequence[str]
+    console: Console
+    quiet: bool
+    injector: Injector | None = None
+    problems: list[str] = field(default_factory=list)
+    resumes: int = 0
+
+    def __post_init__(self) -> None:
+        self.before = _steps_written(self.run_dir)  # of runs in this folder before
+        self._launcher = self._launch(self.command)
+
+    def suffer(self, faults: Sequence[Fault]) -> int:
+        """Until the run ends. Returns the exit code of its (last) launcher."""
+        while _steps_written(self.run_dir) == self.before:  # it ends by itself where it cannot start
+            if self._ended():
+                return self._launcher.wait()
+            time.sleep(_POLL_S)
+        self.injector = Injector(self.run_dir, notice=self._say)
+        self.injector.run(faults, until=self._ended, after_each=self._resume_if_struck)
+        self._say("no more faults: the run goes on to its end")
+        while not self._ended():
+            self.injector.turn()
+            time.sleep(_POLL_S)
+        return self._launcher.wait()
+
+    def stop(self) -> int:
+        """Ctrl-C went to the launcher too, which is in our process group: wait for it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(_STOP_LIMIT_S)
+        return 128 + signal.SIGINT
+
+    def close(self) -> None:
+        if self.injector is not None:
+            self.injector.close()
+        if not self._ended():
+            self._launcher.send_signal(signal.SIGTERM)
+            try:
+                self._launcher.wait(_STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._launcher.kill()
+                self._launcher.wait()
+
+    def _ended(self) -> bool:
+        return self._launcher.poll() is not None
+
+    def _resume_if_struck(self) -> None:
+        """A launcher that was killed takes everything with it: see that it did, and go on with `resume`."""
+        assert self.injector is not None
+        strike = self.injector.strikes[-1] if self.injector.strikes else None
+        if strike is None or strike.pid != self._launcher.pid or strike.fault.kind == "stop":
+            return
+        self._launcher.wait()
+        deadline = time.monotonic() + _GONE_LIMIT_S
+        while left := sorted(RunProcesses(self.run_dir).by_name()):
+            if time.monotonic() > deadline:
+                self.problems.append(f"{_GONE_LIMIT_S:g} s after its launcher there still are {', '.join(left)}")
+                break
+            time.sleep(_POLL_S)
+        self.resumes += 1
+        there = any(
+            self.run_dir.glob("checkpoints/recover/a*-s*")
+        )  # before the first checkpoint there is nothing to resume
+        self._launcher = self._launch(["resume", str(self.run_dir)] if there else self.command)
+
+    def _launch(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.launch.cli", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr if self.quiet else None,  # stdout is for the one JSON object at the end
+        )
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _steps_written(run_dir: Path) -> int:
+    path = run_dir / METRICS_FILE
+    return sum("reward/mean" in record for record in read_json_lines(path)) if path.exists() else 0
+
+
+def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: Console) -> int:
+    """What happened; the exit code."""
+    try:
+        found: Audit | None = audit(subject.run_dir)
+    except (ValueError, OSError) as error:
+        found = None
+        subject.problems.append(f"no audit: {error}")
+    injector = subject.injector
+    strikes = injector.strikes if injector is not None else []
+    problems = [*subject.problems, *(found.problems if found is not None else ())]
+    if code == 0 and (found is None or not found.complete):
+        problems.append("the launcher says that the run is complete, its journal does not")
+    result = code if code else FAILED if problems else 0
+    back = injector.recovered_s if injector is not None else {}
+    if arguments.json:
+        told = [{**msgspec.to_builtins(strike), "back_after_s": back.get(strike.fault.number)} for strike in strikes]
+        print_json(
+            {"run_dir": str(subject.run_dir), "exit_code": result, "faults": told, "audit": found, "problems": problems}
+        )
+        return result
+    for strike in strikes:
+        after = back.get(strike.fault.number)
+        what = f"{strike.fault.kind} {strike.name}" + (f" in {strike.fault.phase}" if strike.fault.phase else "")
+        console.print(
+            f"  {strike.fault.number:3d}  {what:<45} {f'back after {after:.1f} s' if after is not None else 'went on'}",
+            markup=False,
+            highlight=False,
+        )
+    console.print(f"{len(strikes)} faults, {subject.resumes} resumes, launcher's exit code {code}", highlight=False)
+    for line in [
+        *(audit_lines(found) if found is not None else ()),
+        *(f"PROBLEM   {text}" for text in subject.problems),
+    ]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return result

@@ -1,0 +1,53 @@
+"""`asyncrl-launch resume`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.config import ConfigError, load_experiment
+from asyncrl.launch.commands.common import Commands, add_command
+from asyncrl.launch.commands.run import start
+from asyncrl.launch.rundir import EXPERIMENT_FILE, newest_experiment
+
+_DESCRIPTION = """Go on with a run that was stopped or killed, from the newest checkpoint in its folder, with its own config.
+
+Every prompt is trained once or rejected, as if the run had never been interrupted: what was trained after the checkpoint is
+void and trained again. Layout, numbers of workers, batch size and learning rate may be others than before; the prompts, their
+order (seed) and the models may not."""
+
+_EPILOG = """examples:
+  asyncrl-launch resume runs/sloppy-sorter/t0
+  asyncrl-launch resume runs/sloppy-sorter/t0 allocation=transformers.d1+d2      on other devices
+  asyncrl-launch resume runs/sloppy-sorter/t0 train.max_steps=200                a complete run, for longer
+  asyncrl-launch audit  runs/sloppy-sorter/t0                                    was each prompt trained once?
+
+The same as `run` with the run's config and recover=required. How often checkpoints are written: checkpoint.every_s (10 minutes
+where nothing is said), checkpoint.every_steps, checkpoint.every_epochs.
+
+exit codes: as of `run`; 2 where there is no checkpoint, or it does not fit what the overrides say."""
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(commands, "resume", resume, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("run", metavar="DIR", type=Path, help="folder of the run")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that are to differ from before")
+
+
+def resume(arguments: argparse.Namespace, console: Console) -> int:
+    """Go on with a run that was stopped or killed, from its newest checkpoint."""
+    run_dir = Path(arguments.run).expanduser().absolute()
+    if not run_dir.is_dir():
+        raise ConfigError(
+            f"{str(arguments.run)!r} is not a folder; name that of a run, <fileroot>/<experiment>/<trial>"
+        )
+    kept = newest_experiment(run_dir)
+    if kept is None:
+        raise ConfigError(
+            f"{run_dir} has no configs/attempt_N/{EXPERIMENT_FILE}: no run was started there; "
+            "`asyncrl-launch run CONFIG recover=required` goes on with the config that you name"
+        )
+    here = [f"fileroot={run_dir.parent.parent}", f"experiment={run_dir.parent.name}", f"trial={run_dir.name}"]
+    return start(load_experiment(kept, [*here, "recover=required", *arguments.overrides]), arguments, console)

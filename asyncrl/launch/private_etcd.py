@@ -1,0 +1,111 @@
+"""A run's private etcd is kept running: one that has ended, or does not answer for some seconds, is started again.
+
+On its data, if that can be read; else without: every session puts again what it has put. So an etcd's end, however it comes, is
+an outage of about a second, and a frozen one's of ten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.launch.rundir import LaunchError
+from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError
+
+_WINDOW_S = 3600.0  # in which restarts are counted
+_START_LIMIT_S = 15.0
+_LOOK_EVERY_S = 1.0
+_LOOK_LIMIT_S = 2.0  # of one look: a healthy server answers in milliseconds
+_FROZEN_LOOKS = 4  # in vain, one after another: counted, not timed, for the launcher may have stood still itself
+_MIN_RESTARTS = 3  # however few runtime.max_restarts allows: it holds nothing that a run needs
+_LONGEST_PAUSE_S = 30.0
+
+
+class PrivateEtcd:
+    """waits for: nothing; a thread of its own looks after the server, and waits for its exit, its answers and its starts.
+    unblocked by: those, their limits, `close`. `turn` raises what the thread could not help."""
+
+    def __init__(self, server: EtcdServer, log: Path, max_restarts: int, notice: Callable[[str], None]) -> None:
+        """max_restarts: within an hour. notice: is told what a person should know, from any thread."""
+        self._server = server
+        self._log = log
+        self._max_restarts = max(max_restarts, _MIN_RESTARTS)
+        self._notice = notice
+        self._restarts: deque[float] = deque()  # time.monotonic() of those within the window
+        self._failure: LaunchError | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look_after, name="private etcd", daemon=True)
+
+    def start(self) -> None:
+        """Raises EtcdServerError."""
+        self._server.start()
+        self._thread.start()
+
+    def turn(self) -> None:
+        """Raises LaunchError where it could not be started again, or has ended too often."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self, limit_s: float) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(_START_LIMIT_S)
+        self._server.stop(limit_s)
+
+    def _look_after(self) -> None:
+        in_vain = 0
+        while not self._closed.is_set():
+            try:
+                if self._server.wait_for_exit(_LOOK_EVERY_S):
+                    self._start_again("has ended")
+                    in_vain = 0
+                elif self._server.answers(_LOOK_LIMIT_S):
+                    in_vain = 0
+                elif self._server.running:
+                    in_vain += 1
+                    if in_vain == _FROZEN_LOOKS:
+                        self._server.kill()
+                        self._start_again(
+                            f"has not answered for {_FROZEN_LOOKS * (_LOOK_EVERY_S + _LOOK_LIMIT_S):g} s and was killed"
+                        )
+                        in_vain = 0
+            except (EtcdServerError, OSError) as error:
+                self._failure = LaunchError(f"etcd ended and could not be started again: {error}")
+                return
+            except LaunchError as error:
+                self._failure = error
+                return
+
+    def _start_again(self, how: str) -> None:
+        """Raises LaunchError if that was too often, EtcdServerError if it does not start."""
+        if self._closed.is_set():
+            return
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > _WINDOW_S:
+            self._restarts.popleft()
+        before = len(self._restarts)
+        if before >= self._max_restarts:
+            raise LaunchError(
+                f"etcd {how}, and had been started again {before} times within the hour (runtime.max_restarts); its log: "
+                f"{self._log}"
+            )
+        self._restarts.append(now)
+        pause_s = 0.0 if before == 0 else min(_LONGEST_PAUSE_S, 0.5 * 2.0**before)
+        self._notice(f"etcd {how}; it is started again on its data (its log: {self._log})")
+        if self._closed.wait(pause_s):
+            return
+        try:
+            self._server.start(_START_LIMIT_S)
+        except EtcdServerError as error:
+            if self._closed.is_set():
+                return
+            self._notice(f"etcd does not start on its data, and is started without: {error}")
+            with contextlib.suppress(OSError):  # what cannot be removed is told by the start
+                shutil.rmtree(self._server.data_dir)
+            self._server.start(_START_LIMIT_S)
+        self._notice("etcd runs again")

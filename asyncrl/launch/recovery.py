@@ -1,0 +1,160 @@
+"""Which checkpoint a run goes on from when it is started in a folder that has some (config field `recover`), and whether it fits.
+
+What may differ between then and now: layout, numbers of workers, batch size, learning rate, anything that is not part of what was
+saved. What may not: the prompts and their order, and the shapes of the models that are trained.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    DataIdentity,
+    begin_anew,
+    list_checkpoints,
+    newest,
+    shapes,
+)
+from asyncrl.config import CRITIC, RECOVERABLE_MODES, ConfigError, ExperimentConfig
+from asyncrl.data.prompts import PromptSource
+from asyncrl.launch.rundir import next_attempt
+from asyncrl.names import ACTOR
+from asyncrl.weights import tensor_files
+
+Shape = tuple[int, ...]
+_LENGTH_BYTES = 8  # of the number at the start of a safetensors file: how long its header is
+_ANEW = "begin anew with recover=off, or with another trial=..."
+
+
+def starting_point(
+    config: ExperimentConfig,
+    run_dir: Path,
+    notice: Callable[[str], None],
+    say: Callable[[str], None] | None = None,
+) -> Checkpoint | None:
+    """The checkpoint that a launch goes on from; None: it begins anew. To be asked before an attempt is begun.
+
+    notice: is told what a person should know at once, such as torn checkpoints; say: what is good to know (default: notice).
+    Raises ConfigError where there is none and recover=required, or where the newest does not fit the config. A restart of the
+    training side within a launch asks `checkpoints.newest`: there nothing has to be decided.
+    """
+    say = say or notice
+    if config.mode not in RECOVERABLE_MODES:
+        return None
+    if config.recover == "off":
+        begin_anew(run_dir, next_attempt(run_dir))
+        return None
+    complete = (run_dir / "summary.json").exists()
+    if config.recover == "auto" and complete:
+        if list_checkpoints(run_dir):
+            say(
+                "the run in this folder is complete: it begins anew (recover=required goes on from its newest checkpoint)"
+            )
+            begin_anew(run_dir, next_attempt(run_dir))
+        return None
+    try:
+        found = newest(run_dir, notice)
+    except CheckpointError as error:
+        raise ConfigError(f"recover={config.recover!r}: {error}") from error
+    if found is None:
+        if config.recover == "required":
+            raise ConfigError(
+                f"recover='required': there is no checkpoint to go on from in {run_dir}/checkpoints/recover; use auto, which "
+                "begins anew where there is none, or see whether fileroot, experiment and trial are those of the run"
+            )
+        return None
+    problems = [*_of_data(config, found), *_of_models(config, found)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    say(f"going on from step {found.step} of attempt {found.attempt} (recover=off begins anew)")
+    return found
+
+
+def going_on(config: ExperimentConfig, found: Checkpoint | None, num_prompts: int) -> ExperimentConfig:
+    """The config for a run that goes on from there: with another batch size it has another number of steps to decay over."""
+    train = config.train
+    if found is None or train.total_steps or train.batch_size == found.state.batch_size:
+        return config
+    cursor = found.state.done_cursor
+    done = cursor.epoch * num_prompts + cursor.position + len(found.state.done_beyond)
+    total = found.step + math.ceil((num_prompts * train.num_epochs - done) / train.batch_size)
+    return replace(config, train=replace(train, total_steps=min(total, train.max_steps) if train.max_steps else total))
+
+
+def _of_data(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
+    then = found.state.data
+    now = DataIdentity.of(PromptSource(config.prompts, None, config.seed), config.train.num_epochs)
+    where = f"the checkpoint of step {found.step} (attempt {found.attempt})"
+    if (now.num_prompts, now.fingerprint) != (then.num_prompts, then.fingerprint):
+        others = f"{then.num_prompts} prompts" if now.num_prompts != then.num_prompts else "other prompts"
+        yield (
+            f"prompts.path={config.prompts.path!r}: it has {now.num_prompts} prompts, {where} was made with {others}, so that "
+            f"nobody could say which are done; give those, or {_ANEW}"
+        )
+    for field, value, wanted in (
+        ("seed", now.seed, then.seed),
+        ("prompts.shuffle", now.shuffle, then.shuffle),
+    ):
+        if value != wanted:
+            yield f"{field}={value!r}: {where} has the order of prompts of {field}={wanted!r}; use that, or {_ANEW}"
+    last = max([found.state.done_cursor, *found.state.done_beyond])
+    ahead = last.epoch >= now.num_epochs and (last.epoch, last.position) != (now.num_epochs, 0)
+    if ahead:
+        yield (
+            f"train.num_epochs={now.num_epochs}: {where} is in epoch {last.epoch + 1}; use {last.epoch + 1} or more, or {_ANEW}"
+        )
+
+
+def _of_models(config: ExperimentConfig, found: Checkpoint) -> Iterator[str]:
+    """Of those that are trained. What is only read may be another one."""
+    saved: dict[str, dict[str, Shape]] = {}
+    for name, shape in shapes(found.path).items():
+        model, _, tensor = name.partition(".")
+        saved.setdefault(model, {})[tensor] = shape
+    critic = config.train.critic
+    trained = {ACTOR: ("model_path", config.model_path)}
+    if critic is not None:
+        trained[CRITIC] = ("train.critic.path", critic.path) if critic.path else ("model_path", config.model_path)
+    where = f"the checkpoint of step {found.step} (attempt {found.attempt})"
+    for model, (field, path) in trained.items():
+        if model not in saved:
+            yield f"train.{model}: {where} has no {model}, it was made without; leave train.{model} out, or {_ANEW}"
+        elif difference := _difference(tensor_shapes(Path(path).expanduser()), saved[model]):
+            yield f"{field}={path!r}: {difference} the {model} of {where}; give the model that it was made with, or {_ANEW}"
+
+
+def _difference(here: Mapping[str, Shape], saved: Mapping[str, Shape]) -> str:
+    """What of a model's files is not as in the checkpoint; "": nothing that can be told from them.
+
+    Names on one side only are no difference by themselves (tied weights, buffers, a critic's new output), but a layer is.
+    """
+    for name, shape in here.items():
+        if name in saved and shape != saved[name]:
+            return f"its tensor {name} has the shape {list(shape)}, not {list(saved[name])} as in"
+    kinds = {_kind(name) for name in here.keys() & saved.keys()}
+    for name in here.keys() ^ saved.keys():
+        if _kind(name) in kinds:
+            return f"its tensor {name} is not in" if name in here else f"it has no tensor {name}, unlike"
+    return "" if kinds or not here else "it has no tensor in common with"
+
+
+def _kind(name: str) -> str:
+    """Of a tensor: the same in all layers."""
+    return re.sub(r"\d+", "#", name)
+
+
+def tensor_shapes(folder: Path) -> dict[str, Shape]:
+    """Of a model's safetensors, by their headers; preflight has seen that they are whole. None for older formats."""
+    found: dict[str, Shape] = {}
+    for file in tensor_files(folder):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(_LENGTH_BYTES), "little")))
+        found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return found

@@ -1,0 +1,192 @@
+"""Who is started again when a process of a run has ended, how often and after which pause, and when the run ends (pure).
+
+A rollout worker, a generation server and the gserver manager hold nothing that a run needs, and are started again alone. Master
+and model workers (the gang: one torch.distributed world, the books, the optimizer) are started again together, as the next attempt,
+from the newest checkpoint. What ends too often within an hour has everything started again, once a launch; then the run ends, with
+the first cause on top. What could only end again ends the run at once: a process that has never come through its start, an
+error that lies in what the user gave. So does the first end of other processes (recorder, replayer), and of modes that have them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+WINDOW_S = 3600.0
+GANG = "the training side"
+EVERYTHING = "everything"
+GANG_KINDS = frozenset({"master", "model_worker"})
+_ALONE_KINDS = frozenset({"rollout_worker", "generation_server", "gserver_manager"})
+_MODES_WITH_GANG = frozenset({"async", "sync"})  # the others have no checkpoint to go on from
+_FIRST_PAUSE_S = 1.0  # a device's memory may take a moment to be free again
+_LONGEST_PAUSE_S = 30.0
+_MAX_TOLD = 20  # lines about what was tried
+_LONGEST_TURN_S = 1.0
+
+
+@dataclass(frozen=True)
+class End:
+    """A process has ended, or has said that it failed."""
+
+    name: str  # e.g. rollout_worker/1
+    how: str  # in a line: was killed by signal SIGKILL
+    cause: str  # all that a person is told: its error with the traceback, or the end of its log, and where that is
+    was_running: bool  # it had come through its start
+    fatal: bool = False  # WorkerStatus.fatal
+
+
+@dataclass(frozen=True)
+class StartAgain:
+    unit: str  # the name of a process, GANG or EVERYTHING
+    pause_s: float
+    number: int = 1  # how many restarts of it there were within WINDOW_S, this one included
+
+
+@dataclass(frozen=True)
+class EndRun:
+    """cause: the first one. tried: what was done about it, a line each, oldest first."""
+
+    cause: str
+    tried: tuple[str, ...] = ()
+
+
+Decision: TypeAlias = "StartAgain | EndRun"
+
+
+class RestartBudget:
+    """How often each unit is started again, and after which pause."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: restarts of one unit within WINDOW_S."""
+        self.limit = limit
+        self._ends: defaultdict[str, deque[tuple[float, str]]] = defaultdict(deque)  # (when, cause), oldest first
+        self._count: defaultdict[str, int] = defaultdict(int)
+
+    def count(self, unit: str) -> int:
+        """How often it has been started again so far."""
+        return self._count[unit]
+
+    def recent(self, unit: str, now: float) -> list[str]:
+        """The causes of its ends within WINDOW_S, oldest first."""
+        ends = self._ends[unit]
+        while ends and now - ends[0][0] > WINDOW_S:
+            ends.popleft()
+        return [cause for _, cause in ends]
+
+    def ended(self, unit: str, cause: str, now: float) -> float | None:
+        """It has ended. The pause before it is started again, in seconds; None where that was too often."""
+        before = len(self.recent(unit, now))
+        self._ends[unit].append((now, cause))
+        if before >= self.limit:
+            return None
+        self._count[unit] += 1
+        return pause_s(before)
+
+
+def pause_s(before: int) -> float:
+    """Between an end and the next start, after so many within WINDOW_S."""
+    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(before, 10))
+
+
+class Supervision:
+    """consumes: ends, and who has come through its start. produces: a decision for each end."""
+
+    def __init__(self, limit: int, *, mode: str = "async", by_hand: Collection[str] = ()) -> None:
+        """limit: runtime.max_restarts. by_hand: processes that somebody else starts (debug.leave_out): what has them among its
+        processes cannot be started again."""
+        self.limit = limit
+        self._has_gang = mode in _MODES_WITH_GANG
+        self._by_hand = frozenset(by_hand)
+        self._budget = RestartBudget(limit)
+        self._ran: set[str] = set()
+        self._everything: tuple[float, str] | None = (
+            None  # when everything was started again, and the first cause of that
+        )
+        self._tried: deque[tuple[float, str]] = deque(maxlen=_MAX_TOLD)
+
+    def runs(self, name: str) -> None:
+        """A process of this name has come through its start: the next one will too, most likely."""
+        self._ran.add(name)
+
+    def unit_of(self, name: str) -> str:
+        """Who is started again if a process of this name ends: it alone, or GANG; "" if nobody is."""
+        kind = _kind(name)
+        if kind in GANG_KINDS and self._has_gang:
+            return "" if any(_kind(other) in GANG_KINDS for other in self._by_hand) else GANG
+        return name if kind in _ALONE_KINDS else ""
+
+    def outlives(self, name: str, *, fatal: bool = False) -> bool:
+        """Whether the run may go on after the end of such a process; else nothing is to be waited for."""
+        return self.limit > 0 and bool(self.unit_of(name)) and name in self._ran and not fatal
+
+    def count(self, name: str) -> int:
+        """How often it has been started again so far."""
+        return self._budget.count(self.unit_of(name)) + (self._everything is not None)
+
+    def decide(self, end: End, wall_time: float, now: float) -> Decision:
+        """now: monotonic seconds; wall_time: unix seconds, for what is told."""
+        if end.was_running:
+            self._ran.add(end.name)
+        if not self.outlives(end.name, fatal=end.fatal):
+            return EndRun(end.cause, self._told(now))
+        unit = self.unit_of(end.name)
+        pause = self._budget.ended(unit, end.cause, now)
+        recent = self._budget.recent(unit, now)
+        at = time.strftime("%H:%M:%S", time.localtime(wall_time))
+        if pause is not None:
+            self._tried.append(
+                (now, f"{at} {end.name} {end.how}: {unit} started again ({len(recent)} of {self.limit})")
+            )
+            return StartAgain(unit, pause, len(recent))
+        if self._everything is None and self._has_gang and not self._by_hand:
+            self._everything = now, recent[0]
+            self._tried.append((now, f"{at} {end.name} {end.how}: everything started again"))
+            return StartAgain(EVERYTHING, pause_s(self.limit))
+        self._tried.append((now, f"{at} {end.name} {end.how}"))
+        return EndRun(self._first_cause(recent[0], now), self._told(now))
+
+    def _first_cause(self, cause: str, now: float) -> str:
+        """That of the restart of everything, if that was lately: what has ended since did so after it."""
+        if self._everything is not None and now - self._everything[0] <= WINDOW_S:
+            return self._everything[1]
+        return cause
+
+    def _told(self, now: float) -> tuple[str, ...]:
+        return tuple(text for when, text in self._tried if now - when <= WINDOW_S)
+
+
+def _kind(name: str) -> str:
+    return name.partition("/")[0]
+
+
+class FreezeWatch:
+    """Who stands still. Only time in which the launcher itself turned counts: after a sleep of all everybody has his time again."""
+
+    def __init__(self, limit_s: float, start_limit_s: float) -> None:
+        """limit_s: between two counts of a process, 0: no limit. start_limit_s: before the first one."""
+        self._limit_s, self._start_limit_s = limit_s, start_limit_s
+        self._awake_s = 0.0
+        self._last_turn: float | None = None
+        self._moved: dict[int, tuple[int | None, float]] = {}  # newest count, and when it came
+
+    def turn(self, now: float, counts: Mapping[int, int | None]) -> dict[int, float]:
+        """counts: progress counter of each process, None before its first word. Those that are frozen: for how many seconds."""
+        if self._last_turn is not None:
+            self._awake_s += min(now - self._last_turn, _LONGEST_TURN_S)
+        self._last_turn = now
+        before = self._moved
+        self._moved = {
+            key: before[key] if key in before and before[key][0] == count else (count, self._awake_s)
+            for key, count in counts.items()
+        }
+        if not self._limit_s:
+            return {}
+        still = {key: self._awake_s - since for key, (_, since) in self._moved.items()}
+        return {
+            key: seconds
+            for key, seconds in still.items()
+            if seconds > (self._start_limit_s if counts[key] is None else self._limit_s)
+        }

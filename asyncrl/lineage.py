@@ -1,0 +1,321 @@
+"""Which attempts and steps the newest weights come from, and whether each prompt was trained exactly once on the way (pure, but
+for reading files).
+
+A run that was interrupted goes on from a checkpoint, in another attempt: what the attempt before did after that checkpoint is
+void, for nothing of it is in the weights. The journals tell all of it, in the order in which each process did it:
+
+    master.jsonl            begun (from which checkpoint), stored, dropped, trained, rejected, snapshot, checkpoint, published,
+                            ended
+    gserver_manager.jsonl   admitted; adopted (by a manager that was started again, of one that the manager before had admitted)
+    rollout_worker_N.jsonl  pushed, with the head's verdict
+
+A checkpoint is of the moment of its `snapshot`: of what an attempt wrote, the lineage has the part before that line.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from asyncrl.runtime.metrics import read_json_lines
+
+Event = Mapping[str, Any]
+Point = tuple[int, int]  # (attempt, step)
+_MAX_NAMED = 10  # prompts or tickets of one kind of problem that are named
+
+
+class Stretch(Struct, frozen=True, kw_only=True):
+    """The steps of one attempt that are part of a lineage."""
+
+    attempt: int
+    first: int
+    last: int | None  # None: to the end of the attempt, which is the newest of its lineage
+
+    def has(self, step: int) -> bool:
+        return self.first <= step and (self.last is None or step <= self.last)
+
+
+class Lineage(Struct, frozen=True, kw_only=True):
+    """Oldest stretch first."""
+
+    stretches: list[Stretch]
+
+    @property
+    def newest(self) -> int:
+        return self.stretches[-1].attempt
+
+    def has(self, attempt: int, step: int) -> bool:
+        """Whether a train step of an attempt is part of it."""
+        return any(stretch.attempt == attempt and stretch.has(step) for stretch in self.stretches)
+
+    def has_weights(self, attempt: int, step: int) -> bool:
+        """Whether what was done with the weights after a step, such as an evaluation, is part of it."""
+        return self.has(attempt, step) or self.has(attempt, step + 1)
+
+
+class Attempt(Struct, frozen=True, kw_only=True):
+    """What an attempt's master wrote of it, up to the end; parent: the checkpoint that it went on from."""
+
+    number: int
+    parent: Point | None
+    events: list[Event]
+    begun: Event
+
+    def before(self, step: int | None) -> list[Event]:
+        """The events that a checkpoint of that step is the sum of; None: all."""
+        if step is None:
+            return self.events
+        for end, event in enumerate(self.events):
+            if event["event"] == "snapshot" and event["step"] == step:
+                return self.events[:end]
+        last = max(
+            (at for at, event in enumerate(self.events) if _is_step(event) and event["step"] <= step), default=-1
+        )
+        return self.events[: last + 1]
+
+
+def read_attempts(run_dir: Path) -> list[Attempt]:
+    """Those that have begun to train, oldest first."""
+    return attempts_of(read_json_lines(run_dir / "journal" / "master.jsonl"))
+
+
+def attempts_of(events: Iterable[Event]) -> list[Attempt]:
+    by_attempt: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        by_attempt[int(event.get("attempt", 1))].append(event)
+    attempts = []
+    for number, own in sorted(by_attempt.items()):
+        begun = next((event for event in own if event["event"] == "begun"), {})
+        parent = begun.get("from")
+        point = (int(parent[0]), int(parent[1])) if parent else None
+        attempts.append(Attempt(number=number, parent=point, events=own, begun=begun))
+    return attempts
+
+
+def lineage_of(attempts: Sequence[Attempt], newest: int | None = None) -> Lineage | None:
+    """That of the newest attempt, or of another one. None where nothing has begun."""
+    known = {attempt.number: attempt for attempt in attempts}
+    if not known:
+        return None
+    attempt: Attempt | None = known[max(known) if newest is None else newest]
+    stretches: list[Stretch] = []
+    last: int | None = None
+    while attempt is not None:
+        first = attempt.parent[1] + 1 if attempt.parent is not None else 1
+        stretches.append(Stretch(attempt=attempt.number, first=first, last=last))
+        if attempt.parent is None:
+            break
+        number, last = attempt.parent
+        attempt = known.get(number)
+    return Lineage(stretches=stretches[::-1])
+
+
+def lineages_of(attempts: Sequence[Attempt]) -> list[Lineage]:
+    """A lineage for each beginning: that of the newest attempt which goes back to it. Oldest beginning first."""
+    by_root: dict[int, Lineage] = {}
+    for attempt in attempts:
+        lineage = lineage_of(attempts, attempt.number)
+        assert lineage is not None
+        by_root[lineage.stretches[0].attempt] = lineage
+    return [by_root[root] for root in sorted(by_root)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- audit
+
+
+class Audit(Struct, frozen=True, kw_only=True):
+    """What became of every prompt, in the lineage of the newest weights."""
+
+    run_dir: str
+    lineage: list[Stretch]
+    steps: int
+    trained: int  # prompts
+    rejected: dict[str, int]  # prompts, by reason
+    complete: bool  # the run came to its end
+    voided_steps: int  # of all attempts: not in the lineage
+    voided_prompts: int  # trained or rejected there
+    unconfirmed: int  # trained groups whose rollout worker did not live to write down that it had pushed them
+    unchecked: list[str]  # what no journal tells
+    problems: list[str]
+
+
+class _Problems:
+    """Collects what is wrong, a line a kind of it."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[str]] = {}
+
+    def add(self, what: str, who: object) -> None:
+        self._found.setdefault(what, []).append(str(who))
+
+    def lines(self) -> list[str]:
+        lines = []
+        for what, who in self._found.items():
+            more = f" and {len(who) - _MAX_NAMED} more" if len(who) > _MAX_NAMED else ""
+            lines.append(f"{what}: {', '.join(who[:_MAX_NAMED])}{more}")
+        return lines
+
+
+def audit(run_dir: Path) -> Audit:
+    """Check what the journals tell. Raises ValueError for a journal that cannot be read.
+
+    Each prompt trained once or rejected with a reason; no step left out; each trained group admitted, pushed and stored once, in
+    the attempt that trained it; none older than the bound.
+    """
+    attempts = read_attempts(run_dir)
+    admitted = list(_events_of(run_dir, "gserver_manager", ("admitted", "adopted")))
+    pushed = list(_events_of(run_dir, "rollout_worker_*", ("pushed",)))
+    return audit_of(str(run_dir), attempts, admitted, pushed)
+
+
+def audit_of(run_dir: str, attempts: Sequence[Attempt], admitted: Sequence[Event], pushed: Sequence[Event]) -> Audit:
+    problems = _Problems()
+    lineage = lineage_of(attempts)
+    stretches = lineage.stretches if lineage is not None else []
+    known = {attempt.number: attempt for attempt in attempts}
+    if stretches and (parent := known[stretches[0].attempt].parent) is not None:
+        problems.add("an attempt goes on from one that the journal does not have", f"attempt {parent[0]}")
+    kept = [(stretch.attempt, event) for stretch in stretches for event in known[stretch.attempt].before(stretch.last)]
+    steps = [event for _, event in kept if event["event"] == "trained"]
+    numbers = [event["step"] for event in steps]
+    before = known[stretches[0].attempt].begun.get("first_step", 0) if stretches else 0
+    for number in numbers:
+        if number != before + 1:
+            problems.add("steps do not follow each other", f"{before} -> {number}")
+        before = number
+    trained = _trained(kept, known, problems)
+    rejected = _rejected(kept, trained, problems)
+    newest = known[stretches[-1].attempt] if stretches else None
+    ended = next((e for e in newest.events if e["event"] == "ended"), None) if newest is not None else None
+    if ended is not None and ended["done"] == ended["of"] and len(trained) + len(rejected) != ended["of"]:
+        problems.add("prompts neither trained nor rejected", ended["of"] - len(trained) - len(rejected))
+    unchecked = _check_ways(kept, admitted, pushed, known, problems)
+    every = [event for attempt in attempts for event in attempt.events]
+    in_all = Counter(event["event"] for event in every)
+    done_in_all = sum(len(e["groups"]) for e in every if e["event"] == "trained") + in_all["rejected"]
+    pushed_tickets = {event["ticket"] for event in pushed}
+    return Audit(
+        run_dir=run_dir,
+        lineage=stretches,
+        steps=len(steps),
+        trained=len(trained),
+        rejected=dict(Counter(rejected.values())),
+        complete=ended is not None,
+        voided_steps=in_all["trained"] - len(steps),
+        voided_prompts=done_in_all - sum(len(event["groups"]) for event in steps) - len(rejected),
+        unconfirmed=sum(group["ticket"] not in pushed_tickets for event in steps for group in event["groups"])
+        if pushed
+        else 0,
+        unchecked=unchecked,
+        problems=problems.lines(),
+    )
+
+
+def _trained(
+    kept: Sequence[tuple[int, Event]], known: Mapping[int, Attempt], problems: _Problems
+) -> dict[tuple[int, int], str]:
+    """Prompts and the tickets they were trained by."""
+    trained: dict[tuple[int, int], str] = {}
+    for attempt, event in kept:
+        if event["event"] != "trained":
+            continue
+        eta = known[attempt].begun.get("max_head_offpolicyness")
+        for group in event["groups"]:
+            prompt = _prompt(group)
+            if prompt in trained:
+                problems.add("prompts trained twice", f"{_named(prompt)} (step {event['step']})")
+            trained[prompt] = group["ticket"]
+            oldest = min(first for first, _ in group["versions"])
+            newest = max(last for _, last in group["versions"])
+            if eta is not None and event["step"] - 1 - oldest > eta:
+                problems.add(
+                    f"groups more than {eta} versions old", f"{group['ticket']} ({event['step'] - 1 - oldest})"
+                )
+            if newest > event["step"] - 1:
+                problems.add("groups of a version that was yet to be made", group["ticket"])
+    return trained
+
+
+def _rejected(
+    kept: Sequence[tuple[int, Event]], trained: Mapping[tuple[int, int], str], problems: _Problems
+) -> dict[tuple[int, int], str]:
+    """Prompts and the reasons."""
+    rejected: dict[tuple[int, int], str] = {}
+    for _, event in kept:
+        if event["event"] != "rejected":
+            continue
+        prompt = _prompt(event)
+        if prompt in trained:
+            problems.add("prompts trained and rejected", _named(prompt))
+        if prompt in rejected:
+            problems.add("prompts rejected twice", _named(prompt))
+        if not event["reason"]:
+            problems.add("prompts rejected without a reason", _named(prompt))
+        rejected[prompt] = event["reason"]
+    return rejected
+
+
+def _check_ways(
+    kept: Sequence[tuple[int, Event]],
+    admitted: Sequence[Event],
+    pushed: Sequence[Event],
+    known: Mapping[int, Attempt],
+    problems: _Problems,
+) -> list[str]:
+    """How each trained group came to its step. Returns what cannot be checked."""
+    stored = Counter((attempt, event["ticket"]) for attempt, event in kept if event["event"] == "stored")
+    # A manager that is killed may have admitted what it had no time to write down: the next one adopts it
+    prompts = {event["ticket"]: _prompt(event) for event in admitted}
+    num_admitted = Counter(event["ticket"] for event in admitted if event["event"] == "admitted")
+    verdicts: dict[str, list[str]] = defaultdict(list)
+    for event in pushed:
+        verdicts[event["ticket"]].append(event["verdict"])
+    rolled_out = {attempt for attempt, _ in kept if known[attempt].begun.get("mode", "async") == "async"}
+    for attempt, event in kept:
+        for group in event["groups"] if event["event"] == "trained" else ():
+            ticket = group["ticket"]
+            if stored[attempt, ticket] != 1:
+                problems.add("trained groups not stored once in their attempt", f"{ticket} ({stored[attempt, ticket]})")
+            if attempt not in rolled_out:
+                continue
+            if admitted and ticket not in prompts:
+                problems.add("trained groups that nobody admitted", ticket)
+            if num_admitted[ticket] > 1:
+                problems.add("trained groups admitted more than once", ticket)
+            if ticket in prompts and prompts[ticket] != _prompt(group):
+                problems.add("groups admitted for another prompt", ticket)
+            said = verdicts.get(ticket, [])
+            if said.count("stored") > 1:
+                problems.add("trained groups pushed more than once", ticket)
+            if "refused" in said and "stored" not in said:
+                problems.add("trained groups that were refused", ticket)
+    unchecked = []
+    if rolled_out and not admitted:
+        unchecked.append("admissions: there is no journal of the gserver manager")
+    if rolled_out and not pushed:
+        unchecked.append("pushes: there is no journal of a rollout worker")
+    return unchecked
+
+
+def _events_of(run_dir: Path, stem: str, kinds: Sequence[str]) -> Iterator[Event]:
+    for path in sorted((run_dir / "journal").glob(f"{stem}.jsonl")):
+        for event in read_json_lines(path):
+            if event.get("event") in kinds:
+                yield event
+
+
+def _is_step(event: Event) -> bool:
+    return bool(event["event"] == "trained")
+
+
+def _prompt(event: Event) -> tuple[int, int]:
+    epoch, position = event["prompt"]
+    return int(epoch), int(position)
+
+
+def _named(prompt: tuple[int, int]) -> str:
+    return f"e{prompt[0]}-p{prompt[1]}"

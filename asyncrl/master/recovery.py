@@ -1,0 +1,89 @@
+"""Has checkpoints written beside training, so that a run can go on after a crash.
+
+    after a step, in one turn of the event loop   MasterState is taken, SaveCheckpoint sent to all workers, `snapshot` journaled
+    beside the steps that follow                  their files to disk; commit; journal; older checkpoints removed
+
+So what the master remembers and what the models are belong to the same step, whatever happens between snapshot and commit: a
+`done` that is ahead of the models would lose prompts, one that is behind would train them twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.checkpoints import MasterState, checkpoint_dir, prune
+from asyncrl.config import MasterWorkerConfig
+from asyncrl.master.executor import WorkerCaller
+from asyncrl.master.schedule import Schedule
+from asyncrl.messages import CallResult, CommitCheckpoint, LoadCheckpoint, SaveCheckpoint
+from asyncrl.runtime.metrics import JsonLinesWriter
+from asyncrl.runtime.worker import Worker
+
+
+class Checkpointer:
+    """One checkpoint at a time: one that is due while another is being written waits for the first step after that.
+
+    consumes: the state to be saved, the workers' files.  produces: checkpoints; `snapshot` and `checkpoint` in the journal.
+    waits for: the replies of the model workers.  unblocked by: them; within train.call_timeout_s.
+    """
+
+    def __init__(self, worker: Worker, config: MasterWorkerConfig, schedule: Schedule) -> None:
+        options = config.checkpoint
+        self._worker, self._config, self._keep = worker, config, options.keep_last
+        self._run_dir = Path(config.worker.run_dir)
+        self._everyone = list(range(config.num_model_workers))
+        self._schedule = schedule
+        self._due = False
+        self._task: asyncio.Task[None] | None = None
+        self.journal: JsonLinesWriter  # both are set in setup
+        self.caller: WorkerCaller
+
+    async def load(self, path: str) -> None:
+        """At every model worker, whatever its layout was when it was saved."""
+        await self.caller.call(f"{Path(path).name} to be loaded", self._everyone, LoadCheckpoint(path=path))
+
+    def after_step(self, *, step: int, epochs: float, now: float, take: Callable[[], MasterState]) -> None:
+        """Begin a checkpoint of this step if one is due. No await: what `take` gives and what workers save are of one moment."""
+        self._due |= self._schedule.check(step=step, epochs=epochs, now=now)
+        if not self._due or (self._task is not None and not self._task.done()):
+            return
+        self._due = False
+        state = take()
+        path = checkpoint_dir(self._run_dir, state.attempt, state.step)
+        saved = self.caller.start(f"{path.name} to be written", self._everyone, SaveCheckpoint(path=str(path)))
+        self.journal.write(
+            {"event": "snapshot", "attempt": state.attempt, "step": state.step, "time": state.time}
+        )  # a run that goes on from here voids what is written below
+        self._task = self._worker.spawn(self._commit(path, state, saved), "checkpoint")
+
+    async def end(self) -> None:
+        """Of the one that is being written."""
+        if self._task is not None:
+            await self._worker.board.bounded(
+                self._task,
+                what="the last checkpoint to be written",
+                on="model workers",
+                limit_s=self._config.train.call_timeout_s,
+            )
+
+    async def _commit(self, path: Path, state: MasterState, saved: asyncio.Task[list[CallResult]]) -> None:
+        start = time.monotonic()
+        with self._worker.trace.overlapping(f"checkpoint of step {state.step}", kind="weights"):
+            replies = await saved
+            if self._config.weights.fsync:  # a checkpoint must not outlive the journal of how it came about
+                await asyncio.to_thread(self.journal.sync)
+            commit = CommitCheckpoint(
+                path=str(path),
+                files=[file for reply in replies for file in reply.files],
+                state={name: value for reply in replies for name, value in reply.stats.items()},
+                master=msgspec.json.encode(state).decode(),
+            )
+            await self.caller.call(f"{path.name} to be complete", self._everyone[:1], commit)
+        self.journal.write({"event": "checkpoint", "attempt": state.attempt, "step": state.step, "time": time.time()})
+        self._worker.logger.info("checkpoint of step %d in %.1f s: %s", state.step, time.monotonic() - start, path)
+        await asyncio.to_thread(prune, self._run_dir, self._keep)

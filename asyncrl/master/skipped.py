@@ -1,0 +1,101 @@
+"""Steps that were skipped because their loss or gradient was not finite: counted, their batches saved, too many end the run.
+
+The engines decide, all ranks of a model alike (model/engine.py). A train step has several optimizer steps, of which one may be
+skipped and the others made: that is counted and saved too, but only train steps of which nothing came count as skipped in a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from asyncrl.config import TrainConfig
+from asyncrl.data.bad_batches import folder_of, prune_bad_batches, write_why
+from asyncrl.master.executor import WorkerCaller
+from asyncrl.master.tracker import StorageTracker
+from asyncrl.messages import Redistribute, SaveBatch, TrajectoryMeta
+from asyncrl.redistribution import members, plan_redistribution
+from asyncrl.runtime.worker import RunEndedError
+
+_SKIPPED, _TRIED = "/skipped_steps", "/optimizer_steps"  # statistics of a role that is trained
+
+
+class SkippedStepsError(RunEndedError):
+    """Training gets nowhere: its loss or gradient is not finite, step after step."""
+
+
+def num_skipped(stats: Mapping[str, float]) -> int:
+    """Optimizer steps of a train step that were skipped, all roles together."""
+    return int(sum(value for name, value in stats.items() if name.endswith(_SKIPPED)))
+
+
+class SkippedSteps:
+    """What becomes of them. Pure, but for `save`."""
+
+    def __init__(self, train: TrainConfig, run_dir: Path, attempt: int, logger: logging.Logger) -> None:
+        self._train, self._run_dir, self._attempt, self._logger = train, run_dir, attempt, logger
+        self._in_row: dict[str, int] = {}  # role -> train steps
+        self._saved = ""
+
+    def add(self, stats: Mapping[str, float]) -> bool:
+        """Count a train step. True: something was skipped."""
+        for name, tried in stats.items():
+            if not name.endswith(_TRIED) or not tried:
+                continue
+            role = name.removesuffix(_TRIED)
+            nothing_made = stats.get(role + _SKIPPED, 0.0) >= tried
+            self._in_row[role] = self._in_row.get(role, 0) + 1 if nothing_made else 0
+        return num_skipped(stats) > 0
+
+    def check(self) -> None:
+        """Raises SkippedStepsError where there have been too many in a row."""
+        most = self._train.max_skipped_steps
+        for role, count in self._in_row.items():
+            if most and count >= most:
+                raise SkippedStepsError(
+                    f"the last {count} train steps of the {role} were skipped: loss or gradient were not finite in all of them "
+                    f"(train.max_skipped_steps={most}). {self._saved or 'No batch was saved (train.keep_bad_batches=0).'}"
+                    f" What helps, where it is the weights: a lower train.{'critic.' if role == 'critic' else ''}optimizer.lr,"
+                    " train.dtype=float32, or to resume from a checkpoint before it began"
+                )
+
+    async def save(
+        self,
+        metas: Sequence[TrajectoryMeta],
+        step: int,
+        stats: Mapping[str, float],
+        *,
+        heads: Sequence[int],
+        tracker: StorageTracker,
+        caller: WorkerCaller,
+    ) -> None:
+        """Have the batch written by the heads, with all keys, before it is forgotten. A disk that refuses costs a warning."""
+        if not self._train.keep_bad_batches:
+            return
+        folder = folder_of(self._run_dir, self._attempt, step)
+        writers: dict[int, list[str]] = {}
+        for meta in metas:
+            writers.setdefault(heads[meta.head % len(heads)], []).append(meta.ticket_id)
+        keys = list(tracker.holders.get(metas[0].ticket_id, ()))
+        moves = plan_redistribution(writers, keys, tracker.holders)
+        if moves:
+            tracker.apply(moves)
+            await caller.call("a bad batch to be gathered", members(moves), Redistribute(steps=moves))
+        body = SaveBatch(path=str(folder), version=step - 1, metas=list(metas))
+        await caller.call("a bad batch to be saved", list(writers), body)
+        try:
+            await asyncio.to_thread(write_why, folder, time.time(), stats)
+            await asyncio.to_thread(prune_bad_batches, self._run_dir, self._train.keep_bad_batches)
+        except OSError as error:
+            self._logger.warning("%s could not be written: %s", folder, error)
+        self._saved = f"Which sequences: `asyncrl-launch replay {self._run_dir} {step}`."
+        self._logger.warning(
+            "step %d: %d optimizer steps skipped, loss or gradient not finite; the batch is in %s. %s",
+            step,
+            num_skipped(stats),
+            folder,
+            self._saved,
+        )

@@ -1,0 +1,78 @@
+"""gRPC and etcd3's stubs, loaded when the first resolver is opened: gRPC must not be loaded before a fork.
+
+Of etcd3==0.12.0 only what was generated is used; the session layer is ours (etcd.py), because its client does not survive an
+outage.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+import threading
+import types
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from asyncrl.runtime.name_resolve import NameResolveError
+
+
+@dataclass(frozen=True)
+class Api:
+    grpc: Any
+    rpc: Any  # etcd3.etcdrpc: messages and stubs
+
+
+_load_lock = threading.Lock()
+
+
+def load_api() -> Api:
+    """gRPC and etcd3's stubs, imported at the first call."""
+    with _load_lock:
+        return _load_api()
+
+
+@cache
+def _load_api() -> Api:
+    """etcd3's generated modules were made for protobuf 3 and raise in newer ones ("Descriptors cannot be created directly").
+
+    The descriptors inside them are as good as ever: they are read out of the sources, without running them, and the modules
+    are built from them in a pool of their own (other packages may bring a kv.proto or rpc.proto too).
+    """
+    with warnings.catch_warnings():  # etcd3 and what it imports were written for older Pythons
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import grpc
+        from google.protobuf import descriptor_pool
+        from google.protobuf.internal import builder
+
+        spec = importlib.util.find_spec("etcd3")
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(
+                "name_resolve.backend 'etcd' needs the package etcd3; run `pip install etcd3==0.12.0`"
+            )
+        if "etcd3" not in sys.modules:
+            pool = descriptor_pool.DescriptorPool()
+            for name in ("kv", "auth", "rpc"):  # rpc imports the others
+                module = types.ModuleType(f"etcd3.etcdrpc.{name}_pb2")
+                source = Path(spec.origin).with_name("etcdrpc") / f"{name}_pb2.py"
+                descriptor = pool.AddSerializedFile(_serialized_descriptor(source))
+                vars(module)["DESCRIPTOR"] = descriptor
+                builder.BuildMessageAndEnumDescriptors(descriptor, vars(module))
+                builder.BuildTopDescriptorsAndMessages(descriptor, module.__name__, vars(module))
+                sys.modules[module.__name__] = module
+        from etcd3 import etcdrpc
+    return Api(grpc, etcdrpc)
+
+
+def _serialized_descriptor(source: Path) -> bytes:
+    """The bytes of `serialized_pb=_b('...')` in a generated module."""
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg == "serialized_pb" and isinstance(node.value, ast.Call):
+            literal = node.value.args[0]
+            if isinstance(literal, ast.Constant) and isinstance(literal.value, str):
+                return literal.value.encode("latin1")
+    raise NameResolveError(f"{source} holds no descriptor; asyncrl needs etcd3==0.12.0")

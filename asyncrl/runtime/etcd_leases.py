@@ -1,0 +1,276 @@
+"""Keeps a session's leases alive in etcd, and brings back what a server lost: leases under the same id, and entries.
+
+Every session puts again what it has put itself. Under a lease of its own at once; under somebody else's (the launcher holds the
+workers' leases) as soon as that one's holder has brought it back; without a lease, where the server has lost its data.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.runtime.etcd_store import STORE_ID_KEY, STREAM_RETRY_S, EtcdStore, WatchStream
+from asyncrl.runtime.name_resolve import LeaseNotFound, NameEntryExists, NameResolverClosed, NameResolveTimeout
+
+logger = logging.getLogger(__name__)
+
+_FOREIGN_CHECK_S = 5.0  # how often a session looks whether somebody else's lease that it uses is still that one
+_LOST_CHECK_S = 0.5  # ... how often while it is gone
+_FOREIGN_FORGET_S = 120.0  # ... and until when
+_JOIN_LIMIT_S = 2.0
+_EVENT_DELETE = 1
+_NO_LEASE = 0
+
+
+@dataclass
+class _HeldLease:
+    """A lease that entries of this session hang on, or (id 0) no lease."""
+
+    id: int
+    ttl_s: int = 0
+    kept: bool = False  # by this session; otherwise somebody else refreshes it
+    due: float = -math.inf  # time.monotonic(): when to refresh it, or to look at it
+    lost_since: float | None = None  # not known to the server, or not with our entries
+    entries: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def usual_s(self) -> float:
+        if self.id == _NO_LEASE:
+            return math.inf
+        return self.ttl_s / 3 if self.kept else _FOREIGN_CHECK_S
+
+
+class LeaseKeeper:
+    """One thread, started with the first lease or the first entry; it watches the store's id, and so notices an outage at once.
+
+    A lease of somebody else may be gone and back between two looks, without our entries. So a mark hangs on it beside them,
+    which nobody else deletes: where the mark is missing, everything is put again.
+    """
+
+    def __init__(self, store: EtcdStore, closed: threading.Event, store_id: bytes) -> None:
+        """store_id: the one that the session has seen first."""
+        self._store = store
+        self._closed = closed
+        self._marks = f"asyncrl\0session/{secrets.token_hex(8)}/".encode()
+        self._lock = threading.Lock()
+        self._leases: dict[int, _HeldLease] = {}
+        self._losses = 0  # how often something was lost: an entry that is put meanwhile may need to be put again
+        self._store_id = store_id
+        self._thread: threading.Thread | None = None
+        self._stream: WatchStream | None = None
+        self._changed = False
+
+    # called by users' threads
+
+    def hold(self, lease_id: int, ttl_s: int) -> None:
+        """Keep a lease that has just been granted."""
+        with self._lock:
+            self._leases[lease_id] = _HeldLease(lease_id, ttl_s, kept=True, due=time.monotonic() + ttl_s / 3)
+            self._wake()
+
+    def release(self, lease_id: int) -> None:
+        with self._lock:
+            self._leases.pop(lease_id, None)
+
+    @property
+    def kept(self) -> list[int]:
+        with self._lock:
+            return [lease.id for lease in self._leases.values() if lease.kept]
+
+    @property
+    def losses(self) -> int:
+        return self._losses
+
+    def keeps(self, lease_id: int) -> bool:
+        with self._lock:
+            return lease_id in self._leases and self._leases[lease_id].kept
+
+    def record(self, key: str, value: str, lease_id: int | None, losses: int) -> None:
+        """An entry was put. If something was lost since `losses` was read, it is put again."""
+        with self._lock:
+            for held in self._leases.values():
+                held.entries.pop(key, None)
+            lease_id = lease_id or _NO_LEASE
+            is_new = lease_id not in self._leases
+            held = self._leases.setdefault(lease_id, _HeldLease(lease_id))
+            held.entries[key] = value
+            if self._losses != losses:
+                held.lost_since, held.due = time.monotonic(), -math.inf
+            if is_new or self._losses != losses:
+                self._wake()
+
+    def swapped(self, key: str, value: str) -> None:
+        with self._lock:
+            for held in self._leases.values():
+                if key in held.entries:
+                    held.entries[key] = value
+
+    def forget(self, key: str, subtree: bool = False) -> None:
+        """An entry, or what is below it, was deleted."""
+        with self._lock:
+            for held in self._leases.values():
+                for name in [name for name in held.entries if (name.startswith(key + "/") if subtree else name == key)]:
+                    del held.entries[name]
+
+    def join(self) -> None:
+        """The session is closed: end the thread."""
+        with self._lock:
+            if self._stream is not None:
+                self._stream.cancel()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_LIMIT_S)
+
+    def _wake(self) -> None:
+        self._changed = True
+        if self._stream is not None:
+            self._stream.cancel()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="etcd leases", daemon=True)
+            self._thread.start()
+
+    # the keeper's thread
+
+    def _run(self) -> None:
+        """Consumes nothing; produces refreshed leases and restored entries.
+
+        Waits for: the next lease that is due, watching the store's id and the marks; 0.1 s after a failure. Unblocked by: a new
+        lease, an outage, a lost store, a lost mark, close.
+        """
+        while not self._closed.is_set():
+            try:
+                revision = self._check_store()
+                self._refresh_due()
+                self._wait_until_due(revision)
+                continue
+            except NameResolverClosed:
+                return
+            except NameResolveTimeout as error:
+                logger.debug("leases: %s", error)  # the connection has said so
+            except Exception:
+                if not self._closed.is_set():
+                    logger.exception("refreshing leases failed; trying again")
+                    self._closed.wait(1.0)
+            self._closed.wait(STREAM_RETRY_S)
+
+    def _check_store(self) -> int:
+        """Mark everything lost if the server has lost its data. Returns the revision to watch from."""
+        store_id, revision = self._store.read_store_id()
+        with self._lock:
+            self._changed = False
+            if self._store_id != store_id:
+                logger.warning("etcd has lost its data: leases and entries are restored")
+                self._losses += 1
+                for held in self._leases.values():
+                    held.lost_since, held.due = time.monotonic(), -math.inf
+            self._store_id = store_id
+        return revision
+
+    def _refresh_due(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            due = [held for held in self._leases.values() if held.due <= now]
+        kept = [held for held in due if held.kept]
+        ttls = self._store.refresh([held.id for held in kept])
+        for held in kept:
+            if ttls[held.id] <= 0:
+                self.restore(held.id)
+            elif held.lost_since is not None:
+                self._put_entries(held)
+        for held in due:
+            if held.id == _NO_LEASE:
+                if held.lost_since is not None:
+                    self._put_entries(held)
+            elif not held.kept:
+                self._look_at(held, now)
+        with self._lock:
+            for held in due:
+                held.due = now + (held.usual_s if held.lost_since is None else _LOST_CHECK_S)
+
+    def restore(self, lease_id: int) -> None:
+        """Grant a kept lease again under its id, and put its entries again. Also called by users' threads."""
+        with self._lock:
+            held = self._leases.get(lease_id)
+            if held is None or not held.kept:
+                return
+            self._losses += 1
+            held.lost_since = time.monotonic()
+        logger.warning("etcd has lost lease %#x: granting it again", lease_id)
+        self._store.grant(lease_id, held.ttl_s, again=True)
+        self._put_entries(held)
+        if not self.keeps(lease_id):  # revoked meanwhile
+            self._store.revoke(lease_id)
+
+    def _look_at(self, held: _HeldLease, now: float) -> None:
+        """Somebody else's lease: where it is a new one, our entries need to be put again."""
+        keys = self._store.lease_keys(held.id)
+        if keys is None:
+            with self._lock:
+                if held.lost_since is None:
+                    held.lost_since = now
+                if not held.entries or now - held.lost_since > _FOREIGN_FORGET_S:
+                    self._leases.pop(held.id, None)
+        elif held.lost_since is not None or self._mark(held) not in keys:
+            self._put_entries(held)
+
+    def _mark(self, held: _HeldLease) -> bytes:
+        return self._marks + f"{held.id:x}".encode()
+
+    def _put_entries(self, held: _HeldLease) -> None:
+        """Put what is missing. An entry that somebody else has put meanwhile stays, and is ours no longer."""
+        with self._lock:
+            held.lost_since = None
+            entries = dict(held.entries)
+        try:
+            for key, value in entries.items():
+                try:
+                    self._store.create(key, value, held.id or None, again=True)
+                except NameEntryExists:
+                    logger.warning("name %r was put by another session; leaving it", key)
+                    with self._lock:
+                        if held.entries.get(key) == value:
+                            del held.entries[key]
+            if not held.kept and held.id != _NO_LEASE:
+                self._store.put(self._mark(held).decode(), "", held.id)
+        except LeaseNotFound:
+            with self._lock:
+                held.lost_since = time.monotonic()
+        except NameResolveTimeout:
+            with self._lock:
+                held.lost_since = time.monotonic()
+            raise
+
+    def _wait_until_due(self, revision: int) -> None:
+        with self._lock:
+            due = min((held.due for held in self._leases.values()), default=math.inf)
+            timeout_s = min(max(due - time.monotonic(), 0.001), 3600.0)
+            if self._changed or self._closed.is_set():
+                return
+            marks = (self._marks, self._marks[:-1] + b"0")
+            stream = self._stream = self._store.open_watch([(STORE_ID_KEY, b""), marks], revision, timeout_s)
+        try:
+            for response in stream:
+                if any(self._concerns(event) for event in response.events):
+                    break
+            if stream.broken:
+                self._closed.wait(STREAM_RETRY_S)
+        finally:
+            stream.cancel()
+            with self._lock:
+                self._stream = None
+
+    def _concerns(self, event: Any) -> bool:
+        """Whether the store is another one, or a lease went that our entries hung on."""
+        if event.type != _EVENT_DELETE:
+            return bool(event.kv.key == STORE_ID_KEY)
+        with self._lock:
+            for held in self._leases.values():
+                if event.kv.key == self._mark(held):
+                    held.due = -math.inf
+                    return True
+        return False

@@ -1,0 +1,379 @@
+"""What name resolve asks of an etcd server, each as one call within a limit.
+
+A call goes to a server that answers: again, and elsewhere, where one is down. Watching (etcd_watch.py), keeping leases
+(etcd_leases.py) and the resolver (etcd.py) are made of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from asyncrl.runtime.etcd_api import Api, load_api
+from asyncrl.runtime.name_resolve import (
+    LeaseExists,
+    LeaseNotFound,
+    NameEntryExists,
+    NameResolveError,
+    NameResolverClosed,
+    NameResolveTimeout,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+KeyRange = tuple[bytes, bytes]
+
+# Not below any name, since names have no control characters. It holds a random id that is made once: another id means that
+# the server has lost its data since.
+STORE_ID_KEY = b"asyncrl\0store_id"
+STREAM_RETRY_S = 0.1  # pause before a broken stream is taken up again
+_RETRY_S = 0.05  # pause after every endpoint has failed
+_REQUIRE_LEADER = (("hasleader", "true"),)  # streams end, instead of going silent, on a member cut off from its cluster
+_CHANNEL_OPTIONS = (
+    # gRPC's own reconnect back-off grows to two minutes
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # in truth the limit of one attempt to connect
+    ("grpc.max_reconnect_backoff_ms", 300),
+    # the only way in which an open stream notices a frozen server; etcd allows a ping every 5 s
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # newer releases: without it, a minute, whatever the one above says
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: a watch may see no change for hours
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # sessions of one process do not share a connection
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def one_key(key: str) -> KeyRange:
+    return key.encode(), b""
+
+
+def below(key: str) -> KeyRange:
+    """All keys below key: from `key/` up to, without, `key0`, which follows it ('0' is the character after '/')."""
+    return key.encode() + b"/", key.encode() + b"0"
+
+
+def text(data: bytes) -> str:
+    return data.decode(errors="replace")  # ours is UTF-8; what strangers put must not end a watch
+
+
+class Stubs:
+    """One endpoint's channel; it reconnects by itself."""
+
+    def __init__(self, api: Api, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.channel = api.grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
+        self.kv = api.rpc.KVStub(self.channel)
+        self.lease = api.rpc.LeaseStub(self.channel)
+        self.watch = api.rpc.WatchStub(self.channel)
+
+
+class Connection:
+    """Calls whichever endpoint answers. Shared by all threads of a session."""
+
+    def __init__(self, api: Api, endpoints: Sequence[str], timeout_s: float, closed: threading.Event) -> None:
+        self._api = api
+        self._timeout_s = timeout_s
+        self._closed = closed
+        self._lock = threading.Lock()
+        self._stubs = [Stubs(api, endpoint) for endpoint in endpoints]
+        self._current = 0
+        self._down = False
+        code = api.grpc.StatusCode
+        # CANCELLED and INTERNAL are what a connection that breaks in the middle of an answer may look like, UNKNOWN a
+        # deadline that the server sees before we do
+        self._outage = {code.UNAVAILABLE, code.DEADLINE_EXCEEDED, code.CANCELLED, code.INTERNAL, code.UNKNOWN}
+
+    @property
+    def stubs(self) -> Stubs:
+        return self._stubs[self._current]
+
+    def call(self, what: str, function: Callable[[Stubs, float], T], limit_s: float | None = None) -> tuple[T, bool]:
+        """function(stubs, seconds it may take) of an endpoint that answers, and whether it was tried before in vain.
+
+        What was tried in vain may still have been done. Waits for: an answer, from each endpoint in turn. Raises
+        NameResolveTimeout after limit_s (default: the session's), gRPC's error if the server refuses.
+        """
+        limit_s = self._timeout_s if limit_s is None else limit_s
+        deadline = time.monotonic() + limit_s
+        failures: dict[str, str] = {}
+        attempt = 0
+        while True:
+            if self._closed.is_set():
+                raise NameResolverClosed(f"name resolver was closed during {what}")
+            stubs = self.stubs
+            # the endpoints not tried in this round share what is left, so that a frozen one leaves time for the others
+            share_s = max(deadline - time.monotonic(), 0.001) / (len(self._stubs) - attempt % len(self._stubs))
+            try:
+                result = function(stubs, share_s)
+            except self._api.grpc.RpcError as error:
+                if error.code() not in self._outage:
+                    raise
+                failures[stubs.endpoint] = f"{error.code().name}: {error.details()}"
+                self.failed(stubs, failures[stubs.endpoint])
+            except ValueError as error:  # gRPC's way to say that the channel was closed meanwhile
+                if not self._closed.is_set():
+                    raise
+                raise NameResolverClosed(f"name resolver was closed during {what}") from error
+            else:
+                self._answered(stubs)
+                return result, attempt > 0
+            attempt += 1
+            if time.monotonic() >= deadline:
+                seen = "; ".join(f"{endpoint}: {failure}" for endpoint, failure in failures.items())
+                raise NameResolveTimeout(f"etcd did not answer {what} within {limit_s:g} s ({seen})")
+            if attempt % len(self._stubs) == 0:
+                self._closed.wait(min(_RETRY_S, max(deadline - time.monotonic(), 0.0)))
+
+    def failed(self, stubs: Stubs, reason: str) -> None:
+        """This endpoint broke: the next one's turn."""
+        with self._lock:
+            if stubs is self.stubs:
+                self._current = (self._current + 1) % len(self._stubs)
+            if not self._down and not self._closed.is_set():
+                self._down = True
+                logger.warning("etcd at %s does not answer (%s); trying again", stubs.endpoint, reason)
+
+    def _answered(self, stubs: Stubs) -> None:
+        if self._down:
+            with self._lock:
+                self._down = False
+            logger.warning("etcd at %s answers", stubs.endpoint)
+
+    def close(self) -> None:
+        for stubs in self._stubs:
+            stubs.channel.close()
+
+
+class WatchStream:
+    """Changes of some keys, from a revision on, until the limit, the server or `cancel` ends it.
+
+    waits for: a change (gRPC's keepalive notices a frozen server). unblocked by: a change, an outage, the limit, cancel.
+    """
+
+    def __init__(self, api: Api, connection: Connection, stubs: Stubs, call: Any, timeout_s: float | None) -> None:
+        self._api, self._connection, self._stubs, self._call = api, connection, stubs, call
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._cancelled = False
+        self.broken = False  # by an outage or the server: what has changed since must be read
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for response in self._call:
+                if response.canceled:  # compacted, or without a leader
+                    logger.debug("a watch was ended by the server: %s", response.cancel_reason)
+                    break
+                yield response
+        except self._api.grpc.RpcError as error:
+            # at the limit the stream is over by its deadline, which either side may be the first to see
+            if self._cancelled or (self._end is not None and time.monotonic() > self._end - STREAM_RETRY_S):
+                return
+            self._connection.failed(self._stubs, f"{error.code().name}: {error.details()}")
+        self.broken = True
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._call.cancel()
+
+
+class EtcdStore:
+    """One connection. Every call raises NameResolveTimeout if no server answers in time, NameResolverClosed after close."""
+
+    def __init__(self, endpoints: Sequence[str], timeout_s: float, closed: threading.Event) -> None:
+        self._timeout_s = timeout_s
+        self._api = load_api()
+        self._connection = Connection(self._api, endpoints, timeout_s, closed)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # entries
+
+    def put(self, key: str, value: str, lease: int | None) -> None:
+        request = self._api.rpc.PutRequest(key=key.encode(), value=value.encode(), lease=lease or 0)
+        self._call(f"put {key!r}", key, lambda stubs, limit_s: stubs.kv.Put(request, timeout=limit_s), lease=lease)
+
+    def create(self, key: str, value: str, lease: int | None, again: bool = False) -> None:
+        """Put unless the key exists. An equal entry, if this or (again) an earlier try may have put it, is as good."""
+        put = self._api.rpc.PutRequest(key=key.encode(), value=value.encode(), lease=lease or 0)
+        response, tried_before = self._create(f"add {key!r}", put, lease)
+        if response.succeeded:
+            return
+        for kv in response.responses[0].response_range.kvs:
+            if (again or tried_before) and kv.value == value.encode() and kv.lease == (lease or 0):
+                return
+        raise NameEntryExists(f"name {key!r} exists already")
+
+    def _create(self, what: str, put: Any, lease: int | None, limit_s: float | None = None) -> tuple[Any, bool]:
+        """Put unless the key exists; else read it."""
+        rpc = self._api.rpc
+        request = rpc.TxnRequest(
+            compare=[rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.VERSION, key=put.key, version=0)],
+            success=[rpc.RequestOp(request_put=put)],
+            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=put.key))],
+        )
+        return self._call(
+            what,
+            text(put.key),
+            lambda stubs, share_s: stubs.kv.Txn(request, timeout=share_s),
+            lease=lease,
+            limit_s=limit_s,
+        )
+
+    def swap(self, key: str, expected: str, value: str) -> bool:
+        """Set value if the entry's is expected; it keeps its lease."""
+        rpc = self._api.rpc
+        name, new = key.encode(), value.encode()
+        request = rpc.TxnRequest(
+            compare=[
+                rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.VALUE, key=name, value=expected.encode())
+            ],
+            success=[rpc.RequestOp(request_put=rpc.PutRequest(key=name, value=new, ignore_lease=True))],
+            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=name))],
+        )
+        response, tried_before = self._call(
+            f"compare and swap {key!r}", key, lambda stubs, limit_s: stubs.kv.Txn(request, timeout=limit_s)
+        )
+        if not response.succeeded and tried_before:  # the try before, whose answer was lost, may have done it
+            return any(kv.value == new for kv in response.responses[0].response_range.kvs)
+        return bool(response.succeeded)
+
+    def read(self, keys: KeyRange, what: str, limit_s: float | None = None) -> tuple[dict[str, str], int]:
+        """Entries, sorted by key, and the store's revision they were read at."""
+        ascending = self._api.rpc.RangeRequest.ASCEND
+        request = self._api.rpc.RangeRequest(key=keys[0], range_end=keys[1], sort_order=ascending)
+        response, _ = self._call(
+            what, what, lambda stubs, share_s: stubs.kv.Range(request, timeout=share_s), limit_s=limit_s
+        )
+        return {text(kv.key): text(kv.value) for kv in response.kvs}, int(response.header.revision)
+
+    def delete(self, keys: KeyRange, what: str) -> int:
+        """How many there were."""
+        request = self._api.rpc.DeleteRangeRequest(key=keys[0], range_end=keys[1])
+        response, _ = self._call(what, what, lambda stubs, limit_s: stubs.kv.DeleteRange(request, timeout=limit_s))
+        return int(response.deleted)
+
+    def read_store_id(self, limit_s: float | None = None) -> tuple[bytes, int]:
+        """The store's id, made where there is none, and the revision it was read at."""
+        new = secrets.token_hex(8).encode()
+        put = self._api.rpc.PutRequest(key=STORE_ID_KEY, value=new)
+        response, _ = self._create("the first request", put, None, limit_s)
+        store_id = new if response.succeeded else response.responses[0].response_range.kvs[0].value
+        return store_id, int(response.header.revision)
+
+    # watches
+
+    def open_watch(self, ranges: Sequence[KeyRange], revision: int, timeout_s: float | None = None) -> WatchStream:
+        """Changes after this revision."""
+        rpc, stubs = self._api.rpc, self._connection.stubs
+        requests = [
+            rpc.WatchRequest(create_request=rpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision + 1))
+            for key, end in ranges
+        ]
+        try:
+            call = stubs.watch.Watch(iter(requests), timeout=timeout_s, metadata=_REQUIRE_LEADER)
+        except ValueError as error:  # gRPC's way to say that the channel is closed
+            raise NameResolverClosed("name resolver was closed during a watch") from error
+        return WatchStream(self._api, self._connection, stubs, call, timeout_s)
+
+    # leases
+
+    def grant(self, lease_id: int, ttl_s: int, again: bool) -> int:
+        """The time to live granted: the server has a lower limit. again: it may exist already."""
+        request = self._api.rpc.LeaseGrantRequest(TTL=ttl_s, ID=lease_id)
+        exists = self._api.grpc.StatusCode.FAILED_PRECONDITION
+        tried_before = False
+
+        def grant(stubs: Stubs, limit_s: float) -> Any:
+            nonlocal tried_before
+            try:
+                return stubs.lease.LeaseGrant(request, timeout=limit_s)
+            except self._api.grpc.RpcError as error:
+                if error.code() == exists and (again or tried_before):
+                    return None
+                if error.code() == exists:
+                    raise LeaseExists(f"lease {lease_id:#x} exists already") from error
+                tried_before = True
+                raise
+
+        response, _ = self._call(f"grant lease {lease_id:#x}", f"lease {lease_id:#x}", grant)
+        return ttl_s if response is None else int(response.TTL)
+
+    def refresh(self, lease_ids: Sequence[int]) -> dict[int, int]:
+        """Refresh several leases over one stream; seconds to live of each, 0 for those that are gone (it does not raise)."""
+        if not lease_ids:
+            return {}
+        rpc = self._api.rpc
+
+        def refresh(stubs: Stubs, limit_s: float) -> dict[int, int]:
+            requests = iter([rpc.LeaseKeepAliveRequest(ID=lease_id) for lease_id in lease_ids])
+            stream = stubs.lease.LeaseKeepAlive(requests, timeout=limit_s, metadata=_REQUIRE_LEADER)
+            return {int(response.ID): int(response.TTL) for response in stream}
+
+        ttls, _ = self._call(f"refresh {len(lease_ids)} leases", "refreshing leases", refresh)
+        missing = [f"{lease_id:#x}" for lease_id in lease_ids if lease_id not in ttls]
+        if missing:
+            raise NameResolveError(f"etcd ended the refresh of leases without an answer for {missing}")
+        return ttls
+
+    def lease_keys(self, lease_id: int) -> set[bytes] | None:
+        """The keys that hang on a lease; None: there is no such lease."""
+        request = self._api.rpc.LeaseTimeToLiveRequest(ID=lease_id, keys=True)
+        try:
+            response, _ = self._call(
+                f"time to live of lease {lease_id:#x}",
+                f"lease {lease_id:#x}",
+                lambda stubs, limit_s: stubs.lease.LeaseTimeToLive(request, timeout=limit_s),
+                lease=lease_id,
+            )
+        except LeaseNotFound:
+            return None
+        return set(response.keys) if response.TTL >= 0 else None  # whole seconds left, rounded down; -1: no such lease
+
+    def revoke(self, lease_id: int) -> None:
+        request = self._api.rpc.LeaseRevokeRequest(ID=lease_id)
+        with contextlib.suppress(LeaseNotFound):
+            self._call(
+                f"revoke lease {lease_id:#x}",
+                f"lease {lease_id:#x}",
+                lambda stubs, limit_s: stubs.lease.LeaseRevoke(request, timeout=limit_s),
+                lease=lease_id,
+            )
+
+    def revoke_last(self, lease_ids: Sequence[int], limit_s: float) -> None:
+        """At the end of a session, which is closed for all else: one try each, until one fails."""
+        limit_s = min(limit_s, self._timeout_s)
+        for lease_id in lease_ids:
+            request = self._api.rpc.LeaseRevokeRequest(ID=lease_id)
+            try:
+                self._connection.stubs.lease.LeaseRevoke(request, timeout=limit_s)
+            except self._api.grpc.RpcError as error:
+                if error.code() != self._api.grpc.StatusCode.NOT_FOUND:
+                    logger.warning("leases were not revoked at close (%s); they expire", error.code().name)
+                    return
+
+    def _call(
+        self,
+        what: str,
+        of: str,
+        function: Callable[[Stubs, float], T],
+        *,
+        lease: int | None = None,
+        limit_s: float | None = None,
+    ) -> tuple[T, bool]:
+        """As Connection.call; what a server that answers says no to is raised as an error of name resolve about `of`."""
+        try:
+            return self._connection.call(what, function, limit_s)
+        except self._api.grpc.RpcError as error:
+            if error.code() == self._api.grpc.StatusCode.NOT_FOUND and lease is not None:
+                raise LeaseNotFound(
+                    f"lease {lease:#x} of {of!r} does not exist (expired, revoked or never granted)"
+                ) from error
+            raise NameResolveError(f"etcd refuses {of!r}: {error.code().name}: {error.details()}") from error

@@ -1,0 +1,124 @@
+"""A watch over etcd that outlives outages of the server.
+
+A broken stream is followed by reading the state again and telling the difference. A server that was out for long, or came back
+without its data, has lost leases and what hung on them, and whoever put it puts it again within a second: so for some seconds
+after an outage a deletion is held back, and told only if the key has not come back.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from typing import Literal
+
+from asyncrl.runtime.etcd_store import STREAM_RETRY_S, EtcdStore, WatchStream, below, one_key, text
+from asyncrl.runtime.name_resolve import NameResolverClosed, NameResolveTimeout, Watch, WatchCallback, WatchEvent
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 5.0  # after an outage: what is gone may come back for so long
+_EVENT_DELETE = 1
+
+
+class EtcdWatch(Watch):
+    """A watch with a stream and a thread of its own."""
+
+    def __init__(self, store: EtcdStore, key: str, subtree: bool, callback: WatchCallback) -> None:
+        super().__init__(key + "/" if subtree else key, callback)
+        self._store = store
+        self._range = below(key) if subtree else one_key(key)
+        self._state: dict[str, str] = {}  # as told
+        self._held: set[str] = set()  # of the state: those that are gone, which is not told yet
+        self._settled = -math.inf  # time.monotonic(): when it is
+        self._revision = 0  # what was read or heard; 0: read anew
+        self._lock = threading.Lock()
+        self._stream: WatchStream | None = None
+        self.thread = threading.Thread(target=self._run, name=f"watch {self.what}", daemon=True)
+
+    def start(self, limit_s: float | None) -> None:
+        """Deliver the current state, then go on in the thread."""
+        self._reload(limit_s, settle_s=0.0)
+        self.thread.start()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def _run(self) -> None:
+        """Consumes the server's stream of changes; produces callbacks.
+
+        Waits for: a change (no limit: gRPC's keepalive notices a frozen server), or 0.1 s before it takes up a broken stream
+        again. Unblocked by: a change, an outage, what is held back, cancel.
+        """
+        while not self.cancelled:
+            try:
+                if self._revision == 0:
+                    self._reload(None, SETTLE_S)
+                if self._follow():
+                    continue
+            except NameResolverClosed:
+                return
+            except NameResolveTimeout as error:
+                logger.debug("watch on %s: %s", self.what, error)  # the connection has said so
+            except Exception:
+                if not self.cancelled:
+                    logger.exception("watch on %s failed; it is taken up again", self.what)
+                    self._cancelled.wait(1.0)
+            self._revision = 0
+            self._cancelled.wait(STREAM_RETRY_S)
+
+    def _reload(self, limit_s: float | None, settle_s: float) -> None:
+        """Read the state and tell how it differs from what was told before."""
+        state, self._revision = self._store.read(self._range, f"get {self.what!r}", limit_s)
+        self._settled = time.monotonic() + settle_s  # from when it answers
+        gone = [WatchEvent("delete", key) for key in self._state if key not in state]
+        there = [WatchEvent("put", key, value) for key, value in state.items() if self._state.get(key) != value]
+        self._held -= state.keys()  # back, as they were or with another value
+        self._tell([*gone, *there])
+
+    def _follow(self) -> bool:
+        """Tell changes after the revision. Whether it may go on from there: false once the stream is broken."""
+        limit_s = max(self._settled - time.monotonic(), 0.01) if self._held else None
+        with self._lock:
+            if self.cancelled:
+                return False
+            self._stream = self._store.open_watch([self._range], self._revision, limit_s)
+        for response in self._stream:
+            events = []
+            for event in response.events:
+                self._revision = max(self._revision, int(event.kv.mod_revision))
+                kind: Literal["put", "delete"] = "delete" if event.type == _EVENT_DELETE else "put"
+                events.append(WatchEvent(kind, text(event.kv.key), text(event.kv.value)))
+            self._tell(events)
+            if self._held and limit_s is None:
+                break
+        self._stream.cancel()
+        if self._held and time.monotonic() >= self._settled:
+            gone, self._held = sorted(self._held), set()
+            self._tell([WatchEvent("delete", key) for key in gone])
+        return not self._stream.broken
+
+    def _tell(self, events: list[WatchEvent]) -> None:
+        told = []
+        for event in events:
+            if event.kind == "delete":
+                if time.monotonic() < self._settled:
+                    self._held |= {event.key} & self._state.keys()
+                    continue
+                self._state.pop(event.key, None)
+            else:
+                is_back = event.key in self._held
+                self._held.discard(event.key)
+                if is_back and self._state[event.key] == event.value:
+                    continue
+                self._state[event.key] = event.value
+            told.append(event)
+        self._enqueue(told)
+        self._deliver()
+
+    def _stop(self) -> None:
+        with self._lock:
+            if self._stream is not None:
+                self._stream.cancel()

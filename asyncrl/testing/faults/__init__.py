@@ -1,0 +1,34 @@
+"""Faults for tests of whole runs, of users' agents and clusters: processes that are killed, frozen and started again by a seed.
+
+with launch(config, ...) as run:
+    faults = schedule(seed=7, every=(5.0, 15.0), for_s=120.0, kinds=["kill", "stop"], targets=["rollout_worker", "master"])
+    with Injector(run.run_dir) as injector:
+        injector.run(faults, until=lambda: run.popen.poll() is not None)
+
+`asyncrl-launch chaos` does this with any config. Messages that are lost, doubled, changed or late: runtime.faults, which every
+channel of a run obeys (runtime/transport.py).
+"""
+
+from asyncrl.testing.faults.in_update import die_in_update, has_struck, largest_logprob_error, moved_tickets
+from asyncrl.testing.faults.injector import FAULTS_JOURNAL, Injector, Strike
+from asyncrl.testing.faults.phases import PhaseWatch
+from asyncrl.testing.faults.processes import RunProcesses
+from asyncrl.testing.faults.schedule import KINDS, PHASES, TARGETS, Fault, check_target, schedule
+
+__all__ = [
+    "FAULTS_JOURNAL",
+    "KINDS",
+    "PHASES",
+    "TARGETS",
+    "Fault",
+    "Injector",
+    "PhaseWatch",
+    "RunProcesses",
+    "Strike",
+    "check_target",
+    "die_in_update",
+    "has_struck",
+    "largest_logprob_error",
+    "moved_tickets",
+    "schedule",
+]

@@ -1,0 +1,183 @@
+"""Strikes the processes of a living run, and notes what became of them in <run>/journal/faults.jsonl.
+
+One line a strike: {"event": "fault", "number", "kind", "target", "name", "pid", "phase", "in_phase", "time"}; one when a stopped
+process goes on or is found dead: {"event": "continued" | "killed_meanwhile", ...}; one when another process has the name of one
+that was struck: {"event": "recovered", "name", "pid", "after_s", "time"}; {"event": "missed", "why"} where nobody of it lived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+from msgspec import Struct
+
+from asyncrl.runtime.metrics import JsonLinesWriter
+from asyncrl.testing.faults.phases import PhaseWatch
+from asyncrl.testing.faults.processes import RunProcesses
+from asyncrl.testing.faults.schedule import Fault
+
+FAULTS_JOURNAL = "faults"  # <run>/journal/faults.jsonl
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "restart": signal.SIGTERM}
+_PHASE_LIMIT_S = 60.0
+_POLL_S = 0.05
+
+
+class Strike(Struct, frozen=True, kw_only=True):
+    """A fault that struck."""
+
+    fault: Fault
+    name: str  # of the process: `rollout_worker/1`
+    pid: int
+    in_phase: bool  # False: the phase did not come within a minute, and the fault struck all the same
+    time: float  # unix seconds
+
+
+@dataclass
+class _Stopped:
+    process: psutil.Process
+    strike: Strike
+    until: float  # time.monotonic()
+
+
+class Injector:
+    """Acts on one run, from a process that is none of it.
+
+    consumes: faults. produces: signals, lines of the journal, notices.
+    waits for: a fault's time; its phase, for at most phase_limit_s.
+    Whatever it has stopped goes on when it is closed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        notice: Callable[[str], None] = lambda _: None,
+        phase_limit_s: float = _PHASE_LIMIT_S,
+    ) -> None:
+        self.strikes: list[Strike] = []
+        self.recovered_s: dict[int, float] = {}  # by the number of the fault: until another process had the name
+        self._processes = RunProcesses(run_dir)
+        self._phases = PhaseWatch(run_dir)
+        self._phase_limit_s = phase_limit_s
+        self._notice = notice
+        self._journal = JsonLinesWriter(run_dir / "journal" / f"{FAULTS_JOURNAL}.jsonl")
+        self._stopped: list[_Stopped] = []
+        self._lost: list[Strike] = []  # struck so that another process must come
+
+    def run(
+        self, faults: Sequence[Fault], *, until: Callable[[], bool], after_each: Callable[[], None] = lambda: None
+    ) -> None:
+        """Strike each at its time, until the last one's process is back or `until` says that the run is over."""
+        start = time.monotonic()
+        for fault in faults:
+            while time.monotonic() < start + fault.at:
+                if until():
+                    return
+                self.turn()
+                time.sleep(_POLL_S)
+            self.strike(fault)
+            after_each()
+        while self.num_open and not until():
+            self.turn()
+            time.sleep(_POLL_S)
+
+    def strike(self, fault: Fault) -> Strike | None:
+        """Wait for the fault's phase, and strike. None where nobody of the target lives; that is noted."""
+        living = self._processes.of(fault.target)
+        if not living:
+            self._note("missed", fault, why=f"no {fault.target} lives")
+            return None
+        name = sorted(living)[int(fault.draw * len(living))]
+        process = living[name]
+        in_phase = not fault.phase or self._phases.wait(fault.phase, process, self._phase_limit_s)
+        try:
+            process.send_signal(_SIGNALS[fault.kind])  # looks first whether it is still the same process
+        except psutil.NoSuchProcess:
+            self._note("missed", fault, why=f"{name} ended before the phase came")
+            return None
+        finally:
+            self._phases.release(fault.phase, process if fault.kind == "stop" else None)
+        strike = Strike(fault=fault, name=name, pid=process.pid, in_phase=in_phase, time=time.time())
+        self.strikes.append(strike)
+        if fault.kind == "stop":
+            self._stopped.append(_Stopped(process, strike, time.monotonic() + fault.stop_s))
+        else:
+            self._lost.append(strike)
+        self._note("fault", fault, name=name, pid=process.pid, in_phase=in_phase)
+        how = f" for {fault.stop_s:.1f} s" if fault.kind == "stop" else ""
+        when = f", in {fault.phase}" if fault.phase and in_phase else ""
+        self._notice(f"fault {fault.number}: {fault.kind} {name} (process {process.pid}){how}{when}")
+        return strike
+
+    @property
+    def num_open(self) -> int:
+        """Strikes whose process is stopped, or not back yet."""
+        return len(self._stopped) + len(self._lost)
+
+    def turn(self) -> None:
+        """Let go on what has been stopped long enough; note who is back. Does not wait."""
+        now = time.monotonic()
+        for stopped in [stopped for stopped in self._stopped if stopped.until <= now or not _lives(stopped.process)]:
+            self._stopped.remove(stopped)
+            self._go_on(stopped)
+        if self._lost:
+            self._note_recovered()
+
+    def close(self) -> None:
+        """Whatever is stopped goes on."""
+        for stopped in self._stopped:
+            self._go_on(stopped)
+        self._stopped.clear()
+        self._journal.close()
+
+    def __enter__(self) -> Injector:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _go_on(self, stopped: _Stopped) -> None:
+        strike = stopped.strike
+        if _lives(stopped.process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stopped.process.send_signal(signal.SIGCONT)
+            self._note("continued", strike.fault, name=strike.name, pid=strike.pid)
+        else:  # whoever missed it has killed it
+            self._lost.append(strike)
+            self._note("killed_meanwhile", strike.fault, name=strike.name, pid=strike.pid)
+
+    def _note_recovered(self) -> None:
+        living = self._processes.by_name()
+        for strike in list(self._lost):
+            found = living.get(strike.name)
+            if found is None or found.pid == strike.pid:
+                continue
+            self._lost.remove(strike)
+            after_s = self.recovered_s[strike.fault.number] = time.time() - strike.time
+            self._note("recovered", strike.fault, name=strike.name, pid=found.pid, after_s=round(after_s, 3))
+            self._notice(
+                f"fault {strike.fault.number}: {strike.name} is back after {after_s:.1f} s (process {found.pid})"
+            )
+
+    def _note(self, event: str, fault: Fault, **more: object) -> None:
+        record = {"event": event, "number": fault.number, "kind": fault.kind, "target": fault.target}
+        self._journal.write({**record, "phase": fault.phase, "time": time.time(), **more})
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

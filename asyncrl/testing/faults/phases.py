@@ -1,0 +1,122 @@
+"""In which phase a living run is, seen from outside: by what its processes do and what is in its folder, within milliseconds.
+
+idle          the target computes nothing
+generation    a generation server computes
+push          trajectories are on their way: the master, whose verdict they need, is held still for a moment
+train_step    a model worker computes
+weight_write  weights or a checkpoint are half written: a folder with a temporary name
+update        a new version of the weights has just got its name: servers are about to load it
+
+Statuses in etcd are a second old, too old for this. Who computes is seen in what the scheduler counts for a process; waiting for a
+core counts as computing, so that a busy machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from asyncrl.testing.faults.processes import RunProcesses
+from asyncrl.testing.faults.schedule import Phase
+
+TEMPORARY_SUFFIX = ".writing"  # of weights.py, which checkpoints are written with too
+
+_LOOK_S = 0.02  # how long a process is looked at
+_POLL_S = 0.001
+_BUSY, _IDLE = 0.6, 0.1  # shares of that time
+_HOLD_S = 0.5  # so long the master is held still: what is finished meanwhile waits for its verdict
+
+
+class PhaseWatch:
+    """Waits for phases of one run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._processes = RunProcesses(run_dir)
+
+    def wait(self, phase: Phase, target: psutil.Process, limit_s: float) -> bool:
+        """Return as soon as the run is in the phase. False: it was not, for limit_s, or the target has ended.
+
+        In `push` the master is held still (SIGSTOP) on return: let it go with `release`, when the fault has struck.
+        """
+        deadline = time.monotonic() + limit_s
+        versions = self._versions()
+        while target.is_running():
+            if self._is_in(phase, target, versions):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return False
+
+    def release(self, phase: Phase, stopped: psutil.Process | None = None) -> None:
+        """After the fault: let the master go on, where the phase holds it. stopped: by the fault, and to stay so."""
+        if phase == "push":
+            self._signal_master(signal.SIGCONT, but_not=stopped)
+
+    def _is_in(self, phase: Phase, target: psutil.Process, versions: set[str]) -> bool:
+        if phase == "idle":
+            return busy_share([target]) < _IDLE
+        if phase == "generation":
+            return self._computes("generation_server", target)
+        if phase == "train_step":
+            return self._computes("model_worker", target)
+        if phase == "weight_write":
+            return self._writes()
+        if phase == "update":
+            return bool(self._versions() - versions)
+        if phase == "push":
+            self._signal_master(signal.SIGSTOP)
+            time.sleep(_HOLD_S)
+        return True
+
+    def _computes(self, kind: str, target: psutil.Process) -> bool:
+        """Whether the target, if it is of this kind, else any process of this kind does. An engine computes for its server."""
+        of_kind = self._processes.of(kind)
+        engines = self._processes.of("engine") if kind == "generation_server" else {}
+        those = {process.pid: process for process in (of_kind | engines).values()}
+        if target.pid in {process.pid for process in of_kind.values()} and not engines:
+            those = {target.pid: target}
+        return any(busy_share([process]) > _BUSY for process in those.values())
+
+    def _writes(self) -> bool:
+        folders = [*self._run_dir.glob("weights/*"), *self._run_dir.glob("checkpoints/*")]
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                if any(entry.name.endswith(TEMPORARY_SUFFIX) for entry in folder.iterdir()):
+                    return True
+        return False
+
+    def _versions(self) -> set[str]:
+        return {str(path) for path in self._run_dir.glob("weights/*/a*-v*") if not path.name.endswith(TEMPORARY_SUFFIX)}
+
+    def _signal_master(self, number: int, but_not: psutil.Process | None = None) -> None:
+        for process in self._processes.of("master").values():
+            if process != but_not:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(number)
+
+
+def busy_share(processes: list[psutil.Process], look_s: float = _LOOK_S) -> float:
+    """Share of a short time in which the busiest thread of these processes computed or waited for a core (Linux)."""
+    before = _counted(processes)
+    start = time.monotonic()
+    time.sleep(look_s)
+    after = _counted(processes)
+    largest = max((after[thread] - before.get(thread, after[thread]) for thread in after), default=0)
+    return largest / 1e9 / (time.monotonic() - start)
+
+
+def _counted(processes: list[psutil.Process]) -> dict[str, int]:
+    """By thread, the nanoseconds on a core and waiting for one."""
+    counted: dict[str, int] = {}
+    for process in processes:
+        for file in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, ValueError):
+                on_core, waiting, _ = file.read_text().split()
+                counted[file.parent.name] = int(on_core) + int(waiting)
+    return counted

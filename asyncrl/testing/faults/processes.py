@@ -1,0 +1,89 @@
+"""Who is who among the processes of a living run: from its folder and the system's table, whatever state etcd is in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from asyncrl.launch.reaper import processes_with
+from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, holder
+
+_ENGINE = "sglang.launch_server"
+
+
+class RunProcesses:
+    """The live processes of the run in a folder, by name: `master/0`, `rollout_worker/1`, `engine/0`, `etcd`, `launcher`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._configs = run_dir / "configs"
+
+    def launcher(self) -> psutil.Process | None:
+        """None where no launcher holds the folder."""
+        with contextlib.suppress(LaunchError, ValueError, psutil.NoSuchProcess):
+            pid = holder(self._run_dir)
+            return None if pid is None else psutil.Process(pid)
+        return None
+
+    def by_name(self) -> dict[str, psutil.Process]:
+        """All that live now."""
+        launcher = self.launcher()
+        found: dict[str, psutil.Process] = {} if launcher is None else {"launcher": launcher}
+        workers = self._workers(launcher)
+        found |= workers
+        for name, process in workers.items():
+            kind, _, index = name.partition("/")
+            if kind == "generation_server" and (engine := _engine_of(process)) is not None:
+                found[f"engine/{index}"] = engine
+        if launcher is not None and (etcd := self._etcd(launcher)) is not None:
+            found["etcd"] = etcd
+        return found
+
+    def of(self, target: str) -> dict[str, psutil.Process]:
+        """Those of a kind, or the one of this name."""
+        return {name: process for name, process in self.by_name().items() if target in (name, name.partition("/")[0])}
+
+    def _workers(self, launcher: psutil.Process | None) -> dict[str, psutil.Process]:
+        """Those that the launcher started, and those left to a person. What a worker has forked shows the same command line, and
+        has another parent."""
+        found: dict[str, psutil.Process] = {}
+        for pid in processes_with(f"{RUN_DIR_ENV}={self._run_dir}"):
+            with contextlib.suppress(psutil.Error, OSError):
+                process = psutil.Process(pid)
+                name = self._name_of(_cmdline(process))
+                if not name or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                if name not in found or (launcher is not None and process.ppid() == launcher.pid):
+                    found[name] = process
+        return found
+
+    def _name_of(self, cmdline: list[str]) -> str:
+        """Of a worker, by the config it was started with; "" of any other process."""
+        path = Path(cmdline[-1]) if cmdline else Path()
+        if path.suffix != ".yaml" or not path.is_relative_to(self._configs):
+            return ""
+        kind, _, index = path.stem.rpartition("_")
+        return f"{kind}/{index}"
+
+    def _etcd(self, launcher: psutil.Process) -> psutil.Process | None:
+        data_dir = str(self._run_dir / "etcd")
+        return next((child for child in _children(launcher) if data_dir in _cmdline(child)), None)
+
+
+def _engine_of(server: psutil.Process) -> psutil.Process | None:
+    return next((child for child in _children(server) if _ENGINE in _cmdline(child)), None)
+
+
+def _children(process: psutil.Process) -> Iterator[psutil.Process]:
+    with contextlib.suppress(psutil.Error, OSError):
+        yield from process.children()
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return [argument for argument in process.cmdline() if argument]  # a forked worker's is filled up with nothing
+    except (psutil.Error, OSError):
+        return []

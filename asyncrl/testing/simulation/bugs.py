@@ -1,0 +1,153 @@
+"""Known bugs, to be put in on purpose: a simulation that cannot find them shows nothing by finding none.
+
+Each is a replacement of one method by one that makes the mistake that its name says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from asyncrl.checkpoints import MasterState
+from asyncrl.manager.ledger import Gate, Ledger
+from asyncrl.manager.routing import ServerState, ServerTable
+from asyncrl.master.batch import BatchFormer, NotReady, Ready
+from asyncrl.master.buffer import AsyncIOSequenceBuffer, _Entry
+from asyncrl.master.recovery import Checkpointer
+from asyncrl.master.worker import MasterWorker
+from asyncrl.messages import StoreVerdict, TrajectoryMeta, WeightVersion, WriteWeights
+from asyncrl.model.intake import Intake
+from asyncrl.names import ACTOR
+from asyncrl.runtime.push_pull import Pulled
+
+Wrap = Callable[[Any], Any]  # of the right method gives the wrong one
+Patch = tuple[type, str, Wrap]
+
+
+def _gate_forgets(real: Any) -> Any:
+    def room(self: Gate, *, live: int, running: int, trained: int, served: int) -> Any:
+        return real(self, live=running, running=running, trained=trained, served=served)
+
+    return room
+
+
+def _acknowledge_first(real: Any) -> Any:
+    async def judge(self: Intake, pulled: Pulled) -> None:
+        pulled.ack(StoreVerdict(verdict="stored"))
+        await real(self, Pulled(pulled.meta, pulled.sample, lambda verdict: None))
+
+    return judge
+
+
+def _take_everything(real: Any) -> Any:
+    def put(self: AsyncIOSequenceBuffer, meta: TrajectoryMeta) -> StoreVerdict:
+        verdict: StoreVerdict = real(self, meta)
+        if verdict.verdict == "duplicate":
+            self._entries[meta.ticket_id] = _Entry(meta, set(meta.keys))
+            self._by_prompt[meta.locator] = meta.ticket_id
+            return StoreVerdict(verdict="stored")
+        return verdict
+
+    return put
+
+
+def _keep_leases(real: Any) -> Any:
+    def lose(self: Ledger, live: Any, reason: str) -> None:
+        if live.item is not None:
+            real(self, live, reason)
+
+    return lose
+
+
+def _first_come_first_trained(real: Any) -> Any:
+    def decide(self: BatchFormer, *, stored: Any, **others: Any) -> Ready | NotReady:
+        metas = list(stored)
+        if len(metas) < self._batch_size:
+            decision: Ready | NotReady = real(self, stored=metas, **others)
+            return decision
+        batch = sorted(metas[: self._batch_size], key=lambda meta: meta.locator)
+        self._gone.update(meta.ticket_id for meta in batch)
+        return Ready(tuple(meta.ticket_id for meta in batch))
+
+    return decide
+
+
+def _publish_before_rename(real: Any) -> Any:
+    async def commit(self: MasterWorker, body: Any, written: Any) -> None:
+        if isinstance(body, WriteWeights):
+            await self.publish(self.names.model_version(ACTOR), body.weight_version)
+        await real(self, body, written)
+
+    return commit
+
+
+def _any_attempt_at_master(real: Any) -> Any:
+    def put(self: AsyncIOSequenceBuffer, meta: TrajectoryMeta) -> StoreVerdict:
+        verdict: StoreVerdict = real(self, replace(meta, attempt=self._attempt))
+        return verdict
+
+    return put
+
+
+def _any_attempt_at_head(real: Any) -> Any:
+    def objection(self: Intake, meta: TrajectoryMeta, sample: Any) -> str:
+        text: str = real(self, replace(meta, attempt=self._worker.info.attempt), sample)
+        return text
+
+    return objection
+
+
+def _readmit(real: Any) -> Any:
+    def come_back(self: ServerTable, server: Any, reason: str, now: float) -> None:
+        real(self, server, reason, now)
+        if self.served >= 0 and not server.leaving:
+            server.state, server.version = ServerState.HEALTHY, WeightVersion(self.attempt, self.served)
+
+    return come_back
+
+
+_takes: dict[int, Callable[[], MasterState]] = {}  # of each Checkpointer, by id
+
+
+def _remember_take(real: Any) -> Any:
+    def after_step(self: Checkpointer, *, take: Callable[[], MasterState], **when: Any) -> None:
+        _takes[id(self)] = take
+        real(self, take=take, **when)
+
+    return after_step
+
+
+def _done_at_the_end(real: Any) -> Any:
+    async def commit(self: Checkpointer, path: Any, state: MasterState, saved: Any) -> None:
+        await asyncio.wait({saved})
+        late = _takes[id(self)]()
+        await real(self, path, replace(state, done_cursor=late.done_cursor, done_beyond=late.done_beyond), saved)
+
+    return commit
+
+
+def _forget_answers(real: Any) -> Any:
+    return staticmethod(lambda holder, request_id, tickets: None)
+
+
+BUGS: dict[str, tuple[Patch, ...]] = {
+    "gate_forgets_transit": ((Gate, "room", _gate_forgets),),
+    "acknowledge_before_storing": ((Intake, "_judge", _acknowledge_first),),
+    "no_dedupe": ((AsyncIOSequenceBuffer, "put", _take_everything),),
+    "lease_never_returned": ((Ledger, "_lose", _keep_leases),),
+    "first_finished_first_trained": ((BatchFormer, "decide", _first_come_first_trained),),
+    "published_before_rename": ((MasterWorker, "_commit", _publish_before_rename),),
+    "lower_attempt_accepted": (
+        (AsyncIOSequenceBuffer, "put", _any_attempt_at_master),
+        (Intake, "_objection", _any_attempt_at_head),
+    ),
+    "readmitted_without_load": ((ServerTable, "_come_back", _readmit),),
+    "done_after_checkpoint": (
+        (Checkpointer, "after_step", _remember_take),
+        (Checkpointer, "_commit", _done_at_the_end),
+    ),
+    "waiter_granted_twice": ((Ledger, "_remember", _forget_answers),),
+}

@@ -1,0 +1,54 @@
+"""The disk's twin: weight versions and checkpoints, as far as anybody reads them. Writing takes time; a name is given at once.
+
+What is being written when its writer dies stays unfinished for good, under its temporary name: nobody can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.messages import WeightVersion
+from asyncrl.weights import WeightsError
+
+
+@dataclass
+class Folder:
+    """A complete folder: it has its final name."""
+
+    version: WeightVersion | None
+    content: Any = None
+
+
+class Disk:
+    def __init__(self) -> None:
+        self.folders: dict[str, Folder] = {}
+        self.hidden_until: dict[str, float] = {}  # a network's file system may show a folder late
+
+    def rename(self, path: str, folder: Folder, *, replace: bool = False) -> None:
+        """The last step of writing. Raises FileExistsError as the real one does."""
+        if path in self.folders and not replace:
+            raise FileExistsError(f"weight version {path} exists already; versions are written once")
+        self.folders[path] = folder
+
+    def verify(self, path: Path, expected: WeightVersion | None, now: float) -> Folder:
+        """As weights.verify_version."""
+        folder = self.folders.get(str(path))
+        if folder is None or self.hidden_until.get(str(path), 0.0) > now:
+            raise WeightsError(f"{path} has no manifest.json: not a weight version, or it was pruned")
+        if expected is not None and folder.version != expected:
+            raise WeightsError(f"{path} holds {folder.version}, expected {expected}")
+        return folder
+
+    def prune(self, directory: Path, *, keep: int, in_use: Iterable[WeightVersion]) -> list[WeightVersion]:
+        """As weights.prune_versions."""
+        prefix = f"{directory}/"
+        here = {folder.version: path for path, folder in self.folders.items() if path.startswith(prefix)}
+        versions = sorted(version for version in here if version is not None)
+        kept = {*versions[max(0, len(versions) - keep) :], *in_use}
+        removed = [version for version in versions if version not in kept]
+        for version in removed:
+            del self.folders[here[version]]
+        return removed

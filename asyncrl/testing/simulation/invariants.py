@@ -1,0 +1,228 @@
+"""What must hold after every event of a simulated run: invariants 1 to 5, and that it ends.
+
+Plain functions of events and of what is where: none asks a part of the run whether it is well. The first that does not hold is the
+outcome of the simulation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.manager.ledger import Ledger
+from asyncrl.manager.prompts import TicketId
+from asyncrl.messages import WeightVersion
+from asyncrl.testing.simulation.world import Event, Process
+
+if TYPE_CHECKING:
+    from asyncrl.testing.simulation.run import SimulatedRun
+
+_WAIT_SLACK_S = 10.0  # a wait that has a limit may be looked at late
+_LEASE_SLACK_S = 10.0
+_MAX_QUEUED = 2048  # messages that wait in one socket
+
+Prompt = tuple[int, int]
+
+
+class Invariants:
+    """Told of each event, and once a second shown each process. `violation` is "" for as long as all is well."""
+
+    def __init__(self, run: SimulatedRun) -> None:
+        self._run = run
+        self.scenario = run.scenario
+        self.capacity = (1 + run.scenario.eta) * run.scenario.batch_size
+        self.violation = ""
+        self.oldest: dict[str, WeightVersion] = {}  # of a stored ticket's tokens
+        self.echoed: dict[str, set[str]] = {}  # by server's life: versions that it said it serves
+        self.loaded: dict[str, WeightVersion] = {}  # by server's life
+        self.published: WeightVersion | None = None
+        self.answers: dict[
+            tuple[str, str, str], frozenset[str]
+        ] = {}  # manager, worker, request -> the tickets of the first answer
+        self._handlers = {
+            name.removeprefix("_on_"): getattr(self, name) for name in dir(self) if name.startswith("_on_")
+        }
+
+    def __call__(self, event: Event) -> None:
+        if not self.violation and (handler := self._handlers.get(event.kind)) is not None:
+            handler(event, **event.fields)
+
+    def broken(self, name: str, text: str) -> None:
+        if not self.violation:
+            self.violation = f"{name}: {text}"
+            self._run.stop()
+
+    # ------------------------------------------------------------------------------------------------ 1: staleness
+
+    def _on_granted(
+        self, event: Event, ticket: str, to: str, request: str, server: str, min_version: int, live: int, of: str
+    ) -> None:
+        if of == "train" and live > self.capacity:
+            self.broken("gate", f"{ticket} was granted with {live} tickets live; (1 + eta) B is {self.capacity}")
+        name = self._run.urls.get(server, "")
+        versions = [WeightVersion.parse(version) for version in self.echoed.get(name, ())]
+        own = TicketId.parse(ticket)
+        attempt = own.attempt if own is not None else self._run.attempt_of(event.process)
+        if not any(version.attempt == attempt and version.version >= min_version for version in versions):
+            self.broken(
+                "traffic",
+                f"{ticket} goes to {name or server}, which has never said that it serves {min_version} or newer",
+            )
+
+    def _on_answered(self, event: Event, to: str, request: str, tickets: tuple[str, ...]) -> None:
+        first = self.answers.setdefault((event.process, to, request), frozenset(tickets))
+        # Of a worker that was thought lost the tickets are taken back; then the same request may get others
+        if not first.issuperset(tickets) and self._run.live_tickets(event.process) & first:
+            self.broken("granted twice", f"request {request} of {to} got {sorted(first)}, and then {sorted(tickets)}")
+
+    def _on_trained(self, event: Event, attempt: int, version: int, tickets: list[str]) -> None:
+        prompts = self._run.lineage
+        for ticket in tickets:
+            name = TicketId.parse(ticket)
+            assert name is not None
+            prompt = (name.locator.epoch, name.locator.position)
+            if name.attempt != attempt:
+                self.broken("attempt", f"{ticket} was trained in attempt {attempt}")
+            oldest = self.oldest.get(ticket)
+            if oldest is None:
+                self.broken("stored", f"{ticket} was trained, and never stored at the master")
+            elif self.scenario.overdue != "train" and version - oldest.version > self.scenario.eta:
+                self.broken(
+                    "staleness",
+                    f"{ticket} has tokens of {oldest} and was trained at {version}; eta is {self.scenario.eta}",
+                )
+            if prompt in prompts:
+                self.broken("exactly once", f"prompt {prompt} was trained as {prompts[prompt]}, and again as {ticket}")
+            prompts[prompt] = ticket
+
+    # --------------------------------------------------------------------------------------------- 2: exactly once
+
+    def _on_stored(self, event: Event, ticket: str, prompt: Prompt, oldest: int, reason: str, attempt: int) -> None:
+        version, name = WeightVersion.unpack(oldest), TicketId.parse(ticket)
+        assert name is not None
+        self.oldest[ticket] = version
+        own = self._run.attempt_of(event.process)
+        if attempt != own or version.attempt != own:
+            self.broken("attempt", f"{ticket} of attempt {attempt}, tokens of {version}, was stored in attempt {own}")
+        if version.version < name.min_version:
+            self.broken("staleness", f"{ticket} has tokens of {version}, older than its min_version")
+        buffer = self._run.master_buffer(event.process)
+        if buffer is None:
+            return
+        twice = [
+            where
+            for where, count in Counter(meta.locator for meta in buffer.metas(buffer.stored_tickets)).items()
+            if count > 1
+        ]
+        if twice:
+            self.broken("exactly once", f"prompt {twice[0]} is stored twice: {ticket} came second")
+        if len(buffer) > self.capacity:
+            self.broken("queue", f"the master holds {len(buffer)} trajectories; (1 + eta) B is {self.capacity}")
+
+    def _on_not_stored(self, event: Event, ticket: str, prompt: Prompt, oldest: int, reason: str, attempt: int) -> None:
+        if not self.scenario.faults and "trajectories already" in reason:
+            self.broken("gate", f"without a fault the master had no room for {ticket}: {reason}")
+
+    def _on_acked(self, event: Event, ticket: str, verdict: str) -> None:
+        if verdict == "stored" and ticket not in self.oldest:
+            self.broken("acknowledged", f"{ticket} was acknowledged as stored before the master had it")
+
+    # -------------------------------------------------------------------------------------------------- 3: weights
+
+    def _on_published(self, event: Event, version: str) -> None:
+        new = WeightVersion.parse(version)
+        if self._run.version_on_disk(new) is None:
+            self.broken("weights", f"model_version {version} was put, and is not on disk")
+        if self.published is not None and new < self.published:
+            self.broken("weights", f"model_version went back from {self.published} to {version}")
+        self.published = new
+
+    def _on_loaded(self, event: Event, version: str, path: str) -> None:
+        new = WeightVersion.parse(version)
+        before = self.loaded.get(event.process)
+        if path not in self._run.committed:
+            self.broken("weights", f"{event.process} loaded {version}, which was never complete on disk")
+        if before is not None and new < before:
+            self.broken("weights", f"{event.process} went back from {before} to {version}")
+        self.loaded[event.process] = new
+
+    def _on_echoed(self, event: Event, version: str) -> None:
+        if version:
+            self.echoed.setdefault(event.process, set()).add(version)
+
+    # ------------------------------------------------------------------------------------------ ends that were not meant
+
+    def _on_ended(self, event: Event, error: str) -> None:
+        if error and not self._run.excused(event.process, error):
+            self.broken("failed", f"{event.process}: {error}")
+
+    def _on_callback_error(self, event: Event, error: str) -> None:
+        self.broken("failed", f"{event.process}: {error}")
+
+    def _on_http_500(self, event: Event, path: str, error: str) -> None:
+        self.broken("failed", f"{event.process} answered {path} with 500: {error}")
+
+    # ------------------------------------------------------------------------------------------------ 4 and 5: bounds
+
+    def look_at(self, process: Process, board: Any) -> None:
+        """Once a second: waits, queues, leases."""
+        now = self._run.scheduler.monotonic()
+        for what, on, since, limit_s, _ in board._waits.values():
+            since = max(since, process.thawed_at)
+            if now - since > limit_s + _WAIT_SLACK_S and not what.startswith("step "):
+                self.broken(
+                    "wait",
+                    f"{process.label} waits for {what} from {on} for {now - since:.0f} s; its limit is {limit_s:g} s",
+                )
+        worker: Any = process.worker
+        if process.kind == "gserver_manager" and hasattr(worker, "ledger"):
+            self._look_at_leases(process, worker.ledger)
+        elif process.kind == "model_worker" and len(worker.store) > worker.store.capacity:
+            self.broken("queue", f"{process.label} holds {len(worker.store)} groups; {worker.store.capacity} fit")
+        for pull in self._run.pulls.values():
+            if len(pull.queue) > _MAX_QUEUED:
+                self.broken("queue", f"{len(pull.queue)} messages wait at {pull.address}")
+
+    def _look_at_leases(self, manager: Process, ledger: Ledger) -> None:
+        now, slack_s = self._run.now, 2 * self.scenario.lease_s + _LEASE_SLACK_S
+        for live in ledger._live.values():
+            if live.state != "running":
+                continue
+            died_at = self._run.died_at.get(live.incarnation)
+            begun = live.granted_at - (self._run.scheduler.monotonic() - now)
+            quiet = max(self._run.quiet_since, manager.started_at, begun)
+            if died_at is not None and now - max(died_at, quiet) > slack_s:
+                self.broken(
+                    "lease",
+                    f"{live.ticket.ticket_id} is held by {live.incarnation}, which died {now - died_at:.0f} s ago",
+                )
+
+    # ------------------------------------------------------------------------------------------------------ at the end
+
+    def at_end(self) -> None:
+        """The master has ended well: each prompt is in the final weights once, or was rejected."""
+        run, scenario = self._run, self.scenario
+        final = run.final_weights()
+        if final is None:
+            self.broken("end", "the master has ended without final weights")
+            return
+        trained = Counter((locator.epoch, locator.position) for locator, _, _ in final.trained)
+        twice = [prompt for prompt, count in trained.items() if count > 1]
+        if twice:
+            self.broken("exactly once", f"prompts {twice[:5]} are in the final weights more than once")
+        every = {(epoch, position) for epoch in range(scenario.num_epochs) for position in range(scenario.num_prompts)}
+        lost = every - trained.keys() - run.rejected.keys()
+        if lost:
+            self.broken("exactly once", f"prompts {sorted(lost)[:5]} ({len(lost)}) were neither trained nor rejected")
+        both = trained.keys() & run.rejected.keys()
+        if both:
+            self.broken("exactly once", f"prompts {sorted(both)[:5]} were trained, and rejected too")
+        if not scenario.faults and scenario.overdue == "wait" and scenario.overdue_wait_s >= 30.0:
+            odd = {reason for reason in run.rejected.values() if reason != "simulated"} - (
+                {"max_issues"} if scenario.release_share else set()
+            )
+            if odd or run.num_dropped:
+                self.broken(
+                    "wasted",
+                    f"without a fault {run.num_dropped} groups were dropped, prompts rejected for {sorted(odd)}",
+                )

@@ -1,0 +1,294 @@
+"""Virtual time: an event loop for each simulated process, and one scheduler that runs them all on one thread.
+
+    Scheduler  -- heap of (when, number, loop, handle) --> ProcessLoop.run_ready --> the code of a process
+
+Nothing here waits: when no process has anything to do the clock jumps to the next timer. Each process has an event loop of its own,
+as it has in a run, so that its handles run in the order in which it asked for them, and so that it can be frozen (its handles are
+kept), or killed (they are dropped) whatever it was waiting for. What processes do to each other goes through the world's twins, as
+timers with delays that a seed draws: so the order of events is the seed's, and the same seed gives the same order.
+
+Sets of tasks and futures are ordered by their hash, which for asyncio's own is an address, another one in each process of this
+machine. Ours number them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MONOTONIC_START = 10_000.0  # no clock of a machine starts at zero, and no code may rely on it
+CALENDAR_START = 1_800_000_000.0
+_MOST_AT_ONCE = 200_000  # handles without the clock moving: more are a loop that never waits
+
+
+class StuckError(RuntimeError):
+    """The simulation cannot go on: nothing is left to happen, or what happens never ends."""
+
+
+_numbers = itertools.count()
+
+
+class _Future(asyncio.Future):  # type: ignore[type-arg]
+    _number: int
+
+    def __hash__(self) -> int:
+        try:
+            return self._number
+        except AttributeError:
+            self._number = number = next(_numbers)
+            return number
+
+
+class _Task(asyncio.Task):  # type: ignore[type-arg]
+    _number: int
+
+    def __hash__(self) -> int:
+        try:
+            return self._number
+        except AttributeError:
+            self._number = number = next(_numbers)
+            return number
+
+
+class Handle:
+    """As asyncio's, of a callback or of a timer."""
+
+    __slots__ = ("args", "callback", "context", "gone", "when_at")
+
+    def __init__(
+        self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None, when: float = 0.0
+    ) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.when_at = when
+        self.gone = False
+
+    def cancel(self) -> None:
+        self.gone = True
+        self.callback = _nothing
+        self.args = ()
+
+    def cancelled(self) -> bool:
+        return self.gone
+
+    def when(self) -> float:
+        return self.when_at
+
+
+def _nothing() -> None:
+    pass
+
+
+class Scheduler:
+    """All loops of a simulation, and its clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds since the simulation began
+        self.num_handles = 0
+        self._timers: list[tuple[float, int, ProcessLoop | None, Handle]] = []
+        self._numbers = itertools.count()
+        self._active: deque[ProcessLoop] = deque()
+        self.activate = self._active.append
+        self.stopped = False
+        global _numbers
+        _numbers = itertools.count()
+
+    def monotonic(self) -> float:
+        return MONOTONIC_START + self.now
+
+    def time(self) -> float:
+        return CALENDAR_START + self.now
+
+    def time_ns(self) -> int:
+        return int((CALENDAR_START + self.now) * 1e9)
+
+    def at(self, when: float, callback: Callable[..., Any], *args: Any, loop: ProcessLoop | None = None) -> Handle:
+        """Call it then: in a process, or (None) in nobody's name."""
+        handle = Handle(callback, args, None, when)
+        heapq.heappush(self._timers, (when, next(self._numbers), loop, handle))
+        return handle
+
+    def add_timer(self, loop: ProcessLoop, handle: Handle) -> None:
+        heapq.heappush(self._timers, (handle.when_at, next(self._numbers), loop, handle))
+
+    def clear(self) -> None:
+        self._timers.clear()
+        self._active.clear()
+
+    def run(self, until: float) -> bool:
+        """Go on until somebody sets `stopped`, or (False) until that time. Raises StuckError."""
+        try:
+            return self._run(until)
+        finally:
+            events._set_running_loop(None)
+
+    def _run(self, until: float) -> bool:
+        active, timers, heappop, set_running = self._active, self._timers, heapq.heappop, events._set_running_loop
+        most = self.num_handles + _MOST_AT_ONCE
+        current: ProcessLoop | None = None
+        while not self.stopped:
+            while active:
+                loop = active.popleft()
+                loop.active = False
+                if loop is not current:
+                    set_running(loop)
+                    current = loop
+                ready = loop.ready
+                count = 0
+                while ready and not loop.halted:  # in the order in which they were asked for, as asyncio does
+                    handle = ready.popleft()
+                    count += 1
+                    try:
+                        if handle.context is None:
+                            handle.callback(*handle.args)
+                        else:
+                            handle.context.run(handle.callback, *handle.args)
+                    except (SystemExit, KeyboardInterrupt, StopSimulation):
+                        raise
+                    except BaseException as error:
+                        loop.call_exception_handler({"message": "a callback raised", "exception": error})
+                    if count > _MOST_AT_ONCE:
+                        raise StuckError(f"{loop.name} has run {count} callbacks without waiting for anything")
+                self.num_handles += count
+                if self.num_handles > most:
+                    raise StuckError(f"{_MOST_AT_ONCE} callbacks without the clock moving, the last in {loop.name}")
+            if not timers:
+                raise StuckError("nothing is left to happen: every process waits, and no timer is set")
+            when, _, owner, handle = heappop(timers)
+            if handle.gone:
+                continue
+            if when > self.now:
+                if when > until:
+                    return False
+                self.now = when
+                most = self.num_handles + _MOST_AT_ONCE
+            if owner is not None:
+                owner.add_ready(handle)
+                continue
+            if current is not None:
+                set_running(None)
+                current = None
+            handle.callback(*handle.args)
+        return True
+
+
+class ProcessLoop(asyncio.AbstractEventLoop):
+    """The event loop of one life of a simulated process. No threads, no sockets: what would need them is the world's."""
+
+    def __init__(
+        self, scheduler: Scheduler, name: str, process: Any, on_error: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.scheduler, self.name, self.process = scheduler, name, process
+        self.dead = False
+        self.halted = False  # frozen or dead: nothing of it runs
+        self.active = False  # among those that the scheduler runs next
+        self.ready: deque[Handle] = deque()
+        self._on_error = on_error
+        self.tasks: list[asyncio.Task[Any]] = []  # those of a killed process stay here, so that no `finally` of it runs
+        self._prune_at = 100
+
+    # ---------------------------------------------------------------------------------------------------------- running
+
+    def add_ready(self, handle: Handle) -> None:
+        if self.dead:
+            return
+        self.ready.append(handle)
+        if not self.active and not self.halted:
+            self.active = True
+            self.scheduler.activate(self)
+
+    def freeze(self) -> None:
+        self.halted = True
+
+    def thaw(self) -> None:
+        if self.dead:
+            return
+        self.halted = False
+        if self.ready and not self.active:
+            self.active = True
+            self.scheduler.activate(self)
+
+    def kill(self) -> None:
+        self.dead = self.halted = True
+        self.ready.clear()
+
+    # ---------------------------------------------------------------------------------------------------------- asyncio's
+
+    def time(self) -> float:
+        return MONOTONIC_START + self.scheduler.now
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Any:
+        handle = Handle(callback, args, context)
+        if not self.dead:
+            self.ready.append(handle)
+            if not self.active and not self.halted:
+                self.active = True
+                self.scheduler.activate(self)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Any:
+        handle = Handle(callback, args, context, self.scheduler.now + (delay if delay > 0 else 0.0))
+        self.scheduler.add_timer(self, handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Any:
+        return self.call_later(when - self.time(), callback, *args, context=context)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
+    ) -> asyncio.Task[T]:
+        task: asyncio.Task[T] = _Task(coro, loop=self, name=name or "task")
+        self.tasks.append(task)
+        if len(self.tasks) > self._prune_at:
+            self.tasks = [task for task in self.tasks if not task.done()]
+            self._prune_at = 2 * len(self.tasks) + 100
+        return task
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """On this thread, after what the world says a thread and its disk take."""
+        return self.create_task(self.process.world.on_thread(self.process, func, *args))
+
+    get_debug = staticmethod(bool)  # False; asked for each future
+
+    def is_running(self) -> bool:
+        return not self.dead
+
+    def is_closed(self) -> bool:
+        return self.dead
+
+    def _timer_handle_cancelled(self, handle: Any) -> None:
+        """asyncio's timers tell their loop; ours need not."""
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self.dead:
+            self._on_error(context)
+
+    def set_exception_handler(self, handler: Any) -> None:
+        """The world wants to hear of every error itself: a worker's own handler only keeps some out of its log."""
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class StopSimulation(BaseException):
+    """Raised inside a process by whoever has seen enough: an invariant is broken."""

@@ -1,0 +1,249 @@
+"""Name resolve's twin: what etcd promises, in memory, with the world's delays and outages.
+
+Entries, leases and watches are the store's, which outlives processes; a SimNameResolver is one process's session. The base class
+does what it does in a run (names, sizes, errors). `asyncio.to_thread(resolver.add, ...)` comes here through World.on_thread, which
+waits for the way there and back, and through an outage for as long as a real resolver tries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.runtime.name_resolve import (
+    Lease,
+    LeaseExists,
+    LeaseNotFound,
+    NameEntryExists,
+    NameResolver,
+    NameResolveTimeout,
+    Watch,
+    WatchCallback,
+    WatchEvent,
+)
+
+if TYPE_CHECKING:
+    from asyncrl.testing.simulation.world import Process, World
+
+_TRIES_S = 5.0  # NameResolveConfig.timeout_s
+
+
+@dataclass
+class _Lease:
+    ttl_s: float
+    expires: float
+    keys: dict[str, None] = field(default_factory=dict)
+
+
+class SimWatch(Watch):
+    """A watch of a process. Events come in order, each after a delay."""
+
+    def __init__(self, store: NameStore, process: Process, key: str, subtree: bool, callback: WatchCallback) -> None:
+        self.what = key + "/" if subtree else key
+        self.callback = callback
+        self.process = process
+        self.last_at = 0.0
+        self._store, self._subtree = store, subtree
+        self.cancelled = False
+
+    def matches(self, key: str) -> bool:
+        return key.startswith(self.what) if self._subtree else key == self.what
+
+    def deliver(self, event: WatchEvent) -> None:
+        if not self.cancelled:
+            self.callback(event)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._store.watches.pop(id(self), None)
+
+
+class NameStore:
+    """etcd."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.entries: dict[str, tuple[str, int | None]] = {}
+        self.leases: dict[int, _Lease] = {}
+        self.watches: dict[int, SimWatch] = {}
+        self.down_until = 0.0
+        self._next_lease = 1
+
+    @property
+    def down(self) -> bool:
+        return self._world.now < self.down_until
+
+    def put(self, key: str, value: str, lease: int | None) -> None:
+        if lease is not None and lease not in self.leases:
+            raise LeaseNotFound(f"lease {lease:#x} of name {key!r} does not exist (expired, revoked or never granted)")
+        self._detach(key)
+        self.entries[key] = (value, lease)
+        if lease is not None:
+            self.leases[lease].keys[key] = None
+        self._tell(WatchEvent("put", key, value))
+        self._world.on_put(key, value)
+
+    def delete(self, key: str) -> None:
+        self._detach(key)
+        del self.entries[key]
+        self._tell(WatchEvent("delete", key))
+
+    def grant(self, ttl_s: float, lease_id: int | None) -> int:
+        if lease_id is None:
+            lease_id, self._next_lease = self._next_lease, self._next_lease + 1
+        if lease_id in self.leases:
+            raise LeaseExists(f"lease {lease_id:#x} exists already")
+        self.leases[lease_id] = _Lease(ttl_s, math.inf)  # whoever keeps it, does so until it revokes it
+        return lease_id
+
+    def revoke(self, lease_id: int) -> None:
+        lease = self.leases.pop(lease_id, None)
+        for key in sorted(lease.keys) if lease else ():
+            del self.entries[key]
+            self._tell(WatchEvent("delete", key))
+
+    def forget(self) -> None:
+        """It comes back without its data."""
+        self.entries.clear()
+        self.leases.clear()
+        self.watches.clear()
+        self.down_until = 0.0
+
+    def _detach(self, key: str) -> None:
+        entry = self.entries.get(key)
+        if entry is not None and entry[1] is not None:
+            self.leases[entry[1]].keys.pop(key, None)
+
+    def _tell(self, event: WatchEvent) -> None:
+        for watch in list(self.watches.values()):
+            if watch.matches(event.key):
+                at = max(watch.last_at, self.down_until, self._world.now + self._world.draw_delay())
+                watch.last_at = at
+                self._world.scheduler.at(at, watch.deliver, event, loop=watch.process.loop)
+
+
+class SimNameResolver(NameResolver):
+    """A process's session."""
+
+    def __init__(self, store: NameStore, process: Process) -> None:
+        super().__init__()
+        self._store, self._process = store, process
+
+    def _add(self, key: str, value: str, replace: bool, lease: int | None) -> None:
+        if not replace and key in self._store.entries:
+            raise NameEntryExists(f"name {key!r} exists already")
+        self._store.put(key, value, lease)
+
+    def _get(self, key: str) -> str | None:
+        self.check_up()
+        entry = self._store.entries.get(key)
+        return None if entry is None else entry[0]
+
+    def _get_subtree(self, key: str) -> dict[str, str]:
+        return {name: entry[0] for name, entry in sorted(self._store.entries.items()) if name.startswith(key + "/")}
+
+    def _delete(self, key: str) -> bool:
+        if key not in self._store.entries:
+            return False
+        self._store.delete(key)
+        return True
+
+    def _clear_subtree(self, key: str) -> int:
+        keys = sorted(name for name in self._store.entries if name.startswith(key + "/"))
+        for name in keys:
+            self._store.delete(name)
+        return len(keys)
+
+    def _compare_and_swap(self, key: str, expected: str | None, value: str) -> bool:
+        entry = self._store.entries.get(key)
+        if (None if entry is None else entry[0]) != expected:
+            return False
+        self._store.put(key, value, None if entry is None else entry[1])
+        return True
+
+    def _watch(self, key: str, callback: WatchCallback, *, subtree: bool, limit_s: float | None) -> Watch:
+        watch = SimWatch(self._store, self._process, key, subtree, callback)
+        for name, entry in sorted(self._store.entries.items()):
+            if watch.matches(name):
+                callback(WatchEvent("put", name, entry[0]))
+        self._store.watches[id(watch)] = watch
+        self._process.watches.append(watch)
+        return watch
+
+    def _grant_lease(self, ttl_s: float, lease_id: int | None, keep_alive: bool) -> Lease:
+        return Lease(self, self._store.grant(ttl_s, lease_id), ttl_s)
+
+    def _refresh_lease(self, lease_id: int) -> bool:
+        return lease_id in self._store.leases
+
+    def _revoke_lease(self, lease_id: int) -> None:
+        self._store.revoke(lease_id)
+
+    def _look_after(self, key: str, value: str) -> None:
+        """Nothing is ever lost."""
+
+    def _lease_alive(self, lease_id: int) -> bool:
+        return lease_id in self._store.leases
+
+    def _close(self) -> None:
+        for watch in self._process.watches:
+            watch.cancel()
+
+    # ------------------------------------------------------------------------------------------------- on a thread
+
+    async def on_thread(self, world: World, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a thread that calls the resolver would see."""
+        if call.__name__ == "wait":
+            return await self._wait_until(world, *args, **kwargs)
+        if call.__name__ == "publish":
+            return await self._publish(world, *args, **kwargs)
+        if call.__name__ != "close":
+            await self._reach(world, kwargs.get("limit_s") or _TRIES_S)
+        result = call(*args, **kwargs)
+        await asyncio.sleep(world.draw_delay())
+        return result
+
+    async def _reach(self, world: World, limit_s: float) -> None:
+        await asyncio.sleep(world.draw_delay())
+        if self._store.down:
+            await asyncio.sleep(min(self._store.down_until - world.now, limit_s))
+            self.check_up()
+
+    def check_up(self) -> None:
+        if self._store.down:
+            raise NameResolveTimeout(f"name resolve did not answer within {_TRIES_S:g} s")
+
+    async def _publish(self, world: World, name: str, value: str, *, lease: int | None = None, limit_s: float) -> None:
+        """As NameResolver.publish, whose pauses are a thread's."""
+        deadline = world.now + limit_s
+        while True:
+            try:
+                await self._reach(world, _TRIES_S)
+                self.add(name, value, replace=True, lease=lease)
+                await asyncio.sleep(world.draw_delay())
+                return
+            except (NameResolveTimeout, LeaseNotFound):
+                if world.now >= deadline:
+                    raise
+            await asyncio.sleep(0.2)
+
+    async def _wait_until(self, world: World, name: str, timeout_s: float) -> str:
+        found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def tell(event: WatchEvent) -> None:
+            if event.kind == "put" and not found.done():
+                found.set_result(event.value)
+
+        deadline = world.now + timeout_s
+        if self._store.down:
+            await asyncio.sleep(min(self._store.down_until, deadline) - world.now)
+        watch = self.watch(name, tell)
+        try:
+            await asyncio.wait({found}, timeout=max(0.0, deadline - world.now))
+        finally:
+            watch.cancel()
+        if found.done():
+            return found.result()
+        raise NameResolveTimeout(f"name {name!r} did not appear within {timeout_s:g} s")

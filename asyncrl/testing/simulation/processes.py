@@ -1,0 +1,370 @@
+"""What stands in a simulated run where computing would be: an agent, an engine, a model worker. Everything else is the real class.
+
+A model worker's weights are the list of what they were trained on. They are written with each version and each checkpoint, and
+loaded again: so at the end of a run the final weights say themselves which prompts are in them, and how often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import GenerationServerConfig, ModelWorkerConfig
+from asyncrl.data.prompts import Prompt
+from asyncrl.dataflow import TRAJECTORY_KEYS
+from asyncrl.generation.engine import GenerationEngine
+from asyncrl.generation.worker import GenerationServer
+from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
+from asyncrl.groups.trajectory import Response
+from asyncrl.messages import (
+    CallResult,
+    ClearData,
+    CommitCheckpoint,
+    CommitWeights,
+    ExecuteMFC,
+    LoadCheckpoint,
+    Locator,
+    Redistribute,
+    SaveCheckpoint,
+    SaveModel,
+    WeightVersion,
+    WriteWeights,
+    WrittenFile,
+)
+from asyncrl.model.intake import Intake
+from asyncrl.model.store import DataStore
+from asyncrl.redistribution import transfers
+from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
+from asyncrl.rollout.env import Env
+from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
+from asyncrl.runtime.worker import Worker
+from asyncrl.testing.paced_engine import LongTail, PacedEngine
+from asyncrl.testing.simulation.disk import Folder
+from asyncrl.testing.simulation.world import here
+from asyncrl.topology import ModelPlacement
+
+PROMPT_TOKENS = 3
+_LAST_WORDS_S = 0.2
+
+# ------------------------------------------------------------------------------------------------------------------ rollouts
+
+
+@dataclass(eq=False)
+class SimSample:
+    """A trajectory without tensors: what decides of it, and its id."""
+
+    ids: tuple[str, ...]
+    length: int
+    version_start: int
+    version_end: int
+    keys: tuple[str, ...] = TRAJECTORY_KEYS
+    num_bytes: int = 1
+
+    def unpack(self) -> list[SimSample]:
+        return [self]
+
+
+@dataclass(frozen=True)
+class SimSummary:
+    """As groups.trajectory.SampleSummary."""
+
+    seqlens: list[int]
+    response_lengths: list[int]
+    rewards: list[float]
+    version_start: list[int]
+    version_end: list[int]
+
+    @classmethod
+    def of(cls, sample: SimSample) -> SimSummary:
+        length = [PROMPT_TOKENS + sample.length]
+        return cls(length, [sample.length], [float(sample.length % 2)], [sample.version_start], [sample.version_end])
+
+
+def complete_sample(sample: SimSample, *, ticket_id: str, task_id: int, birth_time: float) -> SimSample:
+    return replace(sample, ids=(ticket_id,))
+
+
+def encode_sample(sample: SimSample) -> tuple[bytes, list[bytes]]:
+    return f"{sample.ids[0]} {sample.length} {sample.version_start} {sample.version_end}".encode(), []
+
+
+def decode_sample(header: bytes, frames: Sequence[Any], *, max_bytes: int) -> SimSample:
+    ticket, length, start, end = header.decode().split()
+    return SimSample((ticket,), int(length), int(start), int(end))
+
+
+def trajectory_error(meta: Any, sample: SimSample, *, vocab_size: int) -> str:
+    return "" if sample.ids == (meta.ticket_id,) else "bad_meta"
+
+
+class SimTokenizer:
+    eos_token_id = 0
+    chat_template = ""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return ""
+
+
+def load_tokenizer(path: str) -> SimTokenizer:
+    return SimTokenizer()
+
+
+class SimPrompts:
+    """As data.prompts.PromptSource: so many, each three tokens that say which one it is."""
+
+    def __init__(self, config: Any, tokenizer: Any = None, seed: int = 1) -> None:
+        self._count, self.config, self.seed = here().world.scenario.num_prompts, config, seed
+
+    def fingerprint(self) -> str:
+        return "simulated"
+
+    def __len__(self) -> int:
+        return self._count
+
+    def get(self, locator: Locator) -> Prompt:
+        ids = [1 + locator.epoch, locator.position // 256, locator.position % 256]
+        return Prompt(f"e{locator.epoch}-p{locator.position}", "", ids, "", "default", {}, False)
+
+
+class SimEnv(Env):
+    async def reset(self) -> tuple[Any, dict[str, Any]]:
+        return None, {}
+
+    async def step(self, action: Any) -> Any:
+        raise NotImplementedError
+
+
+class SimAgent(Agent):
+    """One response. Some prompts are refused, some take long to judge: the scenario says which."""
+
+    async def collect_trajectory(self, prompt: Prompt, env: Env, obs_queue: ObsQueue, act_queue: ActQueue) -> list[Any]:
+        process = here()
+        responses: list[Response] = await self.generate([prompt.input_ids], obs_queue, act_queue)
+        mood = zlib.crc32(f"{process.world.scenario.seed} {prompt.prompt_id}".encode()) % 1000 / 1000
+        scenario = process.world.scenario
+        if mood < scenario.reject_share:
+            raise RolloutRejected("simulated", "the scenario says so")
+        if process.world.network.random() < scenario.release_share:
+            raise RolloutReleased("simulated", "the scenario says so")
+        if process.world.network.random() < scenario.slow_share:
+            await asyncio.sleep(scenario.slow_s * process.world.network.random())
+        versions = [version for response in responses for version, _ in response.versions]
+        length = sum(len(response.output_ids) for response in responses)
+        return [SimSample(("",), length, min(versions), max(versions))]
+
+
+# ---------------------------------------------------------------------------------------------------------------- generation
+
+
+class _Tail(LongTail):
+    """Lengths by a cheap hash."""
+
+    def length(self, input_ids: Sequence[int]) -> int:
+        drawn = zlib.crc32(bytes(input_ids[: self.prompt_tokens]), self.seed) / 2**32
+        return 1 + int(3.0 / (0.04 + drawn**1.5))  # mean about 9, a few above 60
+
+
+class SimEngine(PacedEngine):
+    """Says what it loads and what it serves."""
+
+    async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
+        count = await super().load_weights(path, version, abort_running=abort_running)
+        process = here()
+        process.world.note(process, "loaded", version=str(version), path=str(path))
+        return count
+
+
+class SimGenerationServer(GenerationServer):
+    """The real one, but for its engine."""
+
+    def _make_engine(self, journal: Any, eos_token_id: int | None) -> GenerationEngine:
+        scenario = here().world.scenario
+        return SimEngine(
+            _Tail(scenario.seed % 2**32, PROMPT_TOKENS),
+            slots=scenario.slots,
+            tokens_per_s=scenario.tokens_per_s,
+            load_s=scenario.load_s,
+            max_queue=self._config.generation.max_queue,
+            max_wait_s=self._config.generation.max_wait_s,
+        )
+
+    @contextlib.contextmanager
+    def _start_shown(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
+        yield "starting", self.name, str
+
+
+class NoJournal:
+    """As generation.journal.TokenJournal: nobody reads it."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def add(self, *args: Any) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+# -------------------------------------------------------------------------------------------------------------- training side
+
+
+@dataclass
+class Weights:
+    """What a model was trained on: (prompt, ticket, version at which it was trained), in order."""
+
+    trained: list[tuple[Locator, str, int]] = field(default_factory=list)
+    version: int = 0
+
+
+class SimModelWorker(Worker):
+    """A rank that computes nothing. Its intake, its store and its calls are real; what it would train is noted.
+
+    consumes: trajectories, calls.  produces: metadata, replies, versions and checkpoints on the simulated disk.
+    waits for: the next call.  unblocked by: the master.
+    """
+
+    def __init__(self, config: ModelWorkerConfig) -> None:
+        super().__init__(config.worker)
+        self.config = config
+        self._mfcs = {mfc.name: mfc for mfc in config.mfcs}
+        self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
+        self._first = next(iter(self._placements.values()))
+        self.store = DataStore(config.store_capacity)
+        self._copies: set[str] = set()
+        self.weights = Weights()
+        self.intake: Intake | None = None
+
+    async def setup(self) -> None:
+        index, runtime = self.info.index, self.info.runtime
+        if index in self._first.heads:
+            self.intake = Intake(
+                self,
+                self.store,
+                head=self._first.heads.index(index),
+                vocab_size=lambda: 10,
+                verdict_limit_s=self.config.train.call_timeout_s,
+            )
+            await self.intake.open()
+        self._server = NameResolvingReplyServer(
+            self.resolver,
+            self.names,
+            index=index,
+            runtime=runtime,
+            lease=self.lease,
+            worker=self.name,
+            attempt=self.info.attempt,
+        )
+        await self._server.start()
+        if self.intake is not None:
+            self.spawn(self.intake.run(), "take in")
+
+    async def run(self) -> None:
+        """Execute calls in order, for ever; what is written is written beside what follows."""
+        while True:
+            call = await self._server.receive()
+            self.board.progress()
+            body = call.body
+            if isinstance(body, WriteWeights | SaveModel | SaveCheckpoint | CommitWeights | CommitCheckpoint):
+                snapshot = Weights(list(self.weights.trained), self.weights.version)
+                self.spawn(self._write(call, snapshot), "write")
+                continue
+            try:
+                call.reply(await self._execute(body))
+            except Exception as error:
+                call.fail(error)
+                await asyncio.sleep(_LAST_WORDS_S)
+                raise
+
+    async def close(self) -> None:
+        if hasattr(self, "_server"):
+            await self._server.close()
+        if self.intake is not None:
+            await self.intake.close()
+
+    async def _execute(self, body: Any) -> CallResult:
+        start = time.monotonic()
+        if isinstance(body, ExecuteMFC):
+            return await self._run_mfc(body, start)
+        if isinstance(body, ClearData):
+            if self.intake is not None:
+                self.intake.discard(body.ids)
+            self._copies.difference_update(body.ids)
+        elif isinstance(body, Redistribute):
+            for step in body.steps:
+                for transfer in transfers(step):
+                    if self.info.index in transfer.targets:
+                        self._copies.update(transfer.ids)
+        elif isinstance(body, LoadCheckpoint):
+            loaded: Weights = here().world.disk.folders[body.path].content
+            self.weights = Weights(list(loaded.trained), loaded.version)
+            here().world.note(here(), "restored", path=body.path, version=loaded.version)
+        return CallResult(seconds=time.monotonic() - start)
+
+    async def _run_mfc(self, body: ExecuteMFC, start: float) -> CallResult:
+        process, mfc = here(), self._mfcs[body.mfc]
+        placement = self._placements[mfc.model]
+        data = placement.shard_of(self.info.index).data
+        ids = body.parts[data]
+        missing = [ticket for ticket in ids if ticket not in self.store and ticket not in self._copies]
+        if missing:
+            raise RuntimeError(f"MFC {mfc.name!r}: {missing[:5]} are not here; master and workers disagree")
+        if mfc.kind == "train_step":
+            await asyncio.sleep(process.world.scenario.step_s)
+            self._train(body)
+        if self.info.index != placement.head(data):
+            return CallResult(seconds=time.monotonic() - start)
+        return CallResult(ids=list(ids), keys=list(mfc.output_keys), seconds=time.monotonic() - start)
+
+    def _train(self, body: ExecuteMFC) -> None:
+        from asyncrl.manager.prompts import TicketId
+
+        process = here()
+        for ticket in body.ids:
+            name = TicketId.parse(ticket)
+            assert name is not None, "a ticket of a ledger"
+            self.weights.trained.append((name.locator, ticket, body.version))
+        self.weights.version = body.version + 1
+        if self.info.index == self._first.workers[0]:
+            process.world.note(
+                process, "trained", attempt=self.info.attempt, version=body.version, tickets=list(body.ids)
+            )
+
+    async def _write(self, call: Call, weights: Weights) -> None:
+        """As the publisher: files beside the path, then, by the first worker, the name."""
+        world, process = here().world, here()
+        body: Any = call.body
+        slow_s = world.slow_disk.get(process.name, 0.0)
+        await asyncio.sleep(world.scenario.write_s * (0.5 + world.network.random()) + slow_s * world.network.random())
+        if isinstance(body, WriteWeights | SaveModel | SaveCheckpoint):
+            # of what is committed later: the snapshot is that of the call
+            world.snapshots[body.path] = weights
+            call.reply(CallResult(files=[WrittenFile(f"part-{self.info.index}", 1, "", [])]))
+            return
+        content = world.snapshots.pop(body.path, weights)
+        version = (
+            WeightVersion.parse(body.weight_version)
+            if isinstance(body, CommitWeights) and body.weight_version
+            else None
+        )
+        if isinstance(body, CommitCheckpoint):
+            content = Weights(list(content.trained), content.version)
+            world.disk.rename(body.path, Folder(None, content))
+            world.masters[body.path] = body.master
+        else:
+            world.disk.rename(body.path, Folder(version, content), replace=version is None)
+        world.note(process, "committed", path=body.path, trained=len(content.trained))
+        call.reply(CallResult())
+
+
+def make_server(config: GenerationServerConfig) -> Worker:
+    return SimGenerationServer(config)

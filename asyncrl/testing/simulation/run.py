@@ -1,0 +1,240 @@
+"""One simulated run, from its scenario to an outcome."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from asyncrl.checkpoints import MasterState
+from asyncrl.config import MasterWorkerConfig, ModelWorkerConfig
+from asyncrl.launch.program import ProcessSpec, plan
+from asyncrl.manager.worker import GserverManager
+from asyncrl.master.worker import MasterWorker
+from asyncrl.messages import WeightVersion
+from asyncrl.names import ACTOR
+from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.runtime.worker import StatusBoard, Worker
+from asyncrl.testing.simulation import seams
+from asyncrl.testing.simulation.disk import Folder
+from asyncrl.testing.simulation.faults import Injector
+from asyncrl.testing.simulation.invariants import Invariants, Prompt
+from asyncrl.testing.simulation.loop import StuckError
+from asyncrl.testing.simulation.processes import SimModelWorker, Weights, make_server
+from asyncrl.testing.simulation.scenario import Scenario
+from asyncrl.testing.simulation.supervisor import Supervisor
+from asyncrl.testing.simulation.world import Event, Process, World
+from asyncrl.weights import version_dir
+
+_MAKERS: dict[str, Callable[[Any], Worker]] = {
+    "generation_server": make_server,
+    "model_worker": SimModelWorker,
+    "master": MasterWorker,
+    "gserver_manager": GserverManager,
+    "rollout_worker": RolloutWorker,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulation showed. violation: "" or the invariant that was broken, and how."""
+
+    scenario: Scenario
+    violation: str
+    digest: str  # of the events: the same scenario gives the same
+    num_events: int
+    num_handles: int
+    num_steps: int
+    virtual_s: float
+    events: tuple[Event, ...] = ()
+
+
+class SimulatedRun(World):
+    """The world of one scenario: its processes, its faults, and who looks."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario.seed, latency_s=scenario.latency_s)
+        self.scenario = scenario
+        self.config = scenario.config()
+        self.run_dir = f"/simulated/simulated/s{scenario.seed}"
+        self.is_over = False
+        self.attempt = 1
+        self.lineage: dict[Prompt, str] = {}  # prompt -> the ticket by which the weights have been trained on it
+        self.rejected: dict[Prompt, str] = {}  # prompt -> why, in the lineage
+        self._rejected_at: dict[tuple[int, int], dict[Prompt, str]] = {}  # at each checkpoint's snapshot
+        self._torn: set[str] = set()  # checkpoints
+        self.committed: set[str] = set()  # folders that are or were complete
+        self.died_at: dict[str, float] = {}  # by a worker's incarnation
+        self.num_dropped = 0
+        self.quiet_since = 0.0  # the last fault is over
+        self.late_disk_until = self.late_disk_s = 0.0
+        self.specs = self._plan("")
+        self.invariants = Invariants(self)
+        self.supervisor = Supervisor(self, self.config.runtime)
+        self.listeners += [self._listen, self.invariants, Injector(self, scenario.faults), self.supervisor]
+
+    @property
+    def stopped(self) -> bool:
+        return self.scheduler.stopped
+
+    def stop(self) -> None:
+        self.scheduler.stopped = True
+
+    def go(self) -> None:
+        """To its end, or to the first invariant that does not hold."""
+        self.supervisor.start_everything()
+        try:
+            if not self.scheduler.run(self.scenario.limit_s):
+                self.invariants.broken("progress", f"not over after {self.now:.0f} s; {self._waits()}")
+        except StuckError as error:
+            self.invariants.broken("stuck", str(error))
+
+    def _plan(self, resume: str) -> dict[str, ProcessSpec]:
+        specs = plan(self.config, attempt=self.attempt, num_prompts=self.scenario.num_prompts, resume=resume)
+        return {spec.name: spec for spec in specs}
+
+    def start_again(self, name: str) -> None:
+        """A process of the newest attempt."""
+        spec = self.specs[name]
+        config = spec.config
+        if isinstance(config, MasterWorkerConfig | ModelWorkerConfig) and self.scenario.one_mfc:
+            config = replace(config, mfcs=[replace(config.mfcs[-1], input_keys=["packed_input_ids"])])
+        self.start(name, config, _MAKERS[spec.kind])
+
+    # -------------------------------------------------------------------------------------------------- attempts, checkpoints
+
+    def begin_attempt(self) -> None:
+        """The next one, from the newest checkpoint: what came after that is void."""
+        self.attempt += 1
+        path = self._newest_checkpoint()
+        self.specs = self._plan(path)
+        content: Weights = self.disk.folders[path].content if path else Weights()
+        self.lineage = {(locator.epoch, locator.position): ticket for locator, ticket, _ in content.trained}
+        self.rejected = dict(self._rejected_at[_of_checkpoint(path)]) if path else {}
+        self.note(None, "attempt", number=self.attempt, path=path, trained=len(self.lineage))
+
+    def _checkpoints(self) -> list[str]:
+        """Complete ones, oldest first."""
+        prefix = f"{self.run_dir}/checkpoints/recover/"
+        return sorted((path for path in self.disk.folders if path.startswith(prefix)), key=_of_checkpoint)
+
+    def _newest_checkpoint(self) -> str:
+        return next((path for path in reversed(self._checkpoints()) if path not in self._torn), "")
+
+    def tear_newest_checkpoint(self) -> None:
+        """It cannot be read any more."""
+        there = self._checkpoints()
+        if len(there) > 1:
+            self._torn.add(there[-1])
+
+    def prune_checkpoints(self, keep_last: int) -> None:
+        """As checkpoints.prune: the newest of the newest one's lineage stay."""
+        there = self._checkpoints()
+        if not there:
+            return
+        newest = _of_checkpoint(there[-1])
+        state = msgspec.json.decode(self.masters[there[-1]], type=MasterState)
+        parent = state.parent or (0, 0)
+        alive = [path for path in there if not parent < _of_checkpoint(path) < (newest[0], 0)]
+        for path in set(there) - set(alive[-keep_last:]):
+            del self.disk.folders[path]
+
+    # ------------------------------------------------------------------------------------------------ what invariants ask
+
+    def attempt_of(self, label: str) -> int:
+        """Of a life that goes on."""
+        return int(self.processes[label.partition("#")[0]].config.worker.attempt)
+
+    def master_buffer(self, label: str) -> Any:
+        worker = self.processes[label.partition("#")[0]].worker
+        return worker.buffer if isinstance(worker, MasterWorker) else None
+
+    def live_tickets(self, label: str) -> set[str]:
+        """By the ledger of this manager."""
+        worker = self.processes[label.partition("#")[0]].worker
+        assert isinstance(worker, GserverManager)
+        return worker.ledger._live.keys() | worker.ledger._evals.keys()
+
+    def version_on_disk(self, version: WeightVersion) -> Folder | None:
+        return self.disk.folders.get(str(version_dir(self.run_dir, ACTOR, version)))
+
+    def final_weights(self) -> Weights | None:
+        folder = self.disk.folders.get(f"{self.run_dir}/checkpoints/final")
+        return folder.content if folder is not None else None
+
+    def excused(self, label: str, error: str) -> bool:
+        """Whether this end is what a fault had to bring about."""
+        return False
+
+    def note_death(self, process: Process) -> None:
+        if process.worker is not None:
+            self.died_at[process.worker.incarnation] = self.now
+
+    # ------------------------------------------------------------------------------------------------------------ inside
+
+    def on_journal(self, process: Process, record: dict[str, Any]) -> None:
+        if record["event"] == "rejected":
+            prompt = record["prompt"]
+            self.rejected[prompt.epoch, prompt.position] = record["reason"]
+            self.note(process, "rejected", prompt=(prompt.epoch, prompt.position), reason=record["reason"])
+        elif record["event"] == "snapshot":
+            self._rejected_at[record["attempt"], record["step"]] = dict(self.rejected)
+            self.note(process, "snapshot", step=record["step"])
+
+    def look_at(self, process: Process, board: StatusBoard) -> None:
+        self.invariants.look_at(process, board)
+
+    def _listen(self, event: Event) -> None:
+        if event.kind == "ended" and event.process.startswith("master") and not event.fields["error"]:
+            self.is_over = True
+            self.invariants.at_end()
+            self.stop()
+        elif event.kind == "committed":
+            path = event.fields["path"]
+            self.committed.add(path)
+            if self.now < self.late_disk_until:
+                self.disk.hidden_until[path] = self.now + self.late_disk_s
+        elif event.kind == "summary":
+            self.num_dropped = event.fields["dropped"]
+
+    def _waits(self) -> str:
+        """Who waits for what."""
+        told = []
+        now = self.scheduler.monotonic()
+        for process in self.processes.values():
+            state = "dead" if process.dead else "frozen" if process.loop.halted else ""
+            waits = process.worker.board._waits.values() if process.worker is not None else ()
+            named = [f"{what} from {on} for {now - since:.0f} s" for what, on, since, _, _ in waits]
+            told.append(f"{process.label}{f' ({state})' if state else ''}: {', '.join(named) or 'nothing named'}")
+        return "; ".join(told)
+
+
+def _of_checkpoint(path: str) -> tuple[int, int]:
+    """(attempt, step) of a checkpoint's folder."""
+    attempt, _, step = path.rpartition("/")[2].partition("-")
+    return int(attempt[1:]), int(step[1:])
+
+
+def simulate(scenario: Scenario, *, keep_events: bool = False) -> Outcome:
+    """Run it to its end. Call it where seams are installed."""
+    world = SimulatedRun(scenario)
+    seams.use(world)
+    try:
+        world.go()
+        events = tuple(world.events)
+        text = "\n".join(map(str, events)) if keep_events else ""
+        return Outcome(
+            scenario,
+            world.invariants.violation,
+            hashlib.sha256(text.encode()).hexdigest() if text else "",
+            len(events),
+            world.scheduler.num_handles,
+            world.count["trained"],
+            world.now,
+            events if keep_events else (),
+        )
+    finally:
+        world.tear_down()

@@ -1,0 +1,265 @@
+"""What a seed decides: the shape of the run, its pace, and what goes wrong when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from asyncrl.config import (
+    CheckpointConfig,
+    EvalConfig,
+    ExperimentConfig,
+    GenerationConfig,
+    ManagerConfig,
+    NameResolveConfig,
+    PPOConfig,
+    PromptSourceConfig,
+    RolloutConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainConfig,
+    WeightsConfig,
+)
+
+NUM_STEPS = 50  # of every simulated run, at least
+_HERE = "asyncrl.testing.simulation.processes"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong: at a time, or some time after the nth event of a kind."""
+
+    kind: str  # kill | power | torn | freeze | cut | messages | requests | outage | slow_disk | late_disk
+    target: str = ""  # a process; of a cut "one other"
+    at: float = 0.0  # seconds; after the event, if there is one
+    event: str = ""  # kind of event
+    count: int = 0  # the nth one
+    lasts_s: float = 0.0
+    strength: float = 0.0
+
+    def __str__(self) -> str:
+        when = f"{self.at:.3f} s after {self.event} number {self.count}" if self.event else f"at {self.at:.3f} s"
+        lasts = f" for {self.lasts_s:.3f} s" if self.lasts_s else ""
+        strength = f" (strength {self.strength:.3f})" if self.strength else ""
+        return f"{self.kind} {self.target}{lasts} {when}{strength}"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run to be simulated."""
+
+    seed: int
+    batch_size: int
+    eta: int
+    num_prompts: int
+    num_epochs: int
+    num_servers: int
+    num_heads: int
+    num_rollout_workers: int
+    slots: int
+    tokens_per_s: float
+    step_s: float
+    write_s: float
+    load_s: float
+    latency_s: float
+    heartbeat_s: float
+    lease_s: float
+    overdue: str
+    overdue_wait_s: float
+    max_issues: int
+    max_groups_per_server: int
+    routing: str
+    update_fraction: float
+    interrupt: str
+    chunk: int
+    one_mfc: bool
+    reject_share: float = 0.0
+    release_share: float = 0.0
+    slow_share: float = 0.0
+    slow_s: float = 0.0
+    checkpoint_steps: int = 0
+    faults: tuple[Fault, ...] = field(default=())
+
+    @property
+    def num_steps(self) -> int:
+        """Train steps without rejections."""
+        return -(-self.num_prompts * self.num_epochs // self.batch_size)
+
+    @property
+    def limit_s(self) -> float:
+        """Past it the run stands still. Every fault may cost what its consequences cost at most."""
+        return 400.0 + 120.0 * len(self.faults)
+
+    def config(self) -> ExperimentConfig:
+        """As a user would write it."""
+        return ExperimentConfig(
+            experiment="simulated",
+            trial=f"s{self.seed}",
+            fileroot="/simulated",
+            seed=self.seed,
+            allocation=f"transformers.d{self.num_servers}p1m1+d{self.num_heads}p1m1",
+            model_path="/simulated/model",
+            prompts=PromptSourceConfig(path="/simulated/prompts"),
+            rollout=RolloutConfig(
+                num_workers=self.num_rollout_workers,
+                group_size=1,
+                sampling=SamplingConfig(max_new_tokens=128),
+                new_tokens_per_chunk=self.chunk,
+                tasks={"default": TaskConfig(agent=f"{_HERE}:SimAgent", env=f"{_HERE}:SimEnv")},
+                max_concurrent_per_worker=max(2, (1 + self.eta) * self.batch_size),
+                request_timeout_s=60.0,
+                rollout_timeout_s=120.0,
+            ),
+            generation=GenerationConfig(interrupt=self.interrupt, max_running_requests=self.slots, max_queue=256),
+            manager=ManagerConfig(
+                max_head_offpolicyness=self.eta,
+                routing=self.routing,
+                max_groups_per_server=self.max_groups_per_server,
+                update_fraction=self.update_fraction,
+                update_timeout_s=20.0,
+                lease_s=self.lease_s,
+                heartbeat_s=self.heartbeat_s,
+                overdue=self.overdue,
+                overdue_wait_s=self.overdue_wait_s,
+                max_issues=self.max_issues,
+            ),
+            train=TrainConfig(
+                batch_size=self.batch_size,
+                num_epochs=self.num_epochs,
+                ppo=PPOConfig(use_decoupled_loss=False),
+                call_timeout_s=60.0,
+                data_timeout_s=300.0,
+            ),
+            eval=EvalConfig(),
+            weights=WeightsConfig(keep=3),
+            checkpoint=CheckpointConfig(every_steps=self.checkpoint_steps, every_s=0.0),
+            name_resolve=NameResolveConfig(backend="memory"),
+            runtime=RuntimeConfig(resend_after_s=1.0, start_timeout_s=60.0, stop_timeout_s=5.0, max_restarts=100),
+            tensorboard=False,
+        )
+
+
+def scenario_of(seed: int, *, faults: bool = True, **changes: Any) -> Scenario:
+    """The scenario of a seed."""
+    draw = random.Random(f"scenario {seed}")
+    batch_size = draw.choice((1, 1, 1, 2, 2, 3))
+    eta = draw.choice((0, 1, 1, 2, 2, 4))
+    num_epochs = draw.choice((1, 1, 2))
+    num_prompts = -(-batch_size * (NUM_STEPS + 2) // num_epochs) + draw.randrange(0, 2 * batch_size)
+    heartbeat_s = draw.choice((1.0, 2.0, 2.0))
+    scenario = Scenario(
+        seed=seed,
+        batch_size=batch_size,
+        eta=eta,
+        num_prompts=num_prompts,
+        num_epochs=num_epochs,
+        num_servers=draw.choice((1, 1, 1, 2, 2, 3)),
+        num_heads=draw.choice((1, 1, 1, 2)),
+        num_rollout_workers=draw.choice((1, 1, 2, 2, 3)),
+        slots=draw.choice((1, 4, 32)),
+        tokens_per_s=draw.choice((100.0, 300.0, 1000.0)),
+        step_s=draw.choice((0.01, 0.05, 0.2)),
+        write_s=draw.choice((0.005, 0.03, 0.2)),
+        load_s=draw.choice((0.0, 0.02, 0.2)),
+        latency_s=draw.choice((0.0002, 0.001, 0.004)),
+        heartbeat_s=heartbeat_s,
+        lease_s=heartbeat_s * draw.choice((2.5, 4.0, 7.0)),
+        overdue=draw.choice(("wait", "wait", "wait", "drop", "train")),
+        overdue_wait_s=draw.choice((5.0, 30.0, 600.0)),
+        max_issues=draw.choice((3, 10, 10)),
+        max_groups_per_server=draw.choice((0, 0, 2)),
+        routing=draw.choice(("round_robin", "least_requests", "least_token_usage")),
+        update_fraction=draw.choice((1.0, 0.5)),
+        interrupt=draw.choice(("abort", "abort", "retract", "wait")),
+        chunk=draw.choice((8, 1024, 1024, 1024)),
+        one_mfc=draw.random() < 0.8,
+        checkpoint_steps=draw.choice((1, 3, 10, 10, 25)),
+    )
+    if faults:
+        scenario = _with_faults(scenario, draw)
+    return replace(scenario, **changes)
+
+
+_EVENTS = ("granted", "pushed", "stored", "acked", "trained", "committed", "published", "loaded", "echoed", "snapshot")
+
+
+def _with_faults(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Some seeds have none: there invariants are at their strictest."""
+    scenario = replace(
+        scenario,
+        reject_share=draw.choice((0.0, 0.0, 0.02)),
+        release_share=draw.choice((0.0, 0.0, 0.03)),
+        slow_share=draw.choice((0.0, 0.0, 0.1)),
+        slow_s=draw.choice((0.1, 1.0, 5.0)),
+    )
+    if scenario.reject_share:  # what is rejected makes no step
+        scenario = replace(scenario, num_prompts=scenario.num_prompts + -(-scenario.num_prompts // 8))
+    count = draw.choice((0, 1, 2, 3, 4, 6))
+    return replace(scenario, faults=tuple(_draw_fault(scenario, draw) for _ in range(count)))
+
+
+def _draw_fault(scenario: Scenario, draw: random.Random) -> Fault:
+    kind = draw.choice(
+        (
+            "gang",
+            "gang",
+            "power",
+            "torn",
+            "kill",
+            "kill",
+            "kill",
+            "freeze",
+            "freeze",
+            "cut",
+            "messages",
+            "requests",
+            "outage",
+            "slow_disk",
+            "late_disk",
+        )
+    )
+    alone = [
+        "gserver_manager/0",
+        *(f"rollout_worker/{i}" for i in range(scenario.num_rollout_workers)),
+        *(f"generation_server/{i}" for i in range(scenario.num_servers)),
+    ]
+    training = ["master/0", *(f"model_worker/{i}" for i in range(scenario.num_heads))]
+    target, lasts_s, strength = "", 0.0, 0.0
+    if kind == "gang":
+        kind, target = "kill", draw.choice(training)
+    elif kind == "power":
+        lasts_s = draw.choice((0.5, 5.0))
+    elif kind == "kill":
+        target = draw.choice(alone)
+    elif kind == "freeze":
+        target, lasts_s = draw.choice(alone + training), draw.choice((0.05, 0.5, 3.0, 10.0, 20.0))
+        if draw.random() < 0.1:
+            lasts_s = 45.0
+    elif kind == "cut":
+        target = " ".join(sorted(draw.sample(alone + training, draw.choice((1, 2, 2)))))  # one: from all others
+        lasts_s, strength = draw.choice((0.2, 2.0, 10.0, 25.0)), draw.random()
+    elif kind in ("messages", "requests"):
+        lasts_s, strength = draw.choice((0.5, 5.0, 20.0)), draw.random()
+    elif kind == "outage":
+        lasts_s = draw.choice((0.5, 4.0, 30.0))
+    elif kind == "slow_disk":
+        target, lasts_s, strength = (
+            draw.choice(alone + training),
+            draw.choice((1.0, 10.0)),
+            draw.choice((0.2, 1.0, 4.0)),
+        )
+    elif kind == "late_disk":
+        lasts_s, strength = draw.choice((1.0, 10.0)), draw.choice((0.1, 1.0))
+    if draw.random() < 0.6:
+        return Fault(
+            kind,
+            target,
+            draw.random() * draw.choice((0.001, 0.02, 0.3)),
+            draw.choice(_EVENTS),
+            draw.randrange(1, 60),
+            lasts_s,
+            strength,
+        )
+    return Fault(kind, target, draw.random() * 12.0, lasts_s=lasts_s, strength=strength)

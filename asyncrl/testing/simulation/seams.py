@@ -1,0 +1,388 @@
+"""Where the simulation takes the place of what is outside a process: time, threads, identities, sockets, HTTP, name resolve, disk.
+
+`installed()` holds for a whole series of simulations. Each stand-in asks `here()` whose code is running. A seam that is not there
+any more (somebody renamed it) is an error here, not a simulation of something else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import logging
+import os
+import random
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import asyncrl.generation.http
+import asyncrl.generation.worker
+import asyncrl.manager.fleet
+import asyncrl.manager.http
+import asyncrl.manager.worker
+import asyncrl.master.buffer
+import asyncrl.master.recovery
+import asyncrl.master.worker
+import asyncrl.model.intake
+import asyncrl.rollout.tasks
+import asyncrl.rollout.worker
+import asyncrl.runtime.push_pull
+import asyncrl.runtime.transport
+import asyncrl.runtime.worker
+import asyncrl.testing.paced_engine
+from asyncrl.checkpoints import MasterState
+from asyncrl.manager.http import ManagerService
+from asyncrl.manager.ledger import Ledger
+from asyncrl.messages import AllocateReply, AllocateRequest, StoreVerdict, TrajectoryMeta, WeightVersion
+from asyncrl.runtime import http_client
+from asyncrl.testing.simulation import processes
+from asyncrl.testing.simulation.network import SimSession
+from asyncrl.testing.simulation.world import World, here
+from asyncrl.weights import version_dir
+
+_STATUS_INTERVAL_S = 1.0
+
+
+class _Clock:
+    """What the simulation that runs has given to everybody."""
+
+    chance = random.Random(0)
+
+
+def use(world: World) -> None:
+    """From here on time and identities are this world's."""
+    _Clock.chance = world.chance
+    time.monotonic = world.scheduler.monotonic
+    time.time = world.scheduler.time
+    time.time_ns = world.scheduler.time_ns
+
+
+# ------------------------------------------------------------------------------------------------------------ small stand-ins
+
+
+def _uuid4() -> uuid.UUID:
+    return uuid.UUID(int=_Clock.chance.getrandbits(128), version=4)
+
+
+def _token_hex(nbytes: int | None = None) -> str:
+    return _Clock.chance.randbytes(nbytes or 32).hex()
+
+
+async def _to_thread(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    process = here()
+    return await process.world.on_thread(process, func, *args, **kwargs)
+
+
+async def _wait_for(awaitable: Any, timeout: float | None) -> Any:
+    """As in Python 3.12: without a task of its own, which is half of what a simulation would do."""
+    if timeout is not None and timeout <= 0:
+        future = asyncio.ensure_future(awaitable)
+        if future.done():
+            return future.result()
+        future.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({future})
+            return future.result()
+        raise asyncio.TimeoutError
+    async with asyncio.timeout(timeout):
+        return await awaitable
+
+
+class _Response:
+    """What is read of a web.Response."""
+
+    __slots__ = ("body", "status")
+
+    def __init__(self, body: bytes, status: int) -> None:
+        self.body, self.status = body, status
+
+
+def _json(body: Any, *, status: int = 200) -> _Response:
+    return _Response(msgspec.json.encode(body), status)
+
+
+def _session(max_connections: int, options: dict[str, Any]) -> SimSession:
+    process = here()
+    return SimSession(process.world, process, options)
+
+
+def _verify_version(path: Path, expected: WeightVersion | None = None) -> Any:
+    world = here().world
+    return world.disk.verify(path, expected, world.now)
+
+
+_verify_version.on_disk = True  # type: ignore[attr-defined]
+
+
+def _prune_versions(directory: Path, *, keep: int, in_use: Any) -> list[WeightVersion]:
+    return here().world.disk.prune(directory, keep=keep, in_use=in_use)
+
+
+_version_dir = functools.lru_cache(512)(version_dir)  # the same few over and over
+
+
+def _read_state(path: Path) -> MasterState:
+    return msgspec.json.decode(here().world.masters[str(path)], type=MasterState)
+
+
+def _prune_checkpoints(run_dir: Path, keep_last: int) -> None:
+    here().world.prune_checkpoints(keep_last)
+
+
+class _Reporter:
+    """In the place of the status pipe: the lease, and what the launcher would see."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    async def start(self) -> None:
+        process = here()
+        self._worker.lease = process.lease  # the launcher's
+        self._task = process.loop.create_task(self._loop(), name="status")
+
+    async def _loop(self) -> None:
+        world = here().world
+        while True:
+            self._worker.board.progress()
+            world.look_at(here(), self._worker.board)
+            await asyncio.sleep(_STATUS_INTERVAL_S)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+
+
+class _Journal:
+    """JsonLinesWriter's twin: records become events."""
+
+    def __init__(self, path: Path) -> None:
+        self._name = path.name
+
+        self.last = here().world.journals.get(self._name)  # of a BackgroundJournal
+
+    def write(self, record: dict[str, Any]) -> None:
+        process = here()
+        process.world.journals[self._name] = record
+        process.world.on_journal(process, record)
+
+    add = write
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _NoMetrics:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def write(self, step: int, metrics: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------------------- HTTP servers
+
+
+async def _start_manager(self: Any, host: str) -> str:
+    process = here()
+    return process.world.listen(process, self._answer)
+
+
+async def _start_generation(self: Any, host: str, port: int = 0) -> str:
+    routes = {(route.method, route.path): route.handler for route in self.routes()}
+    middleware = asyncrl.generation.http._errors_to_replies
+
+    async def answer(request: Any) -> Any:
+        return await middleware(request, routes[request.method, request.path])
+
+    process = here()
+    return process.world.listen(process, answer)
+
+
+# --------------------------------------------------------------------------------------------------------------- what is noted
+
+
+def _noting_allocate(real: Any) -> Any:
+    async def allocate(self: ManagerService, request: AllocateRequest) -> AllocateReply:
+        reply: AllocateReply = await real(self, request)
+        if reply.tickets:
+            process = here()
+            tickets = tuple(ticket.ticket_id for ticket in reply.tickets)
+            process.world.note(process, "answered", to=request.incarnation, request=request.request_id, tickets=tickets)
+        return reply
+
+    return allocate
+
+
+def _noting_grant(real: Any) -> Any:
+    def grant(self: Any, request: AllocateRequest, refusal: str, now: float) -> Any:
+        live = real(self, request, refusal, now)
+        if live is not None:
+            process, ticket = here(), live.ticket
+            process.world.note(
+                process,
+                "granted",
+                ticket=ticket.ticket_id,
+                to=request.incarnation,
+                request=request.request_id,
+                server=ticket.server_url,
+                min_version=ticket.min_version,
+                live=self.num_live,
+                of=ticket.kind,
+            )
+        return live
+
+    return grant
+
+
+def _noting_put(real: Any) -> Any:
+    def put(self: Any, meta: TrajectoryMeta) -> StoreVerdict:
+        verdict: StoreVerdict = real(self, meta)
+        process = here()
+        process.world.note(
+            process,
+            "stored" if verdict.verdict == "stored" else "not_stored",
+            ticket=meta.ticket_id,
+            prompt=(meta.locator.epoch, meta.locator.position),
+            oldest=min(meta.version_start),
+            reason=verdict.reason,
+            attempt=meta.attempt,
+        )
+        return verdict
+
+    return put
+
+
+def _noting_push(real: Any) -> Any:
+    async def push(self: Any, meta: TrajectoryMeta, sample: Any, *, head: int, timeout_s: float) -> StoreVerdict:
+        process = here()
+        process.world.note(process, "pushed", ticket=meta.ticket_id, head=head)
+        verdict: StoreVerdict = await real(self, meta, sample, head=head, timeout_s=timeout_s)
+        process.world.note(process, "acked", ticket=meta.ticket_id, verdict=verdict.verdict)
+        return verdict
+
+    return push
+
+
+def _noting_model_info(real: Any) -> Any:
+    async def model_info(self: Any, request: Any) -> Any:
+        process = here()
+        process.world.note(process, "echoed", version=self._engine.stats().version)
+        return await real(self, request)
+
+    return model_info
+
+
+# -------------------------------------------------------------------------------------------------------------------- install
+
+
+def _patches() -> list[tuple[Any, str, Any]]:
+    worker, master = asyncrl.runtime.worker, asyncrl.master.worker
+    rollout, intake = asyncrl.rollout.worker, asyncrl.model.intake
+    streams, generation = asyncrl.runtime.push_pull, asyncrl.generation.worker
+    transport = lambda: here().transport  # noqa: E731
+    return [
+        (time, "monotonic", time.monotonic),  # `use` sets them
+        (time, "time", time.time),
+        (time, "time_ns", time.time_ns),
+        (asyncio, "to_thread", _to_thread),
+        (asyncio, "wait_for", _wait_for),
+        (uuid, "uuid4", _uuid4),
+        (secrets, "token_hex", _token_hex),
+        (os, "getpid", lambda: 1),
+        (worker, "open_name_resolver", lambda config, limit_s: here().resolver),
+        (worker, "_StatusReporter", _Reporter),
+        (worker, "told", repr),
+        (asyncrl.runtime.transport, "ZmqTransport", transport),
+        (ManagerService, "start", _start_manager),
+        (asyncrl.generation.http, "_json", _json),
+        (asyncrl.generation.http.GenerationHTTP, "start", _start_generation),
+        (master, "PromptSource", processes.SimPrompts),
+        (master, "JsonLinesWriter", _Journal),
+        (master, "read_state", _read_state),
+        (asyncrl.master.recovery, "prune", _prune_checkpoints),
+        (asyncrl.manager.worker, "BackgroundJournal", _Journal),
+        (rollout, "BackgroundJournal", _Journal),
+        (rollout, "SequenceSample", processes.SimSample),
+        (master, "MetricsWriter", _NoMetrics),
+        (master, "prune_versions", _prune_versions),
+        (master, "generation_idle_share", lambda *args: None),
+        (master.MasterWorker, "_write_summary", _write_summary),
+        (asyncrl.manager.fleet, "verify_version", _verify_version),
+        (asyncrl.manager.worker, "version_dir", _version_dir),
+        (master, "version_dir", _version_dir),
+        (asyncrl.testing.paced_engine, "verify_version", _verify_version),
+        (generation, "load_tokenizer", processes.load_tokenizer),
+        (generation, "TokenJournal", processes.NoJournal),
+        (generation, "_check_config", lambda config: None),
+        (asyncrl.rollout.tasks, "_make", lambda made, what, arguments, **own: made(**own, **arguments)),
+        (rollout, "load_tokenizer", processes.load_tokenizer),
+        (rollout, "PromptSource", processes.SimPrompts),
+        (rollout, "complete_sample", processes.complete_sample),
+        (rollout, "SampleSummary", processes.SimSummary),
+        (streams, "encode_sample", processes.encode_sample),
+        (streams, "decode_sample", processes.decode_sample),
+        (intake, "trajectory_error", processes.trajectory_error),
+        (ManagerService, "allocate", _noting_allocate(ManagerService.allocate)),
+        (Ledger, "_grant_one", _noting_grant(Ledger._grant_one)),
+        (
+            asyncrl.master.buffer.AsyncIOSequenceBuffer,
+            "put",
+            _noting_put(asyncrl.master.buffer.AsyncIOSequenceBuffer.put),
+        ),
+        (streams.NameResolvingZmqPusher, "push", _noting_push(streams.NameResolvingZmqPusher.push)),
+        (
+            asyncrl.generation.http.GenerationHTTP,
+            "_model_info",
+            _noting_model_info(asyncrl.generation.http.GenerationHTTP._model_info),
+        ),
+    ]
+
+
+def _write_summary(self: Any, summary: dict[str, Any]) -> None:
+    process = here()
+    process.world.note(process, "summary", steps=summary["steps"], dropped=summary["dropped_groups"])
+
+
+@contextlib.contextmanager
+def installed(wraps: Sequence[tuple[type, str, Callable[[Any], Any]]] = (), *, log: bool = False) -> Iterator[None]:
+    """Simulations may run. wraps: what else is replaced (owner, name, what makes the new one of the old one), such as a bug."""
+    replaced: list[tuple[Any, str, Any]] = []
+    registry = asyncio.tasks._all_tasks  # type: ignore[attr-defined]
+    registry.add = lambda task: None  # loops keep their own: a weak set of Python's costs more than a task
+    disabled = logging.root.manager.disable
+    if not log:
+        logging.disable(logging.CRITICAL)
+    try:
+        with http_client.replaced(_session):
+            for owner, name, wrap in wraps:  # below what is noted: a bug must not hide what it does
+                replaced.append((owner, name, owner.__dict__[name]))
+                setattr(owner, name, wrap(getattr(owner, name)))
+            for owner, name, value in _patches():
+                replaced.append((owner, name, owner.__dict__[name]))
+                setattr(owner, name, value)
+            gc.collect()
+            gc.freeze()  # what is there now stays: only a simulation's own objects are looked through after it
+            gc.disable()  # what a destructor does would come at a time that is not the seed's
+            yield
+    finally:
+        del registry.add
+        gc.enable()
+        gc.unfreeze()
+        for owner, name, value in reversed(replaced):
+            setattr(owner, name, value)
+        logging.disable(disabled)

@@ -1,0 +1,127 @@
+"""The launcher's twin: it sees ends and frozen processes, and starts again who is to be, as launch/supervision.py decides.
+
+Doing is instant but for pauses that the seed draws: until an end is seen, for a start, for the newest checkpoint to be read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncrl.config import RuntimeConfig
+from asyncrl.launch.supervision import EVERYTHING, GANG_KINDS, End, EndRun, FreezeWatch, Supervision
+from asyncrl.testing.simulation.world import Event, Process
+
+if TYPE_CHECKING:
+    from asyncrl.testing.simulation.run import SimulatedRun
+
+_TURN_S = 0.5
+
+
+class Supervisor:
+    """One launch after another."""
+
+    def __init__(self, run: SimulatedRun, runtime: RuntimeConfig) -> None:
+        self._run, self._runtime = run, runtime
+        self._supervision = Supervision(runtime.max_restarts)
+        self._freezes = FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s)
+        self._renewing = ""  # what is being started again together, "" if nothing is
+        self._launch = 1
+        self._coming: set[str] = set()
+        run.scheduler.at(_TURN_S, self._turn)
+
+    def start_everything(self) -> None:
+        for name in self._run.specs:
+            self._start(name, self._launch)
+
+    def __call__(self, event: Event) -> None:
+        if event.kind not in ("ended", "killed"):
+            return
+        run = self._run
+        process = run.processes[event.process.partition("#")[0]]
+        run.note_death(process)
+        if process.lease is not None:
+            run.scheduler.at(run.now + 0.2 * run.network.random(), run.names.revoke, process.lease)
+        if run.is_over or self._concerns(process.name) or (event.kind == "ended" and not event.fields["error"]):
+            return
+        how = "was killed" if event.kind == "killed" else event.fields["error"]
+        run.scheduler.at(run.now + 0.5 * run.network.random(), self._see_to, process, how, self._launch)
+
+    def _turn(self) -> None:
+        run = self._run
+        alive = {process.label: process for process in run.processes.values() if not process.dead}
+        for process in alive.values():
+            if process.worker is not None and process.worker.board.state == "running":
+                self._supervision.runs(process.name)
+        labels = {process.number: label for label, process in alive.items()}
+        counts = {
+            process.number: process.worker.board._progress if process.worker is not None else None
+            for process in alive.values()
+        }
+        for number in self._freezes.turn(run.scheduler.monotonic(), counts):
+            run.kill(alive[labels[number]])
+        if not run.is_over:
+            run.scheduler.at(run.now + _TURN_S, self._turn)
+
+    def _concerns(self, name: str) -> bool:
+        """Whether it is started again with others already."""
+        return self._renewing == EVERYTHING or (bool(self._renewing) and name.partition("/")[0] in GANG_KINDS)
+
+    def _see_to(self, process: Process, how: str, launch: int) -> None:
+        run = self._run
+        if run.is_over or launch != self._launch or self._concerns(process.name):
+            return
+        board = process.worker.board if process.worker is not None else None
+        end = End(process.name, how, how, board is not None and board.state != "starting", bool(board and board.fatal))
+        decision = self._supervision.decide(end, run.scheduler.time(), run.scheduler.monotonic())
+        if isinstance(decision, EndRun):
+            run.invariants.broken("failed", f"the run ends: {decision.cause}")
+            return
+        if decision.unit == process.name:
+            run.scheduler.at(run.now + decision.pause_s + 0.3 * run.network.random(), self._start, process.name, launch)
+            return
+        self._renew(decision.unit, decision.pause_s)
+
+    def _renew(self, unit: str, pause_s: float) -> None:
+        """Kill all of it; then, not sooner than after the pause, the next attempt."""
+        run = self._run
+        self._renewing = unit
+        for process in list(run.processes.values()):
+            if self._concerns(process.name) and not process.dead:
+                run.kill(process)
+        run.scheduler.at(run.now + pause_s + 0.2 * run.network.random(), self._next_attempt, self._launch)
+
+    def _next_attempt(self, launch: int) -> None:
+        run = self._run
+        if run.is_over or launch != self._launch:
+            return
+        names = [name for name in run.specs if self._concerns(name)]
+        self._renewing = ""
+        run.begin_attempt()
+        for name in names:
+            self._start(name, launch)
+
+    def lose_power(self, pause_s: float) -> None:
+        """Everything is gone, name resolve's data too; a while later somebody resumes the run."""
+        run = self._run
+        self._launch += 1
+        self._renewing = EVERYTHING
+        for process in list(run.processes.values()):
+            if not process.dead:
+                run.kill(process)
+        run.names.forget()
+        self._supervision = Supervision(self._runtime.max_restarts)
+        self._coming.clear()
+        run.scheduler.at(run.now + pause_s, self._next_attempt, self._launch)
+
+    def _start(self, name: str, launch: int) -> None:
+        """As soon as name resolve grants a lease."""
+        run = self._run
+        if run.is_over or launch != self._launch or (name in run.processes and not run.processes[name].dead):
+            return
+        if run.names.down:
+            if name not in self._coming:
+                self._coming.add(name)
+                run.scheduler.at(run.names.down_until + 0.1, self._start, name, launch)
+            return
+        self._coming.discard(name)
+        run.start_again(name)

@@ -1,0 +1,164 @@
+"""The whole matrix of faults: each kind of process x {SIGKILL, SIGSTOP 20 s, restart} x {phase of the run}, in whole runs.
+
+    python benchmarks/chaos_matrix.py [--kinds kill,stop,restart] [--phases ...] [--targets ...] [--write] [key=value ...]
+    python benchmarks/chaos_matrix.py --targets engine,generation_server --sglang-python .venv-sglang/bin/python
+
+A run for each signal and phase; in it each target is struck in turn, the launcher last, and the next one only when the run trains
+again. A cell is `ok` when the process came back (or lived) and the run trained on; a run when it is complete, with exit code 0,
+nothing of it left, the audit clean, off-policyness within its bound, and the reward reached. Seconds: from the signal until a
+further train step was done. --write puts the table into docs/chaos-matrix.md. 45 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import machine
+
+from asyncrl.testing.chaos import Cell, ChaosRun, Outcome, make_chaos_run
+from asyncrl.testing.faults.schedule import KINDS, PHASES, Kind, Phase
+
+ROOT = Path(__file__).parent.parent
+TABLE = ROOT / "docs" / "chaos-matrix.md"
+TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master", "etcd", "launcher")
+SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP 20 s", "restart": "SIGTERM"}
+# Enough for all cells of a run: of those who are frozen most do not stop it
+_STEPS = {"kill": 90, "stop": 300, "restart": 90}
+
+
+@dataclass
+class Row:
+    """One run: a signal in a phase, for all targets."""
+
+    kind: Kind
+    phase: Phase
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems and not any(outcome.problem for outcome in self.outcomes.values())
+
+
+def measure(config: Path, kind: Kind, phase: Phase, targets: Sequence[str], overrides: Sequence[str]) -> Row:
+    """A run of all cells of a signal and a phase."""
+    row = Row(kind, phase)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-", ignore_cleanup_errors=True) as folder:
+        with ChaosRun(config, f"fileroot={folder}", *overrides) as run:
+            for target in targets:
+                outcome = row.outcomes[target] = run.strike(Cell(target, kind, phase))
+                if outcome.problem:
+                    break
+                say(f"  {outcome.cell}: {text_of(outcome)}")
+            report = run.finish()
+            row.problems = report.problems
+            for outcome in row.outcomes.values():
+                if outcome.problem:
+                    row.problems.insert(0, f"{outcome.cell}: {outcome.problem}")
+        if row.problems:
+            keep = Path(tempfile.mkdtemp(prefix="asyncrl-chaos-failed-"))
+            run.run_dir.rename(keep / run.run_dir.name)
+            say(f"  FAILED, kept in {keep}:\n" + "\n".join(row.problems))
+    return row
+
+
+def text_of(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "-"
+    if outcome.problem:
+        return "FAILED"
+    late = "" if outcome.in_phase else " (at another time: the phase did not come)"
+    return f"ok {outcome.useful_s or 0.0:.1f} s{late}"
+
+
+def table(rows: Sequence[Row], targets: Sequence[str]) -> str:
+    header = ["signal", "phase", *targets, "the run"]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for row in rows:
+        cells = [text_of(row.outcomes.get(target)) for target in targets]
+        verdict = "ok" if row.ok else "FAILED"
+        lines.append("| " + " | ".join([SIGNALS[row.kind], row.phase.replace("_", " "), *cells, verdict]) + " |")
+    return "\n".join(lines)
+
+
+def write(rows: Sequence[Row], targets: Sequence[str]) -> None:
+    where = machine()
+    num = sum(len(row.outcomes) for row in rows)
+    text = f"""# Chaos matrix
+
+What `python benchmarks/chaos_matrix.py --write` found: {num} cells in {len(rows)} runs. In each run every kind of process is
+struck in turn, in the phase named, and the next one only when the run trains again. `ok 3.1 s`: the process came back, or lived,
+and a further train step was done 3.1 s after the signal (20 s of them frozen, for SIGSTOP). `the run`: it was complete, with exit
+code 0 and nothing of it left, each prompt trained exactly once in the lineage of the final weights (`asyncrl-launch audit`), none
+beyond `manager.max_head_offpolicyness`, the reward reached. Of a killed launcher everything ended within 10 s, and
+`asyncrl-launch resume` went on.
+
+{table(rows, targets)}
+
+{where["cpu"]}, {where["cores"]} cores, Python {where["python"]}, torch {where["torch"]}, {where["date"]}, commit {where["commit"]}.
+The phases, and how they are seen from outside: asyncrl/testing/faults/phases.py. About ten of these cells run in CI (tests/chaos).
+"""
+    TABLE.write_text(text, encoding="utf-8")
+    say(f"written: {TABLE}")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--kinds", default=",".join(KINDS))
+    options.add_argument("--phases", default=",".join(PHASES))
+    options.add_argument("--targets", default=",".join(TARGETS))
+    options.add_argument(
+        "--sglang-python", default="", help="generate with SGLang, whose own process can be struck: engine"
+    )
+    options.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
+    options.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the small run's config")
+    args = options.parse_args()
+    targets, rows, began = words(args.targets), [], time.monotonic()
+    overrides = [*args.overrides]
+    if args.sglang_python:
+        overrides += [f"generation.python={args.sglang_python}", "allocation=sglang.d1+d1"]
+    with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-config-") as folder:
+        config = make_chaos_run(Path(folder))
+        for kind in words(args.kinds):
+            ours = [f"train.max_steps={_STEPS[kind]}"]
+            if kind == "stop":
+                ours.append("runtime.frozen_after_s=30")  # they live, and wake up in a run that has gone on
+            for phase in words(args.phases):
+                say(f"{SIGNALS[kind]} in {phase}, {time.monotonic() - began:.0f} s after the start")
+                rows.append(measure(config, kind, phase, targets, [*ours, *overrides]))  # type: ignore[arg-type]
+    say(table(rows, targets))
+    if args.write:
+        write(rows, targets)
+    seconds = [o.useful_s for row in rows for o in row.outcomes.values() if o.useful_s and row.kind != "stop"]
+    failed = sum(bool(o.problem) for row in rows for o in row.outcomes.values())
+    result = {
+        "name": "chaos_matrix",
+        "cells": sum(len(row.outcomes) for row in rows),
+        "failed_cells": failed,
+        "failed_runs": sum(not row.ok for row in rows),
+        "median_s": round(statistics.median(seconds), 2) if seconds else None,
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "machine": machine(),
+    }
+    print(json.dumps(result), flush=True)
+    raise SystemExit(0 if all(row.ok for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Seconds from a process's death to the next useful work of the one that takes its place, by kind.
+
+    python benchmarks/recovery.py [--rounds 5] [--config CONFIG] [--write-baseline] [key=value ...]
+
+A round is a run of the config (evaluations off, a scratch folder, a checkpoint every 5 steps) in which one process of each kind is
+killed (SIGKILL) in turn, in mid-generation or in a train step, each when the run trains again. Useful work is
+  rollout_worker      the next ticket that it is granted, and later pushes a trajectory of
+  gserver_manager     the next ticket that it grants
+  generation_server   the next token that it samples; `engine_start`: what the new process takes from its first line to serving
+  model_worker,       the start of the next train step: they end and begin again as one gang, and a whole batch is generated before
+  master              it; `gang_start`: from the first line of the first of them until they have met and loaded the model
+Two deaths of the gang in one run: the second one is paused for 2 s before it is started again, the first for 1 s, by design.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from common import Numbers, alternate, finish, parser, table
+from startup import ROOT, prepare
+
+from asyncrl.testing.faults import Fault, Injector
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, train_steps
+
+KINDS = {
+    "rollout_worker": "generation",
+    "gserver_manager": "generation",
+    "generation_server": "generation",
+    "model_worker": "train_step",
+    "master": "train_step",
+}
+GOALS = {"rollout_worker": 3.0, "gserver_manager": 3.0, "generation_server": 2.0, "model_worker": 5.0, "master": 5.0}
+_LIMIT_S = 120.0
+_STEPS_BETWEEN = 3
+_BUCKET_S = 0.1  # of the journal of tokens
+_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) \w+ +(\S+): (.*)$", re.MULTILINE)
+
+
+def measure(args: argparse.Namespace) -> Numbers:
+    """One run, one death of each kind."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-recovery-", ignore_cleanup_errors=True) as folder:
+        overrides = [
+            f"fileroot={folder}",
+            "eval.prompts=null",
+            "checkpoint.every_steps=5",
+            "train.max_steps=0",
+            "runtime.max_restarts=10",
+            *args.overrides,
+        ]
+        found: dict[str, float] = {}
+        with launch(args.config, *overrides) as run:
+            run.wait_for_step(6, _LIMIT_S)
+            with Injector(run.run_dir) as injector:
+                for number, (kind, phase) in enumerate(KINDS.items()):
+                    strike = injector.strike(Fault(number=number, kind="kill", target=kind, at=0.0, phase=phase))  # type: ignore[arg-type]
+                    if strike is None:
+                        raise SystemExit(f"there is no {kind} to kill in {run.run_dir}:\n{run.output()}")
+                    found |= _recovery(run, kind, strike.name, strike.time)
+                    injector.turn()
+                    steps = len(train_steps(run.run_dir))
+                    run.wait_until(
+                        lambda: len(train_steps(run.run_dir)) >= steps + _STEPS_BETWEEN,  # noqa: B023
+                        f"{_STEPS_BETWEEN} train steps after the death of {kind}",
+                        _LIMIT_S,
+                    )
+            run.signal(signal.SIGINT)
+            run.wait(60)
+            assert_nothing_left(run.run_dir)
+        return found
+
+
+def _recovery(run: RunHandle, kind: str, name: str, struck: float) -> dict[str, float]:
+    """What is measured of a death."""
+    at = run.wait_until(lambda: _useful(run.run_dir, kind, name, struck), f"{name} worked again", _LIMIT_S)
+    found = {kind: at - struck}
+    if kind == "generation_server":
+        found["engine_start"] = _between(run.run_dir, "generation_server", name, struck, r"serving at")
+    elif kind == "master":
+        found["gang_start"] = _between(run.run_dir, "model_worker", name, struck, "running")
+    return found
+
+
+def _useful(run_dir: Path, kind: str, name: str, struck: float) -> float | None:
+    """When the next useful work was done; None: it was not yet."""
+    if kind == "rollout_worker":
+        mine = {event["ticket"] for event in journal(run_dir, name.replace("/", "_")) if event["time"] > struck}
+        return _first(run_dir, "gserver_manager", lambda event: event["ticket"] in mine, struck)
+    if kind == "gserver_manager":
+        return _first(run_dir, "gserver_manager", lambda event: event["event"] == "admitted", struck)
+    if kind == "generation_server":
+        return _first(run_dir, name.replace("/", "_"), lambda event: event["tokens"] > 0, struck + _BUCKET_S)
+    trained = [event for event in journal(run_dir) if event["event"] == "trained"]
+    return min((event["start"] for event in trained if event["start"] > struck), default=None)
+
+
+def _first(run_dir: Path, worker: str, fits: Callable[[dict[str, Any]], bool], after: float) -> float | None:
+    return min(
+        (event["time"] for event in journal(run_dir, worker) if event["time"] > after and fits(event)), default=None
+    )
+
+
+def _between(run_dir: Path, first: str, name: str, struck: float, last: str) -> float:
+    """From the first line of any process of the kind `first`, after the death, to a line of a worker, by their logs."""
+    said = [
+        (datetime.strptime(when, "%Y-%m-%d %H:%M:%S.%f").timestamp(), who, text)
+        for log in run_dir.glob("logs/attempt_*/*.log")
+        if not log.is_symlink()
+        for when, who, text in _LINE.findall(log.read_text(errors="replace"))
+    ]
+    began = min(
+        when for when, who, text in said if when > struck and who.startswith(f"{first}/") and text == "setting up"
+    )
+    return min(when for when, who, text in said if when >= began and who == name and re.match(last, text)) - began
+
+
+def main() -> None:
+    options = parser(__doc__ or "", rounds=3)
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    options.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart_cpu.yaml")
+    options.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the config's fields")
+    args = options.parse_args()
+    args.config = args.config.absolute()
+    prepare(args)
+    began = time.monotonic()
+    rounds = alternate(args, {"asyncrl": lambda: measure(args)}, warm_up=0)
+    medians = {case: rounds.median("asyncrl", case) for case in rounds.cases("asyncrl")}
+    beyond = {
+        "generation_server": medians["engine_start"],
+        "model_worker": medians["gang_start"],
+        "master": medians["gang_start"],
+    }
+    goals = {kind: goal + beyond.get(kind, 0.0) for kind, goal in GOALS.items()}
+    rows = [
+        [
+            case,
+            value,
+            rounds.spread("asyncrl", case),
+            *([goals[case], "met" if value < goals[case] else "MISSED"] if case in goals else ["", ""]),
+        ]
+        for case, value in medians.items()
+    ]
+    table(args, "seconds from a death to the next useful work", ["", "median", "iqr", "goal", ""], rows)
+    finish(
+        args,
+        name="recovery",
+        value=statistics.median(medians[kind] for kind in KINDS),
+        unit="s",
+        ratio={kind: round(medians[kind] / goal, 4) for kind, goal in goals.items()},  # over the goal
+        medians={case: round(value, 3) for case, value in medians.items()},
+        sides=rounds.summary(),
+        minutes=round((time.monotonic() - began) / 60, 1),
+        peers_missing=[],
+    )
+
+
+if __name__ == "__main__":
+    main()

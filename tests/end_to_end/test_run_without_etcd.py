@@ -1,0 +1,66 @@
+"""A run whose etcd is killed for half a minute, freezes for longer than leases live, and comes back without its data."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from whole_runs import assert_each_prompt_trained_once
+
+from asyncrl.runtime.etcd_server import EtcdServer
+from asyncrl.testing.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run
+from asyncrl.testing.paced_workers import Pace
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
+
+STEPS, BATCH, ETA = 60, 4, 2
+DOWN_S, FROZEN_S, LEASE_S = 30.0, 20.0, 10.0
+LIMIT_S = 120.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def wait_for_more_steps(run: RunHandle) -> None:
+    """Several versions are trained, published, loaded and generated with."""
+    run.wait_for_step(train_steps(run.run_dir)[-1]["step"] + 2 * ETA + 2, LIMIT_S)
+
+
+def test_a_run_goes_on_through_all_that_its_etcd_may_do(tmp_path: Path) -> None:
+    config = make_paced_run(
+        tmp_path / "run", num_prompts=STEPS * BATCH, batch_size=BATCH, group_size=2, servers=2, slots=4
+    )
+    pace = Pace(tokens_per_s=400.0, step_s=0.3, prompt_tokens=PROMPT_TOKENS)
+    with (
+        EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log", extra_args=["--unsafe-no-fsync"]) as etcd,
+        launch_paced(
+            config,
+            pace,
+            f"manager.max_head_offpolicyness={ETA}",
+            f"name_resolve.endpoints=[{etcd.endpoint}]",
+            f"runtime.lease_ttl_s={LEASE_S}",
+        ) as run,
+    ):
+        run.wait_for_step(3, LIMIT_S)
+
+        etcd.kill()
+        time.sleep(DOWN_S)
+        etcd.start()
+        wait_for_more_steps(run)
+
+        os.kill(etcd.pid, signal.SIGSTOP)
+        time.sleep(FROZEN_S)
+        os.kill(etcd.pid, signal.SIGCONT)
+        wait_for_more_steps(run)
+
+        etcd.kill()
+        shutil.rmtree(etcd.data_dir)
+        etcd.start()
+        assert train_steps(run.run_dir)[-1]["step"] < STEPS - 2 * ETA  # it was in mid-run
+        assert run.wait(LIMIT_S) == 0, run.output()
+    # no ticket was handed out a second time: nobody was taken for gone because etcd was
+    assert_each_prompt_trained_once(run.run_dir, STEPS, BATCH)
+    assert max(record["offpolicy/head_max"] for record in train_steps(run.run_dir)) <= ETA
+    assert_nothing_left(run.run_dir)

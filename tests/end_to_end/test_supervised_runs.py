@@ -1,0 +1,186 @@
+"""Runs whose processes are killed and frozen one after the other: each is started again, and the run comes to its end as if nothing
+had been. And one in which that does not help."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.launch import cli
+from asyncrl.launch.program import load_process_config
+from asyncrl.launch.rundir import read_record
+from asyncrl.lineage import audit
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
+
+LIMIT_S = 150.0  # of a wait, on a busy machine
+BATCH, STEPS, CHECKPOINT_EVERY = 2, 120, 5
+WORKERS = [
+    "generation_server/0",
+    "gserver_manager/0",
+    "master/0",
+    "model_worker/0",
+    "model_worker/1",
+    "rollout_worker/0",
+]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"), num_prompts=1000)
+
+
+@pytest.fixture
+def start(config: Path, tmp_path: Path) -> Iterator[Callable[..., RunHandle]]:
+    runs: list[RunHandle] = []
+
+    def start_run(*overrides: str) -> RunHandle:
+        every = f"checkpoint.every_steps={CHECKPOINT_EVERY}"
+        runs.append(launch(config, f"fileroot={tmp_path}", f"train.batch_size={BATCH}", every, *overrides))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.close()
+
+
+def newest_step(run: RunHandle) -> int:
+    steps = train_steps(run.run_dir)
+    return int(steps[-1]["step"]) if steps else 0
+
+
+def goes_on(run: RunHandle, num_steps: int = CHECKPOINT_EVERY + 1) -> None:
+    """With so many steps more, or begins anew and comes as far."""
+    before = len(train_steps(run.run_dir))
+    run.wait_until(lambda: len(train_steps(run.run_dir)) >= before + num_steps, f"{num_steps} more steps", LIMIT_S)
+
+
+def is_replaced(run: RunHandle, name: str, pid: int) -> psutil.Process:
+    """The process that came into the place of that one."""
+
+    def find() -> psutil.Process | None:
+        try:
+            process = run.worker(name)
+        except AssertionError:
+            return None
+        return process if process.pid != pid else None
+
+    found = run.wait_until(find, f"there was another {name}", LIMIT_S)
+    assert not psutil.pid_exists(pid)
+    return found
+
+
+def strike(run: RunHandle, name: str, number: int) -> psutil.Process:
+    pid = run.worker(name).pid
+    os.kill(pid, number)
+    return is_replaced(run, name, pid)
+
+
+def test_whoever_is_killed_or_frozen_the_run_goes_on(
+    start: Callable[..., RunHandle], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = start(
+        "allocation=transformers.d1+d2",
+        f"train.max_steps={STEPS}",
+        "runtime.frozen_after_s=8",
+        "runtime.max_restarts=5",
+        "manager.lease_s=6",
+        "manager.heartbeat_s=0.5",
+    )
+    run.wait_for_step(2, LIMIT_S)
+    strike(run, "rollout_worker/0", signal.SIGKILL)
+    goes_on(run)
+    assert "rollout_worker/0 was killed by signal SIGKILL" in run.output()
+    strike(run, "gserver_manager/0", signal.SIGKILL)
+    goes_on(run)
+    others = {name: run.worker(name).pid for name in WORKERS if name.startswith(("gener", "gserver", "rollout"))}
+
+    gang = {name: run.worker(name).pid for name in ("master/0", "model_worker/0", "model_worker/1")}
+    os.kill(gang["model_worker/1"], signal.SIGKILL)
+    for name, pid in gang.items():
+        is_replaced(run, name, pid)
+    goes_on(run)
+    assert {name: run.worker(name).pid for name in others} == others
+    is_seen_in_its_second_attempt(run, capsys)
+
+    strike(run, "rollout_worker/0", signal.SIGSTOP)
+    goes_on(run)
+    assert "rollout_worker/0 froze (it had not moved for " in " ".join(run.output().split())
+    resolved = load_process_config(run.run_dir / "configs" / "attempt_2" / "rollout_worker_0.yaml")
+    assert resolved.worker.attempt == 2
+
+    run.worker("gserver_manager/0").terminate()  # asked to end by somebody, it ends well; the run is not over
+    strike(run, "master/0", signal.SIGKILL)
+    assert run.wait(LIMIT_S) == 0, run.output()
+
+    told = " ".join(run.output().split())
+    assert told.count("the training side (model_worker/0, model_worker/1, master/0) is started again") == 2
+    assert "the training side goes on from step" in told
+    assert "gserver_manager/0 ended before the run was over; it is started again in 2 s (2 of 5)" in told
+    assert newest_step(run) == STEPS
+    found = audit(run.run_dir)
+    assert found.problems == []
+    assert (found.complete, found.steps, found.trained) == (True, STEPS, STEPS * BATCH)
+    assert [stretch.attempt for stretch in found.lineage] == [1, 2, 3]
+    assert_nothing_left(run.run_dir)
+
+
+def is_seen_in_its_second_attempt(run: RunHandle, capsys: pytest.CaptureFixture[str]) -> None:
+    """`status` and `logs` tell of all processes, of those too that began in the first."""
+    record = read_record(run.run_dir)
+    assert record is not None
+    assert (record.attempt, record.pid) == (2, run.popen.pid)
+
+    def seen() -> bool:
+        assert cli.main(["status", str(run.run_dir), "--json"]) == 0
+        workers = {worker["worker"]: worker for worker in json.loads(capsys.readouterr().out)["workers"]}
+        attempts = {name: worker["attempt"] for name, worker in workers.items()}
+        expected = {name: 2 if name.startswith(("master", "model_worker")) else 1 for name in WORKERS}
+        assert workers["gserver_manager/0"]["restarts"] == 1
+        return attempts == expected and workers["master/0"]["restarts"] == 1
+
+    run.wait_until(seen, "`status` told of the second attempt", LIMIT_S)
+    assert cli.main(["logs", str(run.run_dir), "--json"]) == 0
+    *lines, end = map(json.loads, capsys.readouterr().out.splitlines())
+    assert end["attempt"] == 2
+    assert {line["worker"] for line in lines} >= set(WORKERS)
+    log = run.run_dir / "logs" / "latest" / "rollout_worker_0.log"
+    assert log.readlink() == Path("../attempt_1/rollout_worker_0.log")
+    assert not (run.run_dir / "logs" / "latest" / "master_0.log").is_symlink()
+
+
+def test_too_often_ends_with_the_first_cause_and_how_to_go_on(start: Callable[..., RunHandle]) -> None:
+    run = start("train.max_steps=0", "train.num_epochs=1000", "runtime.max_restarts=1", "manager.lease_s=6")
+    run.wait_for_step(CHECKPOINT_EVERY, LIMIT_S)
+    run.wait_until(lambda: list((run.run_dir / "checkpoints" / "recover").glob("a*")), "a checkpoint", LIMIT_S)
+    strike(run, "rollout_worker/0", signal.SIGKILL)
+    goes_on(run)
+    before = {name: run.worker(name).pid for name in WORKERS if name != "model_worker/1"}
+    os.kill(before["rollout_worker/0"], signal.SIGSEGV)
+    for name, pid in before.items():
+        is_replaced(run, name, pid)
+    goes_on(run)
+    os.kill(run.worker("rollout_worker/0").pid, signal.SIGKILL)
+    assert run.wait(LIMIT_S) == 1
+    told = " ".join(run.output().split())
+    assert "everything is started again in 2 s, once" in told
+    first, tried, last, remedy = (
+        told.index(text)
+        for text in (
+            "failed: rollout_worker/0 was killed by signal SIGKILL",
+            "rollout_worker/0 was killed by signal SIGKILL (by somebody, or for want of memory: see `dmesg`): rollout_worker/0 "
+            "started again (1 of 1)",
+            "rollout_worker/0 was killed by signal SIGSEGV: everything started again",
+            f"To go on from the newest checkpoint: asyncrl-launch resume {run.run_dir}",
+        )
+    )
+    assert first < tried < last < remedy
+    assert_nothing_left(run.run_dir)
+    assert audit(run.run_dir).problems == []

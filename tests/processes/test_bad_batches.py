@@ -1,0 +1,207 @@
+"""A batch that makes the loss not finite, on real model workers in several layouts: kept whole, and found out by `diagnose`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_model_worker import TRAIN, on_one_worker, one_model, placed_mfcs, push_all, trajectory, weights_in
+
+from asyncrl.config import CriticConfig, MFCConfig, ModelConfig, OptimizerConfig, TrainConfig
+from asyncrl.data.bad_batches import folder_of, list_bad_batches
+from asyncrl.data.trajectories import Trajectory, TrajectoryHeader, list_recording, read_trajectory
+from asyncrl.master.skipped import SkippedSteps
+from asyncrl.messages import CommitWeights, WriteWeights
+from asyncrl.model.diagnosis import diagnose
+from asyncrl.testing.tiny import make_tiny_model
+from asyncrl.testing.training_side import TrainingSide, training_side
+
+LOGGER = logging.getLogger("test_bad_batches")
+IDS = ["a", "b", "c", "d", "e"]
+HEADS = {"a": 0, "b": 1, "c": 0, "d": 0, "e": 1}
+
+POISON = """
+import numpy as np
+
+def poison(engine, sample, train):
+    '''The second response of group d gets a reward that is infinite, at its last token.'''
+    dense = [[np.zeros(len(ids), np.float32) for ids in group] for group in sample.slices()]
+    for ticket, group in zip(sample.ids, dense):
+        if ticket == "d":
+            group[1][-1] = -np.inf
+    return sample.derive({"dense_rewards": np.concatenate([run for group in dense for run in group] or [np.zeros(0, np.float32)])})
+"""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model(path, hidden_size=32, intermediate_size=64)
+    return path
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> TrainConfig:
+    """No normalisation: a bad reward stays with its response."""
+    (tmp_path / "poison.py").write_text(POISON)
+    poison = MFCConfig(
+        interface=f"{tmp_path}/poison.py:poison", input_keys=["packed_input_ids"], output_keys=["dense_rewards"]
+    )
+    return replace(
+        TRAIN,
+        critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0), minibatches=2),
+        ppo=replace(TRAIN.ppo, advantage_norm="none", gae_lambda=0.9),
+        extra_mfcs={"poison": poison},
+    )
+
+
+def spread_out(path: Path, train: TrainConfig) -> list[ModelConfig]:
+    """Actor on two data ranks, critic on two tensor ranks of which one has the actor too, a reference on a third worker."""
+    return [
+        one_model("actor", path, "d2p1m1", [0, 1], train),
+        one_model("critic", path, "d1p1m2", [1, 2], train),
+        one_model("ref", path, "d1p1m1", [2], train),
+    ]
+
+
+async def bad_step(side: TrainingSide, train: TrainConfig, run_dir: Path) -> dict[str, float]:
+    """A step on all groups, and what the master does about it."""
+    await push_all(side, HEADS)
+    result = await side.executor().execute_step(IDS, 0)
+    skipped = SkippedSteps(train, run_dir, 1, LOGGER)
+    assert skipped.add(result.stats)
+    metas = [trajectory(ticket, HEADS[ticket])[0] for ticket in IDS]
+    await skipped.save(metas, 1, result.stats, heads=side.heads, tracker=side.tracker, caller=side.caller)
+    return result.stats
+
+
+def saved(run_dir: Path) -> list[Trajectory]:
+    (batch,) = list_bad_batches(run_dir)
+    return [read_trajectory(file) for file in list_recording(batch.path)]
+
+
+async def test_every_head_saves_its_groups_with_what_others_have_made_of_them(
+    tmp_path: Path, model_path: Path, train: TrainConfig
+) -> None:
+    models = spread_out(model_path, train)
+    async with training_side(models, placed_mfcs(train), train, tmp_path / "run") as side:
+        stats = await bad_step(side, train, tmp_path)
+        path = tmp_path / "weights" / "a0001-v00000001"
+        write = WriteWeights(role="actor", weight_version=path.name, path=str(path))
+        replies = await side.caller.call("write", [0, 1], write)
+        files = [file for reply in replies for file in reply.files]
+        commit = CommitWeights(role="actor", weight_version=path.name, path=str(path), files=files)
+        await side.caller.call("commit", [0], commit)
+    # Group d is in one of two minibatches; the other was stepped on, by actor and critic
+    assert (stats["actor/skipped_steps"], stats["actor/optimizer_steps"]) == (1, 2)
+    assert (stats["critic/skipped_steps"], stats["critic/optimizer_steps"]) == (1, 2)
+    moved = weights_in(path)
+    assert all(tensor.isfinite().all() for tensor in moved.values())
+    assert any(not torch.equal(tensor, moved[name]) for name, tensor in weights_in(model_path).items() if name in moved)
+
+    batch = saved(tmp_path)
+    assert [group.header.meta.ticket_id for group in batch] == IDS
+    assert [group.header.recorded_by for group in batch] == [f"model_worker/{HEADS[ticket]}" for ticket in IDS]
+    made = {"proximal_logprobs", "packed_ref_logprobs", "values", "dense_rewards", "advantages", "returns"}
+    for group in batch:
+        assert made <= set(group.sample.keys)
+        assert (group.header.step, group.header.batch, group.header.trained) == (0, 5, True)
+
+    says: list[str] = []
+    found = diagnose(batch, train, model_path, seed=1, says=says.append)
+    assert [(bad.ticket, bad.member, bad.cause, bad.spread) for bad in found.bad] == [("d", 1, "dense_rewards", False)]
+    assert [values.what for values in found.bad[0].bad] == [
+        "dense_rewards",
+        "advantages",
+        "returns",
+        "loss",
+        "gradient",
+    ]
+    assert found.bad[0].bad[0].value == "-inf"
+    assert [part.grad_norm is None for part in found.minibatches].count(True) == 1
+    assert found.max_logprob_difference is not None
+    assert found.max_logprob_difference < 1e-4
+    assert not found.finite
+    assert says[-1].startswith("minibatch ") or says[-1].startswith("loss and gradient")
+
+
+async def test_a_disk_that_refuses_costs_a_warning(
+    tmp_path: Path, model_path: Path, train: TrainConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of(tmp_path, 1, 1)
+    folder.parent.mkdir()
+    folder.write_text("a file where the folder should be")
+    async with training_side(on_one_worker(model_path, train), placed_mfcs(train), train, tmp_path / "run") as side:
+        await push_all(side, dict.fromkeys(IDS, 0))
+        result = await side.executor().execute_step(IDS, 0)
+        skipped = SkippedSteps(train, tmp_path, 1, LOGGER)
+        metas = [trajectory(ticket)[0] for ticket in IDS]
+        await skipped.save(metas, 1, result.stats, heads=side.heads, tracker=side.tracker, caller=side.caller)
+    assert "could not be written" in caplog.text
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, model_path: Path, train: TrainConfig) -> None:
+    """Then no sequence is looked for."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model_path.iterdir():
+        if file.suffix != ".safetensors":
+            (broken / file.name).write_bytes(file.read_bytes())
+    (tensors_file,) = model_path.glob("*.safetensors")
+    tensors = load_file(tensors_file)
+    name = sorted(tensors)[-1]
+    tensors[name].view(-1)[0] = torch.inf
+    save_file(tensors, broken / tensors_file.name, metadata={"format": "pt"})
+    found = diagnose(in_memory(train), train, broken, seed=1)
+    assert found.bad_weights == [name]
+    assert found.minibatches == []
+    assert not found.finite
+
+
+def test_logprobs_that_the_trainer_made_and_cannot_be_are_told_apart(
+    tmp_path: Path, model_path: Path, train: TrainConfig
+) -> None:
+    """Recorded as no number, finite when computed again: the device or the layout did it."""
+    batch = in_memory(train)
+    batch[1].sample.data["proximal_logprobs"][6] = np.nan
+    found = diagnose(batch, train, model_path, seed=1)
+    (bad,) = found.bad
+    assert (bad.ticket, bad.member, bad.cause, bad.spread) == ("b", 0, "proximal_logprobs", False)
+    what = [values.what for values in bad.bad]
+    assert "recomputed logprobs" not in what
+    assert {"ratio", "behaviour weight", "loss"} <= set(what)
+
+
+def in_memory(train: TrainConfig) -> list[Trajectory]:
+    """A batch as it would have been saved, made up: sound."""
+    batch = []
+    for position, ticket in enumerate(IDS):
+        meta, sample = trajectory(ticket, position=position)
+        logprobs = sample.data["packed_logprobs"]
+        mask = sample.data["loss_mask"]
+        made = {
+            "proximal_logprobs": logprobs.copy(),
+            "packed_ref_logprobs": logprobs.copy(),
+            "advantages": mask.astype(np.float32),
+            "trained_mask": mask,
+        }
+        sample = sample.update(sample.derive(made))
+        header = TrajectoryHeader(
+            meta=meta,
+            seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()},
+            step=0,
+            position=position,
+            batch=len(IDS),
+            trained=True,
+            recorded_by="model_worker/0",
+            time=1.0,
+        )
+        batch.append(Trajectory(header, sample))
+    return batch

@@ -1,0 +1,492 @@
+"""What etcd's sessions survive: servers that die, come back without their data, freeze, compact; and how a run's own is kept alive.
+
+Real servers all through.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from name_sessions import LIMIT_S, OpenSession, Recorder, gone, put, sessions
+
+from asyncrl.config import ExperimentConfig, NameResolveConfig, RuntimeConfig
+from asyncrl.launch import private_etcd
+from asyncrl.launch.name_service import NameService
+from asyncrl.launch.rundir import LaunchError
+from asyncrl.messages import WorkerStatus
+from asyncrl.names import Names
+from asyncrl.runtime import etcd_leases, etcd_watch
+from asyncrl.runtime.etcd_server import EtcdServer
+from asyncrl.runtime.etcd_store import EtcdStore
+from asyncrl.runtime.name_resolve import LeaseNotFound, NameResolver, NameResolveTimeout, open_name_resolver
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    path = tmp_path_factory.mktemp("etcd")
+    with EtcdServer(path / "data", path / "etcd.log", extra_args=["--unsafe-no-fsync"]) as server:
+        yield server
+
+
+@pytest.fixture
+def open_etcd(server: EtcdServer) -> Iterator[OpenSession]:
+    yield from sessions(NameResolveConfig(endpoints=[server.endpoint]))
+
+
+@pytest.fixture
+def root() -> str:
+    return f"test/{uuid.uuid4().hex}"
+
+
+def lose_data(server: EtcdServer) -> None:
+    server.kill()
+    shutil.rmtree(server._data_dir)
+    server.start()
+
+
+def test_everything_survives_a_killed_server(server: EtcdServer, open_etcd: OpenSession, root: str) -> None:
+    holder, user, other = open_etcd(), open_etcd(), open_etcd()
+    lease = holder.grant_lease(5)
+    holder.add(f"{root}/held", "1", lease=lease.id)
+    user.add(f"{root}/used", "2", lease=lease.id)
+    user.add(f"{root}/plain", "3")
+    tree, key = Recorder(), Recorder()
+    user.watch(root, tree, subtree=True)
+    user.watch(f"{root}/later", key)
+    with ThreadPoolExecutor(2) as pool:
+        wait = pool.submit(user.wait, f"{root}/later", LIMIT_S)
+        server.kill()
+        change = pool.submit(server.start)
+        other.add(f"{root}/later", "4")  # waits for the server to come back
+        other.delete(f"{root}/plain")
+        change.result(LIMIT_S)
+        assert wait.result() == "4"
+    state = {f"{root}/held": "1", f"{root}/used": "2", f"{root}/later": "4"}
+    tree.wait_for_state(state)
+    key.wait_for(put(f"{root}/later", "4"))
+    other.add(f"{root}/after", "5")  # the streams live again
+    tree.wait_for_state(state | {f"{root}/after": "5"})
+    assert lease.refresh()
+    lease.revoke()
+    tree.wait_for_state({f"{root}/later": "4", f"{root}/after": "5"})
+    assert gone(f"{root}/used") == tree.events[-1] or gone(f"{root}/held") == tree.events[-1]
+
+
+def test_leases_entries_and_watches_come_back_from_lost_data(
+    server: EtcdServer, open_etcd: OpenSession, root: str
+) -> None:
+    holder, user, other = open_etcd(), open_etcd(), open_etcd()
+    lease = holder.grant_lease(30)  # far longer than the test: what is lost is noticed, not waited for
+    holder.add(f"{root}/held", "1", lease=lease.id)
+    holder.add(f"{root}/deleted", "1", lease=lease.id)
+    holder.add(f"{root}/swapped", "1", lease=lease.id)
+    user.add(f"{root}/used", "2", lease=lease.id)
+    user.add(f"{root}/freed", "2", lease=lease.id)
+    user.add(f"{root}/freed", "2", replace=True)
+    holder.delete(f"{root}/deleted")
+    assert holder.compare_and_swap(f"{root}/swapped", "1", "9")
+    recorder = Recorder()
+    other.watch(root, recorder, subtree=True)
+    restored = {f"{root}/freed": "2", f"{root}/held": "1", f"{root}/swapped": "9", f"{root}/used": "2"}
+    assert recorder.state == restored
+    told = list(recorder.events)
+    for life in ("second", "third"):
+        lose_data(server)
+        holder.add(f"{root}/new", life, replace=True, lease=lease.id)  # at once: it need not wait for the keeper
+        told.append(put(f"{root}/new", life))
+        recorder.wait_for(*told)  # what comes back is no news, and neither is that it was gone
+        for key, value in restored.items():
+            assert other.wait(key, LIMIT_S) == value
+        assert other.get_subtree(root) == dict(sorted((restored | {f"{root}/new": life}).items()))
+    assert lease.alive
+    lease.revoke()
+    recorder.wait_for_state({f"{root}/freed": "2"})
+
+
+def test_somebody_elses_lease_that_comes_back(
+    server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_leases, "_FOREIGN_CHECK_S", 0.1)
+    holder, user = open_etcd(), open_etcd()
+    lease = holder.grant_lease(30)
+    user.add(f"{root}/a", "1", lease=lease.id)
+    user.add(f"{root}/stolen", "1", lease=lease.id)
+    recorder = Recorder()
+    holder.watch(f"{root}/a", recorder)
+    lease.revoke()
+    recorder.wait_for(put(f"{root}/a", "1"), gone(f"{root}/a"))
+    holder.add(f"{root}/stolen", "2")
+    keeper = user._keeper  # type: ignore[attr-defined]
+    deadline = time.monotonic() + LIMIT_S
+    while keeper._leases[lease.id].lost_since is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert holder.grant_lease(30, lease_id=lease.id).alive
+    assert holder.wait(f"{root}/a", LIMIT_S) == "1"
+    assert holder.get(f"{root}/stolen") == "2"
+
+
+def test_a_session_that_was_frozen_takes_its_lease_again(server: EtcdServer, root: str) -> None:
+    program = (
+        "import sys\n"
+        "from asyncrl.runtime.etcd import EtcdNameResolver\n"
+        "names = EtcdNameResolver([sys.argv[1]])\n"
+        "names.add(sys.argv[2], 'here', lease=names.grant_lease(1).id)\n"
+        "names.watch('test/x', print)\n"
+        "sys.stdin.read()\n"  # and exit without closing: watches and leases must not hold it up
+    )
+    child = subprocess.Popen([sys.executable, "-c", program, server.endpoint, f"{root}/a"], stdin=subprocess.PIPE)
+    try:
+        with open_name_resolver(NameResolveConfig(endpoints=[server.endpoint])) as names:
+            assert names.wait(f"{root}/a", LIMIT_S) == "here"
+            recorder = Recorder()
+            names.watch(f"{root}/a", recorder)
+            child.send_signal(signal.SIGSTOP)
+            recorder.wait_for(put(f"{root}/a", "here"), gone(f"{root}/a"))
+            child.send_signal(signal.SIGCONT)
+            recorder.wait_for(put(f"{root}/a", "here"), gone(f"{root}/a"), put(f"{root}/a", "here"))
+        child.communicate(timeout=LIMIT_S)
+        assert child.returncode == 0
+    finally:
+        child.kill()
+        child.communicate(timeout=LIMIT_S)
+
+
+def test_adds_are_done_once_through_an_outage(server: EtcdServer, open_etcd: OpenSession, root: str) -> None:
+    names = open_etcd()
+    under_way, stop = threading.Event(), threading.Event()
+
+    def add(thread_index: int) -> int:
+        index = 0
+        while not stop.is_set():
+            names.add(f"{root}/{thread_index}/{index}", "x")  # NameEntryExists would be our own, sent twice
+            index += 1
+            if index == 20:
+                under_way.set()
+        return index
+
+    with ThreadPoolExecutor(3) as pool:
+        added = [pool.submit(add, index) for index in range(3)]
+        try:
+            assert under_way.wait(LIMIT_S)
+            for _ in range(3):
+                server.kill()
+                server.start()
+        finally:
+            stop.set()
+        num_added = sum(future.result(LIMIT_S) for future in added)
+    assert len(names.find_subtree(root)) == num_added
+
+
+def test_a_frozen_server_is_an_error_not_a_hang(server: EtcdServer, open_etcd: OpenSession, root: str) -> None:
+    watching = open_etcd()
+    recorder = Recorder()
+    watching.watch(f"{root}/a", recorder)
+    names = open_name_resolver(NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3))
+    lease = names.grant_lease(5)
+    operations: list[Callable[[], object]] = [
+        lambda: names.add(f"{root}/a", "1"),
+        lambda: names.get(f"{root}/a"),
+        lambda: names.grant_lease(5),
+        lambda: lease.refresh(),
+        lambda: names.watch(f"{root}/a", recorder),
+        lambda: names.wait(f"{root}/a", 0.3),
+        lambda: open_name_resolver(NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3)),
+    ]
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        for operation in operations:
+            before = time.monotonic()
+            with pytest.raises(TimeoutError, match=r"within 0.3 s.*Deadline Exceeded"):
+                operation()
+            assert time.monotonic() - before < 2.0
+        before = time.monotonic()
+        names.close()
+        assert time.monotonic() - before < 5.0
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    watching.add(f"{root}/a", "2", replace=True)
+    recorder.wait_for_state({f"{root}/a": "2"})
+
+
+# --------------------------------------------------------------------------------------------- what was put is put again
+
+
+def test_a_lease_that_expires_under_a_frozen_server(
+    server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is granted again, and everybody's entries come back, before anybody who watches has taken them for gone."""
+    monkeypatch.setattr(etcd_watch, "SETTLE_S", LIMIT_S)  # on a busy machine
+    holder, user, other = open_etcd(), open_etcd(), open_etcd()
+    lease = holder.grant_lease(2)
+    holder.add(f"{root}/held", "1", lease=lease.id)
+    user.add(f"{root}/used", "2", lease=lease.id)
+    recorder = Recorder()
+    other.watch(root, recorder, subtree=True)
+    told = list(recorder.events)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        time.sleep(20.0)  # a session takes 15 s to say that a server is frozen; the lease is over by then
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    watching = open_etcd()
+    for key in ("held", "used"):
+        assert watching.wait(f"{root}/{key}", LIMIT_S)
+    other.add(f"{root}/last", "3")
+    recorder.wait_for(*told, put(f"{root}/last", "3"))
+
+
+def test_somebody_elses_lease_that_is_back_before_anybody_looked(
+    server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_leases, "_FOREIGN_CHECK_S", 1000.0)  # nobody looks: it must be told
+    holder, user = open_etcd(), open_etcd()
+    lease = holder.grant_lease(30)
+    user.add(f"{root}/a", "1", lease=lease.id)
+    deleted = Recorder()
+    holder.watch(f"{root}/a", deleted)
+    wait_until(lambda: has_mark(user, lease.id), "the mark hangs on the lease")
+    lease.revoke()
+    deleted.wait_for(put(f"{root}/a", "1"), gone(f"{root}/a"))
+    holder.grant_lease(30, lease_id=lease.id)
+    assert holder.wait(f"{root}/a", LIMIT_S) == "1"
+
+
+def test_what_somebody_else_deletes_stays_deleted(
+    server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_leases, "_FOREIGN_CHECK_S", 0.05)
+    holder, user = open_etcd(), open_etcd()
+    lease = holder.grant_lease(30)
+    user.add(f"{root}/a", "1", lease=lease.id)
+    wait_until(lambda: has_mark(user, lease.id), "the mark hangs on the lease")
+    assert holder.delete(f"{root}/a")
+    time.sleep(0.5)  # many looks
+    assert holder.get_subtree(root) == {}
+
+
+def has_mark(session: NameResolver, lease_id: int) -> bool:
+    store: EtcdStore = session._store  # type: ignore[attr-defined]
+    return any(key.startswith(b"asyncrl\0session/") for key in store.lease_keys(lease_id) or ())
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}"
+        time.sleep(0.02)
+
+
+def test_an_entry_of_somebody_who_is_gone_is_looked_after(
+    server: EtcdServer, open_etcd: OpenSession, root: str
+) -> None:
+    with open_name_resolver(NameResolveConfig(endpoints=[server.endpoint])) as visitor:
+        visitor.add(f"{root}/wish", "2")
+    resident, other = open_etcd(), open_etcd()
+    resident.look_after(f"{root}/wish", "2")
+    lose_data(server)
+    assert other.wait(f"{root}/wish", LIMIT_S) == "2"
+
+
+def test_deletes_of_an_outage_are_told_once_they_are_certain(
+    server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not before: whoever follows a server's address must not take it for gone because etcd was."""
+    monkeypatch.setattr(etcd_watch, "SETTLE_S", 2.0)
+    stays, other = open_etcd(), open_etcd()
+    leaves = open_name_resolver(NameResolveConfig(endpoints=[server.endpoint]))
+    stays.add(f"{root}/stays", "1", lease=stays.grant_lease(30).id)
+    leaves.add(f"{root}/leaves", "1", lease=leaves.grant_lease(30).id)
+    recorder = Recorder()
+    other.watch(root, recorder, subtree=True)
+    told = list(recorder.events)
+    server.kill()
+    leaves.close()  # as a process that dies meanwhile
+    shutil.rmtree(server.data_dir)
+    server.start()
+    recorder.wait_for(*told, gone(f"{root}/leaves"))
+    assert other.get_subtree(root) == {f"{root}/stays": "1"}
+
+
+def test_a_watch_whose_changes_were_compacted_reads_anew(
+    server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching, other = open_etcd(), open_etcd()
+    other.add(f"{root}/a", "1")
+    read = EtcdStore.read
+
+    def read_before_a_compaction(store: EtcdStore, *arguments: Any) -> Any:
+        result = read(store, *arguments)
+        monkeypatch.setattr(EtcdStore, "read", read)
+        for value in ("2", "3"):
+            other.add(f"{root}/a", value, replace=True)
+        request = store._api.rpc.CompactionRequest(revision=read(store, (b"x", b""), "revision")[1])
+        store._connection.stubs.kv.Compact(request, timeout=LIMIT_S)
+        return result
+
+    monkeypatch.setattr(EtcdStore, "read", read_before_a_compaction)
+    recorder = Recorder()
+    watching.watch(f"{root}/a", recorder)
+    recorder.wait_for(put(f"{root}/a", "1"), put(f"{root}/a", "3"))
+    other.add(f"{root}/a", "4", replace=True)
+    recorder.wait_for(put(f"{root}/a", "1"), put(f"{root}/a", "3"), put(f"{root}/a", "4"))
+
+
+def test_starting_in_an_outage(server: EtcdServer, root: str) -> None:
+    """A process that is started meanwhile opens its session, watches, and publishes under a lease that is not back yet."""
+    config = NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3)
+    recorder = Recorder()
+
+    def start() -> None:
+        with open_name_resolver(config, limit_s=LIMIT_S) as names:
+            names.watch(root, recorder, subtree=True, limit_s=LIMIT_S)
+            names.publish(f"{root}/a", "1", lease=77, limit_s=LIMIT_S)
+            recorder.wait_for(put(f"{root}/a", "1"))
+
+    server.kill()
+    try:
+        with pytest.raises(NameResolveTimeout, match=r"did not answer the first request within 0\.3 s"):
+            open_name_resolver(config)
+        with ThreadPoolExecutor(1) as pool:
+            started = pool.submit(start)
+            time.sleep(1.0)
+            assert not started.done()
+            server.start()
+            with open_name_resolver(config, limit_s=LIMIT_S) as holder:
+                with pytest.raises(LeaseNotFound):
+                    holder.publish(f"{root}/b", "1", lease=77, limit_s=0.3)
+                holder.grant_lease(30, lease_id=77)
+                started.result(2 * LIMIT_S)
+    finally:
+        server.start()
+
+
+# ------------------------------------------------------------------------------------------------------- a run's own etcd
+
+
+@contextmanager
+def private_service(run_dir: Path, **runtime: Any) -> Iterator[tuple[NameService, list[str]]]:
+    """As the launcher has it, and what a person is told."""
+    notices: list[str] = []
+    config = ExperimentConfig(experiment="e", trial="t", runtime=RuntimeConfig(**runtime))
+    service = NameService(config, run_dir, run_dir / "etcd.log", notices.append)
+    try:
+        service.open()
+        yield service, notices
+    finally:
+        service.close()
+
+
+def pid_of(service: NameService) -> int:
+    assert service._etcd is not None
+    return service._etcd._server.pid
+
+
+def wait_for_restart(service: NameService, notices: list[str], number: int = 1) -> None:
+    def runs_again() -> bool:
+        service.turn()
+        return notices.count("etcd runs again") == number
+
+    wait_until_long(runs_again, f"etcd runs again: {notices}")
+
+
+def wait_until_long(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, f"not within 60 s: {what}"
+        time.sleep(0.05)
+
+
+def test_a_private_etcd_that_freezes_for_good_is_replaced(tmp_path: Path) -> None:
+    """By one on the same data, and the run's keys are there all the time for whoever watches."""
+    names = Names("e", "t")
+    with private_service(tmp_path) as (service, notices):
+        lease = service.grant_lease()
+        with open_name_resolver(NameResolveConfig(endpoints=service.endpoints)) as worker:
+            worker.add(names.gserver_manager(), "http://here", lease=lease.id)
+            recorder = Recorder()
+            worker.watch(names.root, recorder, subtree=True)
+            frozen = psutil.Process(pid_of(service))
+            frozen.suspend()
+            wait_for_restart(service, notices)
+            assert not frozen.is_running()
+            assert "has not answered for 12 s and was killed; it is started again on its data" in notices[0]
+            worker.publish(names.model_version("actor"), "a0001-v00000003", lease=lease.id, limit_s=LIMIT_S)
+            recorder.wait_for(
+                put(names.gserver_manager(), "http://here"), put(names.model_version("actor"), "a0001-v00000003")
+            )
+
+
+@pytest.mark.parametrize("harm", ["gone", "torn"])
+def test_a_private_etcd_that_loses_its_data_begins_anew(tmp_path: Path, harm: str) -> None:
+    """Leases that the launcher holds, statuses and what workers have published come back."""
+    names = Names("e", "t")
+    with private_service(tmp_path) as (service, notices):
+        lease = service.grant_lease()
+        status = WorkerStatus(worker="master/0", pid=1, attempt=1, state="running", time=1.0, progress=1)
+        service.publish({lease.id: status})
+        with open_name_resolver(NameResolveConfig(endpoints=service.endpoints)) as worker:
+            worker.add(names.gserver_manager(), "http://here", lease=lease.id)
+            assert worker.wait(names.status("master/0"), LIMIT_S)
+            assert service._etcd is not None
+            data = service._etcd._server.data_dir
+            os.kill(pid_of(service), signal.SIGSTOP)  # so that it cannot die before its data has
+            if harm == "gone":
+                shutil.rmtree(data)
+            else:
+                for file in data.rglob("*.wal"):
+                    file.write_bytes(b"torn" * 1000)
+            os.kill(pid_of(service), signal.SIGKILL)
+            wait_for_restart(service, notices)
+            without = [notice for notice in notices if "does not start on its data, and is started without" in notice]
+            assert len(without) == (harm == "torn")
+            assert worker.wait(names.gserver_manager(), LIMIT_S) == "http://here"
+            assert worker.wait(names.status("master/0"), LIMIT_S)
+
+
+def test_a_private_etcd_that_ends_again_and_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_etcd, "_LONGEST_PAUSE_S", 0.1)
+    with private_service(tmp_path, max_restarts=0) as (service, notices):  # 0: of workers
+        for number in (1, 2, 3):
+            os.kill(pid_of(service), signal.SIGKILL)
+            wait_for_restart(service, notices, number)
+        os.kill(pid_of(service), signal.SIGKILL)
+        with pytest.raises(LaunchError, match=r"etcd has ended, and had been started again 3 times within the hour"):
+            wait_until_long(lambda: bool(service.turn()), "the end is told")
+
+
+def test_leases_of_the_dead_are_revoked_after_an_outage(tmp_path: Path) -> None:
+    """Each of them, and not only the first that was tried: the session would keep the others alive for ever."""
+    with EtcdServer(tmp_path / "data", tmp_path / "log", extra_args=["--unsafe-no-fsync"]) as server:
+        config = ExperimentConfig(
+            experiment="e", trial="t", name_resolve=NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3)
+        )
+        service = NameService(config, tmp_path, tmp_path / "etcd.log", print)
+        service.open()
+        try:
+            leases = [service.grant_lease() for _ in range(3)]
+            server.kill()
+            for lease in leases:
+                service.revoke(lease)
+            time.sleep(1.0)
+            server.start()
+            with open_name_resolver(NameResolveConfig(endpoints=[server.endpoint])) as other:
+                store: EtcdStore = other._store  # type: ignore[attr-defined]
+                wait_until(lambda: all(store.lease_keys(lease.id) is None for lease in leases), "all are revoked")
+        finally:
+            service.close()

@@ -1,0 +1,70 @@
+"""A run that stands still: who waits for whom is told, and what each process does."""
+
+import json
+import re
+import signal
+
+import pytest
+
+from asyncrl.launch import cli
+from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run
+
+LIMIT_S = 100.0  # of a wait, on a busy machine
+WORKERS = {"generation_server/0", "gserver_manager/0", "master/0", "model_worker/0", "rollout_worker/0"}
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def stacks_of(run, capsys):
+    capsys.readouterr()
+    assert cli.main(["status", str(run.run_dir), "--stacks", "--json"]) == 0
+    return {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["stacks"]}
+
+
+def test_whoever_holds_up_a_run_is_named_and_all_stacks_are_in_the_logs(tmp_path, capsys):
+    config = make_tiny_run(tmp_path / "tiny")
+    overrides = ["train.num_epochs=1000", "train.max_steps=0", "runtime.watchdog_after_s=4", "runtime.frozen_after_s=0"]
+    with launch(config, f"fileroot={tmp_path}", *overrides) as run:
+        step = run.wait_for_step(1, LIMIT_S)["step"]
+        working = stacks_of(run, capsys)
+        assert working.keys() == {*WORKERS, "launcher"}
+        assert {entry["state"] for entry in working.values()} == {"answered"}, working
+        assert "_watch_over" in working["launcher"]["threads"]
+        for name in WORKERS:
+            assert f"Task {name}:status" in working[name]["tasks"]
+            assert f"Task {name}:life" in working[name]["tasks"]
+
+        server = run.worker("generation_server/0")
+        server.suspend()
+        run.wait_for_output("it is stopped (SIGSTOP, or a debugger)", LIMIT_S)
+        told = next(line for line in run.output().splitlines() if "it is stopped" in line)
+        assert "no train step for " in told
+        assert "s: master/0 waits for " in told
+        # of a response, or it was frozen in an update, while no rollout ran
+        assert re.search(
+            r", which waits for (the next piece|a server that may serve) from generation_server/0 \(", told
+        )
+        assert "Stacks of all processes are in their logs" in told
+        logs = {name: run.run_dir / "logs" / "attempt_1" / f"{name.replace('/', '_')}.log" for name in WORKERS}
+
+        def in_all_logs():
+            return all("from generation_server/0" in log.read_text() for log in logs.values())
+
+        run.wait_until(in_all_logs, "stacks were in all logs", LIMIT_S)
+        assert "Current thread 0x" in logs["master/0"].read_text()
+        assert "it is stopped (SIGSTOP, or a debugger) and cannot answer" in logs["generation_server/0"].read_text()
+        found = stacks_of(run, capsys)
+        assert found["generation_server/0"]["state"] == "stopped"
+        assert found["master/0"]["state"] == "answered"
+        assert cli.main(["status", str(run.run_dir), "--stacks"]) == 0
+        assert "== generation_server/0, process" in capsys.readouterr().out
+
+        server.resume()
+        run.wait_for_step(step + 2, LIMIT_S)
+        capsys.readouterr()
+        assert cli.main(["logs", str(run.run_dir), "--json"]) == 0
+        entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert {entry["worker"] for entry in entries if "its stacks, because" in entry.get("text", "")} == WORKERS
+        run.signal(signal.SIGINT)
+        assert run.wait(LIMIT_S) == 130, run.output()
+    assert_nothing_left(run.run_dir)

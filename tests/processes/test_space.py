@@ -1,0 +1,141 @@
+"""Too little room: for etcd's data while a run goes on, and for open files in a process that is at work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config import ExperimentConfig, NameResolveConfig
+from asyncrl.launch.name_service import NameService
+from asyncrl.launch.rundir import LaunchError, read_record
+from asyncrl.names import Names
+from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run
+
+LIMIT_S = 100.0  # of a wait, on a busy machine
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}"
+        time.sleep(0.05)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filling").open("ab", buffering=0) as file:
+        try:
+            while file.write(bytes(1 << 16)):
+                pass
+        except OSError:
+            pass
+
+
+@contextmanager
+def filled(disk: Path) -> Iterator[None]:
+    """Somebody takes what becomes free there, at once."""
+    over = threading.Event()
+
+    def take() -> None:
+        while not over.wait(0.01):
+            fill(disk)
+
+    fill(disk)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(take)
+        try:
+            yield
+        finally:
+            over.set()
+
+
+def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
+    """Its data go, which makes room, and everybody puts again what he has put. Where even that is not enough, the run ends."""
+    disk = mount("size=200m")
+    notices: list[str] = []
+    service = NameService(ExperimentConfig(experiment="e", trial="t"), disk, disk / "etcd.log", notices.append)
+    service.open()
+    try:
+        lease = service.grant_lease()
+        name = Names("e", "t").gserver_manager()
+        with open_name_resolver(NameResolveConfig(endpoints=service.endpoints)) as worker:
+            worker.add(name, "http://here", lease=lease.id)
+            assert service._etcd is not None
+            server = service._etcd._server
+            os.kill(server.pid, signal.SIGSTOP)  # so that it cannot die before the disk is full
+            snapshot = next(server.data_dir.rglob("db"))
+            snapshot.write_bytes(b"")  # as a write leaves it that found no room
+            fill(disk)
+            os.kill(server.pid, signal.SIGKILL)
+
+            def runs_again() -> bool:
+                service.turn()
+                return "etcd runs again" in notices
+
+            wait_until(runs_again, f"etcd runs again: {notices}")
+            assert worker.wait(name, LIMIT_S) == "http://here"
+
+            (disk / "filling").unlink()
+            told = r"etcd ended and could not be started again: .*no space left on device"
+            with filled(disk):
+                os.kill(server.pid, signal.SIGKILL)
+                with pytest.raises(LaunchError, match=f"(?s){told}"):
+                    wait_until(lambda: bool(service.turn()), "the end is told")
+    finally:
+        service.close()
+
+
+def no_more_files(process: psutil.Process) -> None:
+    """What is open stays so, and nothing more is opened."""
+    _, highest = process.rlimit(psutil.RLIMIT_NOFILE)
+    process.rlimit(psutil.RLIMIT_NOFILE, (3, highest))
+
+
+def test_processes_that_have_too_few_open_files(tmp_path: Path) -> None:
+    """The manager lets those wait who come; a rollout worker that cannot ask for tokens ends the run, and says why."""
+    config = make_tiny_run(tmp_path / "tiny")
+    with launch(config, f"fileroot={tmp_path}", "train.num_epochs=1000", "train.max_steps=0") as run:
+        step = run.wait_for_step(1, LIMIT_S)["step"]
+        record = read_record(run.run_dir)
+        assert record is not None
+        with open_name_resolver(NameResolveConfig(endpoints=record.endpoints)) as resolver:
+            url = resolver.get(Names(record.experiment, record.trial).gserver_manager())
+        manager, log = run.worker("gserver_manager/0"), run.run_dir / "logs" / "attempt_1" / "gserver_manager_0.log"
+        limits = manager.rlimit(psutil.RLIMIT_NOFILE)
+
+        def ask() -> int:
+            with urllib.request.urlopen(f"{url}/metrics", timeout=LIMIT_S) as answer:
+                return int(answer.status)
+
+        no_more_files(manager)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask)
+            wait_until(lambda: "Too many open files" in log.read_text(), "the manager says so")
+            time.sleep(3.0)  # it tries again every second, and says so once
+            assert not asked.done()
+            manager.rlimit(psutil.RLIMIT_NOFILE, limits)
+            assert asked.result(LIMIT_S) == 200
+        (told,) = [line for line in log.read_text().splitlines() if line.endswith("trying again")]
+        assert "Too many open files: this process may have 3, sockets and pipes included" in told
+        run.wait_for_step(step + 3, LIMIT_S)
+
+        no_more_files(run.worker("rollout_worker/0"))
+        run.worker("generation_server/0").kill()  # the next one is at another address
+        assert run.wait(LIMIT_S) == 1
+        assert "failed: rollout_worker/0 failed" in run.output()
+        assert "Too many open files: this process may have 3, sockets and pipes included" in run.output()
+        assert "set rollout.max_concurrent_per_worker=... lower" in run.output()
+        assert "Traceback" not in run.output()
+    assert_nothing_left(run.run_dir)

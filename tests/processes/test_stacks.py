@@ -1,0 +1,150 @@
+"""Stacks on request, of processes that hang in every way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from asyncrl.runtime.stacks import SUFFIX, Stacks, ask_all
+
+LIMIT_S = 30.0
+
+pytestmark = pytest.mark.timeout(120)
+
+PROGRAM = """
+import asyncio, sys, threading, time
+from pathlib import Path
+from asyncrl.runtime.stacks import answer_requests
+
+async def inner(queue):
+    await queue.get()
+
+async def outer(queue):
+    await inner(queue)
+
+def compute(ready):
+    ready.set()
+    time.sleep(1000)
+
+async def main(how):
+    waiting = [asyncio.create_task(outer(asyncio.Queue()), name=f"rollout {n}") for n in range(3)]
+    ready = threading.Event()
+    threading.Thread(target=compute, args=(ready,), daemon=True).start()
+    ready.wait()
+    await asyncio.sleep(0)
+    print("ready", flush=True)
+    if how in ("turns", "stopped"):
+        await asyncio.sleep(1000)
+    elif how == "blocks":
+        time.sleep(1000)
+    elif how == "spins":
+        while True:
+            pass
+    elif how == "native":
+        sum(range(10**13))
+    elif how == "ends":
+        return
+
+answer_requests(Path(sys.argv[1]) / (sys.argv[2] + ".stacks"), sys.argv[2])
+asyncio.run(main(sys.argv[2]))
+"""
+WAYS = ["turns", "blocks", "spins", "native", "stopped", "ends"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Iterator[dict[str, Stacks]]:
+    """What processes say that hang in these ways."""
+    with ExitStack() as stack:
+        processes: dict[str, subprocess.Popen[bytes]] = {}
+        for how in WAYS:
+            command = [sys.executable, "-c", PROGRAM, str(folder), how]
+            processes[how] = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(processes[how].kill)
+        for process in processes.values():
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+        processes["ends"].wait(LIMIT_S)
+        os.kill(processes["stopped"].pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        answers = {stacks.name: stacks for stacks in ask_all([folder], 10.0)}
+        assert time.monotonic() - begun < LIMIT_S
+        assert {answers[how].pid for how in WAYS} == {process.pid for process in processes.values()}
+        again = {stacks.name: stacks for stacks in ask_all([folder], 10.0)}
+        assert {name: stacks.state for name, stacks in again.items()} == {
+            name: stacks.state for name, stacks in answers.items()
+        }
+        for how in ("turns", "blocks", "spins", "native"):
+            assert processes[how].poll() is None  # asking kills nobody
+        yield answers
+
+
+@pytest.mark.parametrize("how", ["turns", "blocks", "spins"])
+def test_threads_and_tasks_are_told_though_the_loop_hangs(found: dict[str, Stacks], how: str) -> None:
+    stacks = found[how]
+    assert (stacks.state, stacks.note) == ("answered", "")
+    assert stacks.threads.count("(most recent call first)") == 2
+    assert "in compute" in stacks.threads
+    assert "Task rollout 0 and 2 others (outermost call first):" in stacks.tasks
+    outer, inner, get = (stacks.tasks.index(f" in {name}\n") for name in ("outer", "inner", "get"))
+    assert outer < inner < get
+    assert "waits for Future" in stacks.tasks
+    if how != "turns":
+        assert " in main" in stacks.threads
+        assert "(it is the one that runs)" in stacks.tasks
+
+
+def test_of_one_inside_a_long_native_call_the_threads_are_told(found: dict[str, Stacks]) -> None:
+    stacks = found["native"]
+    assert stacks.state == "busy"
+    assert "its main thread is inside a call that is not Python's" in stacks.note
+    assert " in main" in stacks.threads
+    assert "in compute" in stacks.threads
+
+
+def test_of_one_that_is_stopped_or_gone_it_is_said(found: dict[str, Stacks]) -> None:
+    assert found["stopped"].state == "stopped"
+    assert "it is stopped (SIGSTOP, or a debugger) and cannot answer" in found["stopped"].note
+    assert (found["ends"].state, found["ends"].note) == ("gone", "it has ended")
+
+
+def test_nobody_else_is_sent_a_signal(tmp_path: Path) -> None:
+    """A number that is another process's by now; and what is no file of stacks."""
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        try:
+            file = tmp_path / f"master_0{SUFFIX}"
+            file.write_text(f"asyncrl stacks of master/0, process {other.pid}, started 1\n")
+            (tmp_path / f"junk{SUFFIX}").write_bytes(b"\xff" * 100)
+            (stacks,) = ask_all([tmp_path], 1.0)
+            assert (stacks.name, stacks.state) == ("master/0", "gone")
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
+def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path), "turns"], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            file = tmp_path / f"turns{SUFFIX}"
+            with file.open("ab") as long:
+                long.write(b"x" * 2_000_000)
+            (stacks,) = ask_all([tmp_path], 10.0)
+            assert stacks.state == "answered"
+            assert "x" * 100 not in stacks.threads
+            assert file.stat().st_size < 100_000
+        finally:
+            process.kill()

@@ -1,0 +1,576 @@
+"""A run in a few lines around the parts that decide: the real ledger, server table, buffer, batch former and prompt progress.
+
+What is modelled is the world between them: rollout workers, ghosts of workers, messages that are late, doubled, lost and out of
+order, managers and gangs (master and heads) that die and are started again. A driver chooses what happens next; everything
+that must hold is asserted where it happens, and `check` says what must hold in between.
+
+    worker --allocate, finish, heartbeat (HTTP: answered, or asked again)--> manager        one in flight of each kind and worker
+    worker --push (channel: again until there is a verdict)--> head and master
+    master --report (HTTP)--> manager
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from asyncrl.manager.ledger import Ledger, StaleAttemptError
+from asyncrl.manager.routing import ServerTable
+from asyncrl.master.batch import BatchFormer, NotReady
+from asyncrl.master.buffer import AsyncIOSequenceBuffer
+from asyncrl.master.progress import PromptProgress
+from asyncrl.messages import (
+    AllocateReply,
+    AllocateRequest,
+    FinishRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    LedgerView,
+    Locator,
+    MasterReport,
+    RolloutResult,
+    StoreVerdict,
+    Ticket,
+    TrajectoryMeta,
+    WeightVersion,
+)
+
+T = TypeVar("T")
+
+LEASE_S, HEARTBEAT_S, OVERDUE_S = 15.0, 2.0, 100.0
+SERVER = "generation_server/0"
+
+
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise AssertionError(f"{coroutine} waits")
+
+
+@dataclass(eq=False)
+class Call:
+    """A request to a manager, under way. It may arrive any number of times before its answer does."""
+
+    what: str
+    to: int  # which manager: a request to one that has died never arrives
+    arrive: Callable[[], Any]
+    answer: Callable[[Any], None]
+    who: Worker | Master
+    answers: list[Any] = field(default_factory=list)  # under way
+
+
+@dataclass(eq=False)
+class Rollout:
+    ticket: Ticket
+    first_version: WeightVersion | None = None  # of its first token
+    verdict: StoreVerdict | None = None
+    pushes: int = 0  # copies of its trajectory under way
+
+
+@dataclass(eq=False)
+class Worker:
+    """A rollout worker's process. A ghost goes on after its successor has begun."""
+
+    name: str
+    life: int
+    ghost: bool = False
+    knows: int = 0  # the manager it speaks to
+    held: dict[str, Rollout] = field(default_factory=dict)
+    results: list[RolloutResult] = field(default_factory=list)  # not answered by the manager yet
+    calls: dict[str, Call] = field(default_factory=dict)
+    requests: int = 0
+    heartbeat_due: bool = True
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.name}.{self.life:019d}.1.00000000"
+
+
+@dataclass
+class Checkpoint:
+    version: int
+    trained: list[tuple[int, int, list[Locator]]]  # (attempt, step, prompts): the lineage so far
+    progress: tuple[int, set[int], int, Counter[str]]
+
+
+@dataclass(eq=False)
+class Master:
+    """Master and heads of one attempt."""
+
+    attempt: int
+    version: int
+    progress: PromptProgress
+    buffer: AsyncIOSequenceBuffer
+    former: BatchFormer
+    knows: int
+    view: LedgerView | None = None
+    full_due: bool = True
+    rejected_seen: int = 0
+    consumed: list[str] = field(default_factory=list)
+    revoke: list[str] = field(default_factory=list)
+    step: tuple[str, ...] = ()
+    call: Call | None = None
+    alive: bool = True
+
+
+class World:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        eta: int,
+        num_prompts: int,
+        num_epochs: int,
+        num_workers: int = 2,
+        max_concurrent: int = 0,
+        max_issues: int = 3,
+    ) -> None:
+        self.batch_size, self.eta = batch_size, eta
+        self.num_prompts, self.num_epochs = num_prompts, num_epochs
+        self.max_concurrent, self.max_issues = max_concurrent, max_issues
+        self.num_workers = num_workers
+        self.now = 0.0
+        self.attempt = 1
+        self.generation = 0  # of managers
+        self.published = WeightVersion(1, 0)  # `model_version` in name resolve
+        self.serves = WeightVersion(1, 0)  # what the generation server has loaded
+        self.trained: list[tuple[int, int, list[Locator]]] = []
+        self.workers = [Worker(f"rollout_worker/{index}", 0) for index in range(num_workers)]
+        self.ghosts: list[Worker] = []
+        self.pushes: list[tuple[Worker, Rollout, TrajectoryMeta]] = []  # copies under way, in any order
+        self.verdicts: list[tuple[Worker, Rollout, StoreVerdict]] = []
+        self.zombies: list[Master] = []  # masters that were thought dead
+        self.issued: Counter[str] = Counter()
+        self.num_lost = 0  # tickets that workers held when they were given up
+        self.num_dropped = self.num_duplicates = self.num_revoked = 0
+        self.master = self._new_master(Checkpoint(0, [], (0, set(), 0, Counter())))
+        self.checkpoint = self._take_checkpoint()
+        self.begin_manager(1, first=True)
+        self.serve()
+
+    # ------------------------------------------------------------------------------------------------------ the manager
+
+    def begin_manager(self, attempt: int, *, first: bool = False) -> None:
+        """A manager takes the place of the one before: what was under way to that one is lost."""
+        self.generation += 1
+        self.table = ServerTable("least_requests", dead_after_s=1e9, attempt=attempt)
+        self.ledger = Ledger(
+            self.table,
+            batch_size=self.batch_size,
+            eta=self.eta,
+            max_concurrent=self.max_concurrent,
+            num_heads=2,
+            max_issues=self.max_issues,
+            lease_s=LEASE_S,
+            heartbeat_s=HEARTBEAT_S,
+            attempt=attempt,
+            grace_s=0.0 if first else LEASE_S,
+            num_workers=self.num_workers,
+            nonce=f"m{self.generation}",
+            journal=self._note,
+        )
+        self.table.announce(SERVER, "http://s", self.now)
+
+    def _note(self, event: str, ticket: Ticket) -> None:
+        if event == "admitted":
+            self.issued[ticket.ticket_id] += 1
+            assert self.issued[ticket.ticket_id] == 1, f"{ticket.ticket_id} was issued twice"
+
+    def serve(self) -> None:
+        """The manager sees `model_version`, and has the server load it. (Which of them must: the update plan's model.)"""
+        if self.published.attempt < self.ledger.attempt:
+            return
+        self.ledger.begin_attempt(self.published.attempt)
+        server = self.table.servers[SERVER]
+        if server.version == self.published or (server.version is not None and server.version > self.published):
+            return
+        life = self.table.begin_update(SERVER, self.published)
+        assert self.serves <= self.published, "the server goes back"
+        self.serves = self.published
+        assert self.table.loaded(SERVER, life, self.published, self.now)
+
+    def expire(self) -> None:
+        self.ledger.expire(self.now)
+
+    # ------------------------------------------------------------------------------------------------- calls to the manager
+
+    def _begin_call(
+        self, who: Worker | Master, what: str, arrive: Callable[[], Any], answer: Callable[[Any], None]
+    ) -> Call:
+        return Call(what, who.knows, arrive, answer, who)
+
+    def arrives(self, call: Call) -> bool:
+        """The request reaches its manager, if that lives. It may do so again."""
+        if call.to != self.generation:
+            return False
+        try:
+            call.answers.append(call.arrive())
+            self.check()
+        except StaleAttemptError:
+            assert isinstance(call.who, Master)
+            assert call.who.attempt < self.ledger.attempt
+            call.who.alive = False  # the zombie is told, and ends
+        return True
+
+    def answered(self, call: Call, index: int = -1) -> None:
+        """An answer is back: the call is over, other answers to it are thrown away."""
+        answer = call.answers[index]
+        if isinstance(call.who, Worker):
+            call.who.calls.pop(call.what, None)
+        elif call.who.call is call:
+            call.who.call = None
+        call.answer(answer)
+
+    def calls(self) -> list[Call]:
+        """All that are under way."""
+        calls = [call for worker in [*self.workers, *self.ghosts] for call in worker.calls.values()]
+        return calls + [master.call for master in [self.master, *self.zombies] if master.call is not None]
+
+    def notice(self, who: Worker | Master) -> None:
+        """It finds the manager that there is now: what is not answered is asked again there, and a heartbeat goes first."""
+        if who.knows == self.generation:
+            return
+        who.knows = self.generation
+        if isinstance(who, Master):
+            if who.call is not None:
+                who.call.to, who.call.answers = self.generation, []
+            return
+        who.heartbeat_due = True
+        for call in who.calls.values():
+            call.to, call.answers = self.generation, []
+
+    # -------------------------------------------------------------------------------------------------- rollout workers
+
+    def allocate(self, worker: Worker, count: int) -> None:
+        if "allocate" in worker.calls:
+            return
+        worker.requests += 1
+        request = AllocateRequest(
+            request_id=f"{worker.incarnation}-{worker.requests}",
+            worker=worker.name,
+            incarnation=worker.incarnation,
+            count=count,
+        )
+
+        def answer(reply: AllocateReply) -> None:
+            for ticket in reply.tickets:
+                worker.held.setdefault(ticket.ticket_id, Rollout(ticket))
+
+        worker.calls["allocate"] = self._begin_call(
+            worker, "allocate", lambda: self.ledger.allocate([request], self.now)[0], answer
+        )
+
+    def heartbeat(self, worker: Worker) -> None:
+        if "heartbeat" in worker.calls:
+            return
+        worker.heartbeat_due = False
+        request = HeartbeatRequest(worker=worker.name, incarnation=worker.incarnation, held=list(worker.held))
+
+        def answer(reply: HeartbeatReply) -> None:
+            for ticket_id in reply.revoked:
+                rollout = worker.held.get(ticket_id)
+                if rollout is not None and not any(result.ticket_id == ticket_id for result in worker.results):
+                    self.num_revoked += 1
+                    self._ends(worker, rollout, "released", "revoked")
+
+        worker.calls["heartbeat"] = self._begin_call(
+            worker, "heartbeat", lambda: self.ledger.heartbeat(request, self.now), answer
+        )
+
+    def sample(self, rollout: Rollout) -> bool:
+        """Its first token, by a server that has what the ticket asks for."""
+        least = WeightVersion(rollout.ticket.attempt, rollout.ticket.min_version)
+        if rollout.first_version is None and self.serves.attempt == least.attempt and self.serves >= least:
+            rollout.first_version = self.serves
+        return rollout.first_version is not None
+
+    def push(self, worker: Worker, rollout: Rollout) -> None:
+        """Its trajectory goes to the head (once more)."""
+        if rollout.verdict is not None or rollout.pushes > 3 or not self.sample(rollout):
+            return
+        assert rollout.first_version is not None
+        ticket, version = rollout.ticket, rollout.first_version.pack()
+        meta = TrajectoryMeta(
+            ticket_id=ticket.ticket_id,
+            locator=ticket.locator,
+            attempt=ticket.attempt,
+            head=ticket.head,
+            keys=[],
+            seqlens=[2],
+            response_lengths=[1],
+            rewards=[1.0],
+            version_start=[version],
+            version_end=[version],
+            birth_time=0.0,
+        )
+        rollout.pushes += 1
+        self.pushes.append((worker, rollout, meta))
+
+    def push_arrives(self, index: int) -> None:
+        worker, rollout, meta = self.pushes.pop(index)
+        rollout.pushes -= 1
+        self.verdicts.append((worker, rollout, self.master.buffer.put(meta)))
+
+    def verdict_arrives(self, index: int) -> None:
+        worker, rollout, verdict = self.verdicts.pop(index)
+        if rollout.verdict is not None or rollout.ticket.ticket_id not in worker.held:
+            return
+        rollout.verdict = verdict
+        self.num_duplicates += verdict.verdict == "duplicate"
+        if verdict.verdict == "refused":
+            self._ends(worker, rollout, "released", "refused")
+        else:
+            self._ends(worker, rollout, "stored")
+
+    def _ends(
+        self, worker: Worker, rollout: Rollout, outcome: Literal["stored", "rejected", "released"], reason: str = ""
+    ) -> None:
+        ticket_id = rollout.ticket.ticket_id
+        if all(result.ticket_id != ticket_id for result in worker.results):
+            worker.results.append(RolloutResult(ticket_id=ticket_id, outcome=outcome, reason=reason or outcome))
+
+    def gives_up(self, worker: Worker, rollout: Rollout, outcome: Literal["rejected", "released"]) -> None:
+        """Its agent, or its server, fails."""
+        if rollout.pushes or rollout.verdict is not None:
+            return
+        self._ends(worker, rollout, outcome)
+
+    def finish(self, worker: Worker) -> None:
+        """Say how rollouts have ended."""
+        if "finish" in worker.calls or not worker.results:
+            return
+        results = list(worker.results)
+        request = FinishRequest(worker=worker.name, incarnation=worker.incarnation, results=results)
+
+        def answer(_: object) -> None:
+            for result in results:
+                worker.held.pop(result.ticket_id, None)
+            del worker.results[: len(results)]
+
+        worker.calls["finish"] = self._begin_call(
+            worker, "finish", lambda: self.ledger.finish(request, self.now), answer
+        )
+
+    def restart_worker(self, index: int, *, ghost: bool) -> None:
+        """ghost: the old process was frozen, not killed, and goes on."""
+        old = self.workers[index]
+        self.num_lost += len(old.held) + sum(call.what == "allocate" for call in old.calls.values()) * 1000
+        self.workers[index] = Worker(old.name, old.life + 1, knows=self.generation)
+        if ghost:
+            old.ghost = True
+            self.ghosts = [*self.ghosts[-3:], old]
+
+    # ---------------------------------------------------------------------------------------------------------- the gang
+
+    def _new_master(self, checkpoint: Checkpoint) -> Master:
+        progress = PromptProgress(self.num_prompts, self.num_epochs)
+        progress._cursor, progress._beyond = checkpoint.progress[0], set(checkpoint.progress[1])
+        progress.num_trained, progress.rejected = checkpoint.progress[2], Counter(checkpoint.progress[3])
+        capacity = (1 + self.eta) * self.batch_size
+        return Master(
+            attempt=self.attempt,
+            version=checkpoint.version,
+            progress=progress,
+            buffer=AsyncIOSequenceBuffer(progress, capacity=capacity, attempt=self.attempt),
+            former=BatchFormer(batch_size=self.batch_size, max_head_offpolicyness=self.eta, overdue_wait_s=OVERDUE_S),
+            knows=self.generation,
+        )
+
+    def _take_checkpoint(self) -> Checkpoint:
+        progress = self.master.progress
+        state = (progress._cursor, set(progress._beyond), progress.num_trained, Counter(progress.rejected))
+        return Checkpoint(self.master.version, list(self.trained), state)
+
+    def save(self) -> None:
+        """A checkpoint is committed, between two steps."""
+        if not self.master.step:
+            self.checkpoint = self._take_checkpoint()
+
+    def restart_gang(self, *, zombie: bool) -> None:
+        """Master and heads begin anew from the last checkpoint, as the next attempt: what came after it is void."""
+        old = self.master
+        self.attempt += 1
+        self.trained = list(self.checkpoint.trained)
+        self.master = self._new_master(self.checkpoint)
+        if zombie:
+            self.zombies = [*self.zombies[-1:], old]
+
+    def publish(self) -> None:
+        """The newest weights are on disk."""
+        version = WeightVersion(self.master.attempt, self.master.version)
+        self.published = max(self.published, version)
+
+    def report(self, master: Master) -> None:
+        if master.call is not None or not master.alive:
+            return
+        consumed, full, revoke = list(master.consumed), master.full_due, list(master.revoke)
+        report = MasterReport(
+            attempt=master.attempt,
+            trained_version=master.version,
+            consumed=consumed,
+            stored=master.buffer.stored_tickets,
+            revoke=revoke,
+            rejected_seen=master.rejected_seen,
+            full=full,
+            done=master.progress.beyond_cursor if full else [],
+            done_cursor=master.progress.cursor,
+            num_prompts=self.num_prompts,
+            num_epochs=self.num_epochs,
+        )
+
+        def arrive() -> LedgerView:
+            self.ledger.report(report, self.now)
+            return self.ledger.view(self.now)
+
+        def answer(view: LedgerView) -> None:
+            master.full_due = not view.known
+            if not view.known:
+                master.rejected_seen = 0
+                return
+            del master.consumed[: len(consumed)]
+            del master.revoke[: len(revoke)]
+            master.rejected_seen += len(view.rejected)
+            for rejected in view.rejected:
+                if not (master.progress.is_done(rejected.locator) or master.buffer.holds(rejected.locator)):
+                    master.progress.mark_rejected(rejected.locator, rejected.reason)
+            master.view = view
+
+        master.call = self._begin_call(master, "report", arrive, answer)
+
+    def try_step(self) -> None:
+        """Begin a train step if the rule lets it."""
+        master = self.master
+        if master.step or master.view is None or master.revoke:
+            return
+        stored = master.buffer.stored
+        decision = master.former.decide(
+            stored=stored,
+            live=master.view.live,
+            version=master.version,
+            exhausted=master.view.exhausted,
+            now=self.now,
+            settled=master.view.settled,
+        )
+        if isinstance(decision, NotReady):
+            master.revoke += decision.revoke
+            self.num_dropped += len(decision.drop)
+            for ticket_id in decision.drop:
+                master.buffer.drop(ticket_id)
+            return
+        if not decision.tickets:
+            return
+        metas = master.buffer.metas(decision.tickets)
+        assert metas == sorted(metas, key=lambda meta: meta.locator)
+        assert len(metas) == self.batch_size or decision.partial
+        for meta in metas:
+            first = WeightVersion.unpack(min(meta.version_start))
+            assert meta.attempt == first.attempt == master.attempt, "of an abandoned lineage"
+            age = master.version - first.version
+            assert 0 <= age <= self.eta, f"{meta.ticket_id} is {age} versions old at step {master.version}"
+        at_once(master.buffer.begin_batch(decision.tickets))
+        master.step = decision.tickets
+
+    def end_step(self) -> None:
+        """Every rank has returned."""
+        master = self.master
+        if not master.step:
+            return
+        locators = [meta.locator for meta in master.buffer.metas(master.step)]
+        master.progress.mark_trained(locators)  # raises where one is trained twice
+        master.buffer.end_batch()
+        master.version += 1
+        master.consumed += master.step
+        master.step = ()
+        self.trained.append((master.attempt, master.version, locators))
+
+    # ----------------------------------------------------------------------------------------------- what always holds
+
+    def check(self) -> None:
+        ledger, master = self.ledger, self.master
+        assert ledger.attempt <= self.attempt
+        assert ledger.num_running == sum(live.state == "running" for live in ledger._live.values())
+        assert len(ledger._by_prompt) == ledger.num_live
+        assert ledger.num_running <= ledger.gate.max_concurrent + self.num_lost
+        # A trajectory of a prompt that was given up may come after all, and be accepted; a ghost's ticket may be adopted.
+        late = ledger.counters["accepted_late", ""] + self.num_lost * (ledger.counters["adopted", ""] > 0)
+        assert ledger.num_live <= (1 + self.eta) * self.batch_size + late
+        assert all(live.ticket.attempt == ledger.attempt for live in ledger._live.values())
+        assert len(master.buffer) <= (1 + self.eta) * self.batch_size
+        lineage = [locator for _, _, locators in self.trained for locator in locators]
+        assert len(lineage) == len(set(lineage)), "trained twice"
+        assert [step for _, step, _ in self.trained] == list(range(1, len(self.trained) + 1))
+        attempts = [attempt for attempt, _, _ in self.trained]
+        assert attempts == sorted(attempts)
+        assert len(lineage) == master.progress.num_trained
+
+    @property
+    def finished(self) -> bool:
+        progress = self.master.progress
+        return progress.num_done == progress.num_total and not self.master.step
+
+    def turn(self, stragglers: int = 0) -> None:
+        """Everything that can go on does, once, without faults. stragglers: a bit for each rollout (by position) that does not."""
+        self.now += HEARTBEAT_S
+        self.publish()
+        self.serve()
+        for who in [*self.workers, self.master]:
+            self.notice(who)
+        self.report(self.master)
+        for worker in self.workers:
+            self.heartbeat(worker)
+            self.finish(worker)
+        self.deliver_all()
+        for worker in self.workers:
+            self.allocate(worker, 1000)
+        self.deliver_all()
+        for worker in self.workers:
+            for rollout in list(worker.held.values()):
+                if not stragglers >> (rollout.ticket.locator.position % 8) & 1:
+                    self.push(worker, rollout)
+        while self.pushes:
+            self.push_arrives(0)
+        while self.verdicts:
+            self.verdict_arrives(0)
+        self.end_step()
+        for worker in self.workers:
+            self.finish(worker)
+        self.deliver_all()
+        self.report(self.master)
+        self.deliver_all()
+        self.try_step()
+        self.expire()
+        self.check()
+
+    def deliver_all(self) -> None:
+        for call in self.calls():
+            if not isinstance(call.who, Worker) or not call.who.ghost:
+                self.arrives(call)
+                if call.answers:
+                    self.answered(call)
+
+    def drain(self) -> None:
+        """From wherever it is: with no more faults the run comes to its end."""
+        self.ghosts, self.zombies = [], []
+        limit = 100 + 10 * self.max_issues * self.num_prompts * self.num_epochs
+        for _ in range(limit):
+            if self.finished:
+                break
+            self.turn()
+        else:
+            view = self.ledger.view(self.now)
+            raise AssertionError(f"no end: {self.ledger.refusal(self.now)!r}, {view}, {self.master}")
+        for _ in range(3):
+            self.turn()
+        assert self.ledger.num_live == 0
+        assert self.ledger.exhausted
+        trained = [locator for _, _, locators in self.trained for locator in locators]
+        rejected = self.master.progress.rejected
+        assert len(trained) + sum(rejected.values()) == self.num_prompts * self.num_epochs

@@ -1,0 +1,244 @@
+"""What a run goes on from: which checkpoint is the newest whole one, what is kept, what the master puts in, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import xxhash
+
+from asyncrl import checkpoints
+from asyncrl.checkpoints import (
+    CheckpointError,
+    DataIdentity,
+    Manifest,
+    MasterState,
+    begin_anew,
+    checkpoint_dir,
+    list_checkpoints,
+    newest,
+    prune,
+)
+from asyncrl.config import CheckpointConfig, PromptSourceConfig, TrainConfig, WeightsConfig
+from asyncrl.data.prompts import PromptSource
+from asyncrl.master.recovery import Checkpointer
+from asyncrl.master.schedule import Schedule
+from asyncrl.messages import CallResult, CommitCheckpoint, Locator, SaveCheckpoint
+from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
+from asyncrl.runtime.trace import OFF
+from asyncrl.weights import FileEntry
+
+DATA = DataIdentity(num_prompts=8, num_epochs=1, seed=1, shuffle=True, fingerprint="f")
+
+
+def make_state(attempt: int, step: int, parent: tuple[int, int] | None = None, **fields: Any) -> MasterState:
+    given = {
+        "time": 0.0,
+        "data": DATA,
+        "done_cursor": Locator(0, step),
+        "done_beyond": [],
+        "num_trained": step,
+        "rejected": {},
+        "schedules": {},
+        "summary": {},
+        "recent_rewards": [],
+        "recent_outcomes": [],
+        "batch_size": 1,
+    }
+    return MasterState(attempt=attempt, step=step, parent=parent, **{**given, **fields})
+
+
+def write_checkpoint(run_dir: Path, state: MasterState) -> Path:
+    """As the committing worker leaves it, with a small part and no worker's state."""
+    path = checkpoint_dir(run_dir, state.attempt, state.step)
+    path.mkdir(parents=True)
+    contents = {"part-00000-00000.safetensors": b"tensors", "master.json": msgspec.json.encode(state)}
+    for name, content in contents.items():
+        (path / name).write_bytes(content)
+    entries = {name: FileEntry(len(content), xxhash.xxh3_64(content).hexdigest()) for name, content in contents.items()}
+    (path / "checkpoint.json").write_bytes(msgspec.json.encode(Manifest(1, entries, [0], {})))
+    return path
+
+
+class TestNewest:
+    def test_by_attempt_then_step(self, tmp_path):
+        assert newest(tmp_path, pytest.fail) is None
+        for attempt, step, parent in ((1, 10, None), (1, 20, None), (2, 15, (1, 10))):
+            write_checkpoint(tmp_path, make_state(attempt, step, parent))
+        found = newest(tmp_path, pytest.fail)
+        assert found is not None
+        assert (found.attempt, found.step, found.state.parent) == (2, 15, (1, 10))
+        assert found.path == checkpoint_dir(tmp_path, 2, 15)
+
+    @pytest.mark.parametrize(
+        ("damage", "told"),
+        [
+            (lambda path: (path / "part-00000-00000.safetensors").write_bytes(b"tensorz"), "another checksum"),
+            (lambda path: (path / "part-00000-00000.safetensors").unlink(), "but not on disk"),
+            (lambda path: (path / "master.json").write_bytes(b"{}"), "master.json has 2 bytes, the manifest says"),
+            (lambda path: (path / "checkpoint.json").unlink(), "has no checkpoint.json"),
+            (lambda path: (path / "checkpoint.json").write_bytes(b"{"), "cannot be read"),
+        ],
+    )
+    def test_a_torn_one_is_passed_over_with_a_warning(self, tmp_path, damage, told):
+        write_checkpoint(tmp_path, make_state(1, 10))
+        damage(write_checkpoint(tmp_path, make_state(1, 20)))
+        notices: list[str] = []
+        found = newest(tmp_path, notices.append)
+        assert found is not None
+        assert found.step == 10
+        (notice,) = notices
+        assert notice.startswith("the checkpoint of step 20, attempt 1, is torn, the one before is taken: ")
+        assert told in notice
+
+    def test_one_without_the_masters_part_is_none(self, tmp_path):
+        """Of a program that knew nothing of it."""
+        path = write_checkpoint(tmp_path, make_state(1, 20))
+        manifest = checkpoints.read_manifest(path)
+        del manifest.files["master.json"]
+        (path / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
+        notices: list[str] = []
+        assert newest(tmp_path, notices.append) is None
+        assert "has no master.json" in notices[0]
+
+    def test_what_is_being_written_has_no_name(self, tmp_path):
+        path = write_checkpoint(tmp_path, make_state(1, 10))
+        path.rename(path.with_name(f"{path.name}.writing"))
+        assert list_checkpoints(tmp_path) == []
+
+    def test_a_run_that_began_anew_does_not_go_on_from_one_before(self, tmp_path):
+        write_checkpoint(tmp_path, make_state(1, 10))
+        begin_anew(tmp_path, 2)
+        assert newest(tmp_path, pytest.fail) is None
+        write_checkpoint(tmp_path, make_state(2, 5))
+        found = newest(tmp_path, pytest.fail)
+        assert found is not None
+        assert (found.attempt, found.step) == (2, 5)
+        prune(tmp_path, 2)  # room for the new ones: those before go
+        assert list_checkpoints(tmp_path) == [(2, 5)]
+        assert [entry.name for entry in checkpoints.recover_dir(tmp_path).iterdir()] == ["a0002-s00000005"]
+
+
+class TestPrune:
+    def test_keeps_the_newest(self, tmp_path):
+        for step in (10, 20, 30):
+            write_checkpoint(tmp_path, make_state(1, step))
+        assert prune(tmp_path, 2) == [checkpoint_dir(tmp_path, 1, 10)]
+        assert list_checkpoints(tmp_path) == [(1, 20), (1, 30)]
+
+    def test_what_the_newest_does_not_go_back_to_goes_first(self, tmp_path):
+        """(1, 20) was torn when attempt 2 went on from (1, 10)."""
+        for attempt, step, parent in ((1, 10, None), (1, 20, None), (2, 15, (1, 10))):
+            write_checkpoint(tmp_path, make_state(attempt, step, parent))
+        prune(tmp_path, 2)
+        assert list_checkpoints(tmp_path) == [(1, 10), (2, 15)]
+
+    def test_leftovers_go(self, tmp_path):
+        path = write_checkpoint(tmp_path, make_state(1, 10))
+        for name in ("a0001-s00000005.writing", ".a0001-s00000001.removing"):
+            (path.parent / name).mkdir()
+            (path.parent / name / "part").write_bytes(b"x")
+        prune(tmp_path, 1)
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_the_data_is_known_by_its_prompts_and_their_order(tmp_path):
+    def identity(rows: list[dict[str, str]], **fields: Any) -> DataIdentity:
+        (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = PromptSource(PromptSourceConfig(path=str(tmp_path / "p.jsonl"), **fields), None, 3)
+        return DataIdentity.of(source, 2)
+
+    rows = [{"prompt": str(number), "answer": "x"} for number in range(3)]
+    first = identity(rows)
+    assert (first.num_prompts, first.num_epochs, first.seed, first.shuffle) == (3, 2, 3, True)
+    assert identity([{**row, "answer": "mended"} for row in rows]) == first  # a prompt is still where it was
+    assert identity(rows[::-1]).fingerprint != first.fingerprint
+    assert identity([*rows[:2], {"prompt": "3", "answer": "x"}]).fingerprint != first.fingerprint
+    assert identity(rows, shuffle=False).shuffle is False
+
+
+# ------------------------------------------------------------------------------------------------- the master's part
+
+
+class Caller:
+    """Model workers that write when they are let."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.may_write = asyncio.Event()
+
+    def start(self, what: str, handlers: list[int], body: Any) -> asyncio.Task[list[CallResult]]:
+        self.calls.append(body)
+        return asyncio.create_task(self._reply(handlers))
+
+    async def call(self, what: str, handlers: list[int], body: Any) -> list[CallResult]:
+        self.calls.append(body)
+        if isinstance(body, CommitCheckpoint):
+            assert handlers == [0]
+            path = Path(body.path)
+            write_checkpoint(path.parents[2], msgspec.json.decode(body.master, type=MasterState))
+        return [CallResult() for _ in handlers]
+
+    async def _reply(self, handlers: list[int]) -> list[CallResult]:
+        await self.may_write.wait()
+        return [CallResult(stats={"advantages/kl_coef": 0.5}) for _ in handlers]
+
+
+async def test_one_checkpoint_at_a_time_of_the_step_at_which_it_began(tmp_path):
+    worker: Any = SimpleNamespace(
+        spawn=lambda coroutine, name: asyncio.create_task(coroutine), trace=OFF, logger=logging.getLogger("test")
+    )
+    config: Any = SimpleNamespace(
+        checkpoint=CheckpointConfig(every_steps=2, every_s=0.0, keep_last=1),
+        worker=SimpleNamespace(run_dir=str(tmp_path)),
+        num_model_workers=2,
+        weights=WeightsConfig(),
+        train=TrainConfig(),
+    )
+    checkpointer = Checkpointer(worker, config, Schedule(every_steps=2))
+    checkpointer.caller = caller = Caller()  # type: ignore[assignment]
+    checkpointer.journal = JsonLinesWriter(tmp_path / "journal" / "master.jsonl")
+    taken: list[int] = []
+
+    async def steps(first: int, last: int) -> None:
+        for step in range(first, last + 1):
+
+            def take(step: int = step) -> MasterState:
+                taken.append(step)
+                return make_state(1, step)
+
+            before = len(caller.calls)
+            checkpointer.after_step(step=step, epochs=0.0, now=0.0, take=take)
+            assert len(caller.calls) - before == (step in taken)  # sent in the same turn
+            await asyncio.sleep(0)
+
+    await steps(1, 5)
+    assert taken == [2]  # that of step 4 waits
+    caller.may_write.set()
+    assert checkpointer._task is not None
+    await asyncio.wait_for(checkpointer._task, 30)
+    await steps(6, 7)
+    assert checkpointer._task is not None
+    await asyncio.wait_for(checkpointer._task, 30)
+    assert taken == [2, 6]
+    assert list_checkpoints(tmp_path) == [(1, 6)]  # keep_last
+    bodies = [type(body) for body in caller.calls]
+    assert bodies == [SaveCheckpoint, CommitCheckpoint] * 2
+    assert caller.calls[1].state == {"advantages/kl_coef": 0.5}
+    events = [(event["event"], event["step"]) for event in read_json_lines(tmp_path / "journal" / "master.jsonl")]
+    assert events == [("snapshot", 2), ("checkpoint", 2), ("snapshot", 6), ("checkpoint", 6)]
+    checkpointer.journal.close()
+
+
+def test_a_state_that_cannot_be_read_is_named(tmp_path):
+    path = write_checkpoint(tmp_path, make_state(1, 10))
+    assert checkpoints.read_state(path) == make_state(1, 10)
+    (path / "master.json").write_bytes(b"[]")
+    with pytest.raises(CheckpointError, match=r"master\.json cannot be read"):
+        checkpoints.read_state(path)

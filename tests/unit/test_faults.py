@@ -1,0 +1,209 @@
+"""Faults put in on purpose: the schedule, by seed; what they do to messages; that a channel carries everything all the same."""
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from asyncrl.config import ConfigError, ExperimentConfig, FaultsConfig, RuntimeConfig, validate
+from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender
+from asyncrl.runtime.transport import (
+    FaultyTransport,
+    MemoryTransport,
+    PushSocket,
+    Transport,
+    ZmqTransport,
+    transport_of,
+)
+from asyncrl.testing.faults import KINDS, TARGETS, check_target, schedule
+
+LIMITS = ChannelLimits(16, 1 << 22, 0.05, 1 << 20, 5.0)
+ALL = FaultsConfig(seed=3, drop=0.1, duplicate=0.1, corrupt=0.1, delay=0.1, delay_s=0.02)
+
+
+# ------------------------------------------------------------------------------------------------------------- the schedule
+
+
+def test_a_seed_gives_the_same_faults():
+    first, again = (schedule(seed=5, every=(5.0, 15.0), for_s=600.0, targets=TARGETS) for _ in range(2))
+    assert first == again
+    assert first != schedule(seed=6, every=(5.0, 15.0), for_s=600.0, targets=TARGETS)
+
+
+def test_faults_come_at_the_distance_asked_for_and_meet_all():
+    faults = schedule(seed=1, every=(5.0, 15.0), for_s=4000.0, kinds=KINDS, targets=TARGETS, phases=("", "push"))
+    assert [fault.number for fault in faults] == list(range(len(faults)))
+    gaps = np.diff([0.0, *(fault.at for fault in faults)])
+    assert gaps.min() + 1e-3 >= 5.0
+    assert gaps.max() <= 15.001
+    assert faults[-1].at < 4000.0 <= faults[-1].at + 15.001
+    assert {fault.target for fault in faults} == set(TARGETS)
+    assert {fault.kind for fault in faults} == set(KINDS)
+    assert {fault.phase for fault in faults} == {"", "push"}
+    assert all(1.0 <= fault.stop_s <= 20.0 and 0.0 <= fault.draw < 1.0 for fault in faults)
+
+
+def test_weights_say_whom_it_meets_more_often():
+    faults = schedule(
+        seed=1,
+        every=(1.0, 1.0),
+        for_s=1000.0,
+        targets=("master", "etcd", "launcher"),
+        weights={"etcd": 8.0, "launcher": 0.0},
+    )
+    met = Counter(fault.target for fault in faults)
+    assert met["launcher"] == 0
+    assert met["etcd"] > 4 * met["master"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"every": (9.0, 3.0)}, "every is 9-3"),
+        ({"every": (0.0, 3.0)}, "every is 0-3"),
+        ({"targets": ["rolout_worker"]}, "'rolout_worker' is no target; use one of master"),
+        ({"targets": ["rollout_worker/x"]}, "no target"),
+        ({"targets": []}, "targets is empty"),
+        ({"kinds": ["murder"]}, "'murder' is none; there are kill, stop, restart"),
+        ({"weights": {"master": -1.0}}, "none may be negative"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        schedule(**{"seed": 1, "every": (1.0, 2.0), "for_s": 10.0, "targets": ["master"], **options})
+
+
+def test_one_worker_can_be_the_target():
+    check_target("rollout_worker/1")
+
+
+# -------------------------------------------------------------------------------------------------------------- the messages
+
+
+class Recorded(Transport):
+    """Keeps what is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def bind_pull(self, host, *, queue_messages, max_frame_bytes):
+        raise NotImplementedError
+
+    def connect_push(self, address, *, queue_messages):
+        recorded = self
+
+        class Push(PushSocket):
+            def send_nowait(self, frames):
+                recorded.sent.append([bytes(frame) for frame in frames])
+                return True
+
+            def close(self):
+                pass
+
+        return Push()
+
+
+def sent_with(who="a", count=300, **faults):
+    transport = Recorded()
+    push = FaultyTransport(transport, FaultsConfig(seed=1, **faults), who).connect_push("x", queue_messages=1)
+    for number in range(count):
+        assert push.send_nowait([b"head %d" % number, bytes(50)])
+    return transport.sent
+
+
+def test_without_faults_it_is_zeromq_itself():
+    assert type(transport_of(FaultsConfig(), "x")) is ZmqTransport
+    assert isinstance(transport_of(FaultsConfig(drop=0.01), "x"), FaultyTransport)
+    assert sent_with() == [[b"head %d" % number, bytes(50)] for number in range(300)]
+
+
+def test_each_fault_does_what_it_is_called():
+    assert 200 < len(sent_with(drop=0.2)) < 280
+    twice = sent_with(duplicate=0.2)
+    assert 320 < len(twice) < 400
+    assert set(Counter(frames[0] for frames in twice).values()) == {1, 2}
+    plain = sent_with()
+    damaged = [(after, before) for after, before in zip(sent_with(corrupt=0.2), plain, strict=True) if after != before]
+    assert 30 < len(damaged) < 100
+    for after, before in damaged:
+        differing = [a != b for x, y in zip(after, before, strict=True) for a, b in zip(x, y, strict=True)]
+        assert sum(differing) == 1
+    assert {after[1] != before[1] for after, before in damaged} == {False, True}  # envelope or tensor
+
+
+def test_channels_have_faults_of_their_own_the_same_at_each_start():
+    assert sent_with("a", drop=0.2) == sent_with("a", drop=0.2)
+    assert sent_with("a", drop=0.2) != sent_with("b", drop=0.2)
+
+
+async def test_what_is_delayed_comes_later_and_not_after_the_end():
+    transport = Recorded()
+    push = FaultyTransport(transport, FaultsConfig(delay=1.0, delay_s=0.01), "a").connect_push("x", queue_messages=1)
+    frame = bytearray(b"as sent")
+    assert push.send_nowait([frame])
+    frame[:2] = b"AS"  # the sender's memory is its own again once the message is settled
+    assert transport.sent == []
+    await asyncio.sleep(0.05)
+    assert transport.sent == [[b"as sent"]]
+    push.send_nowait([b"never"])
+    push.close()
+    await asyncio.sleep(0.05)
+    assert transport.sent == [[b"as sent"]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_a_channel_carries_everything_once_and_as_it_was(seed, ordered):
+    """Tensors too: a byte that is changed in a frame shows, and the frame is sent again."""
+    memory = MemoryTransport()
+    faults = FaultsConfig(seed=seed, drop=0.1, duplicate=0.1, corrupt=0.2, delay=0.1, delay_s=0.02)
+    drawn = random.Random(seed)
+    bodies = [[drawn.randbytes(drawn.choice((0, 10, 40_000))) for _ in range(3)] for _ in range(80)]
+    async with contextlib.AsyncExitStack() as stack:
+        receiver = ChannelReceiver(
+            "r", limits=LIMITS, host="h", ordered=ordered, transport=FaultyTransport(memory, faults, "r")
+        )
+        endpoint = await receiver.start()
+        stack.push_async_callback(receiver.close)
+        sender = ChannelSender(
+            "s", "r", "1", limits=LIMITS, host="h", on_restart="fail", transport=FaultyTransport(memory, faults, "s")
+        )
+        await sender.start()
+        stack.push_async_callback(sender.close)
+        sender.connect(endpoint)
+        seen = {}
+
+        async def take():
+            while True:
+                delivery = await receiver.receive()
+                assert delivery.header not in seen
+                seen[delivery.header] = [bytes(frame) for frame in delivery.frames]
+                delivery.ack(delivery.header)
+
+        taking = asyncio.create_task(take())
+        verdicts = await asyncio.gather(
+            *(sender.send(b"%d" % n, body, timeout_s=60, what=str(n)) for n, body in enumerate(bodies))
+        )
+        taking.cancel()
+        await asyncio.wait({taking})
+    assert verdicts == [b"%d" % n for n in range(len(bodies))]
+    assert seen == {b"%d" % n: body for n, body in enumerate(bodies)}
+    assert not ordered or list(seen) == verdicts
+    assert receiver.num_damaged > 0
+    assert sender.num_resent > 0
+
+
+@pytest.mark.parametrize(
+    ("faults", "says"),
+    [
+        (FaultsConfig(drop=0.9), r"runtime\.faults\.drop=0\.9: is a share of all messages, from 0 to 0\.5"),
+        (FaultsConfig(corrupt=-0.1), r"runtime\.faults\.corrupt=-0\.1"),
+        (FaultsConfig(delay_s=-1.0), r"runtime\.faults\.delay_s=-1\.0: must not be negative"),
+    ],
+)
+def test_faults_that_make_no_sense_are_refused(faults, says):
+    with pytest.raises(ConfigError, match=says):
+        validate(ExperimentConfig(runtime=RuntimeConfig(faults=faults)))

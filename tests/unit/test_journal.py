@@ -1,0 +1,116 @@
+"""Journals that are written beside the work: complete, whatever the disk does, and nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from asyncrl.runtime import journal as journal_module
+from asyncrl.runtime.disk import StorageError
+from asyncrl.runtime.journal import BackgroundJournal
+from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
+
+
+def numbers(path: Path) -> list[object]:
+    return [record["n"] for record in read_json_lines(path)]
+
+
+async def until_written(journal: BackgroundJournal) -> None:
+    for _ in range(2000):
+        if not journal.num_unwritten:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"{journal.num_unwritten} records are not written")
+
+
+async def test_records_are_written_beside_the_work_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "journal" / "x.jsonl"
+    journal = BackgroundJournal(path)
+    assert journal.last is None
+    writing = asyncio.create_task(journal.run())
+    for n in range(2500):
+        journal.add({"n": n})
+    await until_written(journal)
+    assert numbers(path) == list(range(2500))
+    writing.cancel()
+    journal.add({"n": 2500})
+    journal.close()  # what is left goes with the end
+    again = BackgroundJournal(path)
+    assert again.last == {"n": 2500}
+    again.close()
+
+
+class FullDisk:
+    """Refuses what it is given; or hangs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full = True
+        self.hangs = threading.Event()  # set: it does not
+        self.hangs.set()
+        whole = JsonLinesWriter.write_lines
+
+        def write_lines(writer: JsonLinesWriter, lines: Sequence[bytes]) -> None:
+            assert self.hangs.wait(20.0)
+            if self.full:
+                raise StorageError(errno.ENOSPC, "No space left on device")
+            whole(writer, lines)
+
+        monkeypatch.setattr(JsonLinesWriter, "write_lines", write_lines)
+        monkeypatch.setattr(journal_module, "_RETRY_S", 0.01)
+
+
+async def test_a_full_disk_is_waited_for_while_the_work_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(monkeypatch)
+    path = tmp_path / "x.jsonl"
+    journal = BackgroundJournal(path)
+    writing = asyncio.create_task(journal.run())
+    for n in range(3):
+        journal.add({"n": n})
+        await asyncio.sleep(0.02)
+    assert journal.num_unwritten == 3
+    disk.full = False
+    await until_written(journal)
+    assert numbers(path) == [0, 1, 2]
+    writing.cancel()
+    journal.close()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_disk_that_stays_full_or_hangs_ends_the_work_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    disk = FullDisk(monkeypatch)
+    if hangs:
+        disk.hangs.clear()
+    journal = BackgroundJournal(tmp_path / "x.jsonl", max_unwritten=10)
+    writing = asyncio.create_task(journal.run())
+    for n in range(11):
+        journal.add({"n": n})
+    with pytest.raises(StorageError, match="does not answer" if hangs else "No space left"):
+        await asyncio.wait_for(writing, 20.0)
+    disk.hangs.set()
+    journal.close()
+
+
+def test_lines_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = JsonLinesWriter(tmp_path / "x.jsonl")
+    writer.write({"n": 0})
+
+    def half(file: object, data: bytes) -> None:
+        writer._file.write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncrl.runtime.metrics._write_all", half)
+        with pytest.raises(StorageError):
+            writer.write_lines([b'{"n":1}\n', b'{"n":2}\n'])
+    writer.write_lines([b'{"n":1}\n', b'{"n":2}\n'])
+    assert numbers(tmp_path / "x.jsonl") == [0, 1, 2]
+    writer.close()

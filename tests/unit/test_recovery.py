@@ -1,0 +1,321 @@
+"""Which checkpoint a launch goes on from, what does not fit is named, and how `resume` finds the config."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from safetensors.numpy import save_file
+
+from asyncrl.checkpoints import Checkpoint, DataIdentity, Manifest, MasterState, checkpoint_dir, list_checkpoints
+from asyncrl.config import (
+    CheckpointConfig,
+    ConfigError,
+    CriticConfig,
+    ExperimentConfig,
+    PromptSourceConfig,
+    TaskConfig,
+    TrainConfig,
+    load_experiment,
+    validate,
+)
+from asyncrl.data.prompts import PromptSource
+from asyncrl.launch import cli
+from asyncrl.launch.program import plan, save_config, with_absolute_paths, writes_checkpoints
+from asyncrl.launch.recovery import going_on, starting_point
+from asyncrl.launch.rundir import EXPERIMENT_FILE, begin_attempt, configs_dir, newest_experiment
+from asyncrl.messages import Locator
+from asyncrl.weights import FileEntry
+
+SHAPES = {
+    "model.embed.weight": (4, 2),
+    "model.layers.0.w": (2, 2),
+    "model.layers.1.w": (2, 2),
+    "lm_head.weight": (4, 2),
+}
+
+
+class Notices(list[str]):
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+
+def write_model(folder: Path, shapes: dict[str, tuple[int, ...]] = SHAPES) -> str:
+    folder.mkdir(parents=True)
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ExperimentConfig:
+    rows = "".join(json.dumps({"prompt": str(number), "answer": ""}) + "\n" for number in range(10))
+    (tmp_path / "p.jsonl").write_text(rows)
+    return ExperimentConfig(
+        fileroot=str(tmp_path / "runs"),
+        model_path=write_model(tmp_path / "model"),
+        prompts=PromptSourceConfig(path=str(tmp_path / "p.jsonl")),
+        train=TrainConfig(batch_size=2),
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "asyncrl" / "t0"
+
+
+@pytest.fixture
+def save(config: ExperimentConfig, run_dir: Path) -> Callable[..., Path]:
+    """A whole checkpoint of this config."""
+
+    def write(attempt: int = 1, step: int = 2, models: tuple[str, ...] = ("actor",), **fields: Any) -> Path:
+        data = DataIdentity.of(PromptSource(config.prompts, None, config.seed), config.train.num_epochs)
+        given = {
+            "attempt": attempt,
+            "step": step,
+            "time": 0.0,
+            "parent": None,
+            "data": data,
+            "done_cursor": Locator(0, 2 * step),
+            "done_beyond": [],
+            "num_trained": 2 * step,
+            "rejected": {},
+            "schedules": {},
+            "summary": {},
+            "recent_rewards": [],
+            "recent_outcomes": [],
+            "batch_size": 2,
+        }
+        state = MasterState(**{**given, **fields})
+        shapes = {f"{model}.{name}": shape for model in models for name, shape in SHAPES.items()}
+        contents = {
+            "state-00000.json": msgspec.json.encode({"shapes": shapes, "steps": {}}),
+            "master.json": msgspec.json.encode(state),
+        }
+        path = checkpoint_dir(run_dir, attempt, step)
+        path.mkdir(parents=True)
+        for name, content in contents.items():
+            (path / name).write_bytes(content)
+        entries = {n: FileEntry(len(content), xxhash.xxh3_64(content).hexdigest()) for n, content in contents.items()}
+        (path / "checkpoint.json").write_bytes(msgspec.json.encode(Manifest(1, entries, [0], {})))
+        return path
+
+    return write
+
+
+def start(config: ExperimentConfig, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    notices = Notices()
+    return starting_point(config, run_dir, notices), notices
+
+
+class TestStartingPoint:
+    def test_auto_goes_on_with_what_was_interrupted(self, config, run_dir, save):
+        assert start(config, run_dir) == (None, [])
+        save(step=1)
+        path = save(step=2)
+        found, notices = start(config, run_dir)
+        assert found is not None
+        assert (found.path, found.attempt, found.step) == (path, 1, 2)
+        assert notices == ["going on from step 2 of attempt 1 (recover=off begins anew)"]
+
+    def test_auto_begins_a_complete_run_anew(self, config, run_dir, save):
+        save()
+        (run_dir / "summary.json").write_text("{}")
+        found, notices = start(config, run_dir)
+        assert found is None
+        assert notices == [
+            "the run in this folder is complete: it begins anew (recover=required goes on from its newest checkpoint)"
+        ]
+        assert begin_attempt(run_dir) == 2  # it takes the summary away: the run there is not complete any more
+        assert start(config, run_dir) == (None, [])  # interrupted before its first checkpoint: nothing to go on from
+
+    def test_required_goes_on_with_a_complete_run(self, config, run_dir, save):
+        save()
+        (run_dir / "summary.json").write_text("{}")
+        found, _ = start(replace(config, recover="required"), run_dir)
+        assert found is not None
+
+    def test_required_refuses_where_there_is_none(self, config, run_dir):
+        with pytest.raises(ConfigError, match=r"^recover='required': there is no checkpoint to go on from in .*t0/ch"):
+            start(replace(config, recover="required"), run_dir)
+
+    def test_off_begins_anew_and_stays_so(self, config, run_dir, save):
+        save()
+        assert start(replace(config, recover="off"), run_dir) == (None, [])
+        assert list_checkpoints(run_dir) == [(1, 2)]  # nothing is lost yet
+        begin_attempt(run_dir)
+        assert start(config, run_dir) == (None, [])
+
+    def test_what_cannot_be_read_is_named(self, config, run_dir, save):
+        path = save()
+        (path.parent / "began_anew.json").write_text("{")
+        with pytest.raises(ConfigError, match=r"^recover='auto': .*began_anew.json cannot be read: .*; delete it"):
+            start(config, run_dir)
+
+    def test_modes_without_checkpoints(self, config, run_dir, save):
+        save()
+        assert start(replace(config, mode="rollout_only"), run_dir) == (None, [])
+
+    def test_an_attempt_comes_after_that_of_a_checkpoint(self, run_dir, save):
+        save(attempt=4)
+        assert begin_attempt(run_dir) == 5
+
+
+class TestWhatDoesNotFit:
+    def refused(self, config: ExperimentConfig, run_dir: Path, told: str) -> None:
+        with pytest.raises(ConfigError, match=told):
+            start(config, run_dir)
+
+    def test_other_prompts(self, config, run_dir, save):
+        save()
+        path = Path(config.prompts.path)
+        rows = path.read_text().splitlines()
+        path.write_text("\n".join(rows[:9]) + "\n")
+        self.refused(
+            config, run_dir, r"^prompts.path='.*p.jsonl': it has 9 prompts, the checkpoint of step 2 \(attempt 1\) "
+        )
+        self.refused(
+            config, run_dir, r"was made with 10 prompts, so that nobody could say which are done; give those, or "
+        )
+        path.write_text("\n".join(rows[::-1]) + "\n")
+        self.refused(
+            config, run_dir, "it has 10 prompts, .* was made with other prompts, .* or begin anew with recover=off"
+        )
+
+    def test_another_order(self, config, run_dir, save):
+        save()
+        self.refused(replace(config, seed=2), run_dir, "^seed=2: .* has the order of prompts of seed=1; use that")
+        unshuffled = replace(config, prompts=replace(config.prompts, shuffle=False))
+        self.refused(unshuffled, run_dir, "^prompts.shuffle=False: .* of prompts.shuffle=True")
+
+    def test_fewer_epochs_than_are_done(self, config, run_dir, save):
+        save(done_cursor=Locator(1, 4))
+        self.refused(config, run_dir, "^train.num_epochs=1: .* is in epoch 2; use 2 or more")
+        two = replace(config, train=replace(config.train, num_epochs=2))
+        assert start(two, run_dir)[0] is not None
+
+    def test_all_epochs_done(self, config, run_dir, save):
+        save(done_cursor=Locator(1, 0))
+        assert start(config, run_dir)[0] is not None
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            (
+                {"model.embed.weight": (5, 2)},
+                r"its tensor model.embed.weight has the shape \[5, 2\], not \[4, 2\] as in",
+            ),
+            (
+                {"model.layers.2.w": (2, 2)},
+                "its tensor model.layers.2.w is not in the actor of the checkpoint of step 2",
+            ),
+            ({"model.layers.1.w": None}, "it has no tensor model.layers.1.w, unlike the actor of"),
+            ({"model.buffer": (1,)}, ""),
+            ({"lm_head.weight": None}, ""),  # tied, say
+        ],
+    )
+    def test_another_model(self, config, run_dir, save, tmp_path, change, told):
+        save()
+        shapes = {name: shape for name, shape in {**SHAPES, **change}.items() if shape is not None}
+        other = replace(config, model_path=write_model(tmp_path / "other", shapes))
+        if told:
+            self.refused(other, run_dir, f"^model_path='.*other': {told}")
+        else:
+            assert start(other, run_dir)[0] is not None
+
+    def test_a_critic_that_was_not_there(self, config, run_dir, save):
+        save()
+        with_critic = replace(config, train=replace(config.train, critic=CriticConfig()))
+        self.refused(with_critic, run_dir, "^train.critic: the checkpoint .* has no critic, .*; leave train.critic out")
+        save(step=3, models=("actor", "critic"))
+        assert start(with_critic, run_dir)[0] is not None
+        assert start(config, run_dir)[0] is not None  # what is not trained any more is not asked for
+
+    def test_what_may_differ(self, config, run_dir, save):
+        save()
+        other = replace(
+            config,
+            allocation="transformers.d2+d2p2m1",
+            train=replace(config.train, batch_size=4, num_epochs=3, optimizer=replace(config.train.optimizer, lr=1.0)),
+            rollout=replace(config.rollout, num_workers=7),
+        )
+        assert start(other, run_dir)[0] is not None
+
+
+def test_the_learning_rate_decays_over_the_steps_there_are(config, run_dir, save):
+    save()
+    found, _ = start(config, run_dir)
+    assert going_on(config, None, 10) == config
+    assert going_on(config, found, 10) == config  # as planned: as if it had not been interrupted
+    other = replace(config, train=replace(config.train, batch_size=4))
+    assert going_on(other, found, 10).train.total_steps == 2 + 2  # 4 of 10 prompts are done
+    shorter = replace(other, train=replace(other.train, max_steps=3))
+    assert going_on(shorter, found, 10).train.total_steps == 3
+    given = replace(other, train=replace(other.train, total_steps=100))
+    assert going_on(given, found, 10) == given
+
+
+def test_the_masters_config(config):
+    config = replace(config, rollout=replace(config.rollout, tasks={"default": TaskConfig(reward="m:f")}))
+    master = next(s.config for s in plan(config, attempt=2, num_prompts=10, resume="/c") if s.kind == "master")
+    assert (master.resume, master.checkpoint) == ("/c", config.checkpoint)
+    sync = replace(config, mode="sync", allocation="d1")
+    assert writes_checkpoints(sync)
+    assert not writes_checkpoints(replace(config, checkpoint=CheckpointConfig(every_s=0.0)))
+    rollouts = replace(config, mode="rollout_only")
+    assert not writes_checkpoints(rollouts)
+    master = next(s.config for s in plan(rollouts, attempt=2, num_prompts=10) if s.kind == "master")
+    assert (master.checkpoint.every_s, master.resume) == (0.0, "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"recover": "maybe"}, "recover='maybe': .*one of auto, required, off"),
+        (
+            {"recover": "required", "mode": "rollout_only"},
+            "recover='required': mode=rollout_only writes no checkpoints",
+        ),
+        ({"checkpoint": CheckpointConfig(keep_last=0)}, "checkpoint.keep_last=0: must be at least 1"),
+        ({"checkpoint": CheckpointConfig(every_s=-1.0)}, r"checkpoint.every_s=-1.0: must not be negative; 0 switches"),
+    ],
+)
+def test_fields_are_checked(config, fields, told):
+    with pytest.raises(ConfigError, match=told):
+        validate(replace(config, **fields))
+
+
+class TestResume:
+    def test_the_config_is_kept_whole_and_only_for_its_owner(self, config, run_dir, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        config = replace(
+            config,
+            model_path="model",
+            fileroot="runs",
+            rollout=replace(config.rollout, tasks={"default": TaskConfig(reward="r.py:f", env_args={"api_key": "s3"})}),
+        )
+        for attempt in (1, 2):
+            save_config(with_absolute_paths(config), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
+        (configs_dir(run_dir, 3)).mkdir()  # of a gang that was started again
+        kept = newest_experiment(run_dir)
+        assert kept == configs_dir(run_dir, 2) / EXPERIMENT_FILE
+        assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+        monkeypatch.chdir("/")
+        again = load_experiment(kept)
+        assert again == with_absolute_paths(again)
+        assert again.model_path == str(tmp_path / "model")
+        assert again.rollout.tasks["default"] == TaskConfig(reward=f"{tmp_path}/r.py:f", env_args={"api_key": "s3"})
+
+    def test_without_a_config_it_says_what_to_do(self, tmp_path, capsys):
+        assert cli.main(["resume", str(tmp_path)]) == 2
+        told = capsys.readouterr().out.replace("\n", " ")
+        assert "no run was started there; `asyncrl-launch run CONFIG recover=required` goes on with the config" in told
+        assert cli.main(["resume", str(tmp_path / "nowhere")]) == 2
+        assert "is not a folder; name that of a run" in capsys.readouterr().out.replace("\n", " ")

@@ -1,0 +1,93 @@
+"""Servers that are slow, not dead: less for them, nothing is taken from them, and all as before when they are quick again."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from test_ledger import Desk
+
+from asyncrl.messages import HeartbeatRequest, WeightVersion
+
+SLOW, QUICK, OTHER = (f"generation_server/{index}" for index in range(3))
+
+
+def run_groups(desk: Desk, seconds: dict[str, float], rounds: int) -> Counter[str]:
+    """So many batches of groups of 100 tokens, each of which takes as long as its server says. Returns who got how many."""
+    got: Counter[str] = Counter()
+    for _ in range(rounds):
+        tickets = desk.take(6)
+        began = desk.now
+        for ticket in sorted(tickets, key=lambda ticket: seconds[ticket.server]):
+            desk.now = began + seconds[ticket.server]
+            desk.finish(ticket, outcome="rejected", num_tokens=100)
+            got[ticket.server] += 1
+        desk.rejected_seen += 6
+        desk.report()
+    return got
+
+
+def states(desk: Desk) -> dict[str, str]:
+    return {view.server: view.state for view in desk.table.views()}
+
+
+@pytest.mark.parametrize("routing", ["least_requests", "round_robin", "least_token_usage"])
+def test_a_server_whose_groups_take_much_longer_gets_one_at_a_time(routing: str) -> None:
+    desk = Desk(num_servers=3, batch_size=6)
+    desk.table.policy = routing
+    assert run_groups(desk, {SLOW: 4.0, QUICK: 1.0, OTHER: 1.2}, rounds=2)[SLOW] == 4
+    assert states(desk) == {SLOW: "suspect", QUICK: "healthy", OTHER: "healthy"}
+    assert "its groups take" in desk.table.servers[SLOW].slow
+    got = run_groups(desk, {SLOW: 4.0, QUICK: 1.0, OTHER: 1.2}, rounds=4)
+    assert got[SLOW] == 4
+    assert got[QUICK] + got[OTHER] == 20
+    run_groups(desk, dict.fromkeys((SLOW, QUICK, OTHER), 1.0), rounds=12)  # quick again, as the one at a time shows
+    assert states(desk)[SLOW] == "healthy"
+    assert run_groups(desk, dict.fromkeys((SLOW, QUICK, OTHER), 1.0), rounds=4)[SLOW] == 8
+
+
+def test_slow_servers_are_better_than_none() -> None:
+    desk = Desk(num_servers=2, batch_size=4)
+    desk.table.max_groups = 2
+    desk.table.answered(SLOW, str(WeightVersion(1, 0)), desk.now, took_s=5.0)
+    assert states(desk)[SLOW] == "suspect"
+    assert desk.table.servers[SLOW].slow == "took 5.0 s to answer a probe"
+    tickets = desk.take(4)
+    assert [ticket.server for ticket in tickets] == [QUICK, QUICK, SLOW, SLOW]
+    desk.table.answered(SLOW, str(WeightVersion(1, 0)), desk.now, took_s=0.1)
+    assert states(desk)[SLOW] == "healthy"
+
+
+def test_who_waits_for_a_slow_server_is_not_told_that_it_is_dead() -> None:
+    desk = Desk(num_servers=2)
+    (ticket,) = [ticket for ticket in desk.take(2) if ticket.server == SLOW]
+    for _ in range(10):  # it is silent past the limit of a probe each time, and answers then
+        desk.now += 6.0
+        desk.table.silent(SLOW, "no answer for 5 s", desk.now)
+        assert states(desk)[SLOW] == "suspect"
+        desk.now += 4.0
+        desk.table.answered(SLOW, str(WeightVersion(1, 0)), desk.now, took_s=9.0)
+        assert states(desk)[SLOW] == "suspect"
+        request = HeartbeatRequest(worker="rollout_worker/0", incarnation="a", held=[ticket.ticket_id])
+        reply = desk.ledger.heartbeat(request, desk.now)
+        assert (reply.dead, reply.revoked) == ([], [])
+    desk.now += 16.0
+    desk.table.silent(SLOW, "no answer for 15 s", desk.now)
+    assert states(desk)[SLOW] == "dead"
+
+
+def test_all_servers_as_slow_as_each_other_are_not_slow() -> None:
+    desk = Desk(num_servers=3, batch_size=6)
+    run_groups(desk, dict.fromkeys((SLOW, QUICK, OTHER), 40.0), rounds=4)
+    assert set(states(desk).values()) == {"healthy"}
+
+
+def test_groups_that_moved_say_nothing_of_their_server() -> None:
+    desk = Desk(num_servers=2, batch_size=6)
+    tickets = desk.take(4)
+    desk.now += 100.0
+    for ticket in tickets:
+        live = desk.ledger._live[ticket.ticket_id]
+        desk.ledger._move(live, desk.table.servers[QUICK if ticket.server == SLOW else SLOW], "drained")
+        desk.finish(ticket, num_tokens=100)
+    assert {server.pace.num_groups for server in desk.table.servers.values()} == {0}

@@ -1,0 +1,198 @@
+"""Who is started again how: alone, as a gang, everything once, or nobody any more. And who is frozen."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.launch.supervision import (
+    EVERYTHING,
+    GANG,
+    WINDOW_S,
+    Decision,
+    End,
+    EndRun,
+    FreezeWatch,
+    RestartBudget,
+    StartAgain,
+    Supervision,
+)
+
+NAMES = [
+    "master/0",
+    "model_worker/0",
+    "model_worker/1",
+    "generation_server/0",
+    "gserver_manager/0",
+    "rollout_worker/0",
+    "rollout_worker/1",
+]
+UNITS = {GANG if name.startswith(("master", "model_worker")) else name for name in NAMES}
+
+
+def end(name: str, number: int = 0, *, was_running: bool = True, fatal: bool = False) -> End:
+    return End(name, "was killed", f"{name} was killed, cause {number}", was_running, fatal)
+
+
+def decide(supervision: Supervision, ended: End, now: float = 0.0) -> Decision:
+    return supervision.decide(ended, 1000.0 + now, now)
+
+
+def test_pauses_grow_and_the_number_is_bounded_within_an_hour() -> None:
+    budget = RestartBudget(3)
+    assert [budget.ended("s", f"end {i}", 10.0 * i) for i in range(4)] == [1.0, 2.0, 4.0, None]
+    assert budget.recent("s", 40.0) == ["end 0", "end 1", "end 2", "end 3"]
+    assert budget.count("s") == 3
+    assert budget.ended("other", "killed", 40.0) == 1.0
+    assert budget.ended("s", "much later", WINDOW_S + 50.0) == 1.0
+    assert budget.count("s") == 4
+    assert RestartBudget(0).ended("s", "killed", 0.0) is None
+    long = RestartBudget(100)
+    assert max(long.ended("s", "", 0.0) or 0.0 for _ in range(50)) == 30.0
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "unit"),
+    [
+        ("async", "rollout_worker/1", "rollout_worker/1"),
+        ("async", "generation_server/0", "generation_server/0"),
+        ("async", "gserver_manager/0", "gserver_manager/0"),
+        ("async", "master/0", GANG),
+        ("async", "model_worker/7", GANG),
+        ("sync", "model_worker/0", GANG),
+        ("rollout_only", "rollout_worker/0", "rollout_worker/0"),
+        ("rollout_only", "master/0", ""),
+        ("rollout_only", "recorder/0", ""),
+        ("train_only", "model_worker/0", ""),
+        ("train_only", "replayer/0", ""),
+    ],
+)
+def test_who_goes_with_whom(mode: str, name: str, unit: str) -> None:
+    supervision = Supervision(3, mode=mode)
+    assert supervision.unit_of(name) == unit
+    decision = decide(supervision, end(name))
+    assert decision == (StartAgain(unit, 1.0) if unit else EndRun(f"{name} was killed, cause 0"))
+
+
+def test_the_gang_has_one_budget_and_everybody_else_an_own_one() -> None:
+    supervision = Supervision(2)
+    assert decide(supervision, end("master/0")) == StartAgain(GANG, 1.0, 1)
+    assert decide(supervision, end("rollout_worker/0")) == StartAgain("rollout_worker/0", 1.0, 1)
+    assert decide(supervision, end("model_worker/1")) == StartAgain(GANG, 2.0, 2)
+    assert (supervision.count("master/0"), supervision.count("rollout_worker/0")) == (2, 1)
+    assert decide(supervision, end("model_worker/0")) == StartAgain(EVERYTHING, 4.0)
+    assert (supervision.count("master/0"), supervision.count("rollout_worker/1")) == (3, 1)
+
+
+def test_too_often_everything_once_then_the_end_with_the_first_cause_and_what_was_tried() -> None:
+    supervision = Supervision(1)
+    decisions = [decide(supervision, end("rollout_worker/0", number), 10.0 * number) for number in range(3)]
+    *again, last = decisions
+    assert [decision.unit for decision in again if isinstance(decision, StartAgain)] == ["rollout_worker/0", EVERYTHING]
+    assert isinstance(last, EndRun)
+    assert last.cause == "rollout_worker/0 was killed, cause 0"
+    assert [line.partition(" ")[2] for line in last.tried] == [
+        "rollout_worker/0 was killed: rollout_worker/0 started again (1 of 1)",
+        "rollout_worker/0 was killed: everything started again",
+        "rollout_worker/0 was killed",
+    ]
+
+
+def test_what_came_much_later_has_a_cause_of_its_own() -> None:
+    supervision = Supervision(1)
+    for number in range(2):
+        decide(supervision, end("rollout_worker/0", number))
+    later = 2 * WINDOW_S
+    assert decide(supervision, end("master/0", 2), later) == StartAgain(GANG, 1.0, 1)
+    last = decide(supervision, end("master/0", 3), later + 1.0)
+    assert isinstance(last, EndRun)  # everything is started again once a launch
+    assert last.cause == "master/0 was killed, cause 2"
+    assert len(last.tried) == 2
+
+
+def test_what_could_only_end_again_ends_the_run() -> None:
+    supervision = Supervision(3)
+    assert isinstance(decide(supervision, end("rollout_worker/0", was_running=False)), EndRun)
+    supervision.runs("rollout_worker/1")
+    assert isinstance(decide(supervision, end("rollout_worker/1", was_running=False)), StartAgain)  # in a later start
+    assert isinstance(decide(supervision, end("rollout_worker/1", fatal=True)), EndRun)
+    assert isinstance(decide(Supervision(0), end("rollout_worker/0")), EndRun)
+
+
+def test_what_somebody_starts_by_hand_is_not_started_by_the_launcher() -> None:
+    supervision = Supervision(1, by_hand=["model_worker/1"])
+    assert isinstance(decide(supervision, end("master/0")), EndRun)
+    assert isinstance(decide(supervision, end("rollout_worker/0")), StartAgain)
+    assert isinstance(decide(supervision, end("rollout_worker/0")), EndRun)  # not everything could be
+
+
+Step = tuple[str, bool, float]
+STEPS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.booleans(), st.floats(0.0, WINDOW_S / 100)), min_size=1, max_size=100
+)
+
+
+@given(limit=st.integers(0, 4), steps=STEPS)
+def test_it_never_goes_on_for_ever_and_the_first_cause_survives(limit: int, steps: list[Step]) -> None:
+    """Whatever ends in which order within an hour: the number of restarts is bounded, and the run ends by a cause that is the
+    oldest of its unit, or that of the restart of everything."""
+    supervision, now = Supervision(limit), 0.0
+    first: dict[str, str] = {}
+    of_everything = ""
+    counts: dict[str, int] = {}
+    ran: set[str] = set()
+    for number, (name, was_running, after_s) in enumerate(steps):
+        now += after_s
+        ended = end(name, number, was_running=was_running)
+        unit = supervision.unit_of(name)
+        if was_running:
+            ran.add(name)
+        decision = decide(supervision, ended, now)
+        if now > WINDOW_S:
+            return
+        if limit == 0 or name not in ran:
+            assert isinstance(decision, EndRun)
+            assert decision.cause == ended.cause
+            return
+        first.setdefault(unit, ended.cause)
+        if isinstance(decision, EndRun):
+            assert counts[unit] == limit
+            assert of_everything
+            assert decision.cause == of_everything
+            return
+        assert decision.pause_s >= 1.0
+        counts[decision.unit] = counts.get(decision.unit, 0) + 1
+        assert counts[decision.unit] <= (1 if decision.unit == EVERYTHING else limit)
+        if decision.unit == EVERYTHING:
+            of_everything = first[unit]
+    assert sum(counts.values()) <= limit * len(UNITS) + 1
+
+
+def test_who_does_not_count_any_more_is_frozen() -> None:
+    watch = FreezeWatch(10.0, 100.0)
+    assert watch.turn(0.0, {1: 5, 2: 7}) == {}
+    for second in range(1, 11):
+        assert watch.turn(float(second), {1: 5, 2: 7 + second}) == {}
+    assert watch.turn(11.0, {1: 5, 2: 18}) == {1: 11.0}
+    assert watch.turn(12.0, {1: 6, 2: 19}) == {}  # it has moved after all
+
+
+def test_a_sleep_of_the_launcher_is_nobodys_fault() -> None:
+    watch = FreezeWatch(10.0, 100.0)
+    watch.turn(0.0, {1: 5})
+    assert watch.turn(1000.0, {1: 5}) == {}
+    for second in range(1, 10):
+        assert watch.turn(1000.0 + second, {1: 5}) == {}
+    assert list(watch.turn(1010.0, {1: 5})) == [1]
+
+
+def test_before_its_first_word_a_process_has_the_time_of_a_start() -> None:
+    watch = FreezeWatch(10.0, 20.0)
+    for second in range(21):
+        assert watch.turn(float(second), {1: None}) == {}
+    assert list(watch.turn(21.0, {1: None})) == [1]
+    assert watch.turn(22.0, {2: None}) == {}
+    assert watch.turn(23.0, {2: 0}) == {}
+    off = FreezeWatch(0.0, 20.0)
+    assert not any(off.turn(float(second), {1: None, 2: 5}) for second in range(100))
