@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from asyncrl.manager.ledger import Ledger, StaleAttemptError
+from asyncrl.manager.prompts import TicketId
 from asyncrl.manager.routing import ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
@@ -212,7 +213,15 @@ class World:
         if call.to != self.generation:
             return False
         try:
-            call.answers.append(call.arrive())
+            answer = call.arrive()
+            call.answers.append(answer)
+            if isinstance(call.who, Master):
+                assert call.who.attempt == self.ledger.attempt, "the report of an attempt that is over was accepted"
+            if isinstance(answer, HeartbeatReply):
+                names = [TicketId.parse(ticket_id) for ticket_id in answer.revoked]
+                assert all(name is None or name.attempt <= self.ledger.attempt for name in names), (
+                    "revoked by ignorance"
+                )
             self.check()
         except StaleAttemptError:
             assert isinstance(call.who, Master)
@@ -278,7 +287,8 @@ class World:
             for ticket_id in reply.revoked:
                 rollout = worker.held.get(ticket_id)
                 if rollout is not None and not any(result.ticket_id == ticket_id for result in worker.results):
-                    self.num_revoked += 1
+                    # One that was trained before its worker has the verdict is no loss.
+                    self.num_revoked += not self.master.progress.is_done(rollout.ticket.locator)
                     self._ends(worker, rollout, "released", "revoked")
 
         worker.calls["heartbeat"] = self._begin_call(
@@ -317,7 +327,9 @@ class World:
     def push_arrives(self, index: int) -> None:
         worker, rollout, meta = self.pushes.pop(index)
         rollout.pushes -= 1
-        self.verdicts.append((worker, rollout, self.master.buffer.put(meta)))
+        verdict = self.master.buffer.put(meta)
+        assert verdict.verdict != "stored" or meta.attempt == self.master.attempt, "of an attempt that is over"
+        self.verdicts.append((worker, rollout, verdict))
 
     def verdict_arrives(self, index: int) -> None:
         worker, rollout, verdict = self.verdicts.pop(index)
@@ -496,6 +508,7 @@ class World:
     def check(self) -> None:
         ledger, master = self.ledger, self.master
         assert ledger.attempt <= self.attempt
+        assert ledger.attempt < self.attempt or ledger.trained_version <= master.version
         assert ledger.num_running == sum(live.state == "running" for live in ledger._live.values())
         assert len(ledger._by_prompt) == ledger.num_live
         assert ledger.num_running <= ledger.gate.max_concurrent + self.num_lost

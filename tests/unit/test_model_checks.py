@@ -289,9 +289,10 @@ class OnlyManagersDie(RuleBasedStateMachine):
         if served:
             self.world.serve()
 
-    @rule()
-    def the_manager_dies(self) -> None:
+    @rule(alone=st.integers(0, 3))
+    def the_manager_dies(self, alone: int) -> None:
         self.world.begin_manager(1)
+        self.the_master_goes_on_alone(alone)
 
     @invariant()
     def nothing_is_wasted(self) -> None:
