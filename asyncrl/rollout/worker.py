@@ -30,6 +30,7 @@ from asyncrl.rollout.manager_client import ManagerClient
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.tasks import TRAIN, Task, TaskTable
 from asyncrl.runtime.channel import ChannelRefused
+from asyncrl.runtime.disk import out_of_files
 from asyncrl.runtime.journal import BackgroundJournal
 from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
@@ -439,6 +440,8 @@ def _agent_result(ended: asyncio.Future[Any]) -> Any:
     except RolloutEnded:
         raise
     except Exception as error:
+        if out_of_files(error) is not None:  # of the process, whose other rollouts would all meet it
+            raise
         raise RolloutRejected("agent_error", f"the agent raised {shown(error)}") from error
 
 
