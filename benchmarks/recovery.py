@@ -9,7 +9,7 @@ killed (SIGKILL) in turn, in mid-generation or in a train step, each when the ru
   generation_server   the next token that it samples; `engine_start`: what the new process takes from its first line to serving
   model_worker,       the start of the next train step: they end and begin again as one gang, and a whole batch is generated before
   master              it; `gang_start`: from the first line of the first of them until they have met and loaded the model
-Two deaths of the gang in one run: the second one is paused for 2 s before it is started again, the first for 1 s, by design.
+Two deaths of the gang in one run: the first one is started again at once, the second after 1 s, by design.
 """
 
 from __future__ import annotations

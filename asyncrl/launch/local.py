@@ -358,7 +358,8 @@ class LocalLauncher:
         if isinstance(decision, EndRun):
             raise LaunchError(self._told(decision.cause, decision.tried))
         limit, pause_s = self._supervision.limit, decision.pause_s
-        again = f"started again in {pause_s:g} s ({decision.number} of {limit}); see {child.log}"
+        when = f"in {pause_s:g} s" if pause_s else "at once"
+        again = f"started again {when} ({decision.number} of {limit}); see {child.log}"
         if decision.unit == child.name:
             self._crew.forget(child)
             count = self._supervision.count(child.name)
@@ -372,8 +373,8 @@ class LocalLauncher:
             for name in self._restarts.names():
                 self._restarts.cancel(name)
             self._view.notice(
-                f"{child.name} {how}, after {limit} restarts within {WINDOW_S / 60:.0f} minutes; everything is started again in "
-                f"{pause_s:g} s, once; see {child.log}"
+                f"{child.name} {how}, after {limit} restarts within {WINDOW_S / 60:.0f} minutes; everything is started again "
+                f"{when}, once; see {child.log}"
             )
         self._renewal = _Renewal(decision.unit, f"{child.name} {how}", time.monotonic() + pause_s)
 

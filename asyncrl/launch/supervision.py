@@ -21,7 +21,7 @@ EVERYTHING = "everything"
 GANG_KINDS = frozenset({"master", "model_worker"})
 _ALONE_KINDS = frozenset({"rollout_worker", "generation_server", "gserver_manager"})
 _MODES_WITH_GANG = frozenset({"async", "sync"})  # the others have no checkpoint to go on from
-_FIRST_PAUSE_S = 1.0  # a device's memory may take a moment to be free again
+_FIRST_PAUSE_S = 1.0  # of a second end: the first one is started again at once, as one death says nothing
 _LONGEST_PAUSE_S = 30.0
 _MAX_TOLD = 20  # lines about what was tried
 _LONGEST_TURN_S = 1.0
@@ -88,7 +88,7 @@ class RestartBudget:
 
 def pause_s(before: int) -> float:
     """Between an end and the next start, after so many within WINDOW_S."""
-    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(before, 10))
+    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(before - 1, 10)) if before else 0.0
 
 
 class Supervision:

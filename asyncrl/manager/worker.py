@@ -220,9 +220,12 @@ class GserverManager(Worker):
     def _show_missing(self) -> None:
         """While nothing is admitted for want of a server: whom that waits for."""
         missing = ""
-        if self.ledger.refusal(self.clock.monotonic()) in _WANT_OF_SERVERS:
-            servers = [view.server for view in self.table.views() if view.state != "healthy"]
-            missing = ", ".join(servers) or "generation servers"
+        refusal = self.ledger.refusal(self.clock.monotonic())
+        servers = ", ".join(view.server for view in self.table.views() if view.state != "healthy")
+        if refusal in _WANT_OF_SERVERS:
+            missing = servers or "generation servers"
+        elif refusal == "staleness" and not self.ledger.num_live:  # they have fallen too far behind the trainer
+            missing = servers
         if missing != self._missing:
             self._missing = missing
             self._missing_wait.close()

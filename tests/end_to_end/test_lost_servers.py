@@ -149,8 +149,8 @@ def test_the_only_server_is_waited_for_and_too_many_deaths_end_the_run(
     run = start("runtime.max_restarts=2", env=die_in_update(tmp_path / "fault", server=0, version=6))
     run.wait_for_step(2, LIMIT_S)
     run.worker("generation_server/0").kill()
-    run.wait_for_output("it is started again in 1 s (1 of 2)", LIMIT_S)
-    run.wait_for_output("it is started again in 2 s (2 of 2)", LIMIT_S)  # in the update to version 6
+    run.wait_for_output("it is started again at once (1 of 2)", LIMIT_S)
+    run.wait_for_output("it is started again in 1 s (2 of 2)", LIMIT_S)  # in the update to version 6
     assert has_struck(tmp_path / "fault")
     run.wait_for_step(10, LIMIT_S)
 
@@ -160,7 +160,7 @@ def test_the_only_server_is_waited_for_and_too_many_deaths_end_the_run(
 
     run.wait_until(seen_in_status, "`status` told of the restarts", LIMIT_S)
     run.worker("generation_server/0").kill()
-    run.wait_for_output("everything is started again in 4 s, once", LIMIT_S)
+    run.wait_for_output("everything is started again in 2 s, once", LIMIT_S)
     run.wait_until(lambda: trained_events(run.run_dir, 2), "a step of the second attempt", LIMIT_S)
     run.worker("generation_server/0").kill()
     assert run.wait(LIMIT_S) == 1

@@ -123,7 +123,7 @@ def test_whoever_is_killed_or_frozen_the_run_goes_on(
     told = " ".join(run.output().split())
     assert told.count("the training side (model_worker/0, model_worker/1, master/0) is started again") == 2
     assert "the training side goes on from step" in told
-    assert "gserver_manager/0 ended before the run was over; it is started again in 2 s (2 of 5)" in told
+    assert "gserver_manager/0 ended before the run was over; it is started again in 1 s (2 of 5)" in told
     assert newest_step(run) == STEPS
     found = audit(run.run_dir)
     assert found.problems == []
@@ -170,7 +170,7 @@ def test_too_often_ends_with_the_first_cause_and_how_to_go_on(start: Callable[..
     os.kill(run.worker("rollout_worker/0").pid, signal.SIGKILL)
     assert run.wait(LIMIT_S) == 1
     told = " ".join(run.output().split())
-    assert "everything is started again in 2 s, once" in told
+    assert "everything is started again in 1 s, once" in told
     first, tried, last, remedy = (
         told.index(text)
         for text in (

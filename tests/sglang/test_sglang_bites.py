@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 import torch
 from test_sglang_engine import LONG, attached, close_to, counter_of, make_prompt, within
-from weight_store import EXACT, V0, V1, V2, WeightStore
+from weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, WeightStore
 
 from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig, validate
 from asyncrl.generation.engine import EngineRequest, RequestRefused, WeightsRefused
@@ -186,7 +186,7 @@ async def test_7_what_sglang_refuses_ignores_or_dies_of(
 ) -> None:
     """A token outside the vocabulary kills it (not shown here). Ours refuses before anything is sent."""
     bad = [
-        ({"input_ids": [1] * 600, "sampling_params": {}}, "longer than the model's context length"),
+        ({"input_ids": [1] * (MAX_POSITIONS + 88), "sampling_params": {}}, "longer than the model's context length"),
         ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "temprature"),
     ]
     for body, why in bad:
@@ -202,7 +202,7 @@ async def test_7_what_sglang_refuses_ignores_or_dies_of(
         assert "Duplicate request ID" in (await status_of(sglang_url, "/generate", doubled))[1]
         assert [piece.meta_info.finish_reason is not None async for piece in pieces][-1]
     async with attached(sglang_url, store, sglang_config) as engine:
-        for ids in ([64], [-1], [1] * 600, []):
+        for ids in ([64], [-1], [1] * (MAX_POSITIONS + 88), []):
             with pytest.raises(RequestRefused):
                 engine.submit(EngineRequest("r", ids, SHORT))
         await asyncio.sleep(0)

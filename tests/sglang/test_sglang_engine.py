@@ -46,7 +46,9 @@ from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.name_resolve import open_name_resolver
 
 LIMIT_S = 60.0
-LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
+LONG = SamplingParams(
+    max_new_tokens=600, ignore_eos=True
+)  # a second or two: it still runs when a busy test comes to act
 ENDING = SamplingParams(max_new_tokens=200)
 
 

@@ -14,7 +14,7 @@ from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import version_dir, write_version
 
 V0, V1, V2, V3 = (WeightVersion(1, v) for v in range(4))
-MAX_POSITIONS = 512
+MAX_POSITIONS = 1024
 EXACT = 1e-5  # SGLang and transformers compute the same, in float32
 
 

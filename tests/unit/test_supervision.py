@@ -41,11 +41,11 @@ def decide(supervision: Supervision, ended: End, now: float = 0.0) -> Decision:
 
 def test_pauses_grow_and_the_number_is_bounded_within_an_hour() -> None:
     budget = RestartBudget(3)
-    assert [budget.ended("s", f"end {i}", 10.0 * i) for i in range(4)] == [1.0, 2.0, 4.0, None]
+    assert [budget.ended("s", f"end {i}", 10.0 * i) for i in range(4)] == [0.0, 1.0, 2.0, None]
     assert budget.recent("s", 40.0) == ["end 0", "end 1", "end 2", "end 3"]
     assert budget.count("s") == 3
-    assert budget.ended("other", "killed", 40.0) == 1.0
-    assert budget.ended("s", "much later", WINDOW_S + 50.0) == 1.0
+    assert budget.ended("other", "killed", 40.0) == 0.0
+    assert budget.ended("s", "much later", WINDOW_S + 50.0) == 0.0
     assert budget.count("s") == 4
     assert RestartBudget(0).ended("s", "killed", 0.0) is None
     long = RestartBudget(100)
@@ -72,16 +72,16 @@ def test_who_goes_with_whom(mode: str, name: str, unit: str) -> None:
     supervision = Supervision(3, mode=mode)
     assert supervision.unit_of(name) == unit
     decision = decide(supervision, end(name))
-    assert decision == (StartAgain(unit, 1.0) if unit else EndRun(f"{name} was killed, cause 0"))
+    assert decision == (StartAgain(unit, 0.0) if unit else EndRun(f"{name} was killed, cause 0"))
 
 
 def test_the_gang_has_one_budget_and_everybody_else_an_own_one() -> None:
     supervision = Supervision(2)
-    assert decide(supervision, end("master/0")) == StartAgain(GANG, 1.0, 1)
-    assert decide(supervision, end("rollout_worker/0")) == StartAgain("rollout_worker/0", 1.0, 1)
-    assert decide(supervision, end("model_worker/1")) == StartAgain(GANG, 2.0, 2)
+    assert decide(supervision, end("master/0")) == StartAgain(GANG, 0.0, 1)
+    assert decide(supervision, end("rollout_worker/0")) == StartAgain("rollout_worker/0", 0.0, 1)
+    assert decide(supervision, end("model_worker/1")) == StartAgain(GANG, 1.0, 2)
     assert (supervision.count("master/0"), supervision.count("rollout_worker/0")) == (2, 1)
-    assert decide(supervision, end("model_worker/0")) == StartAgain(EVERYTHING, 4.0)
+    assert decide(supervision, end("model_worker/0")) == StartAgain(EVERYTHING, 2.0)
     assert (supervision.count("master/0"), supervision.count("rollout_worker/1")) == (3, 1)
 
 
@@ -104,7 +104,7 @@ def test_what_came_much_later_has_a_cause_of_its_own() -> None:
     for number in range(2):
         decide(supervision, end("rollout_worker/0", number))
     later = 2 * WINDOW_S
-    assert decide(supervision, end("master/0", 2), later) == StartAgain(GANG, 1.0, 1)
+    assert decide(supervision, end("master/0", 2), later) == StartAgain(GANG, 0.0, 1)
     last = decide(supervision, end("master/0", 3), later + 1.0)
     assert isinstance(last, EndRun)  # everything is started again once a launch
     assert last.cause == "master/0 was killed, cause 2"
@@ -161,7 +161,7 @@ def test_it_never_goes_on_for_ever_and_the_first_cause_survives(limit: int, step
             assert of_everything
             assert decision.cause == of_everything
             return
-        assert decision.pause_s >= 1.0
+        assert decision.pause_s == (0.0 if unit not in counts else min(30.0, 2.0 ** (counts[unit] - 1)))
         counts[decision.unit] = counts.get(decision.unit, 0) + 1
         assert counts[decision.unit] <= (1 if decision.unit == EVERYTHING else limit)
         if decision.unit == EVERYTHING:
