@@ -343,7 +343,10 @@ class NameResolveConfig:
 
 @dataclass(frozen=True)
 class FaultsConfig:
-    """Faults put in on purpose on the way of messages, by a seed (`asyncrl-launch chaos`, tests): shares of all messages."""
+    """Faults put in on purpose on the way of messages, by a seed (`asyncrl-launch chaos`, tests): shares of all messages.
+
+    Of HTTP calls and their answers only drop and delay: TCP doubles and changes nothing.
+    """
 
     seed: int = 0
     drop: float = 0.0

@@ -1,22 +1,66 @@
-"""HTTP sessions between processes of a run. Who calls another process gets its session here, so that a simulation can stand in.
+"""HTTP sessions between processes of a run. Who calls another process gets its session here, so that faults can be put in, and a
+simulation can stand in.
 
+suffer(faults, "master/0")    # sessions opened later have the faults of runtime.faults
 with replaced(make):          # asyncrl/testing/simulation
     open_session(...)         # is what `make` gives
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiohttp
 
+from asyncrl.config import FaultsConfig
+
 Maker = Callable[[int, dict[str, Any]], Any]
 
 
+class HttpFaults:
+    """What runtime.faults does to calls, as a middleware of aiohttp's client: each is drawn for, by seed and `who`.
+
+    A call comes late, or is lost: on the way there, or its answer on the way back. TCP doubles nothing and changes no byte, so
+    neither does this.
+    """
+
+    def __init__(self, faults: FaultsConfig, who: str) -> None:
+        self._faults = faults
+        self._random = random.Random(zlib.crc32(f"http {who}".encode()) ^ faults.seed)
+
+    async def __call__(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        draw = self._random
+        if draw.random() < self._faults.delay:
+            await asyncio.sleep(draw.uniform(0.0, self._faults.delay_s))
+        if draw.random() >= self._faults.drop:
+            return await handler(request)
+        if draw.random() < 0.5:
+            raise aiohttp.ServerDisconnectedError("runtime.faults.drop: the call is lost")
+        (await handler(request)).close()
+        raise aiohttp.ServerDisconnectedError("runtime.faults.drop: the answer is lost")
+
+
+_faults: HttpFaults | None = None
+
+
+def suffer(faults: FaultsConfig, who: str) -> None:
+    """Have the sessions that this process opens from now on suffer these faults, if there are any."""
+    global _faults
+    if faults.drop or faults.delay:
+        _faults = HttpFaults(faults, who)
+
+
 def _real_session(max_connections: int, options: dict[str, Any]) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=max_connections), **options)
+    middlewares = (_faults,) if _faults is not None else ()
+    connector = aiohttp.TCPConnector(limit=max_connections)
+    return aiohttp.ClientSession(connector=connector, middlewares=middlewares, **options)
 
 
 _make: Maker = _real_session

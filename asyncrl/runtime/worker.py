@@ -27,6 +27,7 @@ from asyncrl.config import ConfigError, WorkerInfo
 from asyncrl.data.prompts import PromptError
 from asyncrl.messages import Wait, WorkerStatus
 from asyncrl.names import Names, incarnation
+from asyncrl.runtime import http_client
 from asyncrl.runtime.disk import StorageError, out_of_files
 from asyncrl.runtime.name_resolve import NameResolver, WatchEvent, open_name_resolver
 from asyncrl.runtime.trace import OFF, Tracer, place_of, trace_file
@@ -291,6 +292,7 @@ class Worker:
             await self._shut_down({stop, life, *self._background})
 
     async def _setup_and_run(self) -> None:
+        http_client.suffer(self.info.runtime.faults, self.name)
         await self._open_name_resolve()
         await self.setup()
         self.board.state = "running"

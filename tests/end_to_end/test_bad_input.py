@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from asyncrl.checkpoints import checkpoint_dir, list_checkpoints, recover_dir, verify
 from asyncrl.launch import cli
+from asyncrl.lineage import audit
 from asyncrl.messages import WeightVersion
 from asyncrl.runtime.etcd_server import EtcdServer
-from asyncrl.testing.runs import assert_nothing_left, journal, launch, make_tiny_run
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run
 from asyncrl.weights import list_versions, role_dir, verify_version, version_dir
 
 LIMIT_S = 150.0  # of a run, on a busy machine
@@ -172,3 +175,35 @@ def test_a_disk_too_small_for_a_run_is_refused_at_its_start(
     assert f"fileroot='{small_disk}': 8.4 MB are free there, the run needs 130.6 MB" in told
     assert "make room, use a larger disk, or set weights.keep=1" in told
     assert list(small_disk.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_under_checkpoints(config: Path, tmp_path: Path, mount: Callable[[str], Path]) -> None:
+    """Those that were complete stay whole, and once there is room the run goes on from the newest of them."""
+    run_dir = tmp_path / "tiny" / "t0"
+    run_dir.mkdir(parents=True)
+    disk = mount("size=20m")
+    (run_dir / "checkpoints").symlink_to(disk)
+    every_2 = ["checkpoint.every_steps=2", "checkpoint.every_s=0", "train.max_steps=80"]
+    with launch(config, f"fileroot={tmp_path}", *every_2) as run:
+        run.wait_until(lambda: list_checkpoints(run_dir), "a checkpoint was complete", LIMIT_S)
+        with (disk / "somebody_elses").open("wb", buffering=0) as file:
+            fill(file)
+        assert run.wait(LIMIT_S) == 1, run.output()
+        output = run.output()
+        assert_nothing_left(run_dir)
+    first = next(line for line in output.splitlines() if "could not be written: No space left on device" in line)
+    assert first.startswith(str(recover_dir(run_dir)))
+    assert "set fileroot=... to a larger disk" in first
+    assert f"To go on from the newest checkpoint: asyncrl-launch resume {run_dir}" in output
+    there = list_checkpoints(run_dir)
+    assert {path.name for path in recover_dir(run_dir).iterdir()} == {checkpoint_dir(run_dir, *at).name for at in there}
+    for at in there:
+        verify(checkpoint_dir(run_dir, *at))
+
+    (disk / "somebody_elses").unlink()
+    with RunHandle([sys.executable, "-m", "asyncrl.launch.cli", "resume", str(run_dir)], run_dir) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert_nothing_left(run_dir)
+    found = audit(run_dir)
+    assert found.problems == []
+    assert (found.complete, found.steps) == (True, 80)

@@ -5,10 +5,14 @@ import contextlib
 import random
 from collections import Counter
 
+import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from asyncrl.config import ConfigError, ExperimentConfig, FaultsConfig, RuntimeConfig, validate
+from asyncrl.runtime import http_client
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender
 from asyncrl.runtime.transport import (
     FaultyTransport,
@@ -207,3 +211,50 @@ async def test_a_channel_carries_everything_once_and_as_it_was(seed, ordered):
 def test_faults_that_make_no_sense_are_refused(faults, says):
     with pytest.raises(ConfigError, match=says):
         validate(ExperimentConfig(runtime=RuntimeConfig(faults=faults)))
+
+
+# ------------------------------------------------------------------------------------------------------------------ HTTP
+
+
+async def calls(faults, count, monkeypatch):
+    """So many calls to a real server, each by itself: how many it saw, and what became of them at the client."""
+    monkeypatch.setattr(http_client, "_faults", None)
+    http_client.suffer(faults, "rollout_worker/0")
+    seen = Counter()
+
+    async def answer(request):
+        seen[await request.text()] += 1
+        return web.Response(text="ok")
+
+    app = web.Application()
+    app.router.add_post("/", answer)
+    server = TestServer(app)
+    await server.start_server()
+    became = []
+    async with server, http_client.open_session(max_connections=4) as session:
+        for number in range(count):
+            try:
+                async with session.post(server.make_url("/"), data=str(number)) as reply:
+                    became.append(await reply.text())
+            except aiohttp.ServerDisconnectedError as error:
+                became.append(str(error))
+    return seen, Counter(became), became
+
+
+async def test_calls_and_answers_are_lost_and_none_is_doubled(monkeypatch):
+    seen, became, order = await calls(FaultsConfig(seed=1, drop=0.5, delay=0.2, delay_s=0.01), 200, monkeypatch)
+    call, answer = "runtime.faults.drop: the call is lost", "runtime.faults.drop: the answer is lost"
+    assert became.keys() == {"ok", call, answer}
+    assert min(became.values()) > 20
+    assert set(seen.values()) == {1}
+    assert len(seen) == became["ok"] + became[answer]
+    _, _, again = await calls(FaultsConfig(seed=1, drop=0.5, delay=0.2, delay_s=0.01), 200, monkeypatch)
+    assert again == order
+    _, _, other = await calls(FaultsConfig(seed=2, drop=0.5, delay=0.2, delay_s=0.01), 200, monkeypatch)
+    assert other != order
+
+
+async def test_without_faults_calls_go_as_they_are(monkeypatch):
+    _, became, _ = await calls(FaultsConfig(corrupt=0.5, duplicate=0.5), 20, monkeypatch)  # those of channels only
+    assert became == {"ok": 20}
+    assert http_client._faults is None
