@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from asyncrl.testing.simulation.run import SimulatedRun
 
 _TURN_S = 0.5
+_KILLED = "was killed"
 
 
 class Supervisor:
@@ -43,7 +44,7 @@ class Supervisor:
             run.scheduler.at(run.now + 0.2 * run.network.random(), run.names.revoke, process.lease)
         if run.is_over or self._concerns(process.name) or (event.kind == "ended" and not event.fields["error"]):
             return
-        how = "was killed" if event.kind == "killed" else event.fields["error"]
+        how = _KILLED if event.kind == "killed" else event.fields["error"]
         run.scheduler.at(run.now + 0.5 * run.network.random(), self._see_to, process, how, self._launch)
 
     def _turn(self) -> None:
@@ -74,6 +75,10 @@ class Supervisor:
         end = End(process.name, how, how, board is not None and board.state != "starting", bool(board and board.fatal))
         decision = self._supervision.decide(end, run.scheduler.time(), run.scheduler.monotonic())
         if isinstance(decision, EndRun):
+            if how == _KILLED and not self._supervision.outlives(process.name):
+                # in its very first start: the launcher gives up, and the user starts the run again
+                self.lose_power(run.network.random())
+                return
             run.invariants.broken("failed", f"the run ends: {decision.cause}")
             return
         if decision.unit == process.name:
