@@ -107,7 +107,6 @@ beyond `manager.max_head_offpolicyness`, the reward reached. Of a killed launche
 The phases, and how they are seen from outside: asyncrl/testing/faults/phases.py. About ten of these cells run in CI (tests/chaos).
 """
     TABLE.write_text(text, encoding="utf-8")
-    say(f"written: {TABLE}")
 
 
 def say(text: str) -> None:
@@ -142,9 +141,9 @@ def main() -> None:
             for phase in words(args.phases):
                 say(f"{SIGNALS[kind]} in {phase}, {time.monotonic() - began:.0f} s after the start")
                 rows.append(measure(config, kind, phase, targets, [*ours, *overrides]))  # type: ignore[arg-type]
+                if args.write:  # after each, so that what was found so far is there whatever comes
+                    write(rows, targets)
     say(table(rows, targets))
-    if args.write:
-        write(rows, targets)
     seconds = [o.useful_s for row in rows for o in row.outcomes.values() if o.useful_s and row.kind != "stop"]
     failed = sum(bool(o.problem) for row in rows for o in row.outcomes.values())
     result = {

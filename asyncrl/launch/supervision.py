@@ -9,6 +9,7 @@ error that lies in what the user gave. So does the first end of other processes 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
@@ -21,8 +22,9 @@ EVERYTHING = "everything"
 GANG_KINDS = frozenset({"master", "model_worker"})
 _ALONE_KINDS = frozenset({"rollout_worker", "generation_server", "gserver_manager"})
 _MODES_WITH_GANG = frozenset({"async", "sync"})  # the others have no checkpoint to go on from
-_FIRST_PAUSE_S = 1.0  # of a second end: the first one is started again at once, as one death says nothing
+_FIRST_PAUSE_S = 1.0  # of a second end in a row: the first one is started again at once, as one death says nothing
 _LONGEST_PAUSE_S = 30.0
+CALM_S = 60.0  # who has lived so long since its start died of something else than the one before: a row begins anew
 _MAX_TOLD = 20  # lines about what was tried
 _LONGEST_TURN_S = 1.0
 
@@ -64,6 +66,7 @@ class RestartBudget:
         self.limit = limit
         self._ends: defaultdict[str, deque[tuple[float, str]]] = defaultdict(deque)  # (when, cause), oldest first
         self._count: defaultdict[str, int] = defaultdict(int)
+        self._rows: dict[str, tuple[int, float]] = {}  # ends in a row before the newest one; when its pause is over
 
     def count(self, unit: str) -> int:
         """How often it has been started again so far."""
@@ -83,11 +86,15 @@ class RestartBudget:
         if before >= self.limit:
             return None
         self._count[unit] += 1
-        return pause_s(before)
+        in_a_row, started = self._rows.get(unit, (0, -math.inf))
+        in_a_row = in_a_row + 1 if now - started < CALM_S else 0
+        pause = pause_s(in_a_row)
+        self._rows[unit] = in_a_row, now + pause
+        return pause
 
 
 def pause_s(before: int) -> float:
-    """Between an end and the next start, after so many within WINDOW_S."""
+    """Between an end and the next start, after so many in a row, each within CALM_S of its start."""
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(before - 1, 10)) if before else 0.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,7 +124,8 @@ def test_whoever_is_killed_or_frozen_the_run_goes_on(
     told = " ".join(run.output().split())
     assert told.count("the training side (model_worker/0, model_worker/1, master/0) is started again") == 2
     assert "the training side goes on from step" in told
-    assert "gserver_manager/0 ended before the run was over; it is started again in 1 s (2 of 5)" in told
+    second = r"gserver_manager/0 ended before the run was over; it is started again (at once|in 1 s) \(2 of 5\)"
+    assert re.search(second, told)  # which of both: whether it had lived for a minute
     assert newest_step(run) == STEPS
     found = audit(run.run_dir)
     assert found.problems == []

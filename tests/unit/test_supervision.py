@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.launch.supervision import (
+    CALM_S,
     EVERYTHING,
     GANG,
     WINDOW_S,
@@ -50,6 +53,18 @@ def test_pauses_grow_and_the_number_is_bounded_within_an_hour() -> None:
     assert RestartBudget(0).ended("s", "killed", 0.0) is None
     long = RestartBudget(100)
     assert max(long.ended("s", "", 0.0) or 0.0 for _ in range(50)) == 30.0
+
+
+def test_who_has_worked_for_a_while_is_started_again_at_once() -> None:
+    """A pause is for what fails in its start again and again, not for what dies now and then."""
+    budget = RestartBudget(100)
+    assert {budget.ended("s", "killed", number * (CALM_S + 1.0)) for number in range(20)} == {0.0}
+    now, pauses = 10_000.0, []
+    for _ in range(7):  # each works for most of that time
+        pauses.append(budget.ended("t", "killed", now) or 0.0)
+        now += pauses[-1] + CALM_S - 1.0
+    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+    assert budget.ended("t", "killed", now + 2.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -142,6 +157,7 @@ def test_it_never_goes_on_for_ever_and_the_first_cause_survives(limit: int, step
     of_everything = ""
     counts: dict[str, int] = {}
     ran: set[str] = set()
+    rows: dict[str, tuple[int, float]] = {}  # ends in a row; when the pause after the last one was over
     for number, (name, was_running, after_s) in enumerate(steps):
         now += after_s
         ended = end(name, number, was_running=was_running)
@@ -161,7 +177,13 @@ def test_it_never_goes_on_for_ever_and_the_first_cause_survives(limit: int, step
             assert of_everything
             assert decision.cause == of_everything
             return
-        assert decision.pause_s == (0.0 if unit not in counts else min(30.0, 2.0 ** (counts[unit] - 1)))
+        if decision.unit == EVERYTHING:
+            assert decision.pause_s == 2.0 ** (limit - 1)
+        else:
+            row, started = rows.get(unit, (0, -math.inf))
+            row = row + 1 if now - started < CALM_S else 0
+            assert decision.pause_s == (min(30.0, 2.0 ** (row - 1)) if row else 0.0)
+            rows[unit] = row, now + decision.pause_s
         counts[decision.unit] = counts.get(decision.unit, 0) + 1
         assert counts[decision.unit] <= (1 if decision.unit == EVERYTHING else limit)
         if decision.unit == EVERYTHING:
