@@ -23,6 +23,7 @@ from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch
 
 LIMIT_S = 200.0
 FOUND_OUT_S = 20.0  # that a server is frozen; twice its lease and its update
+AT_WORK_S = 1.0  # within which a server is asked for something
 BATCH, GROUP, ETA, MAX_NEW_TOKENS = 4, 4, 1, 96
 
 pytestmark = pytest.mark.timeout(900)
@@ -116,7 +117,10 @@ def test_two_servers_one_killed_one_killed_in_an_update_one_frozen(
     )
     run.wait_for_step(3, LIMIT_S)
     before = newest_version(run, 0)
-    run.worker("generation_server/0").kill()
+    victim = run.worker("generation_server/0")
+    victim.suspend()
+    time.sleep(AT_WORK_S)  # what it works on, and what comes meanwhile, is there still when it dies
+    victim.kill()
     run.wait_for_output("generation_server/0 was killed by signal SIGKILL", LIMIT_S)
     run.wait_until(lambda: has_struck(tmp_path / "fault"), "an update to version 8 or later had begun", LIMIT_S)
     run.wait_for_output("generation_server/1 was killed by signal SIGKILL", LIMIT_S)
