@@ -158,9 +158,9 @@ class WatchStream:
     waits for: a change (gRPC's keepalive notices a frozen server). unblocked by: a change, an outage, the limit, cancel.
     """
 
-    def __init__(self, api: Api, connection: Connection, stubs: Stubs, call: Any, timeout_s: float | None) -> None:
-        self._api, self._connection, self._stubs, self._call = api, connection, stubs, call
-        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+    def __init__(self, api: Api, connection: Connection, stubs: Stubs, call: Any, end: float | None) -> None:
+        """end: the limit, as time.monotonic() counts; None: there is none."""
+        self._api, self._connection, self._stubs, self._call, self._end = api, connection, stubs, call, end
         self._cancelled = False
         self.broken = False  # by an outage or the server: what has changed since must be read
 
@@ -277,11 +277,13 @@ class EtcdStore:
             rpc.WatchRequest(create_request=rpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision + 1))
             for key, end in ranges
         ]
+        # taken first: on a busy machine the call may be made so late that its own deadline would look like an outage
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             call = stubs.watch.Watch(iter(requests), timeout=timeout_s, metadata=_REQUIRE_LEADER)
         except ValueError as error:  # gRPC's way to say that the channel is closed
             raise NameResolverClosed("name resolver was closed during a watch") from error
-        return WatchStream(self._api, self._connection, stubs, call, timeout_s)
+        return WatchStream(self._api, self._connection, stubs, call, end)
 
     # leases
 
