@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -722,6 +722,8 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         merged = _merge([*presets, *layers])
     config = OmegaConf.to_object(merged)
     assert isinstance(config, ExperimentConfig)
+    if config.recover == "False":
+        config = replace(config, recover="off")  # YAML reads off as false
     validate(config)
     return config
 

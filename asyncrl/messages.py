@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Struct
 
-# What decoding bytes from elsewhere may raise: text that is not UTF-8 is no MsgspecError.
-DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError)
+# What decoding bytes from elsewhere may raise: text that is not UTF-8 is no MsgspecError, nor is what is nested too deeply.
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _VERSION = re.compile(r"a(\d{4,})-v(\d{8,})")
 _VERSION_BITS = 40

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from asyncrl.messages import DECODE_ERRORS
 from asyncrl.runtime.channel_state import InOrder, PeerLedger, Verdict
 from asyncrl.runtime.channel_wire import (
     ENVELOPE_SLACK,
@@ -194,7 +195,7 @@ class ChannelReceiver:
             if message.target != self._incarnation:
                 return  # for an earlier holder of the address: the sender will find the new one
             peer = self._peers.get(message.source) or self._new_peer(message)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (*DECODE_ERRORS, ValueError) as error:
             self.num_malformed += 1
             if self.num_malformed & (self.num_malformed - 1) == 0:
                 logger.warning("%s: unreadable message (number %d): %s", self.name, self.num_malformed, error)

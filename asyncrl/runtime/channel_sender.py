@@ -113,6 +113,7 @@ class ChannelSender:
         self._failure: Exception | None = None  # why nothing more can be sent
         self._closed = False
         self.num_resent = 0
+        self.num_malformed = 0
 
     async def start(self, resolver: NameResolver | None = None, key: str = "") -> None:
         """Bind the way back; follow the receiver published under `key`. Does not wait for it (see wait_answered)."""
@@ -328,7 +329,9 @@ class ChannelSender:
         try:
             report = decode_report(bytes(frames[0]))
         except DECODE_ERRORS as error:
-            logger.warning("%s: unreadable report: %s", self.name, error)
+            self.num_malformed += 1
+            if self.num_malformed & (self.num_malformed - 1) == 0:
+                logger.warning("%s: unreadable report (number %d): %s", self.name, self.num_malformed, error)
             return
         if report.target != self._incarnation or self._endpoint is None or report.source != self._endpoint.incarnation:
             return  # of an earlier incarnation: what that one settled died with it
@@ -366,7 +369,7 @@ class ChannelSender:
             return  # its lease ran out: whoever comes next will be published
         try:
             self.connect(msgspec.json.decode(published, type=Endpoint))
-        except (msgspec.DecodeError, ValueError) as error:
+        except (*DECODE_ERRORS, ValueError) as error:
             logger.error(
                 "%s: what is published for %s is not an endpoint: %r (%s)", self.name, self.peer, published, error
             )

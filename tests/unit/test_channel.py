@@ -637,6 +637,10 @@ async def test_what_never_arrives_is_not_sent_for_ever(net):
     assert sender.num_pending == 0
 
 
+# A message, and lists in lists in lists behind its fields
+NESTED = b"\x9f\xa4data\xa0\xa0\xa0\xa0\x00\x00\x90\xc4\x00\x00" + b"\x91" * 5_000
+
+
 @pytest.mark.parametrize(
     "junk",
     [
@@ -645,6 +649,7 @@ async def test_what_never_arrives_is_not_sent_for_ever(net):
         b"junk" * 10,
         zlib.crc32(b"\x93\xa4data").to_bytes(4, "little") + b"\x93\xa4data",
         zlib.crc32(b"\xc1").to_bytes(4, "little") + b"\xc1",
+        zlib.crc32(NESTED).to_bytes(4, "little") + NESTED,
     ],
 )
 async def test_junk_on_the_socket_is_counted_and_survived(net, junk):

@@ -276,3 +276,8 @@ def test_preflight_reads_reward_files_without_running_them(runnable):
     spec = f"{runnable.parent}/rewards.py:rewrd"
     with pytest.raises(ConfigError, match="has no 'rewrd'; it has needs_nothing_installed, reward"):
         preflight(load_experiment(runnable, [f"rollout.tasks.default.reward={spec}"]))
+
+
+@pytest.mark.parametrize(("written", "read"), [("off", "off"), ("false", "off"), ("auto", "auto")])
+def test_recover_can_be_off_though_yaml_takes_off_for_false(config_file, written, read):
+    assert load_experiment(config_file, [f"recover={written}"]).recover == read
