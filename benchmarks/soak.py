@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import tempfile
 import time
@@ -150,9 +151,10 @@ def look(run_dir: Path) -> dict[str, dict[str, float]]:
             }
     for part in sorted(path for path in run_dir.iterdir() if path.is_dir()):
         size = 0
-        for path in part.rglob("*"):
-            with contextlib.suppress(OSError):  # pruned meanwhile
-                size += path.lstat().st_size
+        for folder, _, files in os.walk(part):  # which passes over what is pruned meanwhile
+            for file in files:
+                with contextlib.suppress(OSError):
+                    size += os.lstat(os.path.join(folder, file)).st_size
         found[f"{part.name}/"] = {"disk_mb": size / _MB}
     return found
 
