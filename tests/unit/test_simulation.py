@@ -12,7 +12,7 @@ from asyncrl.testing.simulation.campaign import campaign, explain
 from asyncrl.testing.simulation.scenario import NUM_STEPS, scenario_of
 
 JOBS = min(4, os.cpu_count() or 1)
-SEEDS = 150
+SEEDS = 300
 BUG_SEEDS = 1000  # each known bug is found within so many
 
 
