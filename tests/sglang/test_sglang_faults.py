@@ -77,7 +77,8 @@ def test_a_run_outlives_sglang_killed_in_mid_generation_and_its_server_killed_in
     assert "generation_server/0 failed: " in told
     run.wait_until(lambda: has_struck(tmp_path / "fault"), "an update to version 8 had begun", LIMIT_S)
     run.wait_for_output("generation_server/0 was killed by signal SIGKILL", LIMIT_S)
-    again = r"generation_server/0 .*; it is started again (at once|in 1 s) \(2 of 3\)"  # which: had it lived for a minute?
+    # The pause before its restart depends on whether it had lived for a minute.
+    again = r"generation_server/0 .*; it is started again (at once|in 1 s) \(2 of 3\)"
     run.wait_until(lambda: re.search(again, run.output()), "its second restart was told", LIMIT_S)
     run.wait_for_step(10, LIMIT_S)
     assert len(sglang_servers(run)) == 1  # none has outlived its owner
