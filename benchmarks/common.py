@@ -197,16 +197,19 @@ def finish(
     value: float | None,
     unit: str,
     ratio: Mapping[str, float | Mapping[str, float]],
+    variant: str = "",
     **more: Any,
 ) -> None:
-    """Print the result as the last line of stdout; write it as the baseline if asked to. `more` are further fields."""
+    """Print the result as the last line of stdout; write it as the baseline if asked to: of a variant under its own name
+    (name_variant). `more` are further fields."""
     figure = None if value is None else _digits(value)  # None: there is none, and the result says why
     result = {"name": name, "value": figure, "unit": unit, "ratio": ratio, "rounds": args.rounds, **more}
     result["machine"] = machine()
     if args.write_baseline:
+        kept = f"{name}_{variant}" if variant else name
         BASELINES.mkdir(exist_ok=True)
-        (BASELINES / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        say(args, f"written: {BASELINES / name}.json")
+        (BASELINES / f"{kept}.json").write_text(json.dumps({**result, "name": kept}, indent=1) + "\n")
+        say(args, f"written: {BASELINES / kept}.json")
     print(json.dumps(result), flush=True)
 
 
@@ -320,6 +323,20 @@ def run_part(parts: Mapping[str, Callable[..., None]]) -> bool:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # never outlive the benchmark
     parts[sys.argv[2]](Parent(), **json.loads(sys.argv[3]))
     return True
+
+
+def encrypt(curve: bool, keys: dict[str, str] | None = None) -> dict[str, str]:
+    """With --curve, in a part: have streams encrypted with these keys, or with new ones; returns them for the other part."""
+    if not curve:
+        return {}
+    import msgspec
+
+    from asyncrl.runtime import security
+
+    secrets = msgspec.convert(keys, security.Secrets) if keys else security.Secrets.make()
+    security.secure(security.Security(secrets))
+    found: dict[str, str] = msgspec.to_builtins(secrets)
+    return found
 
 
 def cpu_seconds() -> float:

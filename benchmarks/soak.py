@@ -1,11 +1,12 @@
 """A run that is struck again and again for half an hour, or one that is left alone for 2,000 steps: what is lost, and what grows.
 
-    python benchmarks/soak.py --minutes 30 [--seed 1] [--every 5-15] [--write-baseline] [key=value ...]
-    python benchmarks/soak.py --steps 2000 [--write-baseline] [key=value ...]
+    python benchmarks/soak.py --minutes 30 [--rounds 5] [--seed 1] [--every 5-15] [--kinds kill,stop] [--write-baseline] [key=value]
+    python benchmarks/soak.py --steps 2000 [key=value]
 
---minutes: the config (default: the quickstart without evaluations) trains undisturbed for a tenth of that time, then a fault comes
-every 5 to 15 s, by a seed: SIGKILL or SIGSTOP to any worker. `lost`: the share of the undisturbed rate of steps that is missing,
-counting only steps of the lineage that survives. It fails where the run ends, or the audit finds something.
+--minutes: one run of the config (default: the quickstart without evaluations). In each round it trains undisturbed for a sixth of
+the round's time; then a fault comes every 5 to 15 s, by a seed: SIGKILL, or SIGSTOP for 1 to 20 s, to any worker. The figure is the
+share of the undisturbed rate of steps that is missing, the median of the rounds; only steps of the lineage that survives count. It
+fails where the run ends, or the audit finds something.
 --steps: nothing is done to it. Resident memory, file descriptors and threads of each process, and the run folder's bytes, are read
 every few seconds; `slope` is what each grows by in 1,000 steps, by least squares over what comes after the first fifth.
 """
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import os
 import signal
+import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -24,11 +26,12 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from common import finish, parser, say, table
+from common import Rounds, finish, parser, say, table
+from msgspec import structs
 from startup import ROOT, prepare
 
 from asyncrl.lineage import audit
-from asyncrl.testing.faults import Injector, RunProcesses, schedule
+from asyncrl.testing.faults import Fault, Injector, RunProcesses, schedule
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, train_steps
 
 TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master")
@@ -37,8 +40,10 @@ WEIGHTS = {
     "generation_server": 3.0,
     "gserver_manager": 2.0,
 }  # the gang loses steps: half as often as these
+KINDS = ("kill", "stop")
 _LIMIT_S = 180.0
 _SAMPLE_S = 5.0
+_CALM = 1 / 6  # of a round
 _WARM_UP = 0.2  # of the samples: caches fill
 _MB = 1e6
 
@@ -47,44 +52,64 @@ _MB = 1e6
 
 
 def under_fire(args: argparse.Namespace) -> None:
-    seconds = args.minutes * 60
-    least, _, most = args.every.partition("-")
-    faults = schedule(
-        seed=args.seed, every=(float(least), float(most or least)), for_s=seconds, targets=TARGETS, weights=WEIGHTS
-    )
-    overrides = ["train.max_steps=0", "checkpoint.every_steps=10", "runtime.max_restarts=10000"]
+    overrides = ["train.max_steps=0", "checkpoint.every_steps=5", "runtime.max_restarts=10000"]
+    rates: dict[str, dict[str, list[float]]] = {"undisturbed": {"steps/s": []}, "under fire": {"steps/s": []}}
     with scratch_run(args, overrides) as run:
         run.wait_for_step(5, _LIMIT_S)
-        calm = rate(run, seconds / 10)
-        began, first = time.monotonic(), newest_step(run)
         with Injector(run.run_dir, notice=lambda text: say(args, text)) as injector:
-            injector.run(faults, until=lambda: run.popen.poll() is not None)
-            struck = rate_since(run, first, began)
-            minutes = (time.monotonic() - began) / 60
+            for faults in faults_by_round(args):
+                calm = rate(run, args.minutes * 60 / args.rounds * _CALM)
+                began, first = time.monotonic(), newest_step(run)
+                injector.run(faults, until=lambda: run.popen.poll() is not None)
+                struck = rate_since(run, first, began)
+                rates["undisturbed"]["steps/s"].append(calm)
+                rates["under fire"]["steps/s"].append(struck)
+                say(args, f"{calm:.3f} steps/s undisturbed, {struck:.3f} under fire: {1 - struck / calm:.0%} lost")
         ended = run.popen.poll()
         stop(run)
         found = audit(run.run_dir)
         if ended is not None or found.problems:
             raise SystemExit(f"the run ended ({ended}): {run.output()[-4000:]}\n" + "\n".join(found.problems))
-    lost = 1 - struck / calm
+    rounds = Rounds(rates)
+    lost = [
+        1 - struck / calm for struck, calm in zip(*(rates[side]["steps/s"] for side in reversed(rates)), strict=True)
+    ]
     by = Counter(f"{strike.fault.kind} {strike.fault.target}" for strike in injector.strikes)
     back = list(injector.recovered_s.values())
     table(args, "faults", ["", "number"], sorted(by.items()))
-    say(args, f"{calm:.3f} steps/s undisturbed, {struck:.3f} under fire: {lost:.0%} lost (goal: less than 15 %)")
+    say(args, f"{statistics.median(lost):.0%} lost, the median of {args.rounds} rounds (goal: less than 15 %)")
     finish(
         args,
         name="soak_faults",
-        value=lost,
+        variant="" if set(args.kinds) == set(KINDS) else "_".join(args.kinds),
+        value=statistics.median(lost),
         unit="share of throughput lost",
-        ratio={"undisturbed": round(struck / calm, 4)},
+        ratio={"undisturbed": rounds.ratio("under fire", "undisturbed", "steps/s")},
+        measured=rounds.summary(),
+        lost=[round(share, 3) for share in lost],
         faults=dict(by),
-        minutes=round(minutes, 1),
-        back_s={"median": round(float(np.median(back)), 2), "max": round(max(back), 2)} if back else {},
+        minutes=args.minutes,
+        back_s={"median": round(statistics.median(back), 2), "max": round(max(back), 2)} if back else {},
         voided_steps=found.voided_steps,
         trained=found.trained,
         rejected=found.rejected,
         peers_missing=[],
     )
+
+
+def faults_by_round(args: argparse.Namespace) -> list[list[Fault]]:
+    """One schedule, cut into rounds, with times that count from each round's first fault on."""
+    least, _, most = args.every.partition("-")
+    fire_s = args.minutes * 60 / args.rounds * (1 - _CALM)
+    every = (float(least), float(most or least))
+    faults = schedule(
+        seed=args.seed, every=every, for_s=fire_s * args.rounds, kinds=args.kinds, targets=TARGETS, weights=WEIGHTS
+    )
+    rounds: list[list[Fault]] = [[] for _ in range(args.rounds)]
+    for fault in faults:
+        number = min(int(fault.at / fire_s), args.rounds - 1)
+        rounds[number].append(structs.replace(fault, at=fault.at - number * fire_s))
+    return rounds
 
 
 def rate(run: RunHandle, seconds: float) -> float:
@@ -187,7 +212,7 @@ def stop(run: RunHandle) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__ or "", rounds=1)
+    options = parser(__doc__ or "")
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart_cpu.yaml")
     what = options.add_mutually_exclusive_group(required=True)
@@ -195,9 +220,16 @@ def main() -> None:
     what.add_argument("--steps", type=int, help="so many steps, undisturbed")
     options.add_argument("--seed", type=int, default=1, help="of the faults")
     options.add_argument("--every", metavar="A-B", default="5-15", help="seconds between two faults (default 5-15)")
+    options.add_argument(
+        "--kinds", default=KINDS, metavar="KIND,KIND", type=lambda text: tuple(text.split(",")), help="of faults"
+    )
     options.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the config's fields")
     args = options.parse_args()
     args.config = args.config.absolute()
+    if args.write_baseline and args.steps:
+        raise SystemExit("--write-baseline: --steps is one run, and no baseline")
+    if args.steps:
+        args.rounds = 1
     prepare(args)
     if args.minutes:
         under_fire(args)

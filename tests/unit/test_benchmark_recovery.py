@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,17 @@ def test_the_life_that_came_after_is_measured(module, tmp_path):
 def test_slopes_leave_out_the_warm_up(module):
     samples = [(float(step), {"memory_mb": 500.0 if step < 100 else 1000 + 0.02 * step}) for step in range(0, 500, 10)]
     assert module("soak").slopes_of(samples) == {"memory_mb": 20.0}
+
+
+def test_faults_of_a_soak_are_one_schedule_cut_into_rounds(module):
+    soak = module("soak")
+    args = Namespace(minutes=12.0, rounds=4, every="5-15", seed=3, kinds=("kill", "stop"))
+    rounds = soak.faults_by_round(args)
+    assert len(rounds) == 4
+    assert [fault.number for faults in rounds for fault in faults] == list(range(sum(map(len, rounds))))
+    for faults in rounds:
+        times = [fault.at for fault in faults]
+        assert times == sorted(times)
+        assert times[0] >= 0
+        assert times[-1] < 12 * 60 / 4 * 5 / 6
+        assert len(faults) >= 8
