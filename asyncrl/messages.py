@@ -334,6 +334,15 @@ class UpdateWeightsRequest(Struct, frozen=True, kw_only=True):
     keep_pause: bool = False
 
 
+class FetchWeightsRequest(Struct, frozen=True, kw_only=True):
+    """POST /fetch_weights, of ours: see that the version can be loaded here. Answered by an UpdateWeightsReply."""
+
+    model_path: str  # where it is, on hosts that see it
+    weight_version: str
+    source: str  # URL below which its files are had: source/version/file
+    limit_s: float
+
+
 class UpdateWeightsReply(Struct, frozen=True, kw_only=True):
     success: bool
     message: str
@@ -678,3 +687,67 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     error: str = ""
     fatal: bool = False  # the error lies in what the user gave (config, data, disk): starting again would meet it again
     restarts: int = 0  # how often the launcher has started it again
+    host: str = ""  # where it runs, on a run of more than one host; filled in by the launcher
+
+
+# -------------------------------------------------------------------- launcher <-> agents of its hosts, through name resolve
+
+
+class LauncherRecord(Struct, frozen=True, kw_only=True):
+    """Who leads the run. What an agent finds of an earlier incarnation it refuses."""
+
+    incarnation: str
+    host: str
+    run_dir: str
+    attempt: int
+    ends: bool = False  # the run is over: agents end
+
+
+class AgentRecord(Struct, frozen=True, kw_only=True):
+    """A host that is ready to run processes."""
+
+    host: str  # as the config names it
+    incarnation: str
+    address: str  # what its processes bind, and the others connect to
+    gpus: list[str] = []  # as CUDA_VISIBLE_DEVICES names them
+    cores: int
+    memory_bytes: int
+    pid: int
+
+
+class WantedProcess(Struct, frozen=True, kw_only=True):
+    """A process that the launcher wants on a host."""
+
+    launcher: str  # its incarnation
+    agent: str  # incarnation of the agent that is meant: one that comes after it starts nothing of old
+    attempt: int
+    name: str
+    life: Annotated[int, msgspec.Meta(ge=1)]  # counts starts, of all processes: a higher one replaces a lower
+    wish: Literal["run", "stop", "kill"] = "run"  # stop: it is asked to end
+    config: str  # its resolved config, YAML
+    env: dict[str, str] = {}
+    lease: int
+    computes: bool
+
+
+class ChildReport(Struct, frozen=True, kw_only=True):
+    """A process on a host, as its agent sees it."""
+
+    name: str
+    life: int
+    pid: int = 0  # 0: not forked yet
+    log: str = ""
+    status: WorkerStatus | None = None
+    returncode: int | None = None  # of one that has ended, or could not be started
+    ended: float = 0.0  # unix seconds
+    how: str = ""  # it ended, in a line
+    tail: str = ""  # of its log, once it has ended
+
+
+class HostReport(Struct, frozen=True, kw_only=True):
+    """What runs on a host, a few times a second. Ends are in it until the launcher wants the process no more."""
+
+    agent: str  # its incarnation
+    launcher: str  # whom it obeys
+    children: list[ChildReport] = []
+    notices: list[tuple[int, str]] = []  # what a person should know: the newest, numbered

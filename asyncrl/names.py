@@ -46,6 +46,7 @@ class Names:
 
     def __init__(self, experiment: str, trial: str) -> None:
         self.root = root(experiment, trial)
+        self._hosts = f"{PREFIX}-hosts{self.root.removeprefix(PREFIX)}"
 
     def owner(self) -> str:
         """Who runs under this name, where runs share an etcd: host and folder of the launcher. Beside the subtree, not in it."""
@@ -66,6 +67,10 @@ class Names:
     def experiment_status(self) -> str:
         """RUNNING or COMPLETE; written by the master. It goes with the master."""
         return f"{self.root}/experiment_status"
+
+    def last_checkpoint(self) -> str:
+        """The attempt whose master is to write a checkpoint and end, because the run is told to stop. Written by the launcher."""
+        return f"{self.root}/last_checkpoint"
 
     def generation_servers(self) -> str:
         """Subtree: one entry a generation server."""
@@ -113,3 +118,36 @@ class Names:
     def status(self, worker: str) -> str:
         """Newest WorkerStatus (JSON) of a worker such as `rollout_worker/1`."""
         return f"{self.statuses()}/{worker}"
+
+    def launcher(self) -> str:
+        """Who leads the run (a LauncherRecord), under the launcher's lease. Read by the agents of its hosts."""
+        return f"{self.root}/launcher"
+
+    def secrets(self) -> str:
+        """The run's secrets (runtime/security.py), for hosts without its folder: only in an etcd that not everybody reads."""
+        return f"{self.root}/secrets"
+
+    def stop_wish(self) -> str:
+        """Somebody wants the run to stop: any value. Read by the launcher."""
+        return f"{self.root}/stop_wish"
+
+    def wanted(self, host: str) -> str:
+        """Subtree: one WantedProcess (JSON) for each process that the launcher wants on a host. Read by its agent."""
+        return f"{self.root}/wanted/{_check(host, 'host')}"
+
+    def wanted_process(self, host: str, worker: str) -> str:
+        return f"{self.wanted(host)}/{worker}"
+
+    def agents(self) -> str:
+        """Subtree: one AgentRecord (JSON) a host, under its agent's lease. Beside the run's keys: agents may come first."""
+        return f"{self._hosts}/agents"
+
+    def agent(self, host: str) -> str:
+        return f"{self.agents()}/{_check(host, 'host')}"
+
+    def children(self) -> str:
+        """Subtree: one HostReport (JSON) a host, under its agent's lease: what runs there."""
+        return f"{self._hosts}/children"
+
+    def children_of(self, host: str) -> str:
+        return f"{self.children()}/{_check(host, 'host')}"

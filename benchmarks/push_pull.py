@@ -1,6 +1,7 @@
 """How fast trajectories go from a rollout worker to a head, beside raw pyzmq, Ray and TransferQueue; and what that costs the head.
 
     python benchmarks/push_pull.py [--rounds 5] [--seconds 1] [--cases 4x4096,8x512,1x128] [--peers raw_pyzmq,ray]
+    python benchmarks/push_pull.py --curve      what authentication and encryption cost: asyncrl's streams with CURVE beside `plain`
 
 A case NxL is a group of N sequences of L tokens, built before the clock starts, with all keys of a real trajectory. Every side
 has the same number of groups on the way. A group counts when the sender knows that it is stored. The sides:
@@ -14,6 +15,8 @@ has the same number of groups on the way. A group counts when the sender knows t
                           them and returns a verdict
     transfer_queue        TransferQueue 0.1.11 (SimpleStorage): kv_put of one group's tensors, kv_batch_get, a copy of what came
     transfer_queue_batch  the same by 32: stacked, kv_batch_put, kv_batch_get, a copy of each group
+
+    plain                 (--curve) asyncrl as it is on one machine: neither authenticated nor encrypted
 
 TransferQueue's client puts and gets in turn; removing groups from it is not counted. Further fields: CPU microseconds per
 group of the sending and the receiving process, and how much slower a train step gets (`slow_down`, 1 = not at all) while the
@@ -35,10 +38,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
-from common import Child, Parent, alternate, children, finish, missing_peers, parser, run_part, say, table
+from common import Child, Parent, alternate, children, encrypt, finish, missing_peers, parser, run_part, say, table
 
 CASES = ("4x4096", "8x512", "1x128")
 PEERS = {"raw_pyzmq": "zmq", "ray": "ray", "transfer_queue": "transfer_queue", "transfer_queue_batch": "transfer_queue"}
+PLAIN = "plain"
 IN_FLIGHT = 32  # groups sent and not acknowledged
 BATCH = 32  # TransferQueue's
 STORED = 64  # groups that a receiver keeps
@@ -107,12 +111,12 @@ def make_meta(sample: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------------ asyncrl
 
 
-def asyncrl_receiver(parent: Parent, trainer: bool = False) -> None:
+def asyncrl_receiver(parent: Parent, trainer: bool = False, curve: bool = False) -> None:
     """A head: pulls, stores, acknowledges. With `trainer`, a train step runs beside it on a thread, when asked to."""
-    asyncio.run(_receive(parent, trainer))
+    asyncio.run(_receive(parent, trainer, encrypt(curve)))
 
 
-async def _receive(parent: Parent, trainer: bool) -> None:
+async def _receive(parent: Parent, trainer: bool, keys: dict[str, str]) -> None:
     from asyncrl.config import RuntimeConfig
     from asyncrl.messages import StoreVerdict
     from asyncrl.names import Names
@@ -132,7 +136,7 @@ async def _receive(parent: Parent, trainer: bool) -> None:
             pulled.ack(verdict)
 
     taking = asyncio.create_task(take_in())
-    parent.send(endpoint=resolver.get(names.stream(puller_stream(0))))
+    parent.send(endpoint=resolver.get(names.stream(puller_stream(0))), keys=keys)
     step = await asyncio.to_thread(_train_step) if trainer else None
     while await asyncio.to_thread(parent.receive) is not None:  # the parent bounds this wait: it ends the pipe
         assert step is not None
@@ -141,18 +145,20 @@ async def _receive(parent: Parent, trainer: bool) -> None:
     await puller.close()
 
 
-def asyncrl_sender(parent: Parent, trainer: bool = False) -> None:
-    asyncio.run(_send(parent))
+def asyncrl_sender(parent: Parent, trainer: bool = False, curve: bool = False) -> None:
+    asyncio.run(_send(parent, curve))
 
 
-async def _send(parent: Parent) -> None:
+async def _send(parent: Parent, curve: bool) -> None:
     from asyncrl.config import RuntimeConfig
     from asyncrl.names import Names
     from asyncrl.runtime.name_resolve import MemoryNameResolver
     from asyncrl.runtime.push_pull import NameResolvingZmqPusher, puller_stream
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "push-pull")
-    resolver.add(names.stream(puller_stream(0)), str((parent.receive() or {})["endpoint"]))
+    found = parent.receive() or {}
+    encrypt(curve, found["keys"])
+    resolver.add(names.stream(puller_stream(0)), str(found["endpoint"]))
     pusher = NameResolvingZmqPusher(
         resolver, names, pusher_index=0, num_pushers=1, num_pullers=1, runtime=RuntimeConfig(), incarnation="bench"
     )
@@ -382,15 +388,16 @@ def groups_per_s(sender: Child, seconds: float) -> float:
 class Pair:
     """A side with one sending and one receiving process. Also notes the CPU time of both per group, in microseconds."""
 
-    def __init__(self, receiver: str, sender: str, cases: list[str], seconds: float) -> None:
+    def __init__(self, receiver: str, sender: str, cases: list[str], seconds: float, **settings: Any) -> None:
         self._parts = receiver, sender
         self._cases = cases
         self._seconds = seconds
+        self._settings = settings
         self.cpu_us: dict[str, dict[str, list[float]]] = {"receiver": {}, "sender": {}}
 
     def __call__(self) -> dict[str, float]:
         rates = {}
-        with children(__file__, *self._parts, grace_s=1.0) as (receiver, sender):
+        with children(__file__, *self._parts, grace_s=1.0, **self._settings) as (receiver, sender):
             sender.send(**receiver.receive(START_S))
             processes = {"receiver": psutil.Process(receiver.pid), "sender": psutil.Process(sender.pid)}
             for case in self._cases:
@@ -462,7 +469,8 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--seconds", type=float, default=1.0, help="how long each side sends each case (default 1)")
     options.add_argument("--cases", default=",".join(CASES), help="cases, separated by commas")
-    options.add_argument("--peers", default=",".join(PEERS), help="peers, separated by commas; others are left out")
+    options.add_argument("--peers", help=f"peers, separated by commas (default {','.join(PEERS)}; with --curve: plain)")
+    options.add_argument("--curve", action="store_true", help="ours authenticated and encrypted, beside ours plain")
     options.add_argument("--no-train-step", action="store_true", help="leave out the train step beside the stream")
     args = options.parse_args()
     cases, seconds = args.cases.split(","), args.seconds
@@ -472,17 +480,19 @@ def main() -> None:
         "ray": lambda: single("ray", cases, seconds),
         "transfer_queue": lambda: single("transfer_queue", cases, seconds),
         "transfer_queue_batch": lambda: single("transfer_queue", cases, seconds, batch=BATCH),
+        PLAIN: lambda: Pair("asyncrl_receiver", "asyncrl_sender", cases, seconds),
     }
-    wanted = [peer for peer in args.peers.split(",") if peer]
-    missing = missing_peers({peer: PEERS[peer] for peer in wanted})
+    chosen = (PLAIN if args.curve else ",".join(PEERS)) if args.peers is None else args.peers
+    wanted = [peer for peer in chosen.split(",") if peer]
+    missing = missing_peers({peer: {**PEERS, PLAIN: "zmq"}[peer] for peer in wanted})
     peers = [peer for peer in wanted if peer not in missing]
-    ours = Pair("asyncrl_receiver", "asyncrl_sender", cases, seconds)
+    ours = Pair("asyncrl_receiver", "asyncrl_sender", cases, seconds, curve=args.curve)
     sides: dict[str, Callable[[], dict[str, float]]] = {"asyncrl": ours}
     sides |= {peer: makers[peer]() for peer in peers}
     rounds = alternate(args, sides)
     cpu = {side: measure.cpu() for side, measure in sides.items() if isinstance(measure, Pair)}
     slow_down: dict[str, Any] = {}
-    if not args.no_train_step:
+    if not (args.no_train_step or args.curve):
         say(args, "a train step beside the stream")
         slow_down = train_steps(args.rounds)
 
@@ -521,6 +531,7 @@ def main() -> None:
         train_step=slow_down,
         in_flight=IN_FLIGHT,
         peers_missing=missing,
+        curve=args.curve,
     )
 
 

@@ -1,11 +1,13 @@
 """How long a call of the master and its reply take, beside raw pyzmq under asyncio and Ray.
 
     python benchmarks/request_reply.py [--rounds 5] [--calls 2000] [--peers raw_pyzmq_asyncio,ray]
+    python benchmarks/request_reply.py --curve      what authentication and encryption cost: with CURVE beside `plain`
 
 One call at a time, from process to process: an MFC on a batch of 64 ids (1 kB), answered with the ids and ten statistics:
 
     asyncrl            NameResolvingRequestClient to NameResolvingReplyServer: typed, in order, at most once
     raw_pyzmq_asyncio  the same bytes there and back over zmq.asyncio DEALER sockets; nothing encodes, decodes or checks them
+    plain              (--curve) asyncrl as it is on one machine: neither authenticated nor encrypted
     ray                a method of an actor, with the same ids, returning the same ids and statistics
 
 `value` is asyncrl's median round trip in microseconds; the cases are `median` and `p99`.
@@ -19,9 +21,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import Parent, alternate, children, finish, missing_peers, parser, percentile, run_part, table
+from common import Parent, alternate, children, encrypt, finish, missing_peers, parser, percentile, run_part, table
 
 PEERS = {"raw_pyzmq_asyncio": "zmq", "ray": "ray"}
+PLAIN = "plain"
 IDS = [f"a1.t{number:06d}" for number in range(64)]
 STATS = {f"statistic_{number}": number / 7 for number in range(10)}
 WARM_UP = 200  # calls before those that count
@@ -36,11 +39,11 @@ def summary(seconds: list[float]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------------------ asyncrl
 
 
-def asyncrl_server(parent: Parent, calls: int) -> None:
-    asyncio.run(_serve(parent))
+def asyncrl_server(parent: Parent, calls: int, curve: bool = False) -> None:
+    asyncio.run(_serve(parent, encrypt(curve)))
 
 
-async def _serve(parent: Parent) -> None:
+async def _serve(parent: Parent, keys: dict[str, str]) -> None:
     from asyncrl.config import RuntimeConfig
     from asyncrl.messages import CallResult, ExecuteMFC
     from asyncrl.names import Names
@@ -58,17 +61,17 @@ async def _serve(parent: Parent) -> None:
             call.reply(CallResult(ids=call.body.ids, keys=["proximal_logprobs"], stats=STATS, seconds=0.5))
 
     answering = asyncio.create_task(answer())
-    parent.send(endpoint=resolver.get(names.stream(request_stream(0))))
+    parent.send(endpoint=resolver.get(names.stream(request_stream(0))), keys=keys)
     await asyncio.to_thread(parent.receive)  # ends with the benchmark's pipe
     answering.cancel()
     await server.close()
 
 
-def asyncrl_client(parent: Parent, calls: int) -> None:
-    asyncio.run(_call(parent, calls))
+def asyncrl_client(parent: Parent, calls: int, curve: bool = False) -> None:
+    asyncio.run(_call(parent, calls, curve))
 
 
-async def _call(parent: Parent, calls: int) -> None:
+async def _call(parent: Parent, calls: int, curve: bool) -> None:
     from asyncrl.config import RuntimeConfig
     from asyncrl.messages import ExecuteMFC
     from asyncrl.names import Names
@@ -76,7 +79,9 @@ async def _call(parent: Parent, calls: int) -> None:
     from asyncrl.runtime.request_reply import NameResolvingRequestClient, request_stream
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "request-reply")
-    resolver.add(names.stream(request_stream(0)), str((parent.receive() or {})["endpoint"]))
+    found = parent.receive() or {}
+    encrypt(curve, found["keys"])
+    resolver.add(names.stream(request_stream(0)), str(found["endpoint"]))
     client = NameResolvingRequestClient(
         resolver, names, num_workers=1, handler_routing={}, runtime=RuntimeConfig(), incarnation="bench"
     )
@@ -176,9 +181,9 @@ PARTS = {
 # ------------------------------------------------------------------------------------------------------------ the benchmark
 
 
-def pair(server: str, client: str, calls: int) -> Callable[[], dict[str, float]]:
+def pair(server: str, client: str, calls: int, **settings: Any) -> Callable[[], dict[str, float]]:
     def measure() -> dict[str, float]:
-        with children(__file__, server, client, grace_s=1.0, calls=calls) as (serving, calling):
+        with children(__file__, server, client, grace_s=1.0, calls=calls, **settings) as (serving, calling):
             calling.send(**serving.receive(START_S))
             return calling.receive(START_S + calls)
 
@@ -198,16 +203,19 @@ def alone(part: str, calls: int) -> Callable[[], dict[str, float]]:
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--calls", type=int, default=2000, help="calls a round and side (default 2000)")
-    options.add_argument("--peers", default=",".join(PEERS), help="peers, separated by commas; others are left out")
+    options.add_argument("--peers", help=f"peers, separated by commas (default {','.join(PEERS)}; with --curve: plain)")
+    options.add_argument("--curve", action="store_true", help="ours authenticated and encrypted, beside ours plain")
     args = options.parse_args()
     makers = {
         "raw_pyzmq_asyncio": lambda: pair("raw_server", "raw_client", args.calls),
         "ray": lambda: alone("ray", args.calls),
+        PLAIN: lambda: pair("asyncrl_server", "asyncrl_client", args.calls),
     }
-    wanted = [peer for peer in args.peers.split(",") if peer]
-    missing = missing_peers({peer: PEERS[peer] for peer in wanted})
+    chosen = (PLAIN if args.curve else ",".join(PEERS)) if args.peers is None else args.peers
+    wanted = [peer for peer in chosen.split(",") if peer]
+    missing = missing_peers({peer: {**PEERS, PLAIN: "zmq"}[peer] for peer in wanted})
     peers = [peer for peer in wanted if peer not in missing]
-    sides = {"asyncrl": pair("asyncrl_server", "asyncrl_client", args.calls)}
+    sides = {"asyncrl": pair("asyncrl_server", "asyncrl_client", args.calls, curve=args.curve)}
     rounds = alternate(args, sides | {peer: makers[peer]() for peer in peers})
     cases = ["median", "p99"]
     ratio = rounds.ratios("asyncrl", peers, cases)
@@ -231,6 +239,7 @@ def main() -> None:
         microseconds=rounds.summary(),
         calls=args.calls,
         peers_missing=missing,
+        curve=args.curve,
     )
 
 

@@ -6,6 +6,7 @@ set -euo pipefail
 
 asyncrl_setup dev
 cd "$ASYNCRL_ROOT"
+bash launcher/setup_sandbox.sh
 if [ $# -eq 0 ]; then
     # tests/sglang run against the real server, and fail where it is missing. Cached: made once for a working copy, while the checks run.
     if [ -z "${ASYNCRL_SGLANG_PYTHON:-}" ]; then
@@ -13,6 +14,7 @@ if [ $# -eq 0 ]; then
         sglang=$!
         trap 'kill "$sglang" 2>/dev/null || true' EXIT
     fi
+    bash launcher/setup_slurm.sh || true # else tests/slurm fail, and say what is missing
     python -m ruff check .
     python -m ruff format --check .
     python -m mypy

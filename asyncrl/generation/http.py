@@ -2,6 +2,7 @@
 
     POST /generate                   GenerateRequest -> GenerateReply; a list of prompts in, a list of replies out
     POST /pause_generation           {"mode": "abort"}: new requests wait; the mode (engine.py) says what becomes of running ones
+    POST /fetch_weights              FetchWeightsRequest -> UpdateWeightsReply; beside requests, where files are not shared
     POST /update_weights_from_disk   UpdateWeightsRequest -> UpdateWeightsReply, 200 or 400 (then nothing has changed)
     POST /init_weights_update_group  and what follows it, for weights over the network: receive.py
     POST /continue_generation        {}
@@ -17,6 +18,7 @@ refused; a paused server answers what concerns it; pause also knows `wait`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import uuid
 from collections.abc import Callable, Coroutine, Iterable
@@ -43,10 +45,12 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.generation.fence import VersionFence
+from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.receive import ReceivingHTTP
 from asyncrl.generation.verify import LogprobMismatch, VerifiedLoads
 from asyncrl.messages import (
     DECODE_ERRORS,
+    FetchWeightsRequest,
     GenerateMeta,
     GenerateReply,
     Load,
@@ -57,6 +61,7 @@ from asyncrl.messages import (
     UpdateWeightsRequest,
     WeightVersion,
 )
+from asyncrl.runtime.http_server import for_the_run, serve
 
 MAX_BODY_BYTES = 64 << 20
 HEALTH_GENERATE_LIMIT_S = 10.0
@@ -116,11 +121,14 @@ class GenerationHTTP:
         decode_text: Callable[[list[int]], str] | None = None,
         verified: VerifiedLoads | None = None,
         receiver: WeightReceiver | None = None,
+        fetched: FetchedWeights | None = None,
     ) -> None:
-        """verified: loads versions in the engine's place (weights.verify_logprobs). receiver: of weights over the network."""
+        """verified: loads versions in the engine's place (weights.verify_logprobs). receiver: of weights over the network.
+        fetched: versions that this host does not see in the run's folder."""
         self._engine = engine
         self._load_weights = engine.load_weights if verified is None else verified.load
         self._fence = VersionFence()
+        self._fetched = fetched
         self._receiving = ReceivingHTTP(receiver, verified, self._fence)
         self._engine_name, self._settings = engine_name, settings
         self._decode_text = decode_text or (lambda ids: "")
@@ -131,15 +139,11 @@ class GenerationHTTP:
 
     async def start(self, host: str, port: int = 0) -> str:
         """Bind and serve; returns the URL."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_to_replies])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[for_the_run, _errors_to_replies])
         app.add_routes(self.routes())
         # handler_cancellation: a client that goes away cancels its handler, and with it its requests.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=1024)
-        await site.start()
-        bound = self._runner.addresses[0][1]
-        return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
+        return await serve(self._runner, host, port)
 
     def routes(self) -> list[web.RouteDef]:
         """What answers where."""
@@ -147,6 +151,7 @@ class GenerationHTTP:
             web.post("/generate", self._generate),
             web.post("/pause_generation", self._pause),
             web.post("/continue_generation", self._continue),
+            web.post("/fetch_weights", self._fetch_weights),
             web.post("/update_weights_from_disk", self._update_weights),
             *self._receiving.routes(),
             web.post("/abort_request", self._abort_request),
@@ -241,8 +246,20 @@ class GenerationHTTP:
             return _json(UpdateWeightsReply(success=False, message=str(error), mismatch=mismatch), status=400)
         return _json(UpdateWeightsReply(success=True, message=f"serving {version}", num_paused_requests=count))
 
+    async def _fetch_weights(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=FetchWeightsRequest)
+        try:
+            where = await self._fetched.fetch(wanted) if self._fetched is not None else wanted.model_path
+        except WeightsRefused as error:
+            return _json(UpdateWeightsReply(success=False, message=str(error)), status=400)
+        return _json(UpdateWeightsReply(success=True, message=f"{wanted.weight_version} is in {where}"))
+
     async def _load(self, wanted: UpdateWeightsRequest, version: WeightVersion) -> int:
-        count = await self._load_weights(Path(wanted.model_path), version, abort_running=wanted.abort_all_requests)
+        with contextlib.ExitStack() as stack:
+            path = Path(wanted.model_path)
+            if self._fetched is not None:
+                path = stack.enter_context(self._fetched.loading(wanted.model_path, version))
+            count = await self._load_weights(path, version, abort_running=wanted.abort_all_requests)
         self._fence.loaded(version)
         return count
 

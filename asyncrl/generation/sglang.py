@@ -82,7 +82,7 @@ class SGLangEngine(GenerationEngine):
         self._eos_token_ids = {*eos_token_ids, *self._limits.eos_token_ids}
         self._max_prompt = self._max_length = self._limits.max_length
         self._on_tokens, self._trace = on_tokens, trace
-        self._client = SGLangClient("")
+        self._client = SGLangClient("", server.api_key)
         self._prefix, self._keys = uuid.uuid4().hex[:8], itertools.count()
         self._waiting: OrderedDict[str, GrowingResponse] = OrderedDict()  # by rid
         self._running: dict[str, GrowingResponse] = {}  # by key: what SGLang has

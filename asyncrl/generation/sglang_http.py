@@ -112,8 +112,9 @@ def sglang_params(params: SamplingParams, stop_token_ids: list[int]) -> dict[str
 class SGLangClient:
     """One server. All calls raise SGLangError; a call that reaches nobody or its limit does so, too."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url
+        self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
     def open(self) -> None:
@@ -121,6 +122,7 @@ class SGLangClient:
             connector=aiohttp.TCPConnector(limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else None,
         )
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets as random_secrets
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ import psutil
 from asyncrl.config import ConfigError, GenerationConfig
 from asyncrl.generation.checks import UNLIMITED, ModelLimits
 from asyncrl.generation.sglang_environment import SETUP_HINT
+from asyncrl.runtime import security
 from asyncrl.runtime.devices import usable_cores, visible_devices
 from asyncrl.runtime.ports import free_ports
 
@@ -43,6 +45,7 @@ _START_TRIES = 3  # somebody may take a port between its choice and its use
 _POLL_S = 0.1
 _TRACKER_LIMIT_S, _SWEEP_S = 2.0, 0.05
 _TMP_PREFIX = "asyncrl-sglang-"
+_KEY_BYTES = 32
 _SPAWN_LIMIT_S = 30.0
 _KILL_LIMIT_S = 10.0
 _GRACE_S = {
@@ -78,6 +81,10 @@ class ServerLink(Protocol):
     @property
     def url(self) -> str: ...
 
+    @property
+    def api_key(self) -> str:
+        """What it asks for; "": nothing."""
+
     async def start(self, is_ready: IsReady, limit_s: float) -> None:
         """Returns when `is_ready(url)` is true. Raises ConfigError saying what stood in the way."""
 
@@ -102,6 +109,12 @@ class ServerLink(Protocol):
 
 def own_server(config: GenerationConfig, model_path: str, *, tensor: int, seed: int, log: Path) -> SGLangProcess:
     """A server for this model, to be started: on the GPUs that this process may use, without any on the CPU."""
+    api_key = random_secrets.token_hex(_KEY_BYTES) if security.current() is not None else ""
+    if api_key and "config" in config.server_args:
+        raise ConfigError(
+            f"generation.server_args.config={config.server_args['config']!r}: where the run authenticates, SGLang's key is in its "
+            "config file; write what is in yours into generation.server_args"
+        )
     python = str(Path(config.python or sys.executable).expanduser().absolute())
     device = config.server_args.get("device")  # without it: what is there
     on_gpu = device != "cpu" if device else bool(visible_devices())
@@ -114,6 +127,7 @@ def own_server(config: GenerationConfig, model_path: str, *, tensor: int, seed: 
         environment=lambda tmp: server_environment(os.environ, python=python, tmp=tmp, tensor=tensor, on_gpu=on_gpu),
         log=log,
         on_gpu=on_gpu,
+        api_key=api_key,
     )
 
 
@@ -220,10 +234,12 @@ class SGLangProcess:
         environment: Callable[[str], dict[str, str]],
         log: Path,
         on_gpu: bool,
+        api_key: str = "",
     ) -> None:
-        """arguments: by the port; environment: by the folder for its temporary files."""
+        """arguments: by the port; environment: by the folder for its temporary files. api_key: what it is to ask for."""
         self._python = python
         self._arguments, self._environment = arguments, environment
+        self.api_key = api_key
         self._log = log
         self._grace_s = _GRACE_S[on_gpu]
         self._port = 0
@@ -261,7 +277,9 @@ class SGLangProcess:
                 self._children = [
                     child for child in psutil.Process(self.pid).children(recursive=True) if _is_sglang(child)
                 ]
+                await asyncio.to_thread(self._blot_key, began_at)
                 return
+            await asyncio.to_thread(self._blot_key, began_at)
             said = tail_of(self._log, began_at)
             whole = tail_of(self._log, began_at, lines=_ALL_LINES).lower()
             if self._ended.is_set() and "address already in use" in whole and tries_left:
@@ -270,6 +288,18 @@ class SGLangProcess:
             ended = self.how_it_ended()
             await self.close()
             raise ConfigError(_did_not_start(ended, said, self._python, self._log, limit_s))
+
+    def _blot_key(self, began_at: int) -> None:
+        """SGLang logs its arguments as it starts, and the key is one of them."""
+        key = self.api_key.encode()
+        if not key:
+            return
+        with contextlib.suppress(OSError), self._log.open("r+b") as log:
+            log.seek(began_at)
+            text, place = log.read(), -1
+            while (place := text.find(key, place + 1)) >= 0:
+                log.seek(began_at + place)
+                log.write(b"*" * len(key))
 
     def progress(self) -> str:
         """What it said last."""
@@ -328,6 +358,12 @@ class SGLangProcess:
 
     def _spawn(self, loop: asyncio.AbstractEventLoop) -> None:
         command = [self._python, "-m", "sglang.launch_server", *self._arguments(self._port)]
+        if self.api_key:  # by a file: command lines can be read by everybody
+            file = Path(self._tmp) / "key.yaml"
+            file.unlink(missing_ok=True)
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+                out.write(f'api-key: "{self.api_key}"\n')
+            command += ["--config", str(file)]
         wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), *command]
         environment = self._environment(self._tmp)
         self._exited, self._ended, self._process, self._children = threading.Event(), asyncio.Event(), None, []
@@ -336,7 +372,8 @@ class SGLangProcess:
         def own() -> None:
             """Starts and reaps it: the parent-death signal fires when the thread that spawned ends, so this one stays."""
             try:
-                with self._log.open("ab") as log:
+                opened = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600 if self.api_key else 0o666)
+                with open(opened, "ab") as log:
                     log.write(f"{time.strftime('[%Y-%m-%d %H:%M:%S]')} {' '.join(command)}\n".encode())
                     log.flush()
                     process = self._process = subprocess.Popen(
@@ -452,11 +489,22 @@ def tail_of(log: Path, start: int = 0, *, lines: int = _TAIL_LINES) -> str:
 # --------------------------------------------------------------------------------------------------- somebody else's
 
 
+def read_api_key(path: str) -> str:
+    """Of a file that holds nothing else; "" where there is none. Raises ConfigError."""
+    if not path:
+        return ""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"generation.api_key_file={path!r} cannot be read: {error}") from error
+
+
 class AttachedServer:
     """A server that somebody else runs, at a URL. It is neither started nor stopped here."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str = "") -> None:
         self._url = url.rstrip("/")
+        self.api_key = api_key
 
     @property
     def url(self) -> str:

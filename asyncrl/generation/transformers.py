@@ -319,6 +319,7 @@ class TransformersEngine(GenerationEngine):
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 self._initial_path,
+                use_safetensors=True,
                 dtype=DTYPES[config.dtype],
                 attn_implementation=padded_attention.register() if padded else config.attention,
             )

@@ -19,12 +19,14 @@ from pathlib import Path
 from asyncrl.config import GenerationServerConfig
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.generation.engine import GenerationEngine
+from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import FLUSH_INTERVAL_S, TokenJournal, journal_path
 from asyncrl.generation.verify import VerifiedLoads
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.worker import Worker
 from asyncrl.topology import ENGINES
+from asyncrl.weight_files import WeightFetcher, fetch_folder, run_key
 
 _START_SLACK_S = 20.0  # a start that takes too long says itself why, and ends what it started
 
@@ -39,6 +41,7 @@ class GenerationServer(Worker):
         self._engine: GenerationEngine | None = None
         self._http: GenerationHTTP | None = None
         self._journal: TokenJournal | None = None
+        self._fetched: FetchedWeights | None = None
 
     async def setup(self) -> None:
         config = self._config
@@ -49,6 +52,8 @@ class GenerationServer(Worker):
             self.logger.info("%s (%s)", what, on)
             limit_s = config.generation.load_timeout_s + _START_SLACK_S
             await self.board.bounded(self._engine.start(), what=what, on=on, limit_s=limit_s, detail=detail)
+        if config.fetch:
+            self._fetched = await asyncio.to_thread(self._open_fetched)
         self._http = GenerationHTTP(
             self._engine,
             engine_name=config.engine,
@@ -56,6 +61,7 @@ class GenerationServer(Worker):
             decode_text=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
             verified=self._verified_loads(self._engine),
             receiver=self._engine.weight_receiver(self.info.runtime.host),
+            fetched=self._fetched,
         )
         url = await self._http.start(self.info.runtime.host)
         await self.publish(self.names.generation_server(self.info.index), url)
@@ -89,6 +95,13 @@ class GenerationServer(Worker):
             await self._http.close()
         if self._journal is not None:
             self._journal.close()
+        if self._fetched is not None:
+            self._fetched.close()
+
+    def _open_fetched(self) -> FetchedWeights:
+        info = self.info
+        run = run_key(info.experiment, info.trial, info.run_dir, info.runtime.host)
+        return FetchedWeights(WeightFetcher(fetch_folder(self._config.fetch_dir), run, logger=self.logger))
 
     def _verified_loads(self, engine: GenerationEngine) -> VerifiedLoads | None:
         """weights.verify_logprobs: each version loaded must score a probe as the trainer does."""
@@ -119,12 +132,12 @@ class GenerationServer(Worker):
     def _make_sglang(self, journal: TokenJournal, eos_token_ids: list[int]) -> GenerationEngine:
         """The engines sglang and external: they differ in whose the server is."""
         from asyncrl.generation.sglang import SGLangEngine
-        from asyncrl.generation.sglang_process import AttachedServer, ServerLink, own_server
+        from asyncrl.generation.sglang_process import AttachedServer, ServerLink, own_server, read_api_key
 
         config, info = self._config, self.info
         server: ServerLink
         if config.engine == "external":
-            server = AttachedServer(config.generation.urls[info.index])
+            server = AttachedServer(config.generation.urls[info.index], read_api_key(config.generation.api_key_file))
         else:
             logs = Path(info.run_dir) / "logs" / f"attempt_{info.attempt}"
             server = own_server(

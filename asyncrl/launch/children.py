@@ -76,6 +76,8 @@ class Child:
     was_running: bool = False  # it has come through its start
     froze_s: float = 0.0  # so long it had not moved when the launcher killed it for that
     restarts: int = 0  # how often it has been started again
+    host: str = ""  # on a run of more than one host: where it is
+    lost: str = ""  # how its host was lost, and it with it
     _partial: bytes = b""
 
     @property
@@ -162,10 +164,24 @@ class Child:
         passed_on = _PASSED_ON.search(self.status.error) if self.status is not None else None
         return passed_on[1] if passed_on else ""
 
+    def progress_count(self) -> int | None:
+        """What grows while it does not stand still; None before its first word."""
+        return self.status.progress if self.status is not None else None
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return tail_of(self.log)
+
+    def how_it_ended(self) -> str:
+        """Of one that could not say so itself."""
+        assert self.returncode is not None
+        return how_it_ended(self.returncode, self.log)
+
     def visible_status(self, import_limit_s: float) -> WorkerStatus:
         """Its newest status; before the first one what is known without it."""
         if self.status is not None:
-            return msgspec.structs.replace(self.status, restarts=self.restarts) if self.restarts else self.status
+            ours = {"restarts": self.restarts, "host": self.host}
+            return msgspec.structs.replace(self.status, **ours) if any(ours.values()) else self.status
         importing = Wait(what="its imports", on=self.name, since_s=time.time() - self.started, limit_s=import_limit_s)
         return WorkerStatus(
             worker=self.name,
@@ -176,6 +192,7 @@ class Child:
             progress=0,
             waits=[importing],
             restarts=self.restarts,
+            host=self.host,
         )
 
 
@@ -232,7 +249,8 @@ def first_cause(children: Sequence[Child]) -> str:
     first = first_failed(children)
     others = [child.name for child in _in_order(children) if child is not first]
     also = f"\nFailed after it: {', '.join(others)}" if others else ""
-    return f"{first.name} {_what_happened(first)}\n\nIts log: {first.log}{also}"
+    where = f" on {first.host}" if first.host else ""
+    return f"{first.name} {_what_happened(first)}\n\nIts log{where}: {first.log}{also}"
 
 
 def _in_order(children: Sequence[Child]) -> list[Child]:
@@ -245,25 +263,23 @@ def _in_order(children: Sequence[Child]) -> list[Child]:
 def _what_happened(child: Child) -> str:
     if child.status is not None and child.status.error:
         return f"failed\n\n{child.status.error.rstrip()}"
+    if child.lost:
+        return child.lost
     if child.returncode == 0 or child.froze_s:
-        return f"{short_end(child)}; its log ends with\n\n{tail_of(child.log)}"
-    assert child.returncode is not None
-    return how_it_ended(child.returncode, child.log)
+        return f"{short_end(child)}; its log ends with\n\n{child.tail()}"
+    return child.how_it_ended()
 
 
 def short_end(child: Child) -> str:
     """How a process ended that is started again: in a line, or its error."""
+    if child.lost:
+        return child.lost
     if child.froze_s:
         return f"froze (it had not moved for {child.froze_s:.0f} s) and was killed"
     if child.status is not None and child.status.error:
         lines = child.status.error.rstrip().splitlines()
         return f"failed: {lines[-1]}"
-    assert child.returncode is not None
-    return (
-        "ended before the run was over"
-        if child.returncode == 0
-        else how_it_ended(child.returncode, child.log).split(";", 1)[0]
-    )
+    return "ended before the run was over" if child.returncode == 0 else child.how_it_ended().split(";", 1)[0]
 
 
 def how_it_ended(code: int, log: Path) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from asyncrl.config import ConfigError
 from asyncrl.launch.commands import (
+    agent,
     audit,
     chaos,
     check,
@@ -37,6 +38,7 @@ _INTERRUPTED = 130
 _COMMANDS = (
     run,
     resume,
+    agent,
     check,
     prepare,
     status,

@@ -36,12 +36,14 @@ class Crew:
         fork: bool,
         start_limit_s: float,
         notice: Callable[[str], None],
+        marker: str = "",
     ) -> None:
-        """specs: what will be started, as far as it is known."""
+        """specs: what will be started, as far as it is known. marker: NAME=value that all of them have in their environment, and
+        no process of another crew; default: the run's folder."""
         self.children: list[Child] = []
         self._notice = notice
         self._selector = selectors.DefaultSelector()
-        self._reaper = Reaper(f"{RUN_DIR_ENV}={run_dir}")
+        self._reaper = Reaper(marker or f"{RUN_DIR_ENV}={run_dir}")
         self._starter = Starter(specs, run_dir, self._selector, fork=fork, limit_s=start_limit_s, notice=notice)
 
     @property

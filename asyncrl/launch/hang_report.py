@@ -44,6 +44,7 @@ class HangReport:
             self._mark = mark
             self._watchdog.stepped(now)
         counts = {status.worker: (status.pid, status.progress) for status in statuses}
+        elsewhere = {status.worker for status in statuses if status.host}  # what has this number here is another's
         before = self._moved
         self._moved = {
             name: before[name] if name in before and before[name][0] == count else (count, now)
@@ -53,7 +54,7 @@ class HangReport:
         stopped = {
             name: "is stopped (SIGSTOP, or a debugger)"
             for name, (pid, _) in counts.items()
-            if pid and still_s[name] > _LOOK_EVERY_S and is_stopped(pid)
+            if pid and name not in elsewhere and still_s[name] > _LOOK_EVERY_S and is_stopped(pid)
         }
         told = self._watchdog.turn(now, statuses, still_s, stopped)
         if told is None:

@@ -10,20 +10,22 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
 
 from asyncrl.checkpoints import Checkpoint, list_checkpoints, newest
-from asyncrl.config import ExperimentConfig
+from asyncrl.config import ExperimentConfig, authenticates, can_be_reached
 from asyncrl.launch.children import Child, first_cause, first_failed, short_end
 from asyncrl.launch.crew import KILL_LIMIT_S, Crew
 from asyncrl.launch.hang_report import HangReport
+from asyncrl.launch.hosts import address_of, own_host
 from asyncrl.launch.left_out import LeftOut
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import (
@@ -33,9 +35,10 @@ from asyncrl.launch.program import (
     save_config,
     server_spec,
     with_absolute_paths,
-    with_endpoints,
+    with_name_resolve,
 )
-from asyncrl.launch.recovery import going_on, starting_point
+from asyncrl.launch.recovery import going_on, starting_point, writes_checkpoints
+from asyncrl.launch.remote import RemoteCrew
 from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.rundir import (
     EXPERIMENT_FILE,
@@ -54,7 +57,8 @@ from asyncrl.launch.supervision import EVERYTHING, GANG, GANG_KINDS, WINDOW_S, E
 from asyncrl.messages import WorkerStatus
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import explain, nearly_full, raise_open_files
-from asyncrl.runtime.name_resolve import Lease
+from asyncrl.runtime.name_resolve import Lease, WatchEvent
+from asyncrl.runtime.security import Secrets, remove_secrets, write_secrets
 from asyncrl.runtime.stacks import SUFFIX, answer_requests
 from asyncrl.runtime.trace import merge, trace_dir
 
@@ -64,6 +68,8 @@ _TURN_S = 0.1
 _PUBLISH_STATUS_S = 1.0
 _LAST_WORDS_S = 1.0  # after the first failure: how long the others may report errors of their own
 _ASK_SHARE = 0.6  # of runtime.stop_timeout_s: how long processes may take to stop when asked; then they are killed
+_TAKE_OVER_S = 90.0  # a launcher before this one, whose node Slurm has given up, may need that long to end
+_SAME_SIGNAL_S = 1.0  # signals so near to each other are one
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -108,13 +114,16 @@ class LocalLauncher:
         self._freezes = FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s)
         self._hang_report = HangReport(self.run_dir, runtime.watchdog_after_s, view.notice)
         self._left_out: list[LeftOut] = []  # processes that somebody else starts
-        self._crew: Crew | None = None
+        self._own_host = ""  # on a run of more than one host: which of them this is
+        self._crew: Crew | RemoteCrew | None = None
         self._name_service: NameService | None = None
         self._restarts: Restarts | None = None
         self._scaling: Scaling | None = None  # None: the run has no servers of its own
         self._renewal: _Renewal | None = None
         self._gang_failed: float | None = None  # when the first of the gang was seen to have
+        self._lock: RunLock | None = None
         self._stop_signal: int | None = None
+        self._told_to_stop = 0.0
         self._impatient = False
         self._next_publish = 0.0
         self._attempt = self._first_attempt = 0
@@ -129,7 +138,9 @@ class LocalLauncher:
         raise_open_files()
         with _signals(self._on_signal):
             lock = RunLock(self.run_dir)
-            lock.acquire()
+            queued_again = self.config.cluster == "slurm" and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+            lock.acquire(take_over_s=_TAKE_OVER_S if queued_again else 0.0)
+            self._lock = lock
             try:
                 self._start()
                 return self._watch_over()
@@ -154,7 +165,7 @@ class LocalLauncher:
         while True:
             self._turn()
             if self._stop_signal is not None:
-                return 128 + self._stop_signal
+                return self._leave(self._stop_signal)
             if any(child.spec.kind == "master" and child.is_done for child in self._crew.children):
                 return 0
             if any(process.spec.kind == "master" and process.is_done for process in self._left_out):
@@ -180,15 +191,27 @@ class LocalLauncher:
         save_config(self.config, self.run_dir / "config.yaml", redacted=True)
         save_config(with_absolute_paths(self.config), configs_dir(self.run_dir, self._attempt) / EXPERIMENT_FILE)
         self.config = going_on(self.config, checkpoint, self._num_prompts)
+        secrets = Secrets.make() if authenticates(self.config) else None
+        if secrets is not None:
+            write_secrets(self.run_dir, secrets)
+        elif can_be_reached(self.config):
+            self._view.notice(
+                "network.authenticate=off: whoever reaches this run's ports can read and change what it does"
+            )
         by_hand, runtime = self.config.debug.leave_out, self.config.runtime
-        self._plan(checkpoint)
-        self._crew = Crew(
-            [spec for spec in self._specs.values() if spec.name not in by_hand],
-            self.run_dir,
-            fork=runtime.fork_server,
-            start_limit_s=runtime.start_timeout_s,
-            notice=self._view.notice,
-        )
+        if self.config.cluster != "local":
+            self._own_host = own_host(self.config.hosts)
+            address = address_of(self._own_host, towards=self.config.hosts)
+            self.config = replace(self.config, runtime=replace(runtime, host=address))
+        else:
+            self._plan(checkpoint)
+            self._crew = Crew(
+                [spec for spec in self._specs.values() if spec.name not in by_hand],
+                self.run_dir,
+                fork=runtime.fork_server,
+                start_limit_s=runtime.start_timeout_s,
+                notice=self._view.notice,
+            )
         etcd_log = logs_dir(self.run_dir, self._attempt) / "etcd.log"
         service = NameService(self.config, self.run_dir, etcd_log, self._view.notice)
         self._name_service = service
@@ -196,9 +219,16 @@ class LocalLauncher:
         self._restarts = Restarts(
             start=self._start_again_now, grant_lease_soon=service.grant_lease_soon, revoke=service.revoke
         )
-        self.config = with_endpoints(self.config, service.endpoints)
-        self._plan(checkpoint)
+        self.config = with_name_resolve(self.config, service.name_resolve)
         self._write_record()
+        if secrets is not None and self._own_host:
+            service.hand_out(secrets)
+        if self._crew is None and not self._open_remote_crew(service):
+            return
+        self._plan(checkpoint)
+        if isinstance(self._crew, RemoteCrew):
+            self._crew.place_all(list(self._specs.values()))
+        assert self._crew is not None
         for spec in self._specs.values():
             if self._stop_signal is not None:
                 return
@@ -215,6 +245,23 @@ class LocalLauncher:
             service=service,
             notice=self._view.notice,
         )
+
+    def _open_remote_crew(self, service: NameService) -> bool:
+        """Have the agents of all hosts come. False where the run was stopped meanwhile."""
+        self._crew = crew = RemoteCrew(
+            self.config,
+            service,
+            self.run_dir,
+            own_host=self._own_host,
+            attempt=self._attempt,
+            notice=self._view.notice,
+            say=self._view.say,
+        )
+        service.watch_stop(self._on_stop_wish)
+        if not crew.open(lambda: self._stop_signal is not None):
+            return False
+        self._devices = crew.devices
+        return True
 
     def _plan(self, checkpoint: Checkpoint | None) -> None:
         """What the processes of the newest attempt are. checkpoint: what it goes on from; None: it begins anew."""
@@ -240,7 +287,10 @@ class LocalLauncher:
             experiment=self.config.experiment,
             trial=self.config.trial,
             endpoints=self.config.name_resolve.endpoints,
+            name_resolve=self.config.name_resolve,
             started=self._started,
+            on_stop_s=self.config.checkpoint.on_stop_s,
+            host=socket.gethostname() if self._own_host else "",
         )
         write_record(self.run_dir, record)
 
@@ -267,6 +317,7 @@ class LocalLauncher:
         self._hang_report.turn(statuses, self._attempt)
         if time.monotonic() >= self._next_publish:
             self._next_publish = time.monotonic() + _PUBLISH_STATUS_S
+            self._give_way()
             self._name_service.publish(shown | coming)
 
     def _shown(self, child: Child) -> WorkerStatus:
@@ -276,12 +327,12 @@ class LocalLauncher:
     def _kill_frozen(self) -> None:
         """A process that does not move is as good as dead, and its peers wait for it."""
         assert self._crew is not None
-        alive = {
-            child.process.pid: child for child in self._crew.alive if child.process is not None and not child.is_done
+        alive = {  # by lease: on several hosts processes may have one number
+            child.lease.id: child for child in self._crew.alive if child.process is not None and not child.is_done
         }
-        counts = {pid: child.status.progress if child.status else None for pid, child in alive.items()}
-        for pid, still_s in self._freezes.turn(time.monotonic(), counts).items():
-            child = alive[pid]
+        counts = {key: child.progress_count() for key, child in alive.items()}
+        for key, still_s in self._freezes.turn(time.monotonic(), counts).items():
+            child = alive[key]
             if not child.froze_s and not child.in_trouble:
                 child.froze_s = still_s
                 self._view.notice(f"{child.name} has not moved for {still_s:.0f} s, and is killed; see {child.log}")
@@ -448,9 +499,55 @@ class LocalLauncher:
             text += f"\n\nTo go on from the newest checkpoint: asyncrl-launch resume {self.run_dir}"
         return text
 
+    def _leave(self, number: int) -> int:
+        """Told to stop by a signal: first a checkpoint, if the run writes them and one can be had. Returns the exit code.
+
+        Waits for: the master to have written it; bounded by checkpoint.on_stop_s. Unblocked by: that, a failure, another signal.
+        """
+        assert self._crew is not None
+        assert self._name_service is not None
+        limit_s, service, attempt = self.config.checkpoint.on_stop_s, self._name_service, self._attempt
+        masters = [child for child in self._crew.alive if child.spec.kind == "master" and child.was_running]
+        if self._impatient or not masters or not limit_s or self._renewal or not writes_checkpoints(self.config):
+            return 128 + number
+        self._view.say(
+            f"told to stop ({signal.Signals(number).name}): the train step ends and a checkpoint is written first, within "
+            f"{limit_s:g} s (checkpoint.on_stop_s); again, and all ends at once"
+        )
+        asked = _on_thread(lambda: service.ask_for_last_checkpoint(attempt))
+        before, deadline = list_checkpoints(self.run_dir), time.monotonic() + limit_s
+        while not self._impatient and time.monotonic() < deadline:
+            self._turn()
+            if masters[0].is_done:
+                return 0
+            failed = any(child.in_trouble for child in self._crew.children if child.spec.kind in GANG_KINDS)
+            if failed or (asked.done() and asked.exception() is not None):
+                break
+        if there := [step for found, step in list_checkpoints(self.run_dir) if (found, step) not in before]:
+            self._view.say(
+                f"checkpoint of step {there[-1]} written; asyncrl-launch resume {self.run_dir} goes on from it"
+            )
+        return 128 + number
+
+    def _give_way(self) -> None:
+        """A batch system that has lost sight of this host starts the run elsewhere: then this launcher is of no more use."""
+        if self._lock is not None and self._lock.is_challenged() and not self._impatient:
+            self._view.notice("another launcher has been started in this one's place; this one ends")
+            self._stop_signal, self._impatient = self._stop_signal or signal.SIGTERM, True
+
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._impatient = self._stop_signal is not None  # asked twice
-        self._stop_signal = number
+        now = time.monotonic()
+        if self._stop_signal is None:
+            self._stop_signal, self._told_to_stop = number, now
+        elif now - self._told_to_stop > _SAME_SIGNAL_S:  # a batch system tells us, and the script that started us
+            self._impatient = True
+
+    def _on_stop_wish(self, event: WatchEvent) -> None:
+        """`asyncrl-launch stop` on another host; called by a thread of name resolve."""
+        if event.kind == "put":
+            if self._stop_signal is None:
+                self._view.notice(f"stopped from {event.value}")
+            self._on_signal(signal.SIGTERM, None)
 
     def _stop_everything(self) -> None:
         """Ask, then kill. Nothing of the run is alive afterwards."""
@@ -459,11 +556,14 @@ class LocalLauncher:
                 process.ask_to_stop()
             if self._crew is not None:
                 self._crew.stop(self.config.runtime.stop_timeout_s * _ASK_SHARE, lambda: self._impatient)
+            if isinstance(self._crew, RemoteCrew):  # by name resolve its agents are told
+                self._crew.close()
             if self._name_service is not None:
                 self._name_service.close()
         finally:
-            if self._crew is not None:
+            if isinstance(self._crew, Crew):
                 self._crew.close()
+            remove_secrets(self.run_dir)
 
     def _merge_timelines(self) -> None:
         """With trace=true: what the processes recorded, a file an attempt. A failure here must not hide how the run ended."""

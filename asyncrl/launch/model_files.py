@@ -18,7 +18,7 @@ from asyncrl.config import ConfigError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_OLD_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # torch reads them, and says what is wrong
+_OLD_FORMATS = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # pickles: to load one is to run what is in it
 _LENGTH_BYTES = 8  # of the number at the start of a safetensors file: how long its header is
 _CAUSAL_MAPPING = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", re.MULTILINE | re.DOTALL)
 
@@ -63,14 +63,17 @@ def causal_architectures() -> set[str]:
 
 
 def count_parameters(model_path: str, *, field: str = "model_path") -> int:
-    """Parameters in the model's safetensors, all of which must be there and whole; 0 for older formats. Raises ConfigError."""
+    """Parameters in the model's safetensors, all of which must be there and whole. Raises ConfigError."""
     folder, where = Path(model_path).expanduser(), f"{field}={model_path!r}"
     if (folder / _SINGLE).is_file():
         files = {_SINGLE}
     elif (folder / _INDEX).is_file():
         files = _indexed_files(where, folder / _INDEX)
     elif any((folder / name).is_file() for name in _OLD_FORMATS):
-        return 0
+        raise ConfigError(
+            f"{where}: its weights are in a pickle ({_OLD_FORMATS[0]}), and to load one is to run what is in it; if you trust it, "
+            "convert it once with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...), which writes safetensors"
+        )
     else:
         raise ConfigError(
             f"{where}: there are no weights, neither {_SINGLE} nor {_INDEX}; copy the model's weights there"

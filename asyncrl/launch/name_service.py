@@ -19,10 +19,14 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import ExperimentConfig
+from asyncrl.launch.hosts import is_loopback
 from asyncrl.launch.private_etcd import PrivateEtcd
+from asyncrl.launch.program import absolute_name_resolve
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
+from asyncrl.runtime.certificates import CertificateError, make_certificate
+from asyncrl.runtime.etcd_cluster import EtcdTls
 from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError
 from asyncrl.runtime.name_resolve import (
     Lease,
@@ -31,10 +35,12 @@ from asyncrl.runtime.name_resolve import (
     NameEntryNotFound,
     NameResolveError,
     NameResolver,
+    NameResolveTimeout,
     WatchCallback,
     WatchEvent,
     open_name_resolver,
 )
+from asyncrl.runtime.security import Secrets
 
 _STOP_LIMIT_S = 2.0
 _RETRY_S = 1.0  # pause before a lease is revoked that could not be
@@ -45,34 +51,52 @@ class NameService:
 
     def __init__(self, config: ExperimentConfig, run_dir: Path, log: Path, notice: Callable[[str], None]) -> None:
         """log: of a private etcd; notice: is told what a person should know."""
-        self.endpoints: list[str] = list(config.name_resolve.endpoints)
+        self.name_resolve = absolute_name_resolve(config.name_resolve)  # once open, as processes reach it
         self._config = config
         self._run_dir = run_dir
         self._log = log
         self._notice = notice
         self._names = Names(config.experiment, config.trial)
         self._etcd: PrivateEtcd | None = None
+        self._own_folder: Path | None = None
         self._resolver: NameResolver | None = None
         self._name_is_ours = False  # in an etcd that runs share
         self._publisher: _Publisher | None = None
 
     def open(self) -> None:
-        """Start etcd or reach the user's, make sure that the run's keys are ours, and clear them. Raises LaunchError."""
-        if not self.endpoints:
+        """Start etcd or reach the user's, or the folder that stands for it; make sure that the run's keys are ours, and clear them.
+        Raises LaunchError."""
+        if self.name_resolve.backend == "file":
+            if not self.name_resolve.path:
+                self._make_folder()
+        elif not self.name_resolve.endpoints:
             self._start_private_etcd()
         try:
-            self._resolver = open_name_resolver(replace(self._config.name_resolve, endpoints=self.endpoints))
+            self._resolver = open_name_resolver(self.name_resolve)
             if self._etcd is None:
                 self._claim_name()
             self._resolver.clear_subtree(self._names.root)
         except (NameResolveError, ValueError) as error:
+            if self.name_resolve.backend == "file":  # which names the folder
+                raise LaunchError(str(error)) from error
+            answers = self._etcd is not None or not isinstance(error, NameResolveTimeout)
             hint = (
                 ""
-                if self._etcd
+                if answers
                 else "; see that an etcd listens there, or leave name_resolve.endpoints out for a private one"
             )
             raise LaunchError(f"name_resolve.endpoints={self.endpoints}: {error}{hint}") from error
         self._publisher = _Publisher(self._resolver, self._names)
+
+    @property
+    def endpoints(self) -> list[str]:
+        return self.name_resolve.endpoints
+
+    @property
+    def resolver(self) -> NameResolver:
+        """Of the launcher's session, once open."""
+        assert self._resolver is not None
+        return self._resolver
 
     def grant_lease(self) -> Lease:
         """A lease that lives as long as this service, or until it is revoked."""
@@ -80,7 +104,7 @@ class NameService:
         try:
             return self._resolver.grant_lease(self._config.runtime.lease_ttl_s)
         except NameResolveError as error:
-            raise LaunchError(f"name resolve at {', '.join(self.endpoints)}: {error}") from error
+            raise LaunchError(f"name resolve at {self.name_resolve.where}: {error}") from error
 
     def grant_lease_soon(self) -> Future[Lease]:
         """The same on a thread, for the launcher's loop."""
@@ -94,6 +118,16 @@ class NameService:
 
         threading.Thread(target=grant, name="grant lease", daemon=True).start()
         return lease
+
+    def hand_out(self, secrets: Secrets) -> None:
+        """To hosts that do not share the run's folder, before their agents meet the launcher. Only where not everybody can read
+        it: elsewhere the shared folder is the way. Raises LaunchError."""
+        if not self.name_resolve.is_guarded:
+            return
+        try:
+            self.resolver.add(self._names.secrets(), msgspec.json.encode(secrets).decode(), replace=True)
+        except NameResolveError as error:
+            raise LaunchError(f"name resolve at {self.name_resolve.where}: {error}") from error
 
     def watch_status(self, worker: str, callback: WatchCallback) -> None:
         """Have the callback told, on a thread of name resolve, of what a worker that we did not start publishes of itself."""
@@ -114,12 +148,21 @@ class NameService:
         self._watch(self._names.generation_wish(), on_wish_kept)
         self._watch(self._names.generation_drained(), on_drained, subtree=True)
 
+    def ask_for_last_checkpoint(self, attempt: int) -> None:
+        """Have this attempt's master write a checkpoint and end. Waits for name resolve; raises NameResolveError."""
+        assert self._resolver is not None
+        self._resolver.add(self._names.last_checkpoint(), str(attempt), replace=True)
+
+    def watch_stop(self, callback: WatchCallback) -> None:
+        """Have the callback told, likewise, that somebody on another host wants the run to stop."""
+        self._watch(self._names.stop_wish(), callback)
+
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool = False) -> None:
         assert self._resolver is not None
         try:
             self._resolver.watch(key, callback, subtree=subtree)
         except NameResolveError as error:
-            raise LaunchError(f"name resolve at {', '.join(self.endpoints)}: {error}") from error
+            raise LaunchError(f"name resolve at {self.name_resolve.where}: {error}") from error
 
     def publish(self, statuses: Mapping[int, WorkerStatus]) -> None:
         """Have the newest statuses published, each under a lease; those of an outage are skipped."""
@@ -146,26 +189,42 @@ class NameService:
             self._publisher.close()
         if self._etcd is not None:
             self._etcd.close(_STOP_LIMIT_S)
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    def _make_folder(self) -> None:
+        """Of this attempt only, as a private etcd's data: the attempt's number is never in it."""
+        folder = self._run_dir.absolute() / "names"
+        _remove(folder)
+        self._own_folder = folder
+        self.name_resolve = replace(self.name_resolve, path=str(folder))
 
     def _start_private_etcd(self) -> None:
         """Its data is of this attempt only: the attempt's number is never in it."""
         data_dir = self._run_dir / "etcd"
+        _remove(data_dir)
+        host = self._config.runtime.host
         try:
-            shutil.rmtree(data_dir)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise LaunchError(
-                f"{data_dir} is left of an attempt before and cannot be removed ({error.strerror}); delete it, or choose another "
-                "trial=..."
-            ) from error
-        try:
-            server = EtcdServer(data_dir, self._log, self._config.name_resolve.binary)
+            tls = self._make_certificate() if self._must_be_guarded() else None
+            server = EtcdServer(data_dir, self._log, self._config.name_resolve.binary, host, tls=tls)
             self._etcd = PrivateEtcd(server, self._log, self._config.runtime.max_restarts, self._notice)
             self._etcd.start()
-        except EtcdServerError as error:
+        except (EtcdServerError, CertificateError) as error:
             raise LaunchError(str(error)) from error
-        self.endpoints = [server.endpoint]
+        self.name_resolve = replace(self.name_resolve, endpoints=[server.endpoint])
+        if tls is not None:
+            self.name_resolve = replace(
+                self.name_resolve, ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file
+            )
+
+    def _must_be_guarded(self) -> bool:
+        """Whoever can write here says what the run's hosts execute."""
+        return not is_loopback(self._config.runtime.host) and self._config.network.authenticate != "off"
+
+    def _make_certificate(self) -> EtcdTls:
+        """The run's processes read it from the run's folder, as they read where name resolve is."""
+        hosts = [self._config.runtime.host, *self._config.hosts]
+        return make_certificate(self._run_dir.absolute() / "secrets", "etcd", hosts)
 
     def _claim_name(self) -> None:
         """In an etcd that runs share, the keys of one experiment and trial are of one launcher."""
@@ -183,7 +242,7 @@ class NameService:
             if other != owner:
                 raise LaunchError(
                     f"experiment={self._config.experiment} trial={self._config.trial}: a run of this name, in {other}, uses "
-                    f"the etcd at {', '.join(self.endpoints)} too; choose another trial=... (the name of a run that was "
+                    f"the name resolve at {self.name_resolve.where} too; choose another trial=... (the name of a run that was "
                     f"killed is free again after {runtime.lease_ttl_s:g} s)"
                 ) from None
             # our predecessor's, who is dead: the folder's lock is ours
@@ -196,6 +255,19 @@ class NameService:
             resolver.delete(self._names.owner())
         except NameResolveError as error:
             self._notice(f"the run's keys could not be deleted, and go with their leases: {error}")
+
+
+def _remove(folder: Path) -> None:
+    """Raises LaunchError."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise LaunchError(
+            f"{folder} is left of an attempt before and cannot be removed ({error.strerror}); delete it, or choose another "
+            "trial=..."
+        ) from error
 
 
 class _Publisher:

@@ -25,6 +25,7 @@ from asyncrl.launch.task_arguments import check_task_arguments
 from asyncrl.names import ACTOR
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import existing_parent, size_text
+from asyncrl.runtime.etcd_access import EtcdAccess
 from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
 from asyncrl.weights import MANIFEST, read_manifest, tensor_files
 
@@ -266,7 +267,8 @@ def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
     dtype = with_dtypes(config, on_gpu=bool(visible_devices())).train.dtype
     weights = num_parameters * (2 if dtype == "bfloat16" else 4)
     others = 2 + (config.train.critic is not None)
-    needed = (config.weights.keep + others) * weights + (0 if config.name_resolve.endpoints else _ETCD_BYTES)
+    own_etcd = config.name_resolve.backend == "etcd" and not config.name_resolve.endpoints
+    needed = (config.weights.keep + others) * weights + (_ETCD_BYTES if own_etcd else 0)
     recover, num_checkpoints = 0, config.checkpoint.keep_last + 1
     if writes_checkpoints(config):
         recover = _FLOATS_OF_A_PARAMETER * 4 * num_parameters * (1 + (config.train.critic is not None))
@@ -298,11 +300,28 @@ def _check_length(config: ExperimentConfig, model: Mapping[str, object]) -> None
 
 def _check_name_resolve(config: ExperimentConfig) -> None:
     name_resolve = config.name_resolve
-    if name_resolve.backend != "etcd":
+    if name_resolve.backend == "memory":
         raise ConfigError(
-            f"name_resolve.backend={name_resolve.backend!r}: is for tests in one process; a run needs etcd"
+            f"name_resolve.backend={name_resolve.backend!r}: is for tests in one process; a run needs etcd or file"
         )
+    try:
+        EtcdAccess.of(name_resolve)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if name_resolve.backend == "file":
+        if name_resolve.endpoints:
+            raise ConfigError(
+                f"name_resolve.endpoints={list(name_resolve.endpoints)}: are an etcd's; name_resolve.backend=file has "
+                "name_resolve.path"
+            )
+        return
     if not name_resolve.endpoints:
+        secured = [name for name in ("prefix", "user", "ca_file") if getattr(name_resolve, name)]
+        if secured:
+            raise ConfigError(
+                f"name_resolve.{secured[0]}={getattr(name_resolve, secured[0])!r}: is for an etcd of yours; set "
+                "name_resolve.endpoints=[host:2379] too"
+            )
         try:
             find_etcd(name_resolve.binary)
         except EtcdServerError as error:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from asyncrl.config import (
     AUTO,
@@ -30,6 +32,7 @@ from asyncrl.config import (
     MasterWorkerConfig,
     ModelConfig,
     ModelWorkerConfig,
+    NameResolveConfig,
     PlacedMFC,
     PromptSourceConfig,
     RecorderConfig,
@@ -40,6 +43,8 @@ from asyncrl.config import (
     TrainConfig,
     WorkerInfo,
     allocation_of,
+    authenticates,
+    fetches_weights,
     max_head_offpolicyness,
 )
 from asyncrl.dataflow import DataflowGraph, build_dataflow, build_recording_dataflow
@@ -138,6 +143,13 @@ def plan(
             name_resolve=config.name_resolve,
             runtime=config.runtime,
             trace=config.trace,
+            network=replace(
+                config.network,
+                authenticate="on" if authenticates(config) else "off",
+                tls_cert=_absolute(config.network.tls_cert),
+                tls_key=_absolute(config.network.tls_key),
+                tls_ca=_absolute(config.network.tls_ca),
+            ),
         )
 
     servers = [
@@ -146,10 +158,16 @@ def plan(
             engine=allocation.engine,
             model_path=model_path,
             tokenizer_path=tokenizer_path,
-            generation=replace(config.generation, python=_absolute(config.generation.python)),
+            generation=replace(
+                config.generation,
+                python=_absolute(config.generation.python),
+                api_key_file=_absolute(config.generation.api_key_file),
+            ),
             torch_threads=config.train.torch_threads,
             verify_tolerance=_verify_tolerance(config),
             tensor_parallel=allocation.generation.tensor,
+            fetch=fetches_weights(config),
+            fetch_dir=_absolute(config.weights.fetch_dir),
         )
         for index in range(allocation.num_servers)
     ]
@@ -218,6 +236,7 @@ def plan(
         interrupt=config.generation.interrupt,
         transport=config.weights.transport,
         broadcast_timeout_s=config.weights.broadcast_timeout_s,
+        fetch=fetches_weights(config),
     )
     rollout_workers = [
         RolloutWorkerConfig(
@@ -252,7 +271,7 @@ def plan(
     if not devices:
         return specs
     slots = itertools.cycle(devices)
-    return [replace(s, env={**s.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, _num_devices(s)))}) for s in specs]
+    return [replace(s, env={**s.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, num_devices(s)))}) for s in specs]
 
 
 def with_dtypes(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:
@@ -294,14 +313,26 @@ def server_spec(
     spec = next(spec for spec in more if spec.name == f"generation_server/{index}")
     if not devices:
         return spec
-    num_taken = sum(map(_num_devices, planned)) + (index - allocation.num_servers) * _num_devices(spec)
+    num_taken = sum(map(num_devices, planned)) + (index - allocation.num_servers) * num_devices(spec)
     slots = itertools.islice(itertools.cycle(devices), num_taken, None)
-    return replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, _num_devices(spec)))})
+    return replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, num_devices(spec)))})
 
 
-def with_endpoints(config: ExperimentConfig, endpoints: list[str]) -> ExperimentConfig:
-    """The config with the name-resolve endpoints that the launcher has started."""
-    return replace(config, name_resolve=replace(config.name_resolve, endpoints=endpoints))
+def with_name_resolve(config: ExperimentConfig, name_resolve: NameResolveConfig) -> ExperimentConfig:
+    """The config with the name resolve that the launcher has started or reached."""
+    return replace(config, name_resolve=name_resolve)
+
+
+def absolute_name_resolve(config: NameResolveConfig) -> NameResolveConfig:
+    """As it can be used from any folder."""
+    return replace(
+        config,
+        path=_absolute(config.path),
+        password_file=_absolute(config.password_file),
+        ca_file=_absolute(config.ca_file),
+        cert_file=_absolute(config.cert_file),
+        key_file=_absolute(config.key_file),
+    )
 
 
 def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
@@ -315,7 +346,12 @@ def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
         prompts=_resolve_prompts(config.prompts),
         eval=replace(config.eval, prompts=_resolve_prompts(config.eval.prompts) if config.eval.prompts else None),
         rollout=_resolve_rollout(config.rollout),
-        generation=replace(config.generation, python=_absolute(config.generation.python)),
+        generation=replace(
+            config.generation,
+            python=_absolute(config.generation.python),
+            api_key_file=_absolute(config.generation.api_key_file),
+        ),
+        name_resolve=absolute_name_resolve(config.name_resolve),
         replay=replace(config.replay, path=_absolute(config.replay.path)),
         train=replace(
             train,
@@ -347,6 +383,27 @@ def load_process_config(path: Path) -> ProcessConfig:
     kind = OmegaConf.select(raw, "worker.kind")
     if kind not in CONFIG_CLASSES:
         raise ValueError(f"{path}: worker.kind is {kind!r}, one of {', '.join(CONFIG_CLASSES)} is needed")
+    return _process_config(kind, raw)
+
+
+def config_text(config: ProcessConfig) -> str:
+    """A process's config as it travels to its host."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def parse_process_config(text: str) -> ProcessConfig:
+    """Inverse of config_text. Raises ValueError for what is no process's config."""
+    try:
+        raw = OmegaConf.create(text)
+        kind = OmegaConf.select(raw, "worker.kind")
+        if kind not in CONFIG_CLASSES:
+            raise ValueError(f"worker.kind is {kind!r}, one of {', '.join(CONFIG_CLASSES)} is needed")
+        return _process_config(kind, raw)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"not a config of a process: {error}") from error
+
+
+def _process_config(kind: str, raw: object) -> ProcessConfig:
     loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(CONFIG_CLASSES[kind]), raw))
     assert isinstance(loaded, ProcessConfig)
     return loaded
@@ -382,7 +439,7 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
     )
 
 
-def _num_devices(spec: ProcessSpec) -> int:
+def num_devices(spec: ProcessSpec) -> int:
     """GPUs of a process."""
     return getattr(spec.config, "tensor_parallel", 1) if spec.computes else 0
 

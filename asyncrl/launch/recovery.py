@@ -77,6 +77,11 @@ def starting_point(
     return found
 
 
+def writes_checkpoints(config: ExperimentConfig) -> bool:
+    options = config.checkpoint
+    return config.mode in RECOVERABLE_MODES and bool(options.every_steps or options.every_epochs or options.every_s)
+
+
 def going_on(config: ExperimentConfig, found: Checkpoint | None, num_prompts: int) -> ExperimentConfig:
     """The config for a run that goes on from there: with another batch size it has another number of steps to decay over."""
     train = config.train

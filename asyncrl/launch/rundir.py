@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl import __version__
+from asyncrl.config import NameResolveConfig
 from asyncrl.messages import DECODE_ERRORS
 from asyncrl.runtime.disk import explain
 
@@ -33,6 +34,8 @@ RUN_FORMAT = (
 RUN_DIR_ENV = "ASYNCRL_RUN_DIR"  # every process of a run has it, and hands it on to what it starts itself
 EXPERIMENT_FILE = "experiment.yaml"  # whole, unlike config.yaml, in which secrets are hidden
 _ATTEMPT = re.compile(r"(?:attempt_|a)(\d+)(?:-[vs]\d+)?$")
+_CHALLENGE_FILE = "launcher.challenge"
+_CHALLENGE_S = 0.2
 _PID_LIMIT_S = 1.0  # between taking the lock and writing the pid into it
 
 
@@ -62,6 +65,15 @@ class RunRecord(_Written, frozen=True, kw_only=True):
     trial: str
     endpoints: list[str]
     started: float
+    on_stop_s: float = 0.0  # checkpoint.on_stop_s: so long it may go on when it is told to stop
+    name_resolve: NameResolveConfig | None = (
+        None  # all of how it is reached; secrets by their files. None: an older run
+    )
+    host: str = ""  # of the launcher, on a run of more than one: elsewhere its pid and its lock mean nothing
+
+    @property
+    def names_at(self) -> NameResolveConfig:
+        return self.name_resolve or NameResolveConfig(endpoints=self.endpoints)
 
 
 def logs_dir(run_dir: Path, attempt: int) -> Path:
@@ -92,8 +104,11 @@ class RunLock:
         self._run_dir = run_dir
         self._fd = -1
 
-    def acquire(self) -> None:
-        """Raises RunBusyError where another launcher holds it, LaunchError where the folder cannot be written."""
+    def acquire(self, take_over_s: float = 0.0) -> None:
+        """Raises RunBusyError where another launcher holds it, LaunchError where the folder cannot be written.
+
+        take_over_s: so long another one is given to end, which is told to: whoever started us has given it up, and it may not know.
+        """
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self._run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -101,20 +116,37 @@ class RunLock:
             raise LaunchError(
                 f"the run's folder {self._run_dir} cannot be written: {error}; set fileroot=..."
             ) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._lock(take_over_s):
             os.close(self._fd)
             raise RunBusyError(
                 f"{self._run_dir} is in use by process {holder(self._run_dir)}; stop it with "
                 f"`asyncrl-launch stop {self._run_dir}`, or choose another trial=..."
-            ) from None
+            )
         try:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
             os.close(self._fd)
             raise LaunchError(f"{explain(self._run_dir / LOCK_FILE, error) or error}") from error
+
+    def _lock(self, take_over_s: float) -> bool:
+        deadline = time.monotonic() + take_over_s
+        challenge = self._run_dir / _CHALLENGE_FILE
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+                challenge.touch()
+                time.sleep(_CHALLENGE_S)
+            else:
+                challenge.unlink(missing_ok=True)  # ours, or one that its maker has given up
+                return True
+
+    def is_challenged(self) -> bool:
+        """Whether another launcher has been started in this one's place, and waits for its end."""
+        return (self._run_dir / _CHALLENGE_FILE).exists()
 
     def release(self) -> None:
         with contextlib.suppress(OSError):

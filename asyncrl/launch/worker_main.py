@@ -18,6 +18,7 @@ from typing import NoReturn
 from asyncrl.groups.loading import no_terminal
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import logs_dir
+from asyncrl.runtime import security
 from asyncrl.runtime.stacks import SUFFIX, answer_requests
 from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker
 
@@ -87,6 +88,8 @@ def run_config(path: Path, *, launched: bool) -> int:
         answer_requests(
             logs_dir(Path(config.worker.run_dir), config.worker.attempt) / f"{path.stem}{SUFFIX}", config.worker.name
         )
+    info = config.worker
+    security.secure(security.open_security(Path(info.run_dir), info.network))
     return run_worker(make_worker(config))
 
 

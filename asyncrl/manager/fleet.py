@@ -30,6 +30,7 @@ from asyncrl.manager.update_plan import Update, UpdatePlan
 from asyncrl.manager.wave import Wave, broadcast_request
 from asyncrl.messages import (
     BroadcastReply,
+    FetchWeightsRequest,
     ModelInfo,
     UpdateWeightsReply,
     UpdateWeightsRequest,
@@ -47,6 +48,7 @@ _FIRST_RETRY_S = 0.2
 _LONGEST_RETRY_S = 10.0
 _IDLE_S = 5.0
 _VERIFY_NICENESS = 5
+_FETCH_SLACK_S = 1.0  # for hosts that are slower than the first
 _SENDER_SLACK_S = 2.0  # the trainer answers within the limit that it is given
 _MAX_MISMATCHES = 3  # in a row, by every server that lives: then the weights or the servers are wrong, and the run ends
 _FAILURES = (
@@ -90,7 +92,9 @@ class Fleet:
         broadcast_limit_s: float = 30.0,
         clock: Clock | None = None,
         trace: Tracer = OFF,
+        files_url: str = "",
     ) -> None:
+        """files_url: below it servers find versions that they do not see in the run's folder; "": all of them see it."""
         self.table = table
         self.plan = plan
         self.counters: Counter[tuple[str, str]] = Counter()
@@ -104,6 +108,7 @@ class Fleet:
         self._pause_body = msgspec.json.encode({"mode": interrupt})
         self._broadcast_limit_s = broadcast_limit_s
         self._sender_url = ""
+        self._files_url = files_url
         self._trace = trace
         self._clock = clock or SystemClock()
         self._session: aiohttp.ClientSession | None = None
@@ -218,8 +223,50 @@ class Fleet:
                 self._publication.set()
                 continue
             pause_s = _FIRST_RETRY_S
+            await self._fetch_everywhere(version)
             if self.plan.publish(version):
                 self._changed()
+
+    async def _fetch_everywhere(self, version: WeightVersion) -> None:
+        """Have the hosts fetch a version while their servers go on with the one before. Nobody waits long for the slow ones, which
+        fetch it by themselves, as their updates begin: after the first has it, as long again and a little."""
+        if not self._files_url:
+            return
+        servers = [server for server in self.table.servers.values() if server.listed]
+        alive = [server for server in servers if server.state is not ServerState.DEAD]
+        began = self._clock.monotonic()
+        limit_s = self._verify_limit_s / 2
+        tasks = {asyncio.create_task(self._fetch(server.url, version, limit_s), name="fetch") for server in alive}
+        self._updates |= tasks
+        for task in tasks:
+            task.add_done_callback(self._fetched)
+        wait_s = limit_s
+        while tasks:
+            done, tasks = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                self._logger.warning("%d servers have not fetched %s yet; the others go on", len(tasks), version)
+                return
+            if any(not task.cancelled() and task.exception() is None for task in done):
+                took_s = self._clock.monotonic() - began
+                wait_s = min(wait_s, took_s + _FETCH_SLACK_S)
+
+    def _fetched(self, task: asyncio.Task[None]) -> None:
+        self._updates.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._logger.warning("weights could not be fetched ahead: %s", error or repr(error))
+
+    async def _fetch(self, url: str, version: WeightVersion, limit_s: float) -> None:
+        """Returns at once where the server sees the version, or has it. Raises UpdateError and what else a request may."""
+        request = FetchWeightsRequest(
+            model_path=str(self._path_of(version)),
+            weight_version=str(version),
+            source=self._files_url,
+            limit_s=limit_s,
+        )
+        answer = await self._post(f"{url}/fetch_weights", msgspec.json.encode(request), also_ok=400)
+        reply = msgspec.json.decode(answer, type=UpdateWeightsReply)
+        if not reply.success:
+            raise UpdateError(f"not fetched: {reply.message}")
 
     async def update_loop(self) -> None:
         """Begin the updates that the plan says are due, each as a task of its own. Raises RunEndedError where none can help."""
@@ -339,6 +386,8 @@ class Fleet:
 
     async def _load(self, update: Update, wave: Wave | None) -> None:
         url, version = update.url, str(update.version)
+        if self._files_url and wave is None:
+            await self._fetch(url, update.version, update.limit_s)  # it generates meanwhile
         try:
             await self._post(f"{url}/pause_generation", self._pause_body)
             if wave is not None:

@@ -43,6 +43,7 @@ from asyncrl.messages import (
     VersionReply,
 )
 from asyncrl.runtime.clock import Clock, SystemClock
+from asyncrl.runtime.http_server import refusal_of, serve
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 Reply = msgspec.Struct
@@ -119,10 +120,7 @@ class ManagerService:
         """
         server = web.Server(self._answer, request_factory=_make_request, handler_cancellation=True, access_log=None)
         self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, host, 0).start()
-        port = self._runner.addresses[0][1]
-        return f"http://{host}:{port}"
+        return await serve(self._runner, host, backlog=128)
 
     async def close(self) -> None:
         for waiting in self._waiting.values():
@@ -133,6 +131,8 @@ class ManagerService:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Any request."""
+        if (refusal := refusal_of(request)) is not None:
+            return refusal
         method, handler = self._routes.get(request.path, ("", None))
         if handler is None:
             return web.Response(status=404, text=f"there is no {request.path}\n")
@@ -297,7 +297,7 @@ def _typed(kind: type[Message], handle: Callable[[Message], Awaitable[Reply]]) -
             return _Json(await handle(decoder.decode(body)))
         except StaleAttemptError as error:
             return web.Response(status=409, text=f"{error}\n")
-        except ValueError as error:  # msgspec's errors too: what, and at which field
+        except (ValueError, RecursionError) as error:  # msgspec's errors too: what, and at which field
             return web.Response(status=400, text=f"{kind.__name__}: {error}\n")
 
     return run

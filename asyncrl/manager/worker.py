@@ -28,7 +28,8 @@ from asyncrl.runtime.clock import SystemClock
 from asyncrl.runtime.journal import BackgroundJournal
 from asyncrl.runtime.name_resolve import NameEntryExists, NameResolveTimeout
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
-from asyncrl.weights import version_dir
+from asyncrl.weight_files import WeightFiles
+from asyncrl.weights import role_dir, version_dir
 
 _ENDED = ("COMPLETE",)
 _WANT_OF_SERVERS = frozenset({"no_server", "updating"})  # refusals of the ledger
@@ -44,6 +45,7 @@ class GserverManager(Worker):
         self._drain_news = asyncio.Event()  # a leaving server may have nothing left to do
         self._missing = ""  # servers without which nothing is admitted
         self._missing_wait = contextlib.ExitStack()
+        self._files: WeightFiles | None = None
 
     async def setup(self) -> None:
         config, options = self.config, self.config.manager
@@ -90,6 +92,7 @@ class GserverManager(Worker):
             broadcast_limit_s=config.broadcast_timeout_s,
             logger=self.logger,
             trace=self.trace,
+            files_url=await self._serve_files() if config.fetch else "",
         )
         self.loads = LoadPoller(
             self.table,
@@ -132,8 +135,18 @@ class GserverManager(Worker):
         for name in ("service", "fleet"):
             if hasattr(self, name):
                 await getattr(self, name).close()
+        if self._files is not None:
+            await asyncio.to_thread(self._files.close)
         if hasattr(self, "journal"):
             await asyncio.to_thread(self.journal.close)
+
+    async def _serve_files(self) -> str:
+        """For hosts that do not see the run's folder; this process sees it, it verifies what is in there."""
+        directory = role_dir(self.info.run_dir, self.config.role)
+        self._files = WeightFiles(directory, host=self.info.runtime.host)
+        url = await asyncio.to_thread(self._files.start)
+        self.logger.info("weights for other hosts are at %s", url)
+        return url
 
     # ------------------------------------------------------------------------------------------------------ watches
 

@@ -39,6 +39,7 @@ class Checkpointer:
         self._everyone = list(range(config.num_model_workers))
         self._schedule = schedule
         self._due = False
+        self._newest: int | None = None  # step of the newest checkpoint that was begun
         self._task: asyncio.Task[None] | None = None
         self.journal: JsonLinesWriter  # both are set in setup
         self.caller: WorkerCaller
@@ -53,7 +54,17 @@ class Checkpointer:
         if not self._due or (self._task is not None and not self._task.done()):
             return
         self._due = False
-        state = take()
+        self._begin(take())
+
+    async def last(self, *, step: int, take: Callable[[], MasterState]) -> None:
+        """Have a checkpoint of this step, now that no other step follows."""
+        await self.end()
+        if self._newest != step:
+            self._begin(take())
+            await self.end()
+
+    def _begin(self, state: MasterState) -> None:
+        self._newest = state.step
         path = checkpoint_dir(self._run_dir, state.attempt, state.step)
         saved = self.caller.start(f"{path.name} to be written", self._everyone, SaveCheckpoint(path=str(path)))
         self.journal.write(

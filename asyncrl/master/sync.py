@@ -76,7 +76,10 @@ class SyncMasterWorker(MasterWorker):
         at the end of the run is a batch smaller. Empty when there are no more prompts."""
         self._generation_s = 0.0
         self.board.set_queue("stored", len(self.buffer))
-        while missing := min(self.config.train.batch_size - len(self.buffer), self.progress.num_total - self._next):
+        batch_size, num_total = self.config.train.batch_size, self.progress.num_total
+        while missing := min(batch_size - len(self.buffer), num_total - self._next):
+            if self._leaving.is_set():
+                break
             await self._make_groups(missing)
         return [meta.ticket_id for meta in sorted(self.buffer.stored, key=lambda meta: meta.locator)]
 

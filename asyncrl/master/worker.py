@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -64,6 +65,8 @@ from asyncrl.runtime.wandb_writer import WandbWriter
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, Worker
 from asyncrl.topology import ModelPlacement, ParallelGrid, build_handler_routing
 from asyncrl.weights import prune_versions, role_dir, version_dir
+
+T = TypeVar("T")
 
 _LONG_POLL_S = 5.0  # how long the manager may hold back its answer while nothing changes
 _CALL_LIMIT_S = 60.0  # a call to the manager, retries included
@@ -157,6 +160,7 @@ class MasterWorker(Worker):
         self._started = self._training_began = time.time()
         self._parent: tuple[int, int] | None = None  # (attempt, step) that this attempt goes on from
         self._evaluate_again = False
+        self._leaving = asyncio.Event()  # the run is told to stop
         if config.resume:
             self._restore(read_state(Path(config.resume)))
 
@@ -201,6 +205,7 @@ class MasterWorker(Worker):
             recorders=self.heads if config.records else (),
         )
         await self._meet_manager()
+        self.spawn(self._hear_of_the_end(), "hear of the end")
         await self.publish(self.names.experiment_status(), "RUNNING")
 
     async def _open_intake(self) -> None:
@@ -243,7 +248,22 @@ class MasterWorker(Worker):
         finished = self._parent is not None and self._is_over()
         while not finished:
             finished = await self.train_one_step()
+            if self._leaving.is_set() and not finished:
+                await self._leave()
         await self.finish()
+
+    async def _hear_of_the_end(self) -> None:
+        async for event in self.watch(self.names.last_checkpoint()):
+            if event.kind == "put" and event.value == str(self.info.attempt):
+                self._leaving.set()
+
+    async def _leave(self) -> None:
+        """Between two steps: write what the run can go on from, then end as one that was told to stop."""
+        if self._parent is None or self.step > self._parent[1]:  # there is something to keep
+            await self.checkpointer.last(step=self.step, take=self._state)
+        self.logger.info("stopped after step %d, as the launcher asked", self.step)
+        self.stopping.set()
+        await asyncio.Event().wait()  # unblocked by: cancellation, which `stopping` brings at once
 
     # ----------------------------------------------------------------------------------------------------- one train step
 
@@ -253,6 +273,8 @@ class MasterWorker(Worker):
         start = time.monotonic()
         with self.trace.span("form batch", track="steps", step=self.step + 1):
             batch = await self.form_batch()
+        if self._leaving.is_set():  # what is in the buffer is rolled out again
+            return False
         if not batch:
             if self.step == self.config.first_step:
                 raise RejectedShareError(f"every prompt was rejected, nothing was trained: {self._rejections()}")
@@ -290,10 +312,10 @@ class MasterWorker(Worker):
         return last
 
     async def form_batch(self) -> Sequence[str]:
-        """Tickets of the next batch, in canonical order; empty when there will be no more.
+        """Tickets of the next batch, in canonical order; empty when there will be no more, or the run is told to stop.
 
         waits for: enough trajectories stored, and the stragglers that the deadline rule waits for.
-        unblocked by: the manager's ledger changing (long poll, bounded), which every finished rollout does.
+        unblocked by: the manager's ledger changing (long poll, bounded), which every finished rollout does; the end.
         """
         start = moved = time.monotonic()
         state = (len(self.buffer), self.progress.num_done)
@@ -323,7 +345,22 @@ class MasterWorker(Worker):
             if time.monotonic() - moved > limit_s:
                 raise WaitTimeoutError(decision.reason, decision.on, limit_s)
             with self.board.waiting(decision.reason, on=decision.on, limit_s=limit_s, since=start):
-                view = await self.report(revoke=decision.revoke, wait_s=_LONG_POLL_S, after_revision=view.revision)
+                waiting = self.report(revoke=decision.revoke, wait_s=_LONG_POLL_S, after_revision=view.revision)
+                told = await self._unless_leaving(waiting)
+            if told is None:
+                return ()
+            view = told
+
+    async def _unless_leaving(self, coroutine: Coroutine[Any, Any, T]) -> T | None:
+        """What it gives; None where the run is told to stop meanwhile."""
+        work = asyncio.create_task(coroutine, name=f"{self.name}:work")
+        leaving = asyncio.create_task(self._leaving.wait(), name=f"{self.name}:leaving")
+        try:
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return None if self._leaving.is_set() else work.result()
+        finally:
+            leaving.cancel()
+            work.cancel()
 
     async def _keep_bad_batch(self, metas: Sequence[TrajectoryMeta], result: StepResult) -> None:
         """Of a step that was skipped, or a part of it: for `asyncrl-launch replay`. Its weights are not pruned."""

@@ -34,6 +34,7 @@ from asyncrl.messages import (
     LeaveUpdateGroup,
 )
 from asyncrl.model.sending import FAILURES, Held, SendError, Sending, ServerClient, of_all
+from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.update_group import GroupMember, digest, rank_offsets, serve_store
 
@@ -70,12 +71,10 @@ class WeightSender:
     async def start(self) -> str:
         """Bind a free port; returns the URL to publish."""
         await self._client.start()
-        app = web.Application()
+        app = web.Application(middlewares=[for_the_run])
         app.add_routes([web.post("/broadcast_weights", self._answer)])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, 0).start()
-        self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+        self.url = await serve(self._runner, self._host)
         return self.url
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from asyncrl.messages import (
     UpdateWeightsReply,
     WeightVersion,
 )
+from asyncrl.runtime.http_client import open_session
 from asyncrl.update_group import Bucket, GroupMember
 from asyncrl.weights import Probe
 
@@ -59,7 +60,7 @@ class ServerClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._session = open_session(max_connections=0)
 
     async def close(self) -> None:
         if self._session is not None:

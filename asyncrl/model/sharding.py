@@ -80,7 +80,12 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
     try:
         with _LOADING:
             loaded: Any = AUTO_CLASSES[kind].from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                output_loading_info=True,
+                use_safetensors=True,  # never a pickle
             )
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise _cannot_be_loaded(path, error) from error

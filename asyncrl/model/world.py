@@ -1,6 +1,7 @@
 """The torch.distributed world of all model workers of an attempt.
 
-Worker 0 serves its store and publishes where that is; the others find it by name.
+Worker 0 serves its store and publishes where that is; the others find it by name. In a run that authenticates nobody serves one:
+they meet in name resolve (name_store.py).
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store
 
 from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.name_store import NameStore
+from asyncrl.runtime import security
 from asyncrl.runtime.worker import Worker
 from asyncrl.topology import ModelPlacement
 from asyncrl.update_group import serve_store, store_at
@@ -31,13 +34,16 @@ class World:
     def __init__(self, worker: Worker, *, limit_s: float) -> None:
         self._worker = worker
         self._limit_s = limit_s
-        self._store: TCPStore | None = None  # worker 0 serves it; it must outlive the process group
+        self._store: Store | None = None  # worker 0 serves it; it must outlive the process group
         self.rank, self.size = worker.info.index, worker.info.count
 
     async def rendezvous(self) -> str:
         """Where the store is. Returns once it is served and published."""
-        runtime, names = self._worker.info.runtime, self._worker.names
-        key = names.process_group(STORE, self._worker.info.attempt)
+        worker, runtime, names = self._worker, self._worker.info.runtime, self._worker.names
+        key = names.process_group(STORE, worker.info.attempt)
+        if security.current() is not None:
+            self._store = NameStore(worker.resolver, key, lease=worker.lease, limit_s=runtime.start_timeout_s)
+            return ""
         if self.rank:
             return await self._worker.wait_for_key(key, "model_worker/0 to open the rendezvous store")
         self._store, address = serve_store(runtime.host, runtime.start_timeout_s)

@@ -23,6 +23,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.messages import DECODE_ERRORS
+
 Message = dict[str, Any]  # as templates take it: content is text, arguments of tool calls are objects
 Tools = Sequence[Mapping[str, Any]]
 
@@ -181,7 +183,7 @@ def _call_for_template(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             decoded = msgspec.json.decode(arguments)
-        except msgspec.DecodeError:
+        except DECODE_ERRORS:
             decoded = None
         arguments = decoded if isinstance(decoded, dict) else arguments
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -31,6 +31,8 @@ from asyncrl.rollout.loop_watch import LoopWatch
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, parse_chat_request
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, closed_error, message_of
 from asyncrl.rollout.tool_calls import held_back
+from asyncrl.runtime import security
+from asyncrl.runtime.http_server import serve
 from asyncrl.runtime.worker import StatusBoard
 
 if TYPE_CHECKING:
@@ -67,10 +69,7 @@ class ChatEndpoint:
             app.router.add_get(prefix + "/v1/models/{model:.+}", self._model)
         # handler_cancellation: a client that goes away cancels its handler, and with it the generation.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, host, port, backlog=1024).start()
-        bound = self._runner.addresses[0][1]
-        self.url = f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
+        self.url = await serve(self._runner, host, port)
         self._watch.start()
         quiet = logging.getLogger("httpx")  # of openai's client: it would log a line a request
         if quiet.level == logging.NOTSET:
@@ -142,10 +141,17 @@ class ChatEndpoint:
         return RequestError(f"the endpoint failed: {error!r}", status=500)
 
     async def _models(self, http: web.Request) -> web.Response:
+        self._check_known(http)
         return _json({"object": "list", "data": [_model(MODEL)]})
 
     async def _model(self, http: web.Request) -> web.Response:
+        self._check_known(http)
         return _json(_model(http.match_info["model"]))
+
+    def _check_known(self, http: web.Request) -> None:
+        """Agents know a session's id and not the run's token, so that is what lets them in here."""
+        if security.current() is not None:
+            self._session_of(http)
 
     def _session_of(self, http: web.Request) -> Session:
         session_id = http.match_info.get("session", "")

@@ -18,7 +18,8 @@ from aiohttp import web
 from asyncrl.config import ReplayerConfig
 from asyncrl.data.replay import Recorded, plan_replay, translate
 from asyncrl.data.trajectories import read_trajectory
-from asyncrl.messages import LedgerView, Locator, MasterReport, TicketView
+from asyncrl.messages import DECODE_ERRORS, LedgerView, Locator, MasterReport, TicketView
+from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.worker import RunEndedError, Worker
 
@@ -64,13 +65,10 @@ class Replayer(Worker):
             incarnation=self.incarnation,
         )
         await self._pusher.start()
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[for_the_run])
         app.router.add_post("/report", self._report)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, info.runtime.host, 0).start()
-        port = self._runner.addresses[0][1]
-        await self.publish(self.names.gserver_manager(), f"http://{info.runtime.host}:{port}")
+        await self.publish(self.names.gserver_manager(), await serve(self._runner, info.runtime.host))
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -140,7 +138,7 @@ class Replayer(Worker):
         """The ledger, once it is newer than the master's, or after wait_s."""
         try:
             report = msgspec.json.decode(await request.read(), type=MasterReport)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             return web.Response(status=400, text=f"MasterReport: {error}\n")
         if report.revoke:
             return web.Response(status=400, text=f"a replay cannot repeat what is taken back: {report.revoke[:4]}\n")

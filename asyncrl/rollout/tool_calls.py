@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from asyncrl.messages import DECODE_ERRORS
+
 TAG = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -48,7 +50,7 @@ def parse_tool_calls(text: str) -> Said:
     for match in _CALL.finditer(text):
         try:
             call = _decode_call(match[1].strip())
-        except msgspec.MsgspecError:
+        except DECODE_ERRORS:
             return Said(text)
         arguments = bytes(call.arguments).decode().strip()
         if not arguments.startswith("{"):

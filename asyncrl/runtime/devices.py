@@ -19,3 +19,16 @@ def visible_devices() -> list[str]:
 def usable_cores() -> list[int]:
     """The cores that this process may run on, by number."""
     return sorted(os.sched_getaffinity(0))
+
+
+def granted_cores() -> int:
+    """So many that a batch system has given us; else all that are usable."""
+    given = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    return int(given) if given.isdigit() and int(given) else len(usable_cores())
+
+
+def granted_memory() -> int:
+    """Bytes that a batch system has given us; 0: it does not say."""
+    node, core = os.environ.get("SLURM_MEM_PER_NODE", ""), os.environ.get("SLURM_MEM_PER_CPU", "")
+    megabytes = int(node) if node.isdigit() else int(core) * granted_cores() if core.isdigit() else 0
+    return megabytes << 20

@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 
+from asyncrl.runtime.etcd_access import EVERYBODY, EtcdAccess
 from asyncrl.runtime.etcd_leases import LeaseKeeper
 from asyncrl.runtime.etcd_store import EtcdStore, below, one_key
 from asyncrl.runtime.etcd_watch import EtcdWatch
@@ -23,7 +24,13 @@ _CLOSE_LIMIT_S = 2.0
 class EtcdNameResolver(NameResolver):
     """Name resolve over etcd. Endpoints are `host:port`; the first that answers is used, the next when it fails."""
 
-    def __init__(self, endpoints: Sequence[str], timeout_s: float = 5.0, open_limit_s: float | None = None) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        timeout_s: float = 5.0,
+        open_limit_s: float | None = None,
+        access: EtcdAccess = EVERYBODY,
+    ) -> None:
         """open_limit_s: how long to try to reach a server at first; default: timeout_s."""
         super().__init__()
         if isinstance(endpoints, str) or not endpoints:
@@ -34,7 +41,7 @@ class EtcdNameResolver(NameResolver):
                 raise ValueError(f"name_resolve.endpoints has {endpoint!r}; write host:port, such as 127.0.0.1:2379")
         if not timeout_s > 0:
             raise ValueError(f"name_resolve.timeout_s is {timeout_s!r}; it must be positive")
-        self._store = EtcdStore(endpoints, timeout_s, self._closed)
+        self._store = EtcdStore(endpoints, timeout_s, self._closed, access)
         self._watches: list[EtcdWatch] = []
         self._watches_lock = threading.Lock()
         try:
@@ -44,6 +51,10 @@ class EtcdNameResolver(NameResolver):
             self._store.close()
             raise
         self._keeper = LeaseKeeper(self._store, self._closed, store_id)
+
+    def use_also(self, endpoints: Sequence[str]) -> None:
+        """Further servers of the cluster, which it has taken in since."""
+        self._store.use_also(endpoints)
 
     # entries
 

@@ -1,4 +1,5 @@
-"""A private etcd: one server for one run, started by the launcher (and by tests) where the config names no endpoints.
+"""A private etcd: a server for one run, started by the launcher (and by tests) where the config names no endpoints; on three
+hosts and more two others join it.
 
 It lives as long as the process that started it: the kernel kills it when that process dies, however it dies.
 """
@@ -20,6 +21,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.runtime.etcd_cluster import EtcdCluster, EtcdClusterError, EtcdTls, is_new, open_connection
 from asyncrl.runtime.ports import free_ports
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ class EtcdServerError(RuntimeError):
 class EtcdServer:
     """Starts, stops and restarts one etcd. The ports are chosen at the first start and stay, so that clients come back.
 
-    A single node needs no patience with its peers: heartbeat and election are short, which makes a restart take 0.3 s.
+    A single node needs no patience with its peers: heartbeat and election are short, which makes a restart take 0.3 s. One that
+    has no data and whose cluster has others joins them.
     """
 
     def __init__(
@@ -55,12 +58,21 @@ class EtcdServer:
         binary: str = "",
         host: str = "127.0.0.1",
         extra_args: Sequence[str] = (),
+        tls: EtcdTls | None = None,
+        join: Sequence[str] = (),
+        grows: bool = False,
     ) -> None:
+        """join: endpoints of a cluster that runs, which it is to be of. grows: others are to join this one. tls: where not only
+        this machine can reach it."""
         self._data_dir = Path(data_dir)
         self._log_path = Path(log_path)
         self._binary = find_etcd(binary)
         self._host = host
         self._extra_args = list(extra_args)
+        self._tls = tls
+        self.others = list(join)  # endpoints of its cluster's other members, as far as somebody has said
+        self._election_ms = (100, 1000) if join or grows else (50, 250)
+        self._member_id = 0
         self._name = f"asyncrl-{uuid.uuid4().hex[:12]}"
         self._ports: tuple[int, int] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -94,8 +106,7 @@ class EtcdServer:
 
     def answers(self, limit_s: float) -> bool:
         """Whether it says anything at all within limit_s, be it an error: one that is frozen does not."""
-        assert self._ports is not None
-        connection = http.client.HTTPConnection(self._host, self._ports[0], timeout=limit_s)
+        connection = self._connect(limit_s)
         try:
             connection.request("GET", "/health")
             connection.getresponse().read()
@@ -117,7 +128,7 @@ class EtcdServer:
             if self._ports is None:
                 self._ports = _free_ports(self._host)
             log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
-            self._spawn()
+            self._spawn(self._join(deadline) if self.others and is_new(self._data_dir) else "")
             if self._wait_until_healthy(deadline):
                 return
             self.kill()
@@ -163,16 +174,42 @@ class EtcdServer:
         assert self._process is not None
         self._process.send_signal(number)  # looks first whether it has exited: never another process's id
 
-    def _spawn(self) -> None:
+    @property
+    def _urls(self) -> tuple[str, str]:
+        """For clients and for peers."""
         assert self._ports is not None
-        client, peer = (f"http://{self._host}:{port}" for port in self._ports)
+        scheme = "http" if self._tls is None else "https"
+        client, peer = (f"{scheme}://{self._host}:{port}" for port in self._ports)
+        return client, peer
+
+    def _join(self, deadline: float) -> str:
+        """Be taken in by the others; what they are."""
+        try:
+            cluster = EtcdCluster(self.others, self._tls)
+            limit_s = max(deadline - time.monotonic(), 0.0)
+            self._member_id, peers = cluster.add_learner(self._name, self._urls[1], limit_s)
+        except EtcdClusterError as error:
+            raise EtcdServerError(f"etcd cannot join {', '.join(self.others)}: {error}") from error
+        return peers
+
+    def _spawn(self, cluster: str) -> None:
+        """cluster: that takes it in; "": its own, or the one that its data say."""
+        client, peer = self._urls
         command = [self._binary, "--name", self._name, "--data-dir", str(self._data_dir)]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        command += ["--initial-cluster", f"{self._name}={peer}", "--initial-cluster-token", self._name]
-        command += ["--heartbeat-interval", "50", "--election-timeout", "250", "--log-level", "warn"]
+        command += ["--initial-cluster", cluster or f"{self._name}={peer}", "--initial-cluster-token", self._name]
+        command += ["--initial-cluster-state", "existing" if cluster else "new"]
+        heartbeat_ms, election_ms = self._election_ms
+        command += ["--heartbeat-interval", str(heartbeat_ms), "--election-timeout", str(election_ms)]
+        command += ["--log-level", "warn"]
         command += ["--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"]
-        command += ["--quota-backend-bytes", str(1 << 30), *self._extra_args]
+        command += ["--quota-backend-bytes", str(1 << 30)]
+        if self._tls is not None:
+            for prefix in ("", "peer-"):
+                command += [f"--{prefix}cert-file", self._tls.cert_file, f"--{prefix}key-file", self._tls.key_file]
+                command += [f"--{prefix}trusted-ca-file", self._tls.ca_file, f"--{prefix}client-cert-auth"]
+        command += self._extra_args
         wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), *command]
         # settings meant for another etcd must not reach this one
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
@@ -210,16 +247,21 @@ class EtcdServer:
     def _wait_until_healthy(self, deadline: float) -> bool:
         """False if it has exited or the time is over. Unblocked by: its health, its exit, the deadline."""
         while time.monotonic() < deadline:
-            if self._is_healthy(min(deadline - time.monotonic(), 1.0)):
+            if self._member_id and EtcdCluster(self.others, self._tls).promote(self._member_id):
+                self._member_id = 0
+            if not self._member_id and self._is_healthy(min(deadline - time.monotonic(), 1.0)):
                 return True
             if self._exited.wait(_POLL_S):
                 return False
         return False
 
+    def _connect(self, limit_s: float) -> http.client.HTTPConnection:
+        assert self._ports is not None
+        return open_connection(self._host, self._ports[0], self._tls, limit_s)
+
     def _is_healthy(self, limit_s: float) -> bool:
         """It answers, and the one that answers is ours."""
-        assert self._ports is not None
-        connection = http.client.HTTPConnection(self._host, self._ports[0], timeout=max(limit_s, 0.01))
+        connection = self._connect(max(limit_s, 0.01))
         try:
             connection.request("GET", "/health")
             if json.loads(connection.getresponse().read()).get("health") != "true":

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from asyncrl.runtime.etcd_access import EVERYBODY, EtcdAccess, Login
 from asyncrl.runtime.etcd_api import Api, load_api
 from asyncrl.runtime.name_resolve import (
     LeaseExists,
@@ -67,23 +68,27 @@ def text(data: bytes) -> str:
 class Stubs:
     """One endpoint's channel; it reconnects by itself."""
 
-    def __init__(self, api: Api, endpoint: str) -> None:
+    def __init__(self, api: Api, endpoint: str, login: Login) -> None:
         self.endpoint = endpoint
-        self.channel = api.grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
-        self.kv = api.rpc.KVStub(self.channel)
-        self.lease = api.rpc.LeaseStub(self.channel)
-        self.watch = api.rpc.WatchStub(self.channel)
+        self.channel = login.access.open_channel(api, endpoint, _CHANNEL_OPTIONS)
+        with_token = login.wrap(self.channel)
+        self.kv = api.rpc.KVStub(with_token)
+        self.lease = api.rpc.LeaseStub(with_token)
+        self.watch = api.rpc.WatchStub(with_token)
 
 
 class Connection:
     """Calls whichever endpoint answers. Shared by all threads of a session."""
 
-    def __init__(self, api: Api, endpoints: Sequence[str], timeout_s: float, closed: threading.Event) -> None:
+    def __init__(
+        self, api: Api, endpoints: Sequence[str], timeout_s: float, closed: threading.Event, access: EtcdAccess
+    ) -> None:
         self._api = api
         self._timeout_s = timeout_s
         self._closed = closed
         self._lock = threading.Lock()
-        self._stubs = [Stubs(api, endpoint) for endpoint in endpoints]
+        self.login = Login(api, access)
+        self._stubs = [Stubs(api, endpoint, self.login) for endpoint in endpoints]
         self._current = 0
         self._down = False
         code = api.grpc.StatusCode
@@ -105,16 +110,23 @@ class Connection:
         deadline = time.monotonic() + limit_s
         failures: dict[str, str] = {}
         attempt = 0
+        renewed = False
         while True:
             if self._closed.is_set():
                 raise NameResolverClosed(f"name resolver was closed during {what}")
             stubs = self.stubs
             # the endpoints not tried in this round share what is left, so that a frozen one leaves time for the others
             share_s = max(deadline - time.monotonic(), 0.001) / (len(self._stubs) - attempt % len(self._stubs))
+            token = ""
             try:
+                self.login.enter(stubs.channel, share_s)
+                token = self.login.token
                 result = function(stubs, share_s)
             except self._api.grpc.RpcError as error:
                 if error.code() not in self._outage:
+                    if not renewed and self.login.is_stale(error, token):  # which changed nothing
+                        renewed = True
+                        continue
                     raise
                 failures[stubs.endpoint] = f"{error.code().name}: {error.details()}"
                 self.failed(stubs, failures[stubs.endpoint])
@@ -131,6 +143,13 @@ class Connection:
                 raise NameResolveTimeout(f"etcd did not answer {what} within {limit_s:g} s ({seen})")
             if attempt % len(self._stubs) == 0:
                 self._closed.wait(min(_RETRY_S, max(deadline - time.monotonic(), 0.0)))
+
+    def use_also(self, endpoints: Sequence[str]) -> None:
+        """Further servers of the same cluster."""
+        with self._lock:
+            known = {stubs.endpoint for stubs in self._stubs}
+            added = [Stubs(self._api, endpoint, self.login) for endpoint in endpoints if endpoint not in known]
+            self._stubs = [*self._stubs, *added]
 
     def failed(self, stubs: Stubs, reason: str) -> None:
         """This endpoint broke: the next one's turn."""
@@ -161,6 +180,7 @@ class WatchStream:
     def __init__(self, api: Api, connection: Connection, stubs: Stubs, call: Any, end: float | None) -> None:
         """end: the limit, as time.monotonic() counts; None: there is none."""
         self._api, self._connection, self._stubs, self._call, self._end = api, connection, stubs, call, end
+        self._prefix_bytes = len(connection.login.access.key_prefix)
         self._cancelled = False
         self.broken = False  # by an outage or the server: what has changed since must be read
 
@@ -170,12 +190,16 @@ class WatchStream:
                 if response.canceled:  # compacted, or without a leader
                     logger.debug("a watch was ended by the server: %s", response.cancel_reason)
                     break
+                if self._prefix_bytes:
+                    for event in response.events:
+                        event.kv.key = event.kv.key[self._prefix_bytes :]
                 yield response
         except self._api.grpc.RpcError as error:
             # at the limit the stream is over by its deadline, which either side may be the first to see
             if self._cancelled or (self._end is not None and time.monotonic() > self._end - STREAM_RETRY_S):
                 return
-            self._connection.failed(self._stubs, f"{error.code().name}: {error.details()}")
+            if not self._connection.login.is_stale(error, self._connection.login.token):
+                self._connection.failed(self._stubs, f"{error.code().name}: {error.details()}")
         self.broken = True
 
     def cancel(self) -> None:
@@ -184,25 +208,38 @@ class WatchStream:
 
 
 class EtcdStore:
-    """One connection. Every call raises NameResolveTimeout if no server answers in time, NameResolverClosed after close."""
+    """One connection. Every call raises NameResolveTimeout if no server answers in time, NameResolverClosed after close.
 
-    def __init__(self, endpoints: Sequence[str], timeout_s: float, closed: threading.Event) -> None:
+    Keys are those below the prefix of `access`, without it.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        timeout_s: float,
+        closed: threading.Event,
+        access: EtcdAccess = EVERYBODY,
+    ) -> None:
         self._timeout_s = timeout_s
         self._api = load_api()
-        self._connection = Connection(self._api, endpoints, timeout_s, closed)
+        self._connection = Connection(self._api, endpoints, timeout_s, closed, access)
+        self._prefix = access.key_prefix
 
     def close(self) -> None:
         self._connection.close()
 
+    def use_also(self, endpoints: Sequence[str]) -> None:
+        self._connection.use_also(endpoints)
+
     # entries
 
     def put(self, key: str, value: str, lease: int | None) -> None:
-        request = self._api.rpc.PutRequest(key=key.encode(), value=value.encode(), lease=lease or 0)
+        request = self._api.rpc.PutRequest(key=self._raw(key.encode()), value=value.encode(), lease=lease or 0)
         self._call(f"put {key!r}", key, lambda stubs, limit_s: stubs.kv.Put(request, timeout=limit_s), lease=lease)
 
     def create(self, key: str, value: str, lease: int | None, again: bool = False) -> None:
         """Put unless the key exists. An equal entry, if this or (again) an earlier try may have put it, is as good."""
-        put = self._api.rpc.PutRequest(key=key.encode(), value=value.encode(), lease=lease or 0)
+        put = self._api.rpc.PutRequest(key=self._raw(key.encode()), value=value.encode(), lease=lease or 0)
         response, tried_before = self._create(f"add {key!r}", put, lease)
         if response.succeeded:
             return
@@ -221,7 +258,7 @@ class EtcdStore:
         )
         return self._call(
             what,
-            text(put.key),
+            text(self._name(put.key)),
             lambda stubs, share_s: stubs.kv.Txn(request, timeout=share_s),
             lease=lease,
             limit_s=limit_s,
@@ -230,7 +267,7 @@ class EtcdStore:
     def swap(self, key: str, expected: str, value: str) -> bool:
         """Set value if the entry's is expected; it keeps its lease."""
         rpc = self._api.rpc
-        name, new = key.encode(), value.encode()
+        name, new = self._raw(key.encode()), value.encode()
         request = rpc.TxnRequest(
             compare=[
                 rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.VALUE, key=name, value=expected.encode())
@@ -248,22 +285,24 @@ class EtcdStore:
     def read(self, keys: KeyRange, what: str, limit_s: float | None = None) -> tuple[dict[str, str], int]:
         """Entries, sorted by key, and the store's revision they were read at."""
         ascending = self._api.rpc.RangeRequest.ASCEND
-        request = self._api.rpc.RangeRequest(key=keys[0], range_end=keys[1], sort_order=ascending)
+        first, end = self._raw_range(keys)
+        request = self._api.rpc.RangeRequest(key=first, range_end=end, sort_order=ascending)
         response, _ = self._call(
             what, what, lambda stubs, share_s: stubs.kv.Range(request, timeout=share_s), limit_s=limit_s
         )
-        return {text(kv.key): text(kv.value) for kv in response.kvs}, int(response.header.revision)
+        return {text(self._name(kv.key)): text(kv.value) for kv in response.kvs}, int(response.header.revision)
 
     def delete(self, keys: KeyRange, what: str) -> int:
         """How many there were."""
-        request = self._api.rpc.DeleteRangeRequest(key=keys[0], range_end=keys[1])
+        first, end = self._raw_range(keys)
+        request = self._api.rpc.DeleteRangeRequest(key=first, range_end=end)
         response, _ = self._call(what, what, lambda stubs, limit_s: stubs.kv.DeleteRange(request, timeout=limit_s))
         return int(response.deleted)
 
     def read_store_id(self, limit_s: float | None = None) -> tuple[bytes, int]:
         """The store's id, made where there is none, and the revision it was read at."""
         new = secrets.token_hex(8).encode()
-        put = self._api.rpc.PutRequest(key=STORE_ID_KEY, value=new)
+        put = self._api.rpc.PutRequest(key=self._raw(STORE_ID_KEY), value=new)
         response, _ = self._create("the first request", put, None, limit_s)
         store_id = new if response.succeeded else response.responses[0].response_range.kvs[0].value
         return store_id, int(response.header.revision)
@@ -275,7 +314,7 @@ class EtcdStore:
         rpc, stubs = self._api.rpc, self._connection.stubs
         requests = [
             rpc.WatchRequest(create_request=rpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision + 1))
-            for key, end in ranges
+            for key, end in map(self._raw_range, ranges)
         ]
         # taken first: on a busy machine the call may be made so late that its own deadline would look like an outage
         end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -337,7 +376,9 @@ class EtcdStore:
             )
         except LeaseNotFound:
             return None
-        return set(response.keys) if response.TTL >= 0 else None  # whole seconds left, rounded down; -1: no such lease
+        return (
+            {self._name(key) for key in response.keys} if response.TTL >= 0 else None
+        )  # whole seconds left, rounded down; -1: no such lease
 
     def revoke(self, lease_id: int) -> None:
         request = self._api.rpc.LeaseRevokeRequest(ID=lease_id)
@@ -378,4 +419,16 @@ class EtcdStore:
                 raise LeaseNotFound(
                     f"lease {lease:#x} of {of!r} does not exist (expired, revoked or never granted)"
                 ) from error
-            raise NameResolveError(f"etcd refuses {of!r}: {error.code().name}: {error.details()}") from error
+            remedy = self._connection.login.remedy(error)
+            raise NameResolveError(
+                f"etcd refuses {of!r}: {error.code().name}: {error.details()}{remedy and f': {remedy}'}"
+            ) from error
+
+    def _raw(self, key: bytes) -> bytes:
+        return self._prefix + key
+
+    def _raw_range(self, keys: KeyRange) -> KeyRange:
+        return self._prefix + keys[0], self._prefix + keys[1] if keys[1] else b""
+
+    def _name(self, raw: bytes) -> bytes:
+        return raw[len(self._prefix) :]

@@ -1,6 +1,8 @@
 """HTTP sessions between processes of a run. Who calls another process gets its session here, so that faults can be put in, and a
 simulation can stand in.
 
+A session shows the run's token (security.py) with every request: it is for the run's own processes, and for nobody else.
+
 suffer(faults, "master/0")    # sessions opened later have the faults of runtime.faults
 with replaced(make):          # asyncrl/testing/simulation
     open_session(...)         # is what `make` gives
@@ -18,6 +20,7 @@ from typing import Any
 import aiohttp
 
 from asyncrl.config import FaultsConfig
+from asyncrl.runtime import security
 
 Maker = Callable[[int, dict[str, Any]], Any]
 
@@ -58,8 +61,12 @@ def suffer(faults: FaultsConfig, who: str) -> None:
 
 
 def _real_session(max_connections: int, options: dict[str, Any]) -> aiohttp.ClientSession:
+    secured = security.current()
+    tls = secured.ask_tls if secured is not None else None
+    connector = aiohttp.TCPConnector(limit=max_connections, ssl=True if tls is None else tls)
+    if secured is not None:
+        options = {**options, "headers": {**secured.headers, **options.get("headers", {})}}
     middlewares = (_faults,) if _faults is not None else ()
-    connector = aiohttp.TCPConnector(limit=max_connections)
     return aiohttp.ClientSession(connector=connector, middlewares=middlewares, **options)
 
 

@@ -1,8 +1,9 @@
 """Name resolve: how processes find each other, and how versions, addresses and status reach whoever waits for them.
 
 A flat store of `key -> text`. Keys are `/`-separated and a subtree is what lies below a `/`, so that clearing `t1` leaves
-`t10`. Two backends stand behind one interface: etcd (asyncrl/runtime/etcd.py; between processes) and memory (here; between
-threads of one process, for tests and simulations). One test suite runs on both.
+`t10`. Three backends stand behind one interface: etcd (etcd.py; between processes and hosts), a folder on a shared file system
+(file_names.py; the same, where etcd is not wanted) and memory (here; between threads of one process, for tests and simulations).
+One test suite runs on all.
 
 Everything is synchronous and thread-safe; code on an event loop calls it through `asyncio.to_thread`. No call waits without
 a limit: an operation gives up after the resolver's `timeout_s`, `wait` after its own.
@@ -420,9 +421,15 @@ def open_name_resolver(config: NameResolveConfig, limit_s: float | None = None) 
         return MemoryNameResolver(space=",".join(config.endpoints))
     if config.backend == "etcd":
         from asyncrl.runtime.etcd import EtcdNameResolver  # loads gRPC: only where it is used, never before a fork
+        from asyncrl.runtime.etcd_access import EtcdAccess
 
-        return EtcdNameResolver(config.endpoints, timeout_s=config.timeout_s, open_limit_s=limit_s)
-    raise ValueError(f"name_resolve.backend is {config.backend!r}; use 'etcd' or 'memory'")
+        return EtcdNameResolver(config.endpoints, config.timeout_s, limit_s, EtcdAccess.of(config))
+    if config.backend == "file":
+        from asyncrl.runtime.file_names import FileNameResolver  # which imports this module
+
+        folder = f"{config.path}/{normalize_name(config.prefix)}" if config.prefix else config.path
+        return FileNameResolver(folder, config.timeout_s, config.poll_s, limit_s)
+    raise ValueError(f"name_resolve.backend is {config.backend!r}; use 'etcd', 'file' or 'memory'")
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

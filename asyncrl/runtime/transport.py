@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from asyncrl.config import FaultsConfig
+from asyncrl.runtime import security
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -90,7 +91,10 @@ class Transport(ABC):
 
 
 class ZmqTransport(Transport):
-    """PUSH/PULL over TCP, LINGER 0. Sockets belong to the thread and the event loop that made them."""
+    """PUSH/PULL over TCP, LINGER 0. Sockets belong to the thread and the event loop that made them.
+
+    Where the process has secrets (security.py) every stream is encrypted, and only processes of the run are at its ends.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         self._context = context or zmq.Context.instance()
@@ -108,6 +112,8 @@ class ZmqTransport(Transport):
                 zmq.MAXMSGSIZE, max_frame_bytes
             )  # a larger frame ends the connection before it is allocated
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            if (secured := security.current()) is not None:
+                security.guard_pull(socket, self._context, secured.secrets)
             try:
                 socket.bind(f"tcp://{host}:*")
             except zmq.ZMQError as error:
@@ -127,6 +133,8 @@ class ZmqTransport(Transport):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, queue_messages)
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            if (secured := security.current()) is not None:
+                security.guard_push(socket, secured.secrets)
             socket.connect(address)
         except zmq.ZMQError as error:
             socket.close(linger=0)

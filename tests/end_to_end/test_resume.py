@@ -167,6 +167,39 @@ def test_another_layout_goes_on_from_the_checkpoint_before_a_torn_one(runs: Runs
         )
 
 
+def test_a_run_that_is_told_to_stop_writes_a_checkpoint_first(runs: Runs) -> None:
+    """No schedule would have written one: what it had trained when it was told is there when it goes on."""
+    options = [*EXACT, "trial=stopped", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
+    with launch(runs.config, *options) as run:
+        stopped = run.run_dir
+        run.wait_for_step(3, LIMIT_S)
+        assert not list_checkpoints(stopped)
+        assert cli.main(["stop", str(stopped)]) == 0
+        assert run.wait(LIMIT_S) == 128 + signal.SIGTERM, run.output()
+        said = run.output()
+    ((attempt, step),) = list_checkpoints(stopped)
+    assert attempt == 1
+    assert 3 <= step < STEPS
+    assert step == max(event["step"] for event in journal(stopped) if event["event"] == "trained")
+    assert f"checkpoint of step {step} written; asyncrl-launch resume {stopped} goes on from it" in said
+    with resumed(stopped) as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert f"going on from step {step} of attempt 1" in run.output()
+    expected = final_weights(runs.whole)
+    assert [name for name, tensor in final_weights(stopped).items() if not torch.equal(expected[name], tensor)] == []
+    found = audit(stopped)
+    assert (found.voided_steps, found.complete) == (0, True)
+
+
+def test_told_to_stop_now_it_writes_none(runs: Runs) -> None:
+    with launch(runs.config, *EXACT, "trial=now", "checkpoint.every_steps=0", "checkpoint.every_s=3600") as run:
+        run.wait_for_step(1, LIMIT_S)
+        run.worker("master/0").suspend()  # else it might be quicker than the second signal
+        assert cli.main(["stop", str(run.run_dir), "--now"]) == 0
+        assert run.wait(LIMIT_S) == 128 + signal.SIGTERM, run.output()
+        assert not list_checkpoints(run.run_dir)
+
+
 def test_few_checkpoints_are_kept(runs: Runs) -> None:
     for run_dir in (runs.whole, runs.killed, runs.elsewhere):
         assert [step for _, step in list_checkpoints(run_dir)] == [STEPS - EVERY, STEPS]

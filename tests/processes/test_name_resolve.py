@@ -1,4 +1,4 @@
-"""Name resolve: one suite on both backends; what a private etcd does. Outages are in test_etcd_outages.py."""
+"""Name resolve: one suite on all backends; what a private etcd does. Outages are in test_etcd_outages.py."""
 
 from __future__ import annotations
 
@@ -42,9 +42,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
         yield server
 
 
-@pytest.fixture(params=["memory", "etcd"])
+@pytest.fixture(params=["memory", "etcd", "file"])
 def open_session(request: pytest.FixtureRequest) -> Iterator[OpenSession]:
     """Opens further sessions with the same store."""
+    if request.param == "file":
+        folder = request.getfixturevalue("tmp_path") / "names"
+        yield from sessions(NameResolveConfig(backend="file", path=str(folder), poll_s=0.05))
+        return
     endpoint = request.getfixturevalue("server").endpoint if request.param == "etcd" else f"space {uuid.uuid4()}"
     yield from sessions(NameResolveConfig(backend=request.param, endpoints=[endpoint]))
 

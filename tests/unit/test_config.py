@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import ConfigError, load_experiment
+from asyncrl.config import ConfigError, authenticates, load_experiment
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
 from asyncrl.runtime.devices import visible_devices
@@ -279,5 +279,27 @@ def test_preflight_reads_reward_files_without_running_them(runnable):
 
 
 @pytest.mark.parametrize(("written", "read"), [("off", "off"), ("false", "off"), ("auto", "auto")])
-def test_recover_can_be_off_though_yaml_takes_off_for_false(config_file, written, read):
-    assert load_experiment(config_file, [f"recover={written}"]).recover == read
+def test_switches_are_what_they_say_though_yaml_takes_off_for_false(config_file, written, read):
+    config = load_experiment(config_file, [f"recover={written}", f"network.authenticate={written}"])
+    assert (config.recover, config.network.authenticate) == (read, read)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "checked"),
+    [
+        ([], False),
+        (["runtime.host=10.0.0.1"], True),
+        (["runtime.host=127.0.0.5"], False),
+        (["network.authenticate=on"], True),
+        (["runtime.host=10.0.0.1", "network.authenticate=off"], False),
+    ],
+)
+def test_authentication_is_on_as_soon_as_others_can_connect(config_file, overrides, checked):
+    assert authenticates(load_experiment(config_file, overrides)) is checked
+
+
+def test_certificates_need_authentication(config_file):
+    with pytest.raises(ConfigError, match=r"network\.tls_cert='c.pem': needs network\.authenticate=on"):
+        load_experiment(config_file, ["network.tls_cert=c.pem"])
+    with pytest.raises(ConfigError, match=r"network\.tls_key='k.pem': needs network\.tls_cert"):
+        load_experiment(config_file, ["network.authenticate=on", "network.tls_key=k.pem"])

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -51,6 +52,23 @@ def test_the_lock_ends_with_its_process(tmp_path):
     lock.acquire()
     assert holder(tmp_path) == os.getpid()
     lock.release()
+
+
+def test_a_launcher_that_is_to_take_over_has_the_other_one_end(tmp_path):
+    holding, coming = RunLock(tmp_path), RunLock(tmp_path)
+    holding.acquire()
+    assert not holding.is_challenged()
+    with pytest.raises(RunBusyError):
+        coming.acquire(take_over_s=0.01)
+    assert holding.is_challenged()
+    taking_over = threading.Thread(target=coming.acquire, kwargs={"take_over_s": 60})
+    taking_over.start()
+    holding.release()
+    taking_over.join(60)
+    assert not coming.is_challenged()
+    with pytest.raises(RunBusyError):
+        RunLock(tmp_path).acquire()
+    coming.release()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,12 +22,14 @@ from asyncrl.config import (
     load_experiment,
     max_head_offpolicyness,
 )
+from asyncrl.launch.hosts import refuses
 from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact
-from asyncrl.launch.rundir import RunRecord
+from asyncrl.launch.rundir import LaunchError, RunRecord, is_running
+from asyncrl.launch.slurm import job_state, read_job
 from asyncrl.messages import DECODE_ERRORS, ScaleWish
 from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolver
+from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolveError, NameResolver, open_name_resolver
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Command: TypeAlias = Callable[[argparse.Namespace, Console], int]
@@ -163,7 +166,30 @@ def wanted_servers(resolver: NameResolver, names: Names) -> int | None:
         return None
 
 
+def goes_on(run_dir: Path, record: RunRecord | None) -> bool:
+    """Whether the run does, wherever its launcher is. Raises LaunchError where its host cannot be asked."""
+    if record is None:
+        return False
+    if record.host in ("", socket.gethostname()):
+        return is_running(run_dir)
+    if record.endpoints and all(refuses(endpoint) for endpoint in record.endpoints):
+        return False  # the name resolve of a run that is over
+    try:
+        with open_name_resolver(record.names_at) as resolver:
+            return resolver.get(Names(record.experiment, record.trial).launcher()) != ""
+    except NameEntryNotFound:
+        return False
+    except NameResolveError as error:
+        raise LaunchError(
+            f"the run was started on {record.host}, and cannot be asked from here: its name resolve at "
+            f"{record.names_at.where} does not answer: {error}"
+        ) from error
+
+
 def not_running(run_dir: Path, record: RunRecord | None) -> str:
+    job = read_job(run_dir)
+    if job is not None and not (state := job_state(job.job_id)).ended:
+        return f"{run_dir}: no run is going on here yet; job {job.job_id} is {state.state} ({state.reason})"
     if record is None:
         return f"{run_dir}: no run is going on here, and none has been"
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started))

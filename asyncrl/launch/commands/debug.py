@@ -53,9 +53,8 @@ def add_to(commands: Commands) -> None:
 def debug(arguments: argparse.Namespace, console: Console) -> int:
     """Run one process of a run in this terminal, under a debugger if need be, from its resolved config."""
     config = _load(Path(arguments.config))
-    with _name_service(config, console) as endpoints:
-        worker = config.worker
-        config = replace(config, worker=replace(worker, name_resolve=replace(worker.name_resolve, endpoints=endpoints)))
+    with _name_service(config, console) as name_resolve:
+        config = replace(config, worker=replace(config.worker, name_resolve=name_resolve))
         if isinstance(config, RolloutWorkerConfig):  # so that a reward's breakpoint() has this terminal
             config = replace(config, rollout=replace(config.rollout, reward_isolation="thread"))
         configure_logging(config.worker)
@@ -87,26 +86,23 @@ def _load(path: Path) -> ProcessConfig:
 
 
 @contextlib.contextmanager
-def _name_service(config: ProcessConfig, console: Console) -> Iterator[list[str]]:
-    """Endpoints of the run's name resolve, if it goes on, else of a private etcd for as long as this process runs."""
+def _name_service(config: ProcessConfig, console: Console) -> Iterator[NameResolveConfig]:
+    """The run's name resolve, if it goes on, else of a private etcd for as long as this process runs."""
     name_resolve = config.worker.name_resolve
-    if name_resolve.endpoints and _answers(config, name_resolve):
-        yield name_resolve.endpoints
+    where = name_resolve.where
+    if where and _answers(config, name_resolve):
+        yield name_resolve
         return
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-debug-"))
     etcd = None
     try:
         etcd = EtcdServer(folder / "etcd", folder / "etcd.log", name_resolve.binary)
         etcd.start()
-        gone = (
-            f"nothing answers at {', '.join(name_resolve.endpoints)}"
-            if name_resolve.endpoints
-            else "its run is not there"
-        )
+        gone = f"nothing answers at {where}" if where else "its run is not there"
         console.print(
             f"{config.worker.name}: {gone}; it gets a private etcd at {etcd.endpoint}, and is alone", highlight=False
         )
-        yield [etcd.endpoint]
+        yield NameResolveConfig(endpoints=[etcd.endpoint])
     except EtcdServerError as error:
         raise LaunchError(f"there is no run to join, and no private etcd either: {error}") from error
     finally:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from asyncrl.config import ConfigError, load_experiment
 from asyncrl.launch.commands.common import Commands, add_command
-from asyncrl.launch.commands.run import start
+from asyncrl.launch.commands.run import add_detach, start
 from asyncrl.launch.rundir import EXPERIMENT_FILE, newest_experiment
 
 _DESCRIPTION = """Go on with a run that was stopped or killed, from the newest checkpoint in its folder, with its own config.
@@ -33,6 +33,7 @@ exit codes: as of `run`; 2 where there is no checkpoint, or it does not fit what
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "resume", resume, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("run", metavar="DIR", type=Path, help="folder of the run")
+    add_detach(parser)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that are to differ from before")
 
 

@@ -37,6 +37,7 @@ from asyncrl.launch.program import ProcessSpec, plan, run_directory, total_steps
 from asyncrl.launch.progress import RunView, print_summary
 from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import LaunchError, next_attempt
+from asyncrl.launch.submission import follow, is_to_submit, job_script, submit_job
 from asyncrl.messages import WorkerStatus
 from asyncrl.runtime.devices import visible_devices
 
@@ -55,6 +56,7 @@ examples:
   asyncrl-launch run configs/quickstart_cpu.yaml trial=sync manager.max_head_offpolicyness=0
   asyncrl-launch run my_run.yaml --dry-run                     writes every process's resolved config, starts nothing
   asyncrl-launch run my_run.yaml --dry-run --output /tmp/dry
+  asyncrl-launch run my_run.yaml cluster=slurm slurm.nodes=4 slurm.gpus_per_node=8    as a job; --dry-run prints its script
   asyncrl-launch run my_run.yaml --json | jq -c 'select(.event == "metrics") | [.step, ."reward/mean"]'
 
 --json prints one object a line: event start, worker, metrics, notice, end (exit_code, and summary or error).
@@ -69,8 +71,15 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="write config.yaml and each process's resolved config; start nothing"
     )
+    add_detach(parser)
     parser.add_argument(
         "--output", metavar="DIR", type=Path, help="where --dry-run writes (default: dry_run/ in the run's folder)"
+    )
+
+
+def add_detach(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--detach", action="store_true", help="with cluster=slurm: submit the job, and do not follow it"
     )
 
 
@@ -81,6 +90,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     config = load_experiment(arguments.config, arguments.overrides)
     if not arguments.dry_run:
         return start(config, arguments, console)
+    if is_to_submit(config):
+        sys.stdout.write(job_script(config))
+        return 0
     config = _with_local_models(config, console, download=False)
     return _dry_run(config, preflight(config), arguments, console)
 
@@ -89,6 +101,8 @@ def start(config: ExperimentConfig, arguments: argparse.Namespace, console: Cons
     """Run a config to its end; for people or, with --json, for machines."""
     config = _with_local_models(config, console, download=True)
     num_prompts = preflight(config)
+    if is_to_submit(config):
+        return _submit(config, arguments, console)
     if arguments.json:
         return _run_for_machines(config, num_prompts)
     return _run_for_people(config, num_prompts, console)
@@ -97,6 +111,29 @@ def start(config: ExperimentConfig, arguments: argparse.Namespace, console: Cons
 def _with_local_models(config: ExperimentConfig, console: Console, *, download: bool) -> ExperimentConfig:
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     return with_local_models(config, download=download, say=say)
+
+
+def _submit(config: ExperimentConfig, arguments: argparse.Namespace, console: Console) -> int:
+    """As a Slurm job, in which the launcher itself runs."""
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    run_dir, record = run_directory(config), submit_job(config)
+    if arguments.json:
+        print_json({"event": "submitted", "run_dir": str(run_dir), "job": record})
+    say(f"{run_dir}: submitted as job {record.job_id}, which prints into {record.output}")
+    if arguments.detach:
+        return 0
+
+    def write(text: str) -> None:
+        (sys.stderr if arguments.json else sys.stdout).write(text)
+
+    try:
+        code = follow(record, write, say)
+    except KeyboardInterrupt:
+        say(f"the job goes on without this terminal; asyncrl-launch stop {run_dir} ends it")
+        return 130
+    if arguments.json:
+        print_json({"event": "end", "exit_code": code})
+    return code
 
 
 def _run_for_people(config: ExperimentConfig, num_prompts: int, console: Console) -> int:
@@ -179,7 +216,7 @@ def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Nam
     attempt = specs[0].config.worker.attempt
     console.print(process_table(f"{run_directory(config)}, attempt {attempt}: would start", specs))
     console.print(sizes_text(config, num_prompts), highlight=False)
-    if not config.name_resolve.endpoints:
+    if not config.name_resolve.endpoints and config.name_resolve.backend == "etcd":
         console.print("and a private etcd, whose endpoint the processes' configs then name", highlight=False)
     console.print(
         f"config.yaml and {len(specs)} resolved configs are in {folder}; nothing was started",

@@ -11,11 +11,12 @@ import msgspec
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from asyncrl.config import ConfigError, NameResolveConfig
+from asyncrl.config import ConfigError
 from asyncrl.launch.commands.common import (
     NOT_RUNNING,
     Commands,
     add_command,
+    goes_on,
     not_running,
     print_json,
     run_dir_of,
@@ -62,19 +63,19 @@ def scale(arguments: argparse.Namespace, console: Console) -> int:
     count, target, overrides = _read_words(arguments.words)
     run_dir = run_dir_of(target, overrides) if target else _only_run(Path("runs"))
     record = read_record(run_dir)
-    if record is None or not is_running(run_dir):
+    if record is None or not goes_on(run_dir, record):
         console.print(not_running(run_dir, record), highlight=False, soft_wrap=True)
         if arguments.json:
             print_json({"run_dir": str(run_dir), "running": False})
         return NOT_RUNNING
     allocation = _allocation_of(run_dir, count)
-    warnings = crowding(allocation, count, len(visible_devices()), len(usable_cores()))
+    warnings = [] if record.host else crowding(allocation, count, len(visible_devices()), len(usable_cores()))
     try:
-        with open_name_resolver(NameResolveConfig(endpoints=record.endpoints)) as resolver:
+        with open_name_resolver(record.names_at) as resolver:
             before, there = _wish(resolver, record, count, allocation.num_servers)
     except NameResolveError as error:
         raise LaunchError(
-            f"the run goes on (process {record.pid}), but its name resolve at {', '.join(record.endpoints)} does not answer: "
+            f"the run goes on (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
             f"{error}"
         ) from error
     for warning in warnings:

@@ -13,17 +13,17 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.config import NameResolveConfig
 from asyncrl.launch.commands.common import (
     NOT_RUNNING,
     Commands,
     add_run_command,
+    goes_on,
     not_running,
     print_json,
     run_dir_of,
     wanted_servers,
 )
-from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, is_running, read_record
+from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_record
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
 from asyncrl.runtime.name_resolve import NameResolveError, NameResolver, open_name_resolver
@@ -63,7 +63,7 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
     """Show every worker: state, heartbeat, version, what it waits for, on whom and for how long, queue depths."""
     run_dir = run_dir_of(arguments.run, arguments.overrides)
     record = read_record(run_dir)
-    running = record is not None and is_running(run_dir)
+    running = goes_on(run_dir, record)
     if record is None or not running:
         console.print(not_running(run_dir, record), highlight=False, soft_wrap=True)
         if arguments.json:
@@ -73,14 +73,14 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
         _show_stacks(run_dir, record, console, as_json=arguments.json)
         return 0
     try:
-        with open_name_resolver(NameResolveConfig(endpoints=record.endpoints)) as resolver:
+        with open_name_resolver(record.names_at) as resolver:
             if arguments.watch:
                 _watch(run_dir, record, resolver, console, as_json=arguments.json)
             else:
                 _show(run_dir, record, _read(record, resolver), console, as_json=arguments.json)
     except NameResolveError as error:
         raise LaunchError(
-            f"the run goes on (process {record.pid}), but its name resolve at {', '.join(record.endpoints)} does not answer: "
+            f"the run goes on (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
             f"{error}"
         ) from error
     return 0
@@ -89,6 +89,8 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
 def _show_stacks(run_dir: Path, record: RunRecord, console: Console, *, as_json: bool) -> None:
     """Waits for the processes' answers, with a limit."""
     found = ask_all(all_logs_dirs(run_dir), _STACKS_LIMIT_S)
+    if record.host:  # of what is not of this machine its numbers say nothing
+        found = [stacks for stacks in found if stacks.state != "gone"]
     if as_json:
         print_json({"run_dir": str(run_dir), "running": True, "record": record, "stacks": found})
         return
@@ -120,12 +122,12 @@ def _show(run_dir: Path, record: RunRecord, seen: _Seen, console: Console, *, as
 def _watch(run_dir: Path, record: RunRecord, resolver: NameResolver, console: Console, *, as_json: bool) -> None:
     """Unblocked by: the second; the run's end; Ctrl-C."""
     with Live(console=console, auto_refresh=False) as live:
-        while is_running(run_dir):
+        while goes_on(run_dir, record):
             try:
                 record = read_record(run_dir) or record  # another attempt may have begun
                 seen = _read(record, resolver)
             except NameResolveError:
-                if is_running(run_dir):
+                if goes_on(run_dir, record):
                     raise
                 break  # it went with the run
             if as_json or not console.is_terminal:
@@ -157,7 +159,7 @@ def _status_row(status: WorkerStatus) -> tuple[str, ...]:
         waits[text] = waits.get(text, 0) + 1
     queues = " ".join(f"{name}={depth}" for name, depth in sorted(status.queues.items()))
     return (
-        status.worker,
+        status.worker + (f" on {status.host}" if status.host else ""),
         status.state + (f", restart {status.restarts}" if status.restarts else ""),
         f"{max(0.0, time.time() - status.time):.1f} s ago",
         status.version,

@@ -3,49 +3,112 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+import socket
 import time
+from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.launch.commands.common import Commands, add_run_command, not_running, print_json, run_dir_of
-from asyncrl.launch.rundir import LaunchError, holder, is_running, read_record
+from asyncrl.launch.commands.common import Commands, add_run_command, goes_on, not_running, print_json, run_dir_of
+from asyncrl.launch.rundir import LaunchError, RunRecord, holder, is_running, read_record
+from asyncrl.launch.slurm import JobRecord, ask_to_stop, cancel, job_state, read_job
+from asyncrl.names import Names
+from asyncrl.runtime.name_resolve import NameResolveError, open_name_resolver
 
 _STOP_LIMIT_S = 30.0
+_JOB_LIMIT_S = 60.0
+_LOOK_S = 1.0
+_SECOND_TIME_S = 1.2  # sooner it would count as the same one
 
-_DESCRIPTION = """Stop a run, as Ctrl-C in its terminal would, and wait until nothing of it is left."""
+_DESCRIPTION = """Stop a run, as Ctrl-C in its terminal would, and wait until nothing of it is left.
+
+It ends its train step and writes a checkpoint first, if that takes no longer than checkpoint.on_stop_s; --now: it does not."""
 
 _EPILOG = f"""examples:
   asyncrl-launch stop runs/sloppy-sorter/t0
   asyncrl-launch stop configs/quickstart_cpu.yaml trial=second      by the config it was started from
+  asyncrl-launch stop runs/sloppy-sorter/t0 --now                   at once; it goes on from an older checkpoint, if there is one
 
-exit codes: 0 nothing of it runs (any more); 1 it did not stop within {_STOP_LIMIT_S:g} s, what to do is printed."""
+exit codes: 0 nothing of it runs (any more); 1 it did not stop within checkpoint.on_stop_s and {_STOP_LIMIT_S:g} s more,
+what to do is printed."""
 
 
 def add_to(commands: Commands) -> None:
-    add_run_command(commands, "stop", stop, description=_DESCRIPTION, epilog=_EPILOG)
+    parser = add_run_command(commands, "stop", stop, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--now", action="store_true", help="without a last checkpoint")
 
 
 def stop(arguments: argparse.Namespace, console: Console) -> int:
     """Stop a run and wait until nothing of it is left."""
     run_dir = run_dir_of(arguments.run, arguments.overrides)
-    pid = holder(run_dir)
+    job = read_job(run_dir)
+    if job is not None and not job_state(job.job_id).ended:
+        return _stop_job(run_dir, job, arguments, console)
+    record = read_record(run_dir)
+    elsewhere = record is not None and record.host not in ("", socket.gethostname())
+    pid = record.pid if record is not None and elsewhere and goes_on(run_dir, record) else None
+    if not elsewhere:
+        pid = holder(run_dir)
     if pid is None:
-        console.print(not_running(run_dir, read_record(run_dir)), highlight=False, soft_wrap=True)
+        console.print(not_running(run_dir, record), highlight=False, soft_wrap=True)
         if arguments.json:
             print_json({"run_dir": str(run_dir), "was_running": False, "running": False})
         return 0
-    os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + _STOP_LIMIT_S
-    while is_running(run_dir):
+    limit_s = _STOP_LIMIT_S + (record.on_stop_s if record is not None and not arguments.now else 0.0)
+    for again in range(2 if arguments.now else 1):
+        time.sleep(again * _SECOND_TIME_S)
+        if record is not None and elsewhere:
+            if not again or goes_on(run_dir, record):
+                _wish(record)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+    where = f" on {record.host}" if record is not None and elsewhere else ""
+    deadline = time.monotonic() + limit_s
+    while goes_on(run_dir, record) if elsewhere else is_running(run_dir):
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"the launcher, process {pid}, did not stop within {_STOP_LIMIT_S:g} s; `kill -9 {pid}` ends it, and "
-                "with it all processes of the run"
+                f"the launcher, process {pid}{where}, did not stop within {limit_s:g} s; `kill -9 {pid}`{where} ends it, "
+                "and with it all processes of the run"
             )
         time.sleep(0.1)
     console.print(f"{run_dir}: stopped", highlight=False, soft_wrap=True)
     if arguments.json:
         print_json({"run_dir": str(run_dir), "was_running": True, "running": False, "pid": pid})
     return 0
+
+
+def _stop_job(run_dir: Path, job: JobRecord, arguments: argparse.Namespace, console: Console) -> int:
+    """A job that runs is asked through Slurm, from whichever host; one that waits, or with --now, is cancelled."""
+    record = read_record(run_dir)
+    gently = not arguments.now and job_state(job.job_id).state == "RUNNING"
+    if gently:
+        ask_to_stop(job.job_id)
+    else:
+        cancel(job.job_id)
+    limit_s = _JOB_LIMIT_S + (record.on_stop_s if record is not None and gently else 0.0)
+    deadline = time.monotonic() + limit_s
+    while not job_state(job.job_id).ended:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"job {job.job_id} did not end within {limit_s:g} s; `scancel --full --signal=KILL {job.job_id}` ends it"
+            )
+        time.sleep(_LOOK_S)
+    console.print(f"{run_dir}: stopped, with job {job.job_id}", highlight=False, soft_wrap=True)
+    if arguments.json:
+        print_json({"run_dir": str(run_dir), "was_running": True, "running": False, "job_id": job.job_id})
+    return 0
+
+
+def _wish(record: RunRecord) -> None:
+    """The launcher is on another host: it is told through name resolve."""
+    try:
+        with open_name_resolver(record.names_at) as resolver:
+            resolver.add(Names(record.experiment, record.trial).stop_wish(), socket.gethostname(), replace=True)
+    except NameResolveError as error:
+        raise LaunchError(
+            f"the run goes on on {record.host}, but its name resolve at {record.names_at.where} does not answer: {error}"
+        ) from error

@@ -1,0 +1,59 @@
+"""Weights that are not in the run's folder on this host: POST /fetch_weights has them fetched, while requests run.
+
+gserver manager -- version, source --> here -- WeightFetcher, on a thread --> memory of this host --> the engine loads from there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.generation.engine import WeightsRefused
+from asyncrl.messages import FetchWeightsRequest, WeightVersion
+from asyncrl.weight_files import WeightFetcher
+from asyncrl.weights import WeightsError
+
+_MAX_KNOWN = 8
+_LOCK_LIMIT_S = 30.0  # for a version that was fetched to be free: nobody holds it but who fetches it
+
+
+class FetchedWeights:
+    """Which versions this server was told of, and where they are."""
+
+    def __init__(self, fetcher: WeightFetcher) -> None:
+        self._fetcher = fetcher
+        self._where: OrderedDict[WeightVersion, tuple[str, Path]] = OrderedDict()
+
+    async def fetch(self, wanted: FetchWeightsRequest) -> str:
+        """Returns where the version is. Raises WeightsRefused where it cannot be had, within the request's limit."""
+        try:
+            version = WeightVersion.parse(wanted.weight_version)
+            path = await asyncio.to_thread(
+                self._fetcher.fetch, Path(wanted.model_path), version, wanted.source, wanted.limit_s
+            )
+        except (WeightsError, ValueError) as error:
+            raise WeightsRefused(str(error)) from error
+        self._where[version] = (wanted.model_path, path)
+        self._where.move_to_end(version)
+        if len(self._where) > _MAX_KNOWN:
+            self._where.popitem(last=False)
+        return str(path)
+
+    @contextlib.contextmanager
+    def loading(self, asked: str, version: WeightVersion) -> Iterator[Path]:
+        """Where to load it from; it stays there meanwhile."""
+        model_path, path = self._where.get(version, ("", Path(asked)))
+        if model_path != asked or str(path) == asked:
+            yield Path(asked)
+            return
+        try:
+            with self._fetcher.loading(version, _LOCK_LIMIT_S):
+                yield path
+        except WeightsError as error:
+            raise WeightsRefused(str(error)) from error
+
+    def close(self) -> None:
+        self._fetcher.close()

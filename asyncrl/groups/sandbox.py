@@ -1,0 +1,615 @@
+"""Untrusted programs, as models write them: run with nothing around them that they could harm, within limits, from a reward.
+
+    sandboxes = SandboxPool()                                   # once, in the module of the reward function
+
+    def reward(prompt, completion, answer):
+        with sandboxes.open(Program({"main.py": completion})) as sandbox:
+            return float(all(sandbox.run(given).stdout == wanted for given, wanted in answer))
+
+A program gets namespaces of its own through bubblewrap (`bwrap`): no network, no process of others, no file but the system's
+programs and this Python's, all read-only, and a scratch folder in memory that goes with it. A seccomp filter (syscalls.py) refuses
+what it could work at that with, and tells. Time, memory, processes, files and output are limited, for all its processes together;
+what it leaves running is killed and counted. Its environment is empty. Each program has a sandbox of its own, made before it is
+needed (a pool keeps `spare` of them) and used once, for any number of inputs.
+
+    reward function --socket: program, inputs-->  sandbox_main.py, first process in the sandbox  --fork, pipes-->  program
+
+Where that cannot be had (no bwrap, user namespaces forbidden) IsolationMissing says why, when the pool is made: a run does not
+start. isolation="limits" runs programs all the same, with the filter and the limits, as this user and with this user's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import marshal
+import os
+import platform
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Literal
+
+from asyncrl.groups import sandbox_main
+from asyncrl.groups.syscalls import SECCOMP_NUMBERS, NoFilter, build_filter, call_name
+
+Outcome = Literal["ended", "cpu_time", "wall_time", "memory", "processes", "output", "forbidden", "killed"]
+
+START_LIMIT_S = 30.0  # of a sandbox; it takes hundredths of a second on a machine that is free
+BUSY_LIMIT_S = 50.0  # for a sandbox that is free; below rollout.reward_timeout_s, so that its reason is told
+ANSWER_SLACK_S = 15.0  # beyond the wall time, which the sandbox keeps itself
+MAX_REFUSED = 100  # system calls of one input; a program that goes on trying is ended
+
+_OUTCOMES: tuple[Outcome, ...] = ("ended", "cpu_time", "wall_time", "memory", "processes", "output")
+_SCRATCH = "/tmp"  # in the sandbox
+_SHM_BYTES = 8 << 20
+_AS_SLACK = 64 << 20  # the interpreter's own
+_MAX_PROGRAM = 64_000_000
+_PROC_COUNTED_APART = (5, 14)  # Linux from which on RLIMIT_NPROC counts a user namespace by itself
+_NOTIF_RECV, _NOTIF_SEND = 0xC0502100, 0xC0182101
+_NOTIF_BYTES, _RESPONSE_BYTES = 80, 24
+_EPERM = 1
+_REPORT_NUMBERS = 7
+_SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_REMEDY = (
+    "bubblewrap needs namespaces: in a container give it user namespaces or CAP_SYS_ADMIN; on Debian and Ubuntu see sysctl "
+    "kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns. To run untrusted programs without "
+    "isolation, as this user and with this user's files: isolation='limits'"
+)
+_BOOTSTRAP = """
+import marshal, os
+def take(fd, count):
+    data = b""
+    while len(data) < count:
+        some = os.read(fd, count - len(data))
+        if not some:
+            os._exit(0)
+        data += some
+    return data
+fd = {fd}
+names = {{"__name__": "stage"}}
+exec(marshal.loads(take(fd, int.from_bytes(take(fd, 8), "little"))), names)
+names["main"](fd)
+"""
+
+
+class SandboxError(RuntimeError):
+    """There is no verdict, through no fault of the program: its prompt is to be rejected, not judged."""
+
+
+class IsolationMissing(SandboxError):
+    """This machine cannot keep an untrusted program from doing harm; says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one input, for all processes of the program together, where nothing else is said."""
+
+    cpu_s: float = 5.0
+    wall_s: float = 30.0  # what a machine that is busy with others may take; the CPU time is the program's
+    memory_bytes: int = 512 << 20
+    address_bytes: int = 0  # of one process; 0: memory_bytes. Node and Java reserve far more than they use
+    processes: int = 16  # and threads; who has so many at once is ended
+    scratch_bytes: int = 64 << 20  # also of one file, there or anywhere
+    open_files: int = 64  # of a process
+    output_bytes: int = 64_000  # of stdout, and of stderr
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 0 or (getattr(self, name) == 0 and name != "address_bytes"):
+                raise ValueError(f"Limits.{name} is {getattr(self, name)}; it must be above 0")
+        if self.processes < 2:
+            raise ValueError(f"Limits.processes is {self.processes}; a program is one, so give 2 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Files (path below the scratch folder -> content) and how to start them; without a command `main.py`, in this Python."""
+
+    files: Mapping[str, str | bytes]
+    command: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            parts = Path(name).parts
+            if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+                raise ValueError(
+                    f"file {name!r} of a program is not below its folder; give a relative path without `..`"
+                )
+        if not self.command and "main.py" not in self.files:
+            raise ValueError(f"a program without a command needs main.py among its files; it has {sorted(self.files)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a program with one input."""
+
+    outcome: (
+        Outcome  # ended: by itself; a limit: by us; forbidden: it tried too often; killed: it took the sandbox with it
+    )
+    exit_code: int | None  # negative: by a signal; None where it was not by itself
+    stdout: str
+    stderr: str
+    refused: Mapping[str, int]  # system calls that were refused, by name -> how often
+    left_running: int  # processes it had not waited for; they were killed
+    cpu_s: float
+    wall_s: float
+
+    @property
+    def ok(self) -> bool:
+        """It ended by itself, and said that all was well."""
+        return self.outcome == "ended" and self.exit_code == 0
+
+    @property
+    def report(self) -> str:
+        """In a line, for people; what the program did within its rights is not mentioned."""
+        told = {"ended": f"ended with code {self.exit_code}"}.get(self.outcome, self.outcome.replace("_", " "))
+        if self.outcome == "ended" and self.exit_code and _out_of_memory(self.stderr):
+            told += ", out of memory"
+        if self.refused:
+            told += "; refused: " + ", ".join(f"{name} ({count})" for name, count in sorted(self.refused.items()))
+        if self.left_running:
+            told += f"; left {self.left_running} processes running, which were killed"
+        return told
+
+
+def _out_of_memory(stderr: str) -> bool:
+    last = stderr.rstrip().rpartition("\n")[2]
+    return last.startswith("MemoryError") or "std::bad_alloc" in stderr
+
+
+class SandboxPool:
+    """At most `size` sandboxes at once; `spare` of them are made ahead. Usable from any thread, and in any fork of this process.
+
+    Waits for one that is free, for at most BUSY_LIMIT_S; unblocked by the end of another.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        size: int | None = None,
+        spare: int = 1,
+        isolation: Literal["required", "limits"] = "required",
+        read_only: Sequence[str | Path] = (),
+        packages: Sequence[str | Path] = (),
+        logger: logging.Logger | None = None,
+    ) -> None:
+        """read_only: more folders that programs see. packages: such ones that Python looks for modules in.
+
+        Tries a sandbox. Raises IsolationMissing where there can be none, unless isolation is "limits".
+        """
+        if isolation not in ("required", "limits"):
+            raise ValueError(f"isolation is {isolation!r}; it is 'required' or 'limits'")
+        self.limits = limits or Limits()
+        self._size = size or max(2, len(os.sched_getaffinity(0)))
+        self._spare = min(spare, self._size)
+        self._packages = [str(Path(folder).resolve()) for folder in packages]
+        self._logger = logger or logging.getLogger("asyncrl.sandbox")
+        folders = [str(Path(folder).resolve()) for folder in read_only] + self._packages
+        self._recipe = _Recipe.make(isolation == "required", self.limits, folders)
+        self._renew()
+        self._try()
+        if isolation == "limits":
+            self._logger.warning(
+                "isolation=limits: untrusted programs run as this user, who may read and write all files of this user"
+            )
+        elif not self._recipe.told:
+            self._logger.warning("refused system calls are not told on this machine (they are refused all the same)")
+
+    @contextlib.contextmanager
+    def open(self, program: Program) -> Iterator[Sandbox]:
+        """A sandbox with this program in it, for any number of inputs. It is gone afterwards."""
+        if os.getpid() != self._pid:  # what was made ahead belongs to the process this one was forked from
+            for theirs in self._ready:
+                theirs.forget()
+            self._renew()
+        if not self._places.acquire(timeout=BUSY_LIMIT_S):
+            raise SandboxError(f"all {self._size} sandboxes have been busy for {BUSY_LIMIT_S:g} s")
+        try:
+            sandbox = self._take()
+            try:
+                sandbox.load(program, self._packages)
+                self._make_spare()  # it starts beside the program
+                yield sandbox
+            finally:
+                sandbox.close()
+        finally:
+            self._places.release()
+
+    def run(self, program: Program, given: str | bytes = b"") -> Result:
+        """A program with one input."""
+        with self.open(program) as sandbox:
+            return sandbox.run(given)
+
+    def close(self) -> None:
+        """End those that were made ahead."""
+        with self._lock:
+            while self._ready:
+                self._ready.popleft().close()
+
+    def _try(self) -> None:
+        try:
+            result = self.run(Program({"main.py": "print(6 * 7)"}))
+        except IsolationMissing:
+            raise
+        except SandboxError as error:
+            if not self._recipe.alone:
+                raise
+            raise IsolationMissing(f"{error}. {_REMEDY}") from error
+        finally:
+            self.close()  # nothing made ahead is for the processes that are forked from this one
+        if not result.ok or result.stdout != "42\n":
+            raise IsolationMissing(
+                f"a sandbox came up, but a program in it {result.report} {result.stderr[-500:]}. {_REMEDY}"
+            )
+
+    def _renew(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(self._size)
+        self._ready: deque[Sandbox] = deque()
+
+    def _take(self) -> Sandbox:
+        while True:
+            with self._lock:
+                sandbox = self._ready.popleft() if self._ready else None
+            if sandbox is None:
+                sandbox = Sandbox(self._recipe)
+                sandbox.wait_until_ready()
+                return sandbox
+            try:
+                sandbox.wait_until_ready()
+                return sandbox
+            except SandboxError:  # it was killed meanwhile, by whoever looked for memory
+                sandbox.close()
+
+    def _make_spare(self) -> None:
+        with self._lock:
+            if len(self._ready) >= self._spare:
+                return
+        sandbox = Sandbox(self._recipe)
+        with self._lock:
+            self._ready.append(sandbox)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How sandboxes of a pool are made."""
+
+    command: tuple[str, ...]  # up to the interpreter
+    alone: bool  # isolated
+    limits: Limits
+    told: bool
+    setup: bytes
+
+    @classmethod
+    def make(cls, isolated: bool, limits: Limits, folders: Sequence[str]) -> _Recipe:
+        try:
+            told, untold = build_filter(told=True), build_filter(told=False)
+        except NoFilter as error:
+            raise IsolationMissing(str(error)) from None
+        if sys.platform != "linux":
+            raise IsolationMissing(f"untrusted programs are kept in by means of Linux; this is {sys.platform}")
+        setup = {
+            "alone": isolated,
+            "told": told,
+            "untold": untold,
+            "seccomp": SECCOMP_NUMBERS[platform.machine()],
+        }
+        command = _bwrap(limits, folders) if isolated else ()
+        return cls(tuple(command), isolated, limits, True, _framed(marshal.dumps(setup)))
+
+
+class Sandbox:
+    """One of them. Not for two threads at once."""
+
+    def __init__(self, recipe: _Recipe) -> None:
+        self._recipe = recipe
+        self._listener = -1
+        self._closed = False
+        self._used = False
+        self._scratch = "" if recipe.alone else tempfile.mkdtemp(prefix="asyncrl-sandbox-")
+        self._control, theirs = socket.socketpair()
+        info, info_theirs = os.pipe()
+        more = ("--info-fd", str(info_theirs), "--") if recipe.alone else ()
+        python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+        bootstrap = _BOOTSTRAP.format(fd=theirs.fileno())
+        with theirs, open(info, "rb") as told:
+            try:
+                self._process = subprocess.Popen(
+                    [*recipe.command, *more, python, "-I", "-S", "-c", bootstrap],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(theirs.fileno(), info_theirs),
+                    env={},
+                )
+            finally:
+                os.close(info_theirs)
+            self._info = os.dup(told.fileno())
+        self._inner = -1  # a descriptor of the first process inside
+        code = marshal.dumps(_stage_code())
+        with contextlib.suppress(BrokenPipeError):  # wait_until_ready says what it was
+            self._control.settimeout(START_LIMIT_S)
+            self._control.sendall(_framed(code) + self._recipe.setup)
+
+    def wait_until_ready(self) -> None:
+        """Raises SandboxError where it has not come up."""
+        deadline = time.monotonic() + START_LIMIT_S
+        try:
+            self._control.settimeout(max(0.1, deadline - time.monotonic()))
+            word = self._control.recv(1)
+            if word == b"T":
+                _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+                (self._listener,) = fds
+        except (OSError, ValueError) as error:
+            raise self._not_started(repr(error)) from error
+        if word not in (b"T", b"U"):
+            raise self._not_started("it ended")
+        self._find_inner()
+
+    def load(self, program: Program, packages: Sequence[str]) -> None:
+        files = {
+            n: c.encode("utf-8", "surrogatepass") if isinstance(c, str) else bytes(c) for n, c in program.files.items()
+        }
+        if sum(map(len, files.values())) > min(_MAX_PROGRAM, self._recipe.limits.scratch_bytes):
+            raise SandboxError("the program's files are larger than Limits.scratch_bytes")
+        limits, scratch = self._recipe.limits, self._scratch or _SCRATCH
+        rlimits = {
+            "RLIMIT_AS": (limits.address_bytes or limits.memory_bytes) + _AS_SLACK,
+            "RLIMIT_CPU": int(limits.cpu_s) + 1,
+            "RLIMIT_FSIZE": limits.scratch_bytes,
+            "RLIMIT_NOFILE": limits.open_files,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_MEMLOCK": 0,
+        }
+        if self._recipe.alone and (os.getuid() == 0 or _kernel() >= _PROC_COUNTED_APART):
+            rlimits["RLIMIT_NPROC"] = (
+                limits.processes + 1
+            )  # the first process counts; who reaches it is seen, and ended
+        job = {
+            "files": files,
+            "command": list(program.command),
+            "scratch": scratch,
+            "packages": list(packages),
+            "rlimits": rlimits,
+            "environment": {
+                "PATH": "/usr/local/bin:/usr/bin:/bin",
+                "HOME": scratch,
+                "TMPDIR": scratch,
+                "LANG": "C.UTF-8",
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
+            "cpu_s": limits.cpu_s,
+            "wall_s": limits.wall_s,
+            "memory_bytes": limits.memory_bytes,
+            "processes": limits.processes,
+            "output_bytes": limits.output_bytes,
+        }
+        try:
+            self._control.sendall(_framed(marshal.dumps(job)))
+        except OSError as error:
+            raise self._not_started(repr(error)) from error
+
+    def run(self, given: str | bytes = b"") -> Result:
+        """The program with this input. Raises SandboxError where nothing can be said about it."""
+        data = given.encode("utf-8", "surrogatepass") if isinstance(given, str) else given
+        if len(data) > _MAX_PROGRAM:
+            raise SandboxError(f"an input of {len(data)} bytes is too large; at most {_MAX_PROGRAM}")
+        if self._closed:
+            raise SandboxError("this sandbox has ended, with the program or its `with` block")
+        refused: dict[str, int] = {}
+        start = time.monotonic()
+        deadline = start + self._recipe.limits.wall_s + ANSWER_SLACK_S
+        try:
+            self._control.settimeout(ANSWER_SLACK_S)
+            self._control.sendall(_framed(data))
+            answer = self._answer(deadline, refused)
+        except _Forbidden:
+            self.close()
+            return Result("forbidden", None, "", "", refused, 0, 0.0, time.monotonic() - start)
+        except (OSError, EOFError):
+            self.close()
+            return Result("killed", None, "", "", refused, 0, 0.0, time.monotonic() - start)
+        (why, code, left, cpu_us, wall_us), out, err = answer
+        outcome = _OUTCOMES[why]
+        return Result(
+            outcome,
+            code if outcome == "ended" else None,
+            out.decode("utf-8", "replace"),
+            err.decode("utf-8", "replace"),
+            refused,
+            left,
+            cpu_us / 1e6,
+            wall_us / 1e6,
+        )
+
+    def close(self) -> None:
+        """End it, and all that is in it."""
+        if self._closed:
+            return
+        self._control.close()  # its first process ends when it reads that; the next lines are for one that cannot
+        if self._inner >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._inner, signal.SIGKILL)
+        else:
+            self._process.kill()
+        self._process.wait()
+        self.forget()
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def forget(self) -> None:
+        """It is not this process's: that of a process this one was forked from, or it has ended."""
+        self._closed = True
+        self._control.close()
+        for fd in (self._inner, self._listener, self._info):
+            if fd >= 0:
+                os.close(fd)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+        self._process.returncode = self._process.returncode or 0
+
+    # ---------------------------------------------------------------------------------------------------------- the answer
+
+    def _answer(self, deadline: float, refused: dict[str, int]) -> tuple[tuple[int, ...], bytes, bytes]:
+        """Reads what the sandbox says, and lets refused calls fail meanwhile. What it says is not believed further than it fits."""
+        data = bytearray()
+        most = 2 * self._recipe.limits.output_bytes + 8 * _REPORT_NUMBERS
+        wanted = 8 * _REPORT_NUMBERS
+        numbers: tuple[int, ...] = ()
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        if self._listener >= 0:
+            poll.register(self._listener, select.POLLIN)
+        while len(data) < wanted:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("no answer")
+            for fd, event in poll.poll(left_s * 1000):
+                if fd == self._listener:
+                    if event & select.POLLIN:
+                        self._refuse(refused)
+                    else:
+                        poll.unregister(fd)
+                    continue
+                some = self._control.recv(1 << 16)
+                if not some:
+                    raise EOFError
+                data += some
+                if len(data) > most:
+                    raise EOFError
+            if not numbers and len(data) >= 8 * _REPORT_NUMBERS:
+                numbers = tuple(
+                    int.from_bytes(data[at : at + 8], "little", signed=True) for at in range(0, 8 * _REPORT_NUMBERS, 8)
+                )
+                if not 0 <= numbers[0] < len(_OUTCOMES) or min(numbers[2:]) < 0:
+                    raise EOFError
+                wanted += numbers[5] + numbers[6]
+                if wanted > most:
+                    raise EOFError
+        at = 8 * _REPORT_NUMBERS
+        return numbers[:5], bytes(data[at : at + numbers[5]]), bytes(data[at + numbers[5] : wanted])
+
+    def _refuse(self, refused: dict[str, int]) -> None:
+        """One call that the filter holds up: noted, and failed."""
+        held = bytearray(_NOTIF_BYTES)
+        try:
+            fcntl.ioctl(self._listener, _NOTIF_RECV, held)
+        except OSError:  # the caller is gone
+            return
+        call = call_name(int.from_bytes(held[16:20], "little"), int.from_bytes(held[32:40], "little"))
+        refused[call] = refused.get(call, 0) + 1
+        response = bytearray(_RESPONSE_BYTES)
+        response[0:8] = held[0:8]
+        response[16:20] = (-_EPERM).to_bytes(4, "little", signed=True)
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self._listener, _NOTIF_SEND, response)
+        if sum(refused.values()) >= MAX_REFUSED:
+            raise _Forbidden
+
+    # ----------------------------------------------------------------------------------------------------------- start, end
+
+    def _find_inner(self) -> None:
+        """bwrap tells who the first process inside is, to which this one can send a signal from then on."""
+        if not self._recipe.alone:
+            self._inner = os.pidfd_open(self._process.pid)
+            return
+        told = b""
+        while b"}" not in told:
+            some = os.read(self._info, 4096)
+            if not some:
+                raise self._not_started("bwrap did not say what it had started")
+            told += some
+        number = int(told.partition(b'"child-pid":')[2].lstrip().partition(b",")[0].partition(b"\n")[0])
+        try:
+            self._inner = os.pidfd_open(number)
+        except ProcessLookupError as error:
+            raise self._not_started("it ended at once") from error
+
+    def _not_started(self, why: str) -> SandboxError:
+        said = b""
+        self._process.kill()
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        with contextlib.suppress(OSError):
+            said = (self._process.stderr.read() or b"")[-1000:]
+        self.close()
+        text = said.decode("utf-8", "replace").strip()
+        return SandboxError(f"a sandbox did not start within {START_LIMIT_S:g} s: {text or why}")
+
+
+class _Forbidden(Exception):
+    """A program has tried what it may not so often that it is ended."""
+
+
+_code: CodeType | None = None
+
+
+def _stage_code() -> CodeType:
+    global _code
+    if _code is None:
+        path = Path(sandbox_main.__file__)
+        _code = compile(path.read_bytes(), "<sandbox>", "exec", optimize=2)
+    return _code
+
+
+def _framed(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "little") + content
+
+
+def _kernel() -> tuple[int, ...]:
+    numbers = platform.release().split("-")[0].split(".")[:2]
+    return tuple(int(part) for part in numbers if part.isdigit())
+
+
+def _bwrap(limits: Limits, folders: Sequence[str]) -> list[str]:
+    program = shutil.which("bwrap")
+    if program is None:
+        raise IsolationMissing(
+            "untrusted programs need bubblewrap, and there is no `bwrap` in PATH: apt-get install bubblewrap (dnf, apk: the same "
+            "name). To run them without isolation, as this user and with this user's files: isolation='limits'"
+        )
+    command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if (
+        os.getuid() == 0
+    ):  # as root limits of processes do not hold: its first process becomes nobody, and has no right but that
+        command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        command += ["--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
+    command += ["--as-pid-1", "--hostname", "sandbox", "--clearenv", "--ro-bind", "/usr", "/usr"]
+    for folder in _SYSTEM_FOLDERS:
+        if os.path.islink(folder):
+            command += ["--symlink", os.readlink(folder), folder]
+        else:
+            command += ["--ro-bind-try", folder, folder]
+    command += ["--perms", "0755", "--dir", "/etc"]
+    for file in _SYSTEM_FILES:
+        command += ["--ro-bind-try", file, file]
+    for folder in dict.fromkeys([os.path.realpath(sys.base_prefix), *folders]):
+        if folder == "/":
+            raise IsolationMissing("a folder that programs may read is /, where everything is; name smaller ones")
+        if not folder.startswith("/usr/") and folder != "/usr":
+            for above in reversed(Path(folder).parents[:-1]):  # else they were its maker's alone
+                command += ["--perms", "0755", "--dir", str(above)]
+            command += ["--ro-bind", folder, folder]
+    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm"]
+    command += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", _SCRATCH, "--chdir", _SCRATCH]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/"]

@@ -1,0 +1,419 @@
+"""The first process of a sandbox: starts a program for each input, watches it, and tells what came of it. Started by sandbox.py.
+
+It is number 1 of its own process namespace: when it ends, the kernel ends whatever is left in there, and the signals of a program
+do not reach it. It cannot be read or written by the program (it is not dumpable), and the program cannot change its limits or its
+priority (syscalls.py). Yet nothing is built on its honesty: it lives under the same filter, sees no expected answer, and what it
+says is read as bytes of a bounded length.
+
+Without isolation ("limits", sandbox.py) it is an ordinary process, and ends what a program has started by looking for it.
+
+Runs in an interpreter without `site`, and imports little: it starts some dozens of times a second. ctypes and signal would take a
+third of that time; so what lies beneath them is used.
+"""
+# ruff: noqa: SIM105, SIM115 - contextlib is dear to import, and the program's streams stay open
+
+from __future__ import annotations
+
+import _ctypes
+import _signal as signal  # type: ignore[import-not-found]
+import marshal
+import os
+import resource
+import select
+import sys
+import time
+
+TYPE_CHECKING = False  # typing is dear to import
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any, NoReturn
+
+    Job = Mapping[str, Any]  # what sandbox.py says of a program
+    Processes = list[tuple[int, list[bytes]]]
+
+_POLL_S = 0.02
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER = 4, 38, 36
+_SET_FILTER, _NEW_LISTENER = 1, 8
+_HEADER_BYTES = 8
+_MAX_JOB = 256_000_000
+_CHUNK = 1 << 16
+_FIRST_UID = 0x60000000  # with the process's number behind it: nobody's, and no two sandboxes at once have the same
+_NOBODY = 65534
+_KILL_ROUNDS = 50
+_TICK = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+ENDED, CPU_TIME, WALL_TIME, MEMORY, PROCESSES, OUTPUT = range(6)
+
+
+def main(control: int) -> None:
+    """Serve one program: set up once, then an input after the other until the other end closes."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Python's own handler would hear it; by default the first process does not
+    setup = marshal.loads(read_message(control))
+    alone = setup["alone"]
+    if alone and os.getuid() == 0:
+        become_nobody()
+    call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
+    if not alone:
+        call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    listener = install(setup)
+    os.write(control, b"T" if listener >= 0 else b"U")
+    if listener >= 0:
+        send_fd(control, listener)
+        os.close(listener)
+    program = marshal.loads(read_message(control))
+    while True:
+        given = read_message(control)
+        told, out, err = run(control, program, given, alone)
+        header = b"".join(int(number).to_bytes(8, "little", signed=True) for number in (*told, len(out), len(err)))
+        write_all(control, header + out + err)
+
+
+def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[float, ...], bytes, bytes]:
+    """One input. Returns (what ended it, exit code, number of processes left, microseconds of CPU and of time), stdout, stderr."""
+    fresh_scratch(program["scratch"], program["files"])
+    spent = children_cpu_s()
+    start = time.monotonic()
+    in_read, in_write = os.pipe()
+    out_read, out_write = os.pipe()
+    err_read, err_write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            os.dup2(in_read, 0)
+            os.dup2(out_write, 1)
+            os.dup2(err_write, 2)
+            os.closerange(3, 1024)
+            call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own files of /proc were not its own
+            be_program(program)
+        finally:
+            os._exit(125)
+    for fd in (in_read, out_write, err_write):
+        os.close(fd)
+    for fd in (in_write, out_read, err_read):
+        os.set_blocking(fd, False)
+    watch = select.poll()
+    exited = os.pidfd_open(child)
+    watch.register(exited, select.POLLIN)
+    watch.register(out_read, select.POLLIN)
+    watch.register(err_read, select.POLLIN)
+    watch.register(control, select.POLLHUP)
+    if given:
+        watch.register(in_write, select.POLLOUT)
+    else:
+        os.close(in_write)
+    outputs = {out_read: bytearray(), err_read: bytearray()}
+    room = program["output_bytes"]
+    why = ENDED
+    looked = 0.0
+    alive = True
+    while alive and why == ENDED:
+        for fd, event in watch.poll(_POLL_S * 1000):
+            if fd == control:
+                if event & (select.POLLHUP | select.POLLERR):
+                    os._exit(0)  # nobody waits for an answer: all of this sandbox ends with us
+            elif fd == exited:
+                alive = False
+            elif fd == in_write:
+                given = feed(watch, in_write, given)
+            elif not drain(fd, outputs[fd], room):
+                if len(outputs[fd]) > room:
+                    why = OUTPUT
+                else:
+                    watch.unregister(fd)
+        now = time.monotonic()
+        if alive and why == ENDED and now - looked >= _POLL_S:
+            looked = now
+            why = over_limit(program, alone, now - start, spent)
+    if given:
+        os.close(in_write)
+    left, status = end_all(child, alone)
+    for fd, found in outputs.items():
+        while len(found) <= room and drain(fd, found, room):  # all writers are gone: this ends
+            pass
+        if why == ENDED and len(found) > room:
+            why = OUTPUT
+        os.close(fd)
+    os.close(exited)
+    code = os.waitstatus_to_exitcode(status)
+    cpu_s = children_cpu_s() - spent
+    if why == ENDED and code == -signal.SIGXCPU:
+        why = CPU_TIME
+    told = (why, code, left, cpu_s * 1e6, (time.monotonic() - start) * 1e6)
+    return told, bytes(outputs[out_read][:room]), bytes(outputs[err_read][:room])
+
+
+# -------------------------------------------------------------------------------------------------------------- watching
+
+
+def over_limit(program: Job, alone: bool, wall_s: float, spent: float) -> int:
+    """Which limit the processes of this input have passed together, if any."""
+    if wall_s > program["wall_s"]:
+        return WALL_TIME
+    tasks, pages, cpu_s = 0, 0, children_cpu_s() - spent
+    for _, fields in others(alone):
+        tasks += int(fields[17])
+        pages += int(fields[21])
+        cpu_s += (int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])) / _TICK
+    if cpu_s > program["cpu_s"]:
+        return CPU_TIME
+    if tasks >= program["processes"]:
+        return PROCESSES
+    if pages * _PAGE > program["memory_bytes"] and held_bytes(alone) > program["memory_bytes"]:
+        return MEMORY
+    return ENDED
+
+
+def held_bytes(alone: bool) -> int:
+    """What shared pages are counted once in; dear, so asked only where the plain sum is too much."""
+    total = 0
+    for pid, fields in others(alone):
+        try:
+            with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+                for line in file:
+                    if line.startswith(b"Pss:"):
+                        total += int(line.split()[1]) * 1024
+        except (OSError, ValueError):  # not ours to read: what it shares counts in full
+            total += int(fields[21]) * _PAGE
+    return total
+
+
+def others(alone: bool) -> Processes:
+    """(number, fields of /proc/N/stat behind the name) of all processes here but this one; not alone: of its descendants."""
+    me = os.getpid()
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != me:
+            try:
+                with open("/proc/" + entry + "/stat", "rb") as file:
+                    found[int(entry)] = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+    if alone:
+        return list(found.items())
+    family, grown = {me}, True
+    while grown:
+        more = {pid for pid, fields in found.items() if int(fields[1]) in family} - family
+        family |= more
+        grown = bool(more)
+    return [(pid, fields) for pid, fields in found.items() if pid in family]
+
+
+def end_all(child: int, alone: bool) -> tuple[int, int]:
+    """Kill what lives; returns how many the program had left behind, and its own end."""
+    left = sum(1 for pid, fields in others(alone) if pid != child and fields[0] not in (b"Z", b"X"))
+    status = None
+    for _ in range(_KILL_ROUNDS):
+        if alone:
+            try:
+                os.kill(-1, signal.SIGKILL)  # in one go, whatever they fork
+            except ProcessLookupError:
+                pass
+        else:
+            for pid, _ in others(alone):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+        try:
+            while True:
+                pid, ended = os.waitpid(-1, 0)
+                if pid == child:
+                    status = ended
+        except ChildProcessError:
+            break
+    return left, 0 if status is None else status
+
+
+def children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def feed(watch: select.poll, fd: int, given: bytes) -> bytes:
+    try:
+        given = given[os.write(fd, given[:_CHUNK]) :]
+    except BlockingIOError:
+        return given
+    except BrokenPipeError:  # it reads no more
+        given = b""
+    if not given:
+        watch.unregister(fd)
+        os.close(fd)
+    return given
+
+
+def drain(fd: int, found: bytearray, room: int) -> bool:
+    """Take what there is; False: no more to come, or more than there is room for."""
+    try:
+        some = os.read(fd, _CHUNK)
+    except BlockingIOError:
+        return True
+    found += some
+    return bool(some) and len(found) <= room
+
+
+# ------------------------------------------------------------------------------------------------------------ the program
+
+
+def be_program(program: Job) -> None:
+    limits = program["rlimits"]
+    for name, value in limits.items():
+        number = getattr(resource, name)
+        hard = resource.getrlimit(number)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (value, value if name != "RLIMIT_CPU" else value + 1))
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass
+    os.chdir(program["scratch"])
+    command = program["command"]
+    if command:
+        try:
+            os.execvpe(command[0], command, program["environment"])
+        except OSError as error:
+            os.write(2, f"{command[0]}: {error}\n".encode())
+            os._exit(127)
+    os.environ.clear()
+    os.environ.update(program["environment"])
+    be_python(program)
+
+
+def be_python(program: Job) -> NoReturn:
+    """main.py as `python main.py` would run it, without starting another interpreter."""
+    import atexit
+    import builtins
+
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, f"__{name}__", getattr(sys, name))
+    path = os.path.join(program["scratch"], "main.py")
+    sys.argv = [path]
+    sys.path[:] = [program["scratch"], *program["packages"], *(entry for entry in sys.path if entry)]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    main_module = type(sys)("__main__")
+    main_module.__file__ = path
+    sys.modules["__main__"] = main_module
+    code = 0
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+        exec(compile(source, path, "exec"), main_module.__dict__)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if code == 1 and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        code = 1
+        import traceback
+
+        traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+    threading = sys.modules.get("threading")
+    try:
+        if threading is not None:
+            threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        code = code or 120
+    os._exit(code & 0xFF)
+
+
+def fresh_scratch(scratch: str, files: Mapping[str, bytes]) -> None:
+    """Empty but for the program's files. Links are not followed; what cannot be removed is a program's own loss."""
+    empty(scratch)
+    for name, content in files.items():
+        path = os.path.join(scratch, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o755)
+        write_all(fd, content)
+        os.close(fd)
+
+
+def empty(folder: str) -> None:
+    try:
+        os.chmod(folder, 0o700)
+    except OSError:
+        pass  # the scratch folder itself, where it is not ours
+    with os.scandir(folder) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                empty(entry.path)
+                os.rmdir(entry.path)
+            else:
+                os.unlink(entry.path)
+
+
+# ----------------------------------------------------------------------------------------------------------------- set-up
+
+
+def become_nobody() -> None:
+    for uid in (_FIRST_UID + int(os.readlink("/proc/self/ns/pid")[5:-1]) % 0x1000000, _NOBODY):
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            return
+        except OSError:
+            continue  # not a number of this container
+    os._exit(99)
+
+
+def install(setup: Job) -> int:
+    """The filter, for this process and all that it starts. Returns the listener's descriptor, or -1 where nobody can listen."""
+    if call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        os._exit(98)
+    for code, flags in ((setup["told"], _NEW_LISTENER), (setup["untold"], 0)):
+        # struct sock_fprog: a length and, aligned, where the code is, which is behind the head of a bytes object
+        where = id(code) + bytes.__basicsize__ - 1
+        program = (len(code) // 8).to_bytes(8, sys.byteorder) + where.to_bytes(8, sys.byteorder)
+        fd = call("syscall", setup["seccomp"], _SET_FILTER, flags, program)
+        if fd >= 0:
+            return fd if flags else -1
+    os._exit(97)
+
+
+def call(name: str, *arguments: int | bytes) -> int:
+    """A function of the C library."""
+    result: int = _ctypes.call_function(_ctypes.dlsym(_ctypes.dlopen(None, 0), name), arguments)  # type: ignore[arg-type]
+    return result
+
+
+def send_fd(control: int, fd: int) -> None:
+    import _socket
+
+    sock = _socket.socket(fileno=os.dup(control))
+    sock.sendmsg([b"F"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))])
+    sock.close()
+
+
+def read_message(fd: int) -> bytes:
+    length = int.from_bytes(read_exactly(fd, _HEADER_BYTES), "little")
+    if length > _MAX_JOB:
+        os._exit(96)
+    return read_exactly(fd, length)
+
+
+def read_exactly(fd: int, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        some = os.read(fd, min(count - len(data), 1 << 20))
+        if not some:
+            os._exit(0)  # nobody wants this sandbox any more
+        data += some
+    return bytes(data)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -1,0 +1,183 @@
+"""Which system calls an untrusted program may not make, as a seccomp filter (pure). sandbox.py hands it to sandbox_main.py.
+
+What is refused is what isolation rests on (mounts, namespaces, keys, tracing), what reaches the network, what holds memory that no
+limit counts (memfd, System V segments), what would change the limits or the priority of the process that watches, and everything
+newer than this list: the kernel's calls from number 424 on are the same on all machines, and only the named ones pass.
+
+A refused call fails with "not permitted" and is told to whoever listens (`told`), or fails alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+from collections.abc import Mapping
+
+# name -> number; of x86-64 and of the machines that came later (aarch64), None where there is no such call
+_REFUSED: Mapping[str, tuple[int | None, int | None]] = {
+    "ptrace": (101, 117),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "chroot": (161, 51),
+    "pivot_root": (155, 41),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "userfaultfd": (323, 282),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "syslog": (103, 116),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "memfd_create": (319, 279),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "personality": (135, 92),
+    "vhangup": (153, 58),
+    "lookup_dcookie": (212, 18),
+    "move_pages": (279, 239),
+    "migrate_pages": (256, 238),
+    "nfsservctl": (180, 42),
+    "fanotify_init": (300, 262),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "uselib": (134, None),
+    "seccomp": (317, 277),
+    "socket": (41, 198),  # but for AF_UNIX
+    "clone": (56, 220),  # with a new user namespace
+    "prlimit64": (302, 261),  # of another process, as the next ones
+    "setpriority": (141, 140),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "ioctl": (16, 29),  # that types into a terminal
+}
+_FIRST_OF_ALL = 424  # from here on numbers are the same everywhere
+_NEWER_THAT_PASS = {434: "pidfd_open", 436: "close_range", 437: "openat2", 439: "faccessat2", 441: "epoll_pwait2"} | {
+    449: "futex_waitv",
+    452: "fchmodat2",
+}
+_AF_UNIX = 1
+_CLONE_NEWUSER = 0x10000000
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_X32 = 0x40000000
+
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
+SECCOMP_NUMBERS = {"x86_64": 317, "aarch64": 277}
+
+_KILL_PROCESS, _USER_NOTIF, _ERRNO, _ALLOW = 0x80000000, 0x7FC00000, 0x00050000, 0x7FFF0000
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NR, _ARCH, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; arguments have 8 bytes, the low half first
+
+
+class NoFilter(RuntimeError):
+    """There is no list of system calls for this machine."""
+
+
+def call_name(number: int, argument: int) -> str:
+    """What was refused, for people."""
+    column, _ = _machine()
+    for name, numbers in _REFUSED.items():
+        if numbers[column] == number:
+            return f"socket (family {argument})" if name == "socket" else name
+    return f"system call {number}"
+
+
+def build_filter(*, told: bool) -> bytes:
+    """struct sock_filter[]. told: refused calls go to the listener, which lets them fail; else they fail by themselves."""
+    column, arch = _machine()
+    refuse = _USER_NOTIF if told else _ERRNO | errno.EPERM
+    code = [
+        _op(_LOAD, _ARCH),
+        *_unless(_EQUAL, arch, _op(_RETURN, _KILL_PROCESS)),
+        _op(_LOAD, _NR),
+    ]
+    if column == 0:  # the other way of calling on this machine, with numbers of its own
+        code += _when(_AT_LEAST, _X32, _op(_RETURN, _KILL_PROCESS))
+    number = {name: numbers[column] for name, numbers in _REFUSED.items() if numbers[column] is not None}
+    code += _on(number.pop("socket"), _argument_unless(0, _AF_UNIX, refuse))
+    code += _on(number.pop("clone"), [_argument(0), *_when(_ANY_BIT, _CLONE_NEWUSER, _op(_RETURN, refuse)), _allow()])
+    for name in ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
+        code += _on(number.pop(name), _argument_unless(0, 0, refuse))
+    for name in ("setpriority", "ioprio_set"):  # PRIO_PROCESS is 0, IOPRIO_WHO_PROCESS 1; whose is the second argument
+        which = 0 if name == "setpriority" else 1
+        only_me = [_argument(0), *_unless(_EQUAL, which, _op(_RETURN, refuse)), *_argument_unless(1, 0, refuse)]
+        code += _on(number.pop(name), only_me)
+    terminal = [_op(_RETURN, refuse)]
+    code += _on(
+        number.pop("ioctl"),
+        [_argument(1), *_when(_EQUAL, _TIOCSTI, *terminal), *_when(_EQUAL, _TIOCLINUX, *terminal), _allow()],
+    )
+    for refused in number.values():
+        code += _when(_EQUAL, refused or 0, _op(_RETURN, refuse))
+    for newer in _NEWER_THAT_PASS:
+        code += _when(_EQUAL, newer, _allow())
+    # Unknown rather than forbidden: the C library then does without, as with clone3, whose flags no filter sees.
+    code += _when(_AT_LEAST, _FIRST_OF_ALL, _op(_RETURN, _ERRNO | errno.ENOSYS))
+    code.append(_allow())
+    return b"".join(code)
+
+
+def _machine() -> tuple[int, int]:
+    name = platform.machine()
+    if name not in _MACHINES:
+        raise NoFilter(f"there is no list of system calls for a {name}; there is one for {', '.join(_MACHINES)}")
+    return _MACHINES[name]
+
+
+def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def _allow() -> bytes:
+    return _op(_RETURN, _ALLOW)
+
+
+def _argument(index: int) -> bytes:
+    """The low half: the kernel looks at no more of these, which are ints."""
+    return _op(_LOAD, _ARGUMENT + 8 * index)
+
+
+def _when(test: int, value: int, *then: bytes) -> list[bytes]:
+    return [_op(test, value, 0, len(then)), *then]
+
+
+def _unless(test: int, value: int, *then: bytes) -> list[bytes]:
+    return [_op(test, value, len(then), 0), *then]
+
+
+def _on(number: int | None, then: list[bytes]) -> list[bytes]:
+    """For one call; `then` ends with a return, so that what is loaded stays the number for all others."""
+    assert number is not None
+    return _when(_EQUAL, number, *then)
+
+
+def _argument_unless(index: int, value: int, refuse: int) -> list[bytes]:
+    return [_argument(index), *_unless(_EQUAL, value, _op(_RETURN, refuse)), _allow()]

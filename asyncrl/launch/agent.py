@@ -1,0 +1,446 @@
+"""The agent of a host: starts the processes that the launcher wants there, watches over them, and leaves nothing behind.
+
+The launcher publishes what should run (names.wanted), the agent makes it so and publishes what does (names.children_of). Both say
+the whole each time, so that what an outage swallowed is made good by the next word. agent_rules.py decides; this file does.
+
+An outage of name resolve changes nothing here: processes go on as they are. When the launcher is gone, or may be
+(agent_rules.Tether), all of them end; when the agent dies, they die with it, by the parent-death signal and the reaper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import psutil
+
+from asyncrl.config import ExperimentConfig, authenticates
+from asyncrl.launch.agent_rules import Tether, There, decide, obeyed
+from asyncrl.launch.children import Child, how_it_ended, tail_of
+from asyncrl.launch.crew import Crew
+from asyncrl.launch.hosts import refuses
+from asyncrl.launch.mirror import READ_EVERY_S, Mirror
+from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, parse_process_config
+from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
+from asyncrl.messages import (
+    DECODE_ERRORS,
+    AgentRecord,
+    ChildReport,
+    HostReport,
+    LauncherRecord,
+    WantedProcess,
+)
+from asyncrl.names import Names, incarnation
+from asyncrl.runtime.devices import granted_cores, granted_memory, visible_devices
+from asyncrl.runtime.disk import raise_open_files
+from asyncrl.runtime.name_resolve import (
+    Lease,
+    LeaseNotFound,
+    NameEntryNotFound,
+    NameResolveError,
+    NameResolver,
+    WatchEvent,
+)
+from asyncrl.runtime.security import Secrets, write_secrets
+
+AGENT_ENV = "ASYNCRL_AGENT"  # every process under an agent has it: which one's it is, where several share a machine
+_TURN_S = 0.1
+_REPORT_S = 0.4  # between two reports that differ
+_LOOK_S = 1.0  # between two looks for the launcher
+_GATHER_S = 0.5  # from the first wish on: which kinds to make fork servers for
+_CLOSE_S = 3.0  # for the last report
+_MAX_TAIL_CHARS = 4000
+_MAX_REPORT_BYTES = 900_000  # name resolve takes a million
+_MAX_NOTICES = 20
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class _Ours:
+    """A process that the launcher wanted here."""
+
+    life: int
+    child: Child | None  # None: it was never started
+    report: ChildReport | None = None  # of one that was never started, or has ended
+    asked: bool = False
+
+
+class Agent:
+    """consumes: the launcher's wishes and word. produces: processes, and what is known of them.
+
+    waits for: its processes' pipes, at most _TURN_S. A thread (_Correspondent) waits for name resolve.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        resolver: NameResolver,
+        *,
+        host: str,
+        address: str,
+        run_dir: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        """host: as the config names it. run_dir: the run's folder on this host; shared with the others or not."""
+        self.incarnation = incarnation(f"agent-{host}")
+        self._config = config
+        self._run_dir = run_dir
+        self._say = say
+        self._impatient = False
+        self._stop_signal: int | None = None
+        self._ours: dict[str, _Ours] = {}
+        self._crew: Crew | None = None
+        self._first_wish: float | None = None
+        self._notices: deque[tuple[int, str]] = deque(maxlen=_MAX_NOTICES)
+        self._num_notices = 0
+        self._launcher = ""  # whom we obey
+        os.environ[AGENT_ENV] = self.incarnation
+        network = config.network
+        self._tether = Tether(time.monotonic(), cut_off_limit_s=network.cut_off_limit_s, wait_s=network.agents_limit_s)
+        record = AgentRecord(
+            host=host,
+            incarnation=self.incarnation,
+            address=address,
+            gpus=visible_devices(),
+            cores=granted_cores(),
+            memory_bytes=granted_memory() or psutil.virtual_memory().total,
+            pid=os.getpid(),
+        )
+        self._post = _Correspondent(
+            resolver, Names(config.experiment, config.trial), record, config, self._tether, run_dir
+        )
+
+    def run(self) -> int:
+        """Serve until the run is over (0), a signal comes (128 + N), or the launcher is gone (LaunchError)."""
+        raise_open_files()
+        previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            self._post.open()
+            while True:
+                self._turn()
+                if self._stop_signal is not None:
+                    return 128 + self._stop_signal
+                if self._post.is_over():
+                    return 0
+                if broken := self._post.broken():
+                    raise LaunchError(f"{broken}; {self._what_ends()}")
+        except LaunchError as error:  # the last report tells the launcher, which else would see a host that is lost
+            self._notice(str(error))
+            raise
+        finally:
+            self._end_all()
+            self._post.close()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _turn(self) -> None:
+        """One step: take in what the processes say, do what the launcher wants, report."""
+        if self._crew is None:
+            time.sleep(_TURN_S)
+        else:
+            self._crew.turn(_TURN_S)
+        launcher, wishes = self._post.wishes()
+        if launcher and launcher != self._launcher:
+            self._launcher = launcher
+            self._say("a launcher has come")
+        if launcher:
+            self._bring(obeyed(wishes, launcher, self.incarnation))
+        self._post.report(self._report())
+
+    def _bring(self, wanted: Mapping[str, WantedProcess]) -> None:
+        there = {
+            name: There(ours.life, ours.child is None or ours.child.returncode is not None, ours.asked)
+            for name, ours in self._ours.items()
+        }
+        for action in list(decide(wanted, there)):
+            name = action.name
+            if action.verb == "start":
+                self._start(wanted)
+                return  # all that are to be started were; the next turn does the rest
+            if action.verb == "skip":
+                how = "was told to end before it was started"
+                report = ChildReport(name=name, life=wanted[name].life, returncode=0, ended=time.time(), how=how)
+                self._ours[name] = _Ours(wanted[name].life, None, report)
+                continue
+            ours = self._ours[name]
+            if action.verb == "forget":
+                if ours.child is not None and self._crew is not None:
+                    self._crew.forget(ours.child)
+                del self._ours[name]
+            elif ours.child is not None:
+                if action.verb == "stop" and ours.child.process is not None:
+                    ours.asked = True
+                    ours.child.ask_to_stop()
+                elif action.verb == "kill":
+                    ours.child.kill()
+
+    def _start(self, wanted: Mapping[str, WantedProcess]) -> None:
+        """Start those that are not there. The first time a moment later: then it is known for whom fork servers are worth while."""
+        missing = [wish for name, wish in wanted.items() if name not in self._ours and wish.wish == "run"]
+        now = time.monotonic()
+        self._first_wish = now if self._first_wish is None else self._first_wish
+        if self._crew is None and now - self._first_wish < _GATHER_S:
+            return
+        specs: dict[str, ProcessSpec] = {}
+        for wish in missing:
+            try:
+                specs[wish.name] = self._spec_of(wish)
+            except ValueError as error:
+                self._could_not(wish, f"could not be started: {error}")
+        if self._crew is None and specs:
+            for spec in specs.values():
+                self._make_folders(spec.config.worker.attempt)
+            self._crew = Crew(
+                list(specs.values()),
+                self._run_dir,
+                fork=self._config.runtime.fork_server,
+                start_limit_s=self._config.runtime.start_timeout_s,
+                notice=self._notice,
+                marker=f"{AGENT_ENV}={self.incarnation}",
+            )
+        for wish in missing:
+            if wish.name not in specs:
+                continue
+            assert self._crew is not None
+            self._make_folders(wish.attempt)
+            try:
+                child = self._crew.start(specs[wish.name], self._post.lease_of(wish))
+            except (LaunchError, OSError) as error:
+                self._could_not(wish, f"could not be started: {error}")
+                continue
+            self._ours[wish.name] = _Ours(wish.life, child)
+
+    def _spec_of(self, wish: WantedProcess) -> ProcessSpec:
+        """Raises ValueError for a config that is none, or not of that process of this run."""
+        config = parse_process_config(wish.config)
+        worker = config.worker
+        if (worker.name, worker.attempt) != (wish.name, wish.attempt):
+            raise ValueError(f"its config is that of {worker.name}, attempt {worker.attempt}")
+        if (worker.experiment, worker.trial) != (self._config.experiment, self._config.trial):
+            raise ValueError(f"its config is of another run: {worker.experiment}/{worker.trial}")
+        assert isinstance(config, CONFIG_CLASSES[worker.kind])
+        return ProcessSpec(wish.name, worker.kind, config, wish.computes, wish.env)
+
+    def _make_folders(self, attempt: int) -> None:
+        """Where the run's folder is not shared, nobody else has."""
+        for folder in (logs_dir(self._run_dir, attempt), configs_dir(self._run_dir, attempt)):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def _could_not(self, wish: WantedProcess, how: str) -> None:
+        report = ChildReport(name=wish.name, life=wish.life, returncode=1, ended=time.time(), how=how)
+        self._ours[wish.name] = _Ours(wish.life, None, report)
+
+    def _report(self) -> HostReport:
+        for name, ours in self._ours.items():
+            if ours.report is None and ours.child is not None and ours.child.returncode is not None:
+                ours.report = _last_report(name, ours.life, ours.child)
+        children = [
+            ours.report or _live_report(name, ours.life, ours.child)
+            for name, ours in self._ours.items()
+            if ours.report is not None or ours.child is not None
+        ]
+        return HostReport(
+            agent=self.incarnation, launcher=self._launcher, children=children, notices=list(self._notices)
+        )
+
+    def _notice(self, text: str) -> None:
+        self._num_notices += 1
+        self._notices.append((self._num_notices, text))
+        self._say(text)
+
+    def _what_ends(self) -> str:
+        names = [name for name, ours in self._ours.items() if ours.child is not None and ours.child.returncode is None]
+        return f"{len(names)} processes of it were running here and end" if names else "nothing of it was running here"
+
+    def _end_all(self) -> None:
+        if self._crew is None:
+            return
+        limit_s = self._config.runtime.stop_timeout_s
+        try:
+            self._crew.stop(limit_s, lambda: self._impatient)
+            self._post.report(self._report())
+        finally:
+            self._crew.close()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._impatient = self._stop_signal is not None
+        self._stop_signal = number
+
+
+def _live_report(name: str, life: int, child: Child | None) -> ChildReport:
+    assert child is not None
+    pid = child.process.pid if child.process is not None else 0
+    return ChildReport(name=name, life=life, pid=pid, log=str(child.log), status=child.status)
+
+
+def _last_report(name: str, life: int, child: Child) -> ChildReport:
+    """Of a process that has ended: how, and the end of its log, which may be on this host only."""
+    assert child.returncode is not None
+    assert child.process is not None
+    how = how_it_ended(child.returncode, child.log).split("; its log ends with", 1)[0]
+    return ChildReport(
+        name=name,
+        life=life,
+        pid=child.process.pid,
+        log=str(child.log),
+        status=child.status,
+        returncode=child.returncode,
+        ended=child.ended,
+        how=how,
+        tail=tail_of(child.log)[-_MAX_TAIL_CHARS:],
+    )
+
+
+class _Correspondent:
+    """The agent's side of name resolve, on a thread of its own and those of its watch.
+
+    consumes: the newest report. produces: the wishes, the launcher's word. waits for: name resolve, whose calls have limits.
+    unblocked by: that; `close`.
+    """
+
+    def __init__(
+        self,
+        resolver: NameResolver,
+        names: Names,
+        record: AgentRecord,
+        config: ExperimentConfig,
+        tether: Tether,
+        run_dir: Path,
+    ) -> None:
+        self._run_dir = run_dir
+        self._resolver, self._names, self._record, self._config = resolver, names, record, config
+        self._tether = tether
+        self._lock = threading.Lock()
+        self._wishes: dict[str, WantedProcess] = {}  # by key
+        self._mirror = Mirror(self._observe)
+        self._newest: HostReport | None = None
+        self._closing = threading.Event()
+        self._lease: Lease | None = None
+        self._thread = threading.Thread(target=self._run, name="agent's correspondence", daemon=True)
+
+    def open(self) -> None:
+        """Register, and begin to listen. Raises LaunchError where name resolve does not answer."""
+        try:
+            self._lease = self._resolver.grant_lease(self._config.network.host_lost_after_s)
+            value = msgspec.json.encode(self._record).decode()
+            self._resolver.watch(self._names.wanted(self._record.host), self._mirror.observe, subtree=True)
+            self._resolver.add(self._names.agent(self._record.host), value, replace=True, lease=self._lease.id)
+        except NameResolveError as error:
+            raise LaunchError(f"the agent of {self._record.host} cannot register: {error}") from error
+        self._thread.start()
+
+    def wishes(self) -> tuple[str, list[WantedProcess]]:
+        """The incarnation of the launcher ("": none has come), and all that anybody wants of this host."""
+        with self._lock:
+            launcher = self._tether.launcher
+            return launcher.incarnation if launcher else "", list(self._wishes.values())
+
+    def is_over(self) -> bool:
+        with self._lock:
+            return self._tether.is_over
+
+    def broken(self) -> str:
+        with self._lock:
+            return self._tether.broken(time.monotonic())
+
+    def report(self, report: HostReport) -> None:
+        with self._lock:
+            self._newest = report
+
+    def lease_of(self, wish: WantedProcess) -> Lease:
+        """The launcher's: nobody here refreshes or revokes it."""
+        return Lease(self._resolver, wish.lease, self._config.runtime.lease_ttl_s)
+
+    def close(self) -> None:
+        """The last report, then the host's keys go."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+        with contextlib.suppress(NameResolveError):
+            if self._lease is not None:
+                self._lease.revoke()
+
+    def _observe(self, event: WatchEvent) -> None:
+        with self._lock, contextlib.suppress(*DECODE_ERRORS):
+            self._wishes.pop(event.key, None)
+            if event.kind == "put":
+                self._wishes[event.key] = msgspec.json.decode(event.value, type=WantedProcess)
+
+    def _run(self) -> None:
+        sent: HostReport | None = None
+        met = ""  # the launcher whose secrets we have
+        next_look = next_read = 0.0
+        while True:
+            closing = self._closing.wait(_REPORT_S)
+            with self._lock:
+                newest = self._newest
+            try:
+                if newest is not None and newest != sent:
+                    self._send(newest)
+                    sent = newest
+                if time.monotonic() >= next_look:
+                    next_look = time.monotonic() + _LOOK_S
+                    record = self._read_launcher()
+                    if record is not None and record.incarnation != met:
+                        self._take_secrets()
+                        met = record.incarnation
+                    with self._lock:
+                        self._tether.sees(record, time.monotonic())
+                if time.monotonic() >= next_read:
+                    next_read = time.monotonic() + READ_EVERY_S
+                    self._mirror.read(self._resolver.get_subtree(self._names.wanted(self._record.host)))
+            except NameResolveError:
+                refused = self._is_refused()
+                with self._lock:
+                    self._tether.unreachable(time.monotonic(), refused=refused)
+            if closing:
+                return
+
+    def _send(self, report: HostReport) -> None:
+        assert self._lease is not None
+        value = msgspec.json.encode(report)
+        if len(value) > _MAX_REPORT_BYTES:
+            value = msgspec.json.encode(_shortened(report))
+        with contextlib.suppress(LeaseNotFound):  # of an outage: the session brings it back
+            key = self._names.children_of(self._record.host)
+            self._resolver.add(key, value.decode(), replace=True, lease=self._lease.id)
+
+    def _take_secrets(self) -> None:
+        """Those of this launcher, before any process of it is started. Without them in name resolve the run's folder has them."""
+        if not authenticates(self._config):
+            return
+        with contextlib.suppress(NameEntryNotFound, *DECODE_ERRORS):
+            secrets = msgspec.json.decode(self._resolver.get(self._names.secrets()), type=Secrets)
+            write_secrets(self._run_dir, secrets)
+
+    def _read_launcher(self) -> LauncherRecord | None:
+        try:
+            return msgspec.json.decode(self._resolver.get(self._names.launcher()), type=LauncherRecord)
+        except (NameEntryNotFound, *DECODE_ERRORS):
+            return None
+
+    def _is_refused(self) -> bool:
+        """Every server's host answers that nobody listens there."""
+        endpoints = self._config.name_resolve.endpoints
+        return bool(endpoints) and all(refuses(endpoint) for endpoint in endpoints)
+
+
+def _shortened(report: HostReport) -> HostReport:
+    """One that is too large for name resolve: what is left out is in the logs."""
+
+    def short(child: ChildReport) -> ChildReport:
+        status = child.status
+        if status is not None:
+            status = msgspec.structs.replace(status, waits=[], queues={}, error=status.error[-500:])
+        return msgspec.structs.replace(child, status=status, tail=child.tail[-500:])
+
+    return msgspec.structs.replace(report, children=[short(child) for child in report.children])

@@ -1,0 +1,106 @@
+"""`asyncrl-launch agent`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.config import ConfigError, ExperimentConfig, NameResolveConfig, load_experiment
+from asyncrl.launch.agent import Agent
+from asyncrl.launch.commands.common import Commands, add_config_command
+from asyncrl.launch.hosts import address_of, own_host
+from asyncrl.launch.program import absolute_name_resolve, run_directory
+from asyncrl.launch.rundir import LaunchError, read_record
+from asyncrl.launch.worker_main import PARENT_ENV
+from asyncrl.runtime.name_resolve import NameResolveError, NameResolver, open_name_resolver
+from asyncrl.runtime.worker import die_with_parent
+
+_LOOK_S = 0.5
+_TRY_S = 2.0  # one endpoint, which may be that of a run that is over
+
+_DESCRIPTION = """Run the processes that a launcher wants on this host, with cluster=hosts or cluster=slurm.
+
+Start it on every host with the config and the overrides of the run, in the same folder; the launcher's own host needs none. It
+joins through name_resolve.endpoints or, where none are given, through the run's folder, which all hosts then share. It ends with
+the run; when the launcher dies, or this host is cut off from it, it ends what runs here."""
+
+_EPILOG = """
+
+examples:
+  asyncrl-launch agent my_run.yaml cluster=hosts hosts=[node1,node2]
+  asyncrl-launch agent my_run.yaml cluster=hosts hosts=[node1,node2] name_resolve.endpoints=[node1:2379]
+  asyncrl-launch agent my_run.yaml --host node2 --address 10.0.0.2     where the names alone do not say which one this is
+
+exit codes: 0 the run is over; 1 no launcher came, or it is gone; 2 the config cannot work; 128 + N stopped by signal N."""
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_config_command(commands, "agent", agent, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--host", metavar="NAME", default="", help="which of the config's hosts this is")
+    parser.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        default="",
+        help="what the processes here bind; default: what the name stands for",
+    )
+
+
+def agent(arguments: argparse.Namespace, console: Console) -> int:
+    """Run processes on this host for a launcher on another."""
+    parent = os.environ.pop(PARENT_ENV, "")
+    if parent:  # of the launcher's own host
+        die_with_parent()
+        if os.getppid() != int(parent):
+            return 1
+    config = load_experiment(arguments.config, arguments.overrides)
+    if config.cluster == "local":
+        raise ConfigError("cluster='local': a run on one machine has no agents; use cluster=hosts hosts=[...]")
+    host = arguments.host or own_host(config.hosts)
+    if config.hosts and host not in config.hosts:
+        raise ConfigError(f"--host {host}: is none of hosts={list(config.hosts)}")
+    run_dir = run_directory(config)
+
+    def say(text: str) -> None:
+        console.print(f"agent {host}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+    with _join(config, run_dir) as resolver:
+        config = replace(config, name_resolve=_names_at(config, run_dir) or config.name_resolve)
+        towards = [endpoint.rpartition(":")[0] for endpoint in config.name_resolve.endpoints]
+        address = arguments.address or address_of(host, towards=towards)
+        say(f"joins at {address}")
+        code = Agent(config, resolver, host=host, address=address, run_dir=run_dir, say=say).run()
+    say("the run is over" if code == 0 else "stopped")
+    return code
+
+
+def _join(config: ExperimentConfig, run_dir: Path) -> NameResolver:
+    """Name resolve, as soon as it answers. Waits for: the launcher, which may come later; at most network.agents_limit_s."""
+    limit_s = config.network.agents_limit_s
+    deadline = time.monotonic() + limit_s
+    met = f"there is no run in {run_dir} yet"
+    while True:
+        names_at = _names_at(config, run_dir)
+        if names_at is not None:
+            try:
+                return open_name_resolver(names_at, _TRY_S)
+            except (NameResolveError, ValueError) as error:
+                met = str(error)
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"no launcher within {limit_s:g} s (network.agents_limit_s): {met}. Without a folder that all hosts share, give "
+                "name_resolve.endpoints=[host:port] to launcher and agents"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _names_at(config: ExperimentConfig, run_dir: Path) -> NameResolveConfig | None:
+    """How name resolve is reached; None: nobody has said so yet."""
+    if config.name_resolve.endpoints or config.name_resolve.path:
+        return absolute_name_resolve(config.name_resolve)
+    record = read_record(run_dir)
+    return record.names_at if record else None

@@ -1,0 +1,45 @@
+"""What a watch tells, checked now and then against what is read: a stream that went silent then costs seconds, not the run.
+
+A difference counts once two reads in a row have shown it: a single one may be older than what the watch has told since.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from asyncrl.runtime.name_resolve import WatchCallback, WatchEvent
+
+READ_EVERY_S = 5.0
+
+
+class Mirror:
+    """consumes: events of a watch on a subtree (`observe`), reads of it (`read`). produces: events, each change once."""
+
+    def __init__(self, callback: WatchCallback) -> None:
+        self._callback = callback
+        self._lock = threading.Lock()
+        self._state: dict[str, str] = {}
+        self._suspect: dict[str, str | None] = {}  # differences that the last read has shown; None: the key is gone
+
+    def observe(self, event: WatchEvent) -> None:
+        with self._lock:
+            self._apply(event)
+
+    def read(self, values: Mapping[str, str]) -> None:
+        with self._lock:
+            different: dict[str, str | None] = {
+                key: value for key, value in values.items() if self._state.get(key) != value
+            }
+            different |= {key: None for key in self._state if key not in values}
+            for key, value in different.items():
+                if key in self._suspect and self._suspect[key] == value:
+                    self._apply(WatchEvent("delete", key) if value is None else WatchEvent("put", key, value))
+            self._suspect = different
+
+    def _apply(self, event: WatchEvent) -> None:
+        if event.kind == "delete":
+            self._state.pop(event.key, None)
+        else:
+            self._state[event.key] = event.value
+        self._callback(event)

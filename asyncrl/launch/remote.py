@@ -1,0 +1,504 @@
+"""The launcher's children on a run of more than one host: they live under agents (agent.py), and are known by what those report.
+
+To the launcher's loop this crew is what Crew is on one machine. What should run on a host is published there, the whole of it, one
+key a process; what does comes back in the host's report. A host whose agent's key is gone from name resolve (its lease has run out,
+or its agent has ended) is lost: its processes count as ended. An outage of name resolve, or a cable that is back in time, is not
+noticed: keys come back with their sessions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import ExperimentConfig
+from asyncrl.launch.children import Child
+from asyncrl.launch.mirror import READ_EVERY_S, Mirror
+from asyncrl.launch.name_service import NameService
+from asyncrl.launch.placement import Host, Placement, PlacementError, placed
+from asyncrl.launch.program import ProcessSpec, config_text, save_config
+from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
+from asyncrl.launch.worker_main import PARENT_ENV
+from asyncrl.messages import (
+    DECODE_ERRORS,
+    AgentRecord,
+    ChildReport,
+    HostReport,
+    LauncherRecord,
+    WantedProcess,
+)
+from asyncrl.names import Names, incarnation
+from asyncrl.runtime.name_resolve import (
+    Lease,
+    LeaseNotFound,
+    NameResolveError,
+    NameResolver,
+    WatchEvent,
+)
+
+_LEASE_TTL_S = 10.0  # of the launcher's own word: agents outlive it by little
+_SAY_AFTER_S = 2.0
+_SILENT_S = 3.0  # agents report twice a second
+_KILL_LIMIT_S = 60.0
+_GOODBYE_LIMIT_S = 5.0  # for the agents to have ended
+_RETRY_S = 0.5
+_STOP_TURN_S = 0.05
+_LOST = -9  # return code of a process that was lost with its host
+
+
+@dataclass(frozen=True)
+class _RemotePid:
+    """Process of another host: nothing here can wait for it."""
+
+    pid: int
+
+    def wait(self) -> int:
+        raise AssertionError(f"process {self.pid} is not of this host")
+
+
+class RemoteChild(Child):
+    """A process under an agent."""
+
+    def __init__(self, spec: ProcessSpec, lease: Lease, *, run_dir: Path, life: int, agent: str, wish: _Wishes) -> None:
+        log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
+        super().__init__(spec, None, log, -1, lease)
+        self.life = life
+        self.agent = agent  # incarnation of that which has it
+        self._wish = wish
+        self._how = ""
+        self._tail = ""
+        self._asked = "run"
+        self._heard = time.monotonic()  # of it, last
+
+    def progress_count(self) -> int | None:
+        """Of a host that is silent nobody knows whether its processes stand still."""
+        count = super().progress_count()
+        silent_s = time.monotonic() - self._heard
+        return count + int(silent_s) if count is not None and silent_s > _SILENT_S else count
+
+    def poll(self) -> bool:
+        return self.returncode is not None
+
+    def ask_to_stop(self) -> None:
+        if self._asked == "run" and self.returncode is None:
+            self._asked = "stop"
+            self._wish.want(self, "stop")
+
+    def kill(self) -> None:
+        if self._asked != "kill" and self.returncode is None:
+            self._asked = "kill"
+            self._wish.want(self, "kill")
+
+    def tail(self) -> str:
+        return self._tail or "(nothing)"
+
+    def how_it_ended(self) -> str:
+        return f"{self._how}; its log ends with\n\n{self.tail()}"
+
+    def take_in(self, report: ChildReport) -> None:
+        """What its agent says. Of a life before: nothing that concerns this one."""
+        if report.life != self.life or self.returncode is not None:
+            return
+        self._heard = time.monotonic()
+        if report.pid and self.process is None:
+            self.process = _RemotePid(report.pid)
+        if report.log:
+            self.log = Path(report.log)
+        if report.status is not None:
+            self.status = report.status
+            self.was_running = self.was_running or report.status.state == "running"
+        if report.returncode is not None:
+            self._how, self._tail = report.how, report.tail
+            self.returncode, self.ended = report.returncode, report.ended
+
+    def lose(self, how: str) -> None:
+        """With its host."""
+        if self.returncode is None:
+            self.lost, self._how = how, how
+            self.returncode, self.ended = _LOST, time.time()
+
+    def refuse(self, how: str) -> None:
+        """There is no place for it."""
+        self._how, self.returncode, self.ended = how, 1, time.time()
+
+
+class RemoteCrew:
+    """consumes: hosts' reports, agents that come and go. produces: children, up to date; wishes.
+
+    waits for: in `open` for the agents of all hosts (network.agents_limit_s), in `turn` for a report, in `stop` for ends; bounded.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        service: NameService,
+        run_dir: Path,
+        *,
+        own_host: str,
+        attempt: int,
+        notice: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """config: with the endpoints of name resolve. own_host: the launcher's, as the config names it."""
+        self.children: list[Child] = []
+        self._config, self._run_dir, self._own_host = config, run_dir, own_host
+        self._notice, self._say = notice, say
+        self._names = Names(config.experiment, config.trial)
+        self._resolver = service.resolver
+        self._service = service
+        self._record = LauncherRecord(
+            incarnation=incarnation("launcher"), host=own_host, run_dir=str(run_dir), attempt=attempt
+        )
+        self._mirrors = {
+            self._names.agents(): Mirror(self._observe_agent),
+            self._names.children(): Mirror(self._observe_report),
+        }
+        self._wishes = _Wishes(self._resolver, self._names, self._record.incarnation, self._mirrors)
+        self._lease: Lease | None = None
+        self._own_agent: subprocess.Popen[bytes] | None = None
+        self._own_agent_ends = 0
+        self._news = threading.Condition()
+        self._agents: dict[str, AgentRecord] = {}  # what is observed
+        self._reports: dict[str, HostReport] = {}  # likewise: those not taken in yet
+        self._known: dict[str, AgentRecord] = {}  # what was taken in
+        self._noticed: dict[str, int] = {}  # by agent: number of its last notice
+        self._placement = Placement([], own_host)
+        self._lives = 0
+        self._ended_at_once: deque[RemoteChild] = deque()
+
+    # ------------------------------------------------------------------------------------------------------------- the start
+
+    def open(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait for the agents of all hosts. False if interrupted. Raises LaunchError naming whom it waited for."""
+        try:
+            for key, mirror in self._mirrors.items():
+                self._resolver.watch(key, mirror.observe, subtree=True)
+            self._lease = self._resolver.grant_lease(_LEASE_TTL_S)
+            self._put_record(self._record)
+        except NameResolveError as error:
+            raise LaunchError(f"name resolve at {', '.join(self._service.endpoints)}: {error}") from error
+        if self._config.cluster == "hosts":
+            self._start_own_agent()
+        limit_s = self._config.network.agents_limit_s
+        began, said = time.monotonic(), False
+        while missing := self._missing():
+            waited_s = time.monotonic() - began
+            if interrupted():
+                return False
+            if waited_s > limit_s:
+                raise LaunchError(
+                    f"no agent has come on {', '.join(missing)} within {limit_s:g} s (network.agents_limit_s). Start one there: "
+                    "asyncrl-launch agent CONFIG, with the overrides of this run"
+                )
+            if waited_s > _SAY_AFTER_S and not said:
+                said = True
+                self._say(
+                    f"waiting up to {limit_s:g} s for the agents of {', '.join(missing)}: asyncrl-launch agent CONFIG"
+                )
+            self._look_after_own_agent()
+            with self._news:
+                self._news.wait(_STOP_TURN_S)
+        self._take_in_agents()
+        return True
+
+    @property
+    def devices(self) -> list[str]:
+        """GPUs of all hosts; only whether there are any matters."""
+        return [gpu for host in self._placement.hosts for gpu in host.gpus]
+
+    def place_all(self, specs: Sequence[ProcessSpec]) -> None:
+        """Decide where these will be started. Raises LaunchError, which says what would fit."""
+        try:
+            self._placement.place_all(specs)
+        except PlacementError as error:
+            raise LaunchError(f"allocation={self._config.allocation} does not fit the hosts: {error}") from error
+
+    # ------------------------------------------------------------------------------------------------- as Crew on one machine
+
+    @property
+    def alive(self) -> list[Child]:
+        return [child for child in self.children if child.returncode is None]
+
+    def start(self, spec: ProcessSpec, lease: Lease) -> Child:
+        """Raises LaunchError where there is no room for it."""
+        try:
+            child = self._start(spec, lease)
+        except PlacementError as error:
+            raise LaunchError(f"{spec.name} cannot be started again on the hosts that are left: {error}") from error
+        self.take_in(child)
+        return child
+
+    def ask(self, spec: ProcessSpec, lease: Lease) -> Child:
+        """For more servers than were allocated: where there is no room, one that has ended at once."""
+        try:
+            return self._start(spec, lease)
+        except PlacementError as error:
+            self._lives += 1
+            child = RemoteChild(spec, lease, run_dir=self._run_dir, life=self._lives, agent="", wish=self._wishes)
+            child.refuse(f"has no place: {error}")
+            self._ended_at_once.append(child)
+            return child
+
+    def take_in(self, child: Child) -> None:
+        self.children.append(child)
+
+    def turn(self, wait_s: float) -> list[Child]:
+        """Take in reports, and hosts that came or went. Returns the children that have ended since the last turn."""
+        with self._news:
+            self._news.wait_for(lambda: self._reports or self._agents != self._known, wait_s)
+            reports, self._reports = self._reports, {}
+        before = {id(child) for child in self.children if child.returncode is None}
+        by_name = {child.name: child for child in self.children if isinstance(child, RemoteChild)}
+        for host, report in reports.items():
+            self._tell(host, report)
+            if report.launcher != self._record.incarnation:
+                continue
+            for entry in report.children:
+                child = by_name.get(entry.name)
+                if child is not None and child.agent == report.agent:
+                    child.take_in(entry)
+        self._take_in_agents()
+        self._look_after_own_agent()
+        ended: list[Child] = [*self._ended_at_once]
+        self._ended_at_once.clear()
+        return ended + [child for child in self.children if id(child) in before and child.returncode is not None]
+
+    def forget(self, child: Child) -> None:
+        if child not in self.children:
+            return
+        self.children.remove(child)
+        assert isinstance(child, RemoteChild)
+        self._wishes.drop(child)
+        if not any(other.name == child.name for other in self.children):
+            self._placement.release(child.name)
+
+    def stop(self, limit_s: float, impatient: Callable[[], bool]) -> None:
+        """Ask, then kill. Rollout workers first, as Crew does."""
+        rollout_workers = [child for child in self.children if child.spec.kind == "rollout_worker"]
+        self._ask_and_wait(rollout_workers, limit_s / 3, impatient)
+        self._ask_and_wait(self.children, limit_s * 2 / 3, impatient)
+        deadline = time.monotonic() + _KILL_LIMIT_S
+        while (alive := self.alive) and time.monotonic() < deadline:
+            for child in alive:
+                child.kill()
+            self.turn(_STOP_TURN_S)
+
+    def close(self) -> None:
+        """The run is over: agents are told, and waited for."""
+        if self._lease is not None:
+            with contextlib.suppress(NameResolveError):
+                self._put_record(msgspec.structs.replace(self._record, ends=True))
+            deadline = time.monotonic() + _GOODBYE_LIMIT_S
+            with self._news:
+                self._news.wait_for(lambda: not self._agents, max(0.0, deadline - time.monotonic()))
+        self._wishes.close()
+        if self._own_agent is not None:
+            try:
+                self._own_agent.wait(_GOODBYE_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._own_agent.kill()
+                self._own_agent.wait()
+
+    # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _start(self, spec: ProcessSpec, lease: Lease) -> RemoteChild:
+        place = self._placement.place(spec)
+        here = placed(spec, place, with_gpus=self._placement.has_gpus)
+        self._lives += 1
+        agent = self._known[place.host.name].incarnation
+        child = RemoteChild(here, lease, run_dir=self._run_dir, life=self._lives, agent=agent, wish=self._wishes)
+        child.host = place.host.name
+        self._wishes.want(child, "run")
+        return child
+
+    def _ask_and_wait(self, children: Sequence[Child], limit_s: float, impatient: Callable[[], bool]) -> None:
+        """Waits for: their exit. Unblocked by: that, the limit, or impatience."""
+        for child in children:
+            child.ask_to_stop()
+        began, said = time.monotonic(), False
+        while alive := [child.name for child in children if child.returncode is None]:
+            waited_s = time.monotonic() - began
+            if impatient() or waited_s > limit_s:
+                return
+            if waited_s > _SAY_AFTER_S and not said:
+                said = True
+                self._notice(
+                    f"waiting up to {limit_s:g} s for {', '.join(alive)} to stop; a second Ctrl-C kills at once"
+                )
+            self.turn(_STOP_TURN_S)
+
+    def _missing(self) -> list[str]:
+        with self._news:
+            return [host for host in self._config.hosts if host not in self._agents]
+
+    def _take_in_agents(self) -> None:
+        """Hosts that have come, and those that are lost."""
+        with self._news:
+            agents = dict(self._agents)
+        for name, before in list(self._known.items()):
+            now = agents.get(name)
+            if now is not None and now.incarnation == before.incarnation:
+                continue
+            del self._known[name]
+            how = f"was lost with its host {name}" + (", whose agent was started again" if now else "")
+            self._lose(name, before, how)
+        for name, record in agents.items():
+            if name not in self._known:
+                self._known[name] = record
+                self._placement.add(Host(name, record.address, tuple(record.gpus), record.cores, record.memory_bytes))
+
+    def _lose(self, name: str, record: AgentRecord, how: str) -> None:
+        lost = [
+            child for child in self.children if isinstance(child, RemoteChild) and child.agent == record.incarnation
+        ]
+        for child in lost:
+            child.lose(how)
+            self._wishes.drop(child)
+        self._placement.lose(name)
+        left = ", ".join(self._known) or "none"
+        self._notice(
+            f"host {name} is lost, and with it {', '.join(c.name for c in lost) or 'nothing'}; left are {left}"
+        )
+
+    def _tell(self, host: str, report: HostReport) -> None:
+        last = self._noticed.get(report.agent, 0)
+        for number, text in report.notices:
+            if number > last:
+                self._notice(f"{host}: {text}")
+                self._noticed[report.agent] = number
+
+    def _start_own_agent(self) -> None:
+        """The launcher's host has one like all others; this one dies with the launcher."""
+        attempt = self._record.attempt
+        config = configs_dir(self._run_dir, attempt) / f"agent_{self._own_host}.yaml"
+        save_config(self._config, config)  # as the launcher has it: with the way to name resolve
+        command = [sys.executable, "-m", "asyncrl.launch.cli", "agent", str(config), "--host", self._own_host]
+        command += ["--address", self._config.runtime.host]
+        log = logs_dir(self._run_dir, attempt) / f"agent_{self._own_host}.log"
+        with log.open("ab") as output:
+            self._own_agent = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, PARENT_ENV: str(os.getpid())},
+                start_new_session=True,
+            )
+
+    def _look_after_own_agent(self) -> None:
+        """Start it again if it has ended. Raises LaunchError where it does so again and again."""
+        if self._own_agent is None or self._own_agent.poll() is None:
+            return
+        self._own_agent_ends += 1
+        log = logs_dir(self._run_dir, self._record.attempt) / f"agent_{self._own_host}.log"
+        if self._own_agent_ends > self._config.runtime.max_restarts:
+            raise LaunchError(f"the agent of this host ({self._own_host}) ends again and again; its log: {log}")
+        self._notice(f"the agent of this host has ended, and is started again; its log: {log}")
+        self._start_own_agent()
+
+    def _put_record(self, record: LauncherRecord) -> None:
+        assert self._lease is not None
+        value = msgspec.json.encode(record).decode()
+        self._resolver.add(self._names.launcher(), value, replace=True, lease=self._lease.id)
+
+    # --------------------------------------------------------------------------------- called by threads of name resolve
+
+    def _observe_agent(self, event: WatchEvent) -> None:
+        host = event.key.rpartition("/")[2]
+        if host not in self._config.hosts:
+            return  # not one of this run
+        with self._news, contextlib.suppress(*DECODE_ERRORS):
+            self._agents.pop(host, None)
+            if event.kind == "put":
+                self._agents[host] = msgspec.json.decode(event.value, type=AgentRecord)
+            self._news.notify_all()
+
+    def _observe_report(self, event: WatchEvent) -> None:
+        if event.kind != "put":
+            return
+        with self._news, contextlib.suppress(*DECODE_ERRORS):
+            self._reports[event.key.rpartition("/")[2]] = msgspec.json.decode(event.value, type=HostReport)
+            self._news.notify_all()
+
+
+class _Wishes:
+    """Publishes what is wanted, on a thread of its own, which also reads now and then what the watches tell.
+
+    consumes: the newest wish for each process. produces: entries. waits for: something to do; name resolve, within its limits; in
+    an outage it tries again. unblocked by: the launcher; `close`.
+    """
+
+    def __init__(self, resolver: NameResolver, names: Names, launcher: str, mirrors: Mapping[str, Mirror]) -> None:
+        self._resolver, self._names, self._launcher, self._mirrors = resolver, names, launcher, mirrors
+        self._condition = threading.Condition()
+        self._due: dict[str, str | None] = {}  # by key; None: it is deleted
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="wishes", daemon=True)
+        self._thread.start()
+
+    def want(self, child: RemoteChild, wish: str) -> None:
+        spec = child.spec
+        wanted = WantedProcess(
+            launcher=self._launcher,
+            agent=child.agent,
+            attempt=spec.config.worker.attempt,
+            name=spec.name,
+            life=child.life,
+            wish=wish,  # type: ignore[arg-type]
+            config=config_text(spec.config),
+            env=dict(spec.env),
+            lease=child.lease.id,
+            computes=spec.computes,
+        )
+        self._put(self._names.wanted_process(child.host, child.name), msgspec.json.encode(wanted).decode())
+
+    def drop(self, child: RemoteChild) -> None:
+        """It is wanted no more: its agent ends it, if it is there, and reports it no more."""
+        if child.host:
+            self._put(self._names.wanted_process(child.host, child.name), None)
+
+    def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        self._thread.join(_RETRY_S)
+
+    def _put(self, key: str, value: str | None) -> None:
+        with self._condition:
+            self._due[key] = value
+            self._condition.notify()
+
+    def _run(self) -> None:
+        next_read = time.monotonic() + READ_EVERY_S
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._closed or self._due, max(0.0, next_read - time.monotonic()))
+                if self._closed:
+                    return
+                due = dict(self._due)
+            try:
+                if time.monotonic() >= next_read:
+                    next_read = time.monotonic() + READ_EVERY_S
+                    for key, mirror in self._mirrors.items():
+                        mirror.read(self._resolver.get_subtree(key))
+                for key, value in due.items():
+                    if value is None:
+                        self._resolver.delete(key)
+                    else:
+                        self._resolver.add(key, value, replace=True)
+                    with self._condition:
+                        if self._due.get(key, "") == value:
+                            del self._due[key]
+            except (NameResolveError, LeaseNotFound):
+                with self._condition:
+                    self._condition.wait_for(lambda: self._closed, timeout=_RETRY_S)

@@ -1,0 +1,268 @@
+"""Runs as Slurm jobs: the batch script, and what Slurm says of a job.
+
+    login node   asyncrl-launch run CONFIG cluster=slurm    writes <run>/slurm/job.sbatch, submits it, follows its output
+    first node   the batch script: one srun task a node, each an agent; beside them the launcher, with hosts=[the job's nodes]
+
+Before the time limit the script gets SIGUSR1 (--signal; before a preemption, too, with PreemptParameters=send_user_signal): it
+tells the launcher to stop, which writes a checkpoint, and has the job queued again, which goes on from it. scancel, or a preemption
+without that, leaves no time: Slurm signals all processes at once. A node that fails is the launcher's to replace (--no-kill); if
+it is the launcher's own, the agents that are left have the job queued again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import ConfigError, ExperimentConfig, SlurmConfig
+from asyncrl.launch.rundir import LaunchError
+from asyncrl.messages import DECODE_ERRORS
+
+_COMMAND_LIMIT_S = 60.0  # a busy slurmctld may take that long
+_SPARE_S = 60.0  # between a checkpoint that took as long as it may and the time limit
+_ENDED = {
+    *(
+        "COMPLETED",
+        "CANCELLED",
+        "FAILED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "PREEMPTED",
+        "BOOT_FAIL",
+        "DEADLINE",
+        "OUT_OF_MEMORY",
+    ),
+    *("REVOKED", "SPECIAL_EXIT"),
+}
+_NO_SUCH_JOB = "Invalid job id"
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """<run>/slurm/job.json: the newest job of a run."""
+
+    job_id: str
+    script: str
+    output: str
+
+
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
+    """What Slurm says of a job."""
+
+    state: str  # PENDING, RUNNING, ...; GONE: Slurm does not know it any more
+    reason: str = ""  # why it is pending, or how it ended
+    exit_code: int | None = None  # of a job that has ended
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDED or self.state == "GONE"
+
+
+def slurm_dir(run_dir: Path) -> Path:
+    return run_dir / "slurm"
+
+
+def as_job(config: ExperimentConfig) -> ExperimentConfig:
+    """The config that a job runs with: the last checkpoint may take what there is between signal and time limit."""
+    checkpoint = config.checkpoint
+    limit_s = config.slurm.signal_s - _SPARE_S
+    if 0 < checkpoint.on_stop_s < limit_s:
+        return replace(config, checkpoint=replace(checkpoint, on_stop_s=limit_s))
+    return config
+
+
+# ------------------------------------------------------------------------------------------------------------- the script
+
+
+def render(
+    config: ExperimentConfig,
+    words: Sequence[str],
+    *,
+    folder: str,
+    program: str,
+    output: str = "",
+    title: Sequence[str] = (),
+) -> str:
+    """The batch script of a run. What follows its name at sbatch are further overrides.
+
+    words: what follows `asyncrl-launch run`: a config and overrides. folder: where the job works, as the shell reads it. program:
+    how asyncrl-launch is called on the nodes. output: file for what the job prints (%j: its number). title: comments on top.
+    """
+    slurm = config.slurm
+    name = f"{config.experiment}-{config.trial}"
+    nodes, groups = '"$SLURM_JOB_NODELIST"', ""
+    if slurm.cpu_nodes:
+        nodes = '"$SLURM_JOB_NODELIST_HET_GROUP_0,$SLURM_JOB_NODELIST_HET_GROUP_1"'
+        groups = "--het-group=0,1"
+    srun = ["srun", groups, "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--no-kill", *slurm.srun_options]
+    values = {
+        "HEADER": "\n".join(_header(slurm, name, output)),
+        "TITLE": "\n".join(f"# {line}" for line in title),
+        "FOLDER": folder,
+        "PRELUDE": slurm.prelude.strip(),
+        "WORDS": shlex.join(words),
+        "NODES": nodes,
+        "LAUNCH": f"{slurm.wrapper} {program}".strip(),
+        "SRUN": " ".join(filter(None, srun)),
+    }
+    lines = []
+    for line in _SCRIPT.splitlines():
+        whole = line.strip("@")
+        if whole in values and line == f"@{whole}@" and not values[whole]:
+            continue
+        for key, value in values.items():
+            line = line.replace(f"@{key}@", value)
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _header(slurm: SlurmConfig, name: str, output: str) -> list[str]:
+    """#SBATCH lines; of a heterogeneous job those of both parts."""
+    lines = [
+        f"--job-name={shlex.quote(name)}",
+        f"--output={output}" if output else "",
+        "--open-mode=append",
+        f"--time={_clock(slurm.time_s)}" if slurm.time_s else "",
+        f"--account={slurm.account}" if slurm.account else "",
+        f"--qos={slurm.qos}" if slurm.qos else "",
+        f"--signal=B:USR1@{slurm.signal_s:.0f}",
+        "--requeue",
+        *_part(slurm.nodes, slurm.partition, slurm.gpus_per_node, slurm.cpus_per_node, slurm.memory_per_node),
+        *slurm.options,
+    ]
+    if slurm.cpu_nodes:
+        cores, memory = slurm.cpu_cpus_per_node, slurm.cpu_memory_per_node
+        lines += ["hetjob", *_part(slurm.cpu_nodes, slurm.cpu_partition, 0, cores, memory), *slurm.cpu_options]
+    return [f"#SBATCH {line}" for line in lines if line]
+
+
+def _clock(seconds: float) -> str:
+    """As sbatch reads it; whole minutes are what it counts in."""
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    return f"{hours}:{minutes:02d}:00"
+
+
+def _part(nodes: int, partition: str, gpus: int, cores: int, memory: str) -> list[str]:
+    return [
+        f"--partition={partition}" if partition else "",
+        f"--nodes={nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={cores}" if cores else "--exclusive",
+        f"--mem={memory}" if memory else ("" if cores else "--mem=0"),
+        f"--gres=gpu:{gpus}" if gpus else "",
+        "--no-kill",
+    ]
+
+
+_SCRIPT = """\
+#!/bin/bash
+@TITLE@
+@HEADER@
+
+# On each node of the job one task of srun is the agent, which starts what runs there; the launcher runs here, on the first node.
+# From anywhere that sees the run's folder: asyncrl-launch status|logs|scale|stop RUN
+cd @FOLDER@ || exit 1
+@PRELUDE@
+
+run=(@WORDS@ "$@" cluster=slurm)
+nodes=$(scontrol show hostnames @NODES@ | paste -sd,)
+run+=("hosts=[$nodes]")
+# Queued again, after a signal or a failed node: go on from the newest checkpoint, if there is one.
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || run+=(recover=auto)
+
+unset CUDA_VISIBLE_DEVICES # of this node; srun gives each node its own
+# Should this node fail, with launcher and script: an agent that finds no launcher (exit code 1) has the job queued again. If this
+# script lives, it ends the job before that.
+export job=${SLURM_HET_JOB_ID:-$SLURM_JOB_ID}
+@SRUN@ \\
+    bash -c '"$@"; code=$?; [ $code != 1 ] || { sleep 30; scontrol requeue "$job"; }; exit $code' agent \\
+    @LAUNCH@ agent "${run[@]}" &
+@LAUNCH@ run "${run[@]}" &
+launcher=$!
+
+# USR1: the time limit is near (--signal). The launcher writes a checkpoint and ends; then the job is queued again.
+again=
+trap 'again=yes; kill -TERM $launcher 2>/dev/null' USR1
+trap 'kill -TERM $launcher 2>/dev/null' TERM
+while kill -0 $launcher 2>/dev/null; do wait $launcher; done # signals interrupt the wait
+wait $launcher
+code=$?
+if [ -n "$again" ] && [ $code -gt 128 ]; then
+    echo "the job is queued again, and goes on from its newest checkpoint"
+    scontrol requeue "$job" && sleep 60 # which ends with this job
+fi
+exit $code
+"""
+
+
+# -------------------------------------------------------------------------------------------------------------- with Slurm
+
+
+def submit(script: Path) -> str:
+    """The job's number. Raises LaunchError with what sbatch says."""
+    said = _slurm("sbatch", "--parsable", str(script)).strip()
+    return said.splitlines()[-1].partition(";")[0]
+
+
+def write_job(run_dir: Path, record: JobRecord) -> None:
+    path = slurm_dir(run_dir) / "job.json"
+    temporary = path.with_name(".job.json")
+    temporary.write_bytes(msgspec.json.encode(record))
+    temporary.rename(path)
+
+
+def read_job(run_dir: Path) -> JobRecord | None:
+    """None where the run was never submitted."""
+    path = slurm_dir(run_dir) / "job.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=JobRecord)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (*DECODE_ERRORS, OSError) as error:
+        raise LaunchError(f"{path} cannot be read: {error}") from error
+
+
+def job_state(job_id: str) -> JobState:
+    """Raises LaunchError where Slurm does not answer."""
+    try:
+        text = _slurm("scontrol", "show", "job", "--oneliner", job_id)
+    except LaunchError as error:
+        if _NO_SUCH_JOB in str(error):
+            return JobState(state="GONE")
+        raise
+    fields = dict(re.findall(r"(\w+)=(\S*)", text.splitlines()[0]))  # of a heterogeneous job its first part's
+    state = fields.get("JobState", "UNKNOWN")
+    code, _, number = fields.get("ExitCode", "0:0").partition(":")
+    ended = int(code) or (128 + int(number) if number.isdigit() and int(number) else 0)
+    return JobState(state=state, reason=fields.get("Reason", ""), exit_code=ended if state in _ENDED else None)
+
+
+def cancel(job_id: str) -> None:
+    """At once; one that is pending, too."""
+    _slurm("scancel", job_id)
+
+
+def ask_to_stop(job_id: str) -> None:
+    """The batch script hands it on to the launcher, which writes a checkpoint first."""
+    _slurm("scancel", "--batch", "--signal=TERM", job_id)
+
+
+def _slurm(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"cluster='slurm': there is no {command[0]} here; use a login node of the cluster, or cluster=hosts"
+        )
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMMAND_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"{shlex.join(command)}: Slurm did not answer within {_COMMAND_LIMIT_S:g} s") from error
+    if done.returncode:
+        raise LaunchError(f"{shlex.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

@@ -1,0 +1,112 @@
+"""`asyncrl-launch run CONFIG cluster=slurm`, on the login node: writes the job's script, submits it, shows what it prints."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.config import ExperimentConfig
+from asyncrl.launch.program import run_directory, save_config, with_absolute_paths
+from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, RunBusyError, holder, is_running
+from asyncrl.launch.slurm import (
+    JobRecord,
+    JobState,
+    as_job,
+    job_state,
+    read_job,
+    render,
+    slurm_dir,
+    submit,
+    write_job,
+)
+from asyncrl.runtime.disk import writing
+
+_TURN_S = 0.5
+_ASK_S = 2.0  # between two questions to Slurm
+_UNANSWERED_S = 600.0  # Slurm may be restarted meanwhile
+_READ_BYTES = 1 << 20
+
+
+def is_to_submit(config: ExperimentConfig) -> bool:
+    """The job itself has the nodes for hosts."""
+    return config.cluster == "slurm" and not config.hosts
+
+
+def job_script(config: ExperimentConfig) -> str:
+    """What would be submitted."""
+    run_dir = run_directory(config)
+    program = "asyncrl-launch" if shutil.which("asyncrl-launch") else f"{sys.executable} -m asyncrl.launch.cli"
+    words = [str(slurm_dir(run_dir) / EXPERIMENT_FILE)]
+    output = str(slurm_dir(run_dir) / "job-%j.out")
+    return render(config, words, folder=shlex.quote(str(Path.cwd())), program=program, output=output)
+
+
+def submit_job(config: ExperimentConfig) -> JobRecord:
+    """Raises RunBusyError where a job or a launcher has the folder already."""
+    run_dir = run_directory(config)
+    before = read_job(run_dir)
+    if before is not None and not job_state(before.job_id).ended:
+        raise RunBusyError(
+            f"job {before.job_id} is {job_state(before.job_id).state} and has {run_dir}; end it with "
+            f"`asyncrl-launch stop {run_dir}`, or choose another trial=..."
+        )
+    if is_running(run_dir):
+        raise RunBusyError(f"{run_dir} is in use by process {holder(run_dir)}; choose another trial=...")
+    folder = slurm_dir(run_dir)
+    script = folder / "job.sbatch"
+    with writing(script):
+        folder.mkdir(parents=True, exist_ok=True)
+        script.write_text(job_script(config))
+    save_config(with_absolute_paths(as_job(config)), folder / EXPERIMENT_FILE)
+    job_id = submit(script)
+    record = JobRecord(job_id=job_id, script=str(script), output=str(folder / f"job-{job_id}.out"))
+    write_job(run_dir, record)
+    return record
+
+
+def follow(record: JobRecord, write: Callable[[str], object], say: Callable[[str], object]) -> int:
+    """Show what a job prints until it has ended. Returns its exit code; a job that is queued again goes on.
+
+    Waits for: the job, which Slurm bounds; where Slurm does not answer, _UNANSWERED_S. Unblocked by: its end; Ctrl-C.
+    """
+    offset, shown, answered, next_question = 0, "", time.monotonic(), 0.0
+    while True:
+        ended: JobState | None = None
+        if time.monotonic() >= next_question:
+            next_question = time.monotonic() + _ASK_S
+            try:
+                state = job_state(record.job_id)
+                answered = time.monotonic()
+            except LaunchError:
+                if time.monotonic() - answered > _UNANSWERED_S:
+                    raise
+                continue
+            text = state.state + (f" ({state.reason})" if state.reason not in ("", "None") else "")
+            if text != shown:
+                shown = text
+                say(f"job {record.job_id}: {text}")
+            ended = state if state.ended else None
+        offset = _copy(Path(record.output), offset, write)
+        if ended is not None:
+            return ended.exit_code if ended.exit_code is not None else 1
+        time.sleep(_TURN_S)
+
+
+def _copy(path: Path, offset: int, write: Callable[[str], object]) -> int:
+    """What was added to a file; returns where it ends now."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= offset:
+                return offset
+            file.seek(offset)
+            data = file.read(_READ_BYTES)
+    except OSError:  # not there yet
+        return offset
+    write(data.decode(errors="replace"))
+    return offset + len(data)

@@ -1,0 +1,86 @@
+"""torch.distributed's store in name resolve: where ranks leave their addresses for each other.
+
+torch's own, TCPStore, answers whoever reaches its port, and who can write to it decides whom gloo and NCCL connect to. So where the
+run authenticates (runtime/security.py) its ranks meet in name resolve, which has an access control of its own. It is slower, and
+used for a few dozen small entries as process groups are made.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolver
+
+
+class NameStore(Store):
+    """Keep a reference while process groups use it: torch keeps only the part of it that is not Python.
+
+    waits for: entries of other ranks, at most limit_s each.  unblocked by: them; the resolver's close."""
+
+    def __init__(self, resolver: NameResolver, root: str, *, lease: int | None, limit_s: float) -> None:
+        """root: of its keys. What `set` puts goes with the lease."""
+        super().__init__()
+        self._resolver, self._root, self._lease, self._limit_s = resolver, root, lease, limit_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._resolver.publish(self._name(key), _text(value), lease=self._lease, limit_s=self._limit_s)
+
+    def get(self, key: str) -> bytes:
+        return _bytes(self._resolver.wait(self._name(key), self._limit_s))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit_s = self._limit_s if timeout is None else min(timeout.total_seconds(), self._limit_s)
+        for key in keys:
+            self._resolver.wait(self._name(key), limit_s)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._now(key) is not None for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        while True:  # a rank that loses has seen another one win: bounded by the ranks
+            before = self._now(key)
+            count = amount + (int(_bytes(before)) if before is not None else 0)
+            if self._resolver.compare_and_swap(self._name(key), before, _text(str(count))):
+                return count
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # type: ignore[override]  # torch's stub says str
+        """What the key holds afterwards. Nothing is expected where nothing is."""
+        before = self._now(key)
+        found = b"" if before is None else _bytes(before)
+        if found == expected and self._resolver.compare_and_swap(self._name(key), before, _text(desired)):
+            return desired
+        now = self._now(key)
+        return expected if now is None else _bytes(now)
+
+    def deleteKey(self, key: str) -> bool:
+        return self._resolver.delete(self._name(key))
+
+    def getNumKeys(self) -> int:
+        return len(self._resolver.find_subtree(self._root))
+
+    def hasExtendedApi(self) -> bool:
+        return False
+
+    def clone(self) -> Store:
+        return self
+
+    def _now(self, key: str) -> str | None:
+        try:
+            return self._resolver.get(self._name(key))
+        except NameEntryNotFound:
+            return None
+
+    def _name(self, key: str) -> str:
+        return f"{self._root}/{key.encode().hex()}"  # torch's keys have empty parts
+
+
+def _text(value: str | bytes) -> str:
+    return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)

@@ -1,0 +1,173 @@
+"""Hosts on one machine, for tests: each has a network, a host name, addresses and process numbers of its own. Needs root and `ip`.
+
+with Hosts.make(3) as hosts:
+    hosts[0].run(["hostname"])                  # h1
+    hosts[1].unplug(); hosts[1].plug()          # its cable
+    hosts[2].kill()                             # the host: all of its processes at once
+
+They share file system, memory and cores. Nothing outside reaches them, and they reach nothing outside: every `Hosts` is a
+network by itself, so that test runs beside one another do not meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+_LIMIT_S = 20.0
+
+
+class NamespacesUnavailable(RuntimeError):
+    """This user may not make namespaces, or a tool is missing; says which."""
+
+
+class NetworkHost:
+    """One of them. Its processes live in the namespaces of a process that does nothing, and end with it."""
+
+    def __init__(self, tag: str, number: int) -> None:
+        self.name = f"h{number}"
+        self.address = f"10.77.0.{number}"
+        self._namespace = f"{tag}-{number}"
+        self._cable = f"{tag}v{number}"  # its end in the switch
+        self._holder: subprocess.Popen[bytes] | None = None
+
+    def open(self, switch: str) -> None:
+        _ip("netns", "add", self._namespace)
+        _ip("link", "add", self._cable, "type", "veth", "peer", "name", "eth0", "netns", self._namespace)
+        _ip("link", "set", self._cable, "master", switch, "up")
+        for words in (
+            ("addr", "add", f"{self.address}/24", "dev", "eth0"),
+            ("link", "set", "eth0", "up"),
+            ("link", "set", "lo", "up"),
+        ):
+            _ip("-n", self._namespace, *words)
+        self.boot()
+
+    def boot(self) -> None:
+        """Start it, for the first time or after `kill`."""
+        ready = f"hostname {self.name}; echo; exec sleep infinity >/dev/null"
+        self._holder = subprocess.Popen(
+            [
+                *("setpriv", "--pdeathsig", "KILL", "--"),  # a test that is killed leaves no host behind
+                *("ip", "netns", "exec", self._namespace),
+                *("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"),
+                *("sh", "-c", ready),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # unshare tells of a signal mask that it need not restore
+            start_new_session=True,
+        )
+        assert self._holder.stdout is not None
+        with self._holder.stdout as said:
+            if said.readline() != b"\n":
+                raise NamespacesUnavailable(f"the namespaces of {self.name} could not be entered: are you root?")
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """What to start to have a command run on this host. Signals are to go to its process group, not to this one alone."""
+        return ["nsenter", f"--target={self._init()}", "--net", "--uts", "--pid", "--mount", "--", *words]
+
+    def run(
+        self, words: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
+        """A command on this host, to its end."""
+        return subprocess.run(
+            self.command(words),
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+
+    def unplug(self) -> None:
+        """Its cable is pulled: what is sent is lost, and nobody is told."""
+        _ip("link", "set", self._cable, "down")
+
+    def plug(self) -> None:
+        _ip("link", "set", self._cable, "up")
+
+    def kill(self) -> None:
+        """Its power is cut."""
+        if self._holder is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._init(), 9)  # the kernel ends all others of its namespace
+            self._holder.wait(_LIMIT_S)
+            self._holder = None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self.kill()
+        for words in (("link", "del", self._cable), ("netns", "del", self._namespace)):
+            with contextlib.suppress(NamespacesUnavailable):
+                _ip(*words)
+
+    def _init(self) -> int:
+        """Number, outside, of the first process of its namespace."""
+        assert self._holder is not None, f"{self.name} is not up"
+        children = f"/proc/{self._holder.pid}/task/{self._holder.pid}/children"
+        deadline = time.monotonic() + _LIMIT_S
+        while time.monotonic() < deadline:
+            with open(children) as file:
+                if found := file.read().split():
+                    return int(found[0])
+            time.sleep(0.01)
+        raise ProcessLookupError(f"{self.name} has ended")
+
+
+class Hosts(list[NetworkHost]):
+    """Some hosts on one switch."""
+
+    def __init__(self, hosts: Sequence[NetworkHost], switch: str) -> None:
+        super().__init__(hosts)
+        self._switch = switch
+
+    @classmethod
+    def make(cls, count: int) -> Hosts:
+        """Raises NamespacesUnavailable where that is not permitted."""
+        for tool in ("ip", "nsenter", "setpriv", "unshare"):
+            if shutil.which(tool) is None:
+                raise NamespacesUnavailable(f"there is no `{tool}`; on Debian: apt-get install iproute2 util-linux")
+        tag = f"a{secrets.token_hex(4)}"  # names of interfaces have 15 characters at most
+        switch = f"{tag}s"
+        hosts = cls([NetworkHost(tag, number + 1) for number in range(count)], switch)
+        try:
+            _ip("link", "add", switch, "type", "bridge")
+            _ip("link", "set", switch, "up")
+            for host in hosts:
+                host.open(switch)
+        except BaseException:
+            hosts.close()
+            raise
+        return hosts
+
+    @property
+    def addresses(self) -> list[str]:
+        return [host.address for host in self]
+
+    def close(self) -> None:
+        for host in self:
+            host.close()
+        with contextlib.suppress(NamespacesUnavailable):
+            _ip("link", "del", self._switch)
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    if done.returncode:
+        raise NamespacesUnavailable(f"`ip {' '.join(words)}`: {done.stderr.strip() or 'failed'}")

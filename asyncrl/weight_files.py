@@ -1,0 +1,415 @@
+"""Weight versions for hosts that do not see the run's folder: served where they are written, fetched once a host, into memory.
+
+    <run>/weights/actor/a0001-v00000012/ -- WeightFiles, a thread beside the gserver manager: GET, ranges, the run's token
+        -- HTTP --> WeightFetcher, in each generation server; one a host at a time --> /dev/shm/.../a0001-v00000012/
+
+A server is told of a version and where it is to be had (FetchWeightsRequest) while it still generates; it loads once the files are
+there. It compares the manifests first: a host that sees the very same version in the run's folder fetches nothing. What breaks off
+goes on where it broke off, also in another process. Each file is checked against the manifest before the version gets its name, and
+again when it is loaded.
+
+Kept on a host: the newest versions, `keep` of them, and what is being loaded. Locks (flock) say who fetches, who loads, and whether
+the servers of a run still live: the kernel drops those of a process that was killed, and the next one removes what it left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import http.client
+import logging
+import os
+import shutil
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import urlsplit
+
+import msgspec
+import xxhash
+from aiohttp import web
+
+from asyncrl.messages import DECODE_ERRORS, WeightVersion
+from asyncrl.runtime import security
+from asyncrl.runtime.disk import size_text
+from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.weights import MANIFEST, Manifest, WeightsError, list_versions, read_manifest
+
+MEMORY = Path("/dev/shm")
+_START_LIMIT_S = 10.0
+_STOP_LIMIT_S = 5.0
+_READ_BYTES = 1 << 20
+_SILENT_S = 10.0  # a source that says nothing for so long is asked again
+_RETRY_S = 0.2
+_LONGEST_RETRY_S = 3.0
+_MAX_DAMAGED = 3  # times that a file arrives with another checksum
+_MAX_MANIFEST_BYTES = 16_000_000
+_LOCK_POLL_S = 0.05
+_ROOM_LEFT_BYTES = 64 << 20  # of the memory that versions are fetched into
+_LIFE = "in_use.lock"
+_WRITING = ".writing"
+
+
+class WeightFiles:
+    """Serves the versions of a role, read-only: GET /weights/<version>/<file>. On a thread with a loop of its own, so that
+    gigabytes hold up nothing else.
+
+    waits for: readers.  unblocked by: them, their going away, `close`.
+    """
+
+    def __init__(self, directory: Path, *, host: str) -> None:
+        """directory: of the role, <run>/weights/actor."""
+        self._directory, self._host = directory, host
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="weight files", daemon=True)
+        self._runner: web.AppRunner | None = None
+
+    def start(self) -> str:
+        """Bind a free port. Returns the URL that a version's name is appended to. Blocks for a moment."""
+        self._thread.start()
+        url = asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(_START_LIMIT_S)
+        return f"{url}/weights"
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_STOP_LIMIT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_LIMIT_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _serve(self) -> str:
+        app = web.Application(middlewares=[for_the_run])
+        app.add_routes([web.get("/weights/{version}/{file}", self._answer)])
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        return await serve(self._runner, self._host)
+
+    async def _stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        """A file that the version's manifest lists, or that itself; nothing else there is. FileResponse knows ranges."""
+        name = request.match_info["file"]
+        try:
+            folder = self._directory / str(WeightVersion.parse(request.match_info["version"]))
+            manifest = read_manifest(folder)
+        except (ValueError, OSError) as error:
+            return web.Response(status=404, text=f"{error}\n")
+        if name != MANIFEST and (name not in manifest.files or os.sep in name):
+            return web.Response(status=404, text=f"{folder.name} has no file {name!r}\n")
+        return web.FileResponse(folder / name, chunk_size=_READ_BYTES)
+
+
+class WeightFetcher:
+    """The versions of a run on this host. For any number of processes; not for two threads at once.
+
+    consumes: a source's files.  produces: complete versions.  waits for: the source, or another process of this host that
+    fetches the same version; both within limit_s.  unblocked by: them, or `close`.
+    """
+
+    def __init__(self, folder: Path, run: str, *, keep: int = 2, logger: logging.Logger) -> None:
+        """folder: where to, all runs of all users. run: names this one on this host (`run_key`)."""
+        self._keep, self._logger = keep, logger
+        base = folder / f"asyncrl-{os.getuid()}"
+        self._root = base / run
+        self._closed = False
+        self._life: BinaryIO | None = None
+        self.fetched_bytes = 0
+        _make_private(base)
+        self._sweep(base)
+        self._move_in()
+
+    def fetch(self, path: Path, version: WeightVersion, source: str, limit_s: float) -> Path:
+        """Where this host has the version: path, if that is it, else a folder in memory. source: URL of its files. Blocks.
+
+        Raises WeightsError where it cannot be had within limit_s, and says why.
+        """
+        deadline = time.monotonic() + limit_s
+        remote = _Source(f"{source}/{version}", deadline, lambda: self._closed)
+        try:
+            text = remote.manifest()
+            manifest = msgspec.json.decode(text, type=Manifest)
+            if manifest.weight_version != version:
+                raise WeightsError(f"{remote.url} holds {manifest.weight_version}")
+            with contextlib.suppress(OSError):
+                if (path / MANIFEST).read_bytes() == text:
+                    return path
+            target = self._root / str(version)
+            with self._locked(version, fcntl.LOCK_EX, deadline):
+                if not _is_complete(target, text):
+                    self._make_room(manifest, version)
+                    began = time.monotonic()
+                    self._fetch_files(remote, manifest, text, target)
+                    self._logger.info(
+                        "weights %s fetched from %s (%.2f s)", version, remote.host, time.monotonic() - began
+                    )
+            return target
+        except (*DECODE_ERRORS, OSError, http.client.HTTPException) as error:
+            raise WeightsError(f"weights {version} could not be fetched from {remote.url}: {error}") from error
+
+    @contextlib.contextmanager
+    def loading(self, version: WeightVersion, limit_s: float) -> Iterator[None]:
+        """Nobody removes the version meanwhile."""
+        with self._locked(version, fcntl.LOCK_SH, time.monotonic() + limit_s):
+            yield
+
+    def close(self) -> None:
+        """The last one on this host takes the files with it. What is being fetched in another thread is broken off."""
+        self._closed = True
+        life, self._life = self._life, None
+        if life is None:
+            return
+        with life:
+            if _try_lock(life, fcntl.LOCK_EX):
+                shutil.rmtree(self._root, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------------------------------- one version
+
+    def _fetch_files(self, remote: _Source, manifest: Manifest, text: bytes, target: Path) -> None:
+        temporary = target.with_name(target.name + _WRITING)
+        temporary.mkdir(exist_ok=True)
+        for name, entry in manifest.files.items():
+            if os.sep in name or name in (MANIFEST, "..", "."):
+                raise WeightsError(f"{remote.url} lists a file {name!r}")
+            for attempt in range(1, _MAX_DAMAGED + 1):
+                digest = remote.download(name, temporary / name, entry.bytes)
+                self.fetched_bytes = remote.num_bytes
+                if digest == entry.xxh3:
+                    break
+                (temporary / name).unlink()
+                if attempt == _MAX_DAMAGED:
+                    raise WeightsError(f"{name} arrived with another checksum than the manifest's, {attempt} times")
+        (temporary / MANIFEST).write_bytes(text)
+        if target.exists():  # another version of this name: of a run that was begun anew in the same folder
+            shutil.rmtree(target)
+        temporary.rename(target)
+
+    def _make_room(self, manifest: Manifest, version: WeightVersion) -> None:
+        """Remove what is not needed; raises WeightsError where the version would still not fit."""
+        for there in list_versions(self._root)[: -self._keep + 1 or None]:
+            if there != version:
+                self._remove(there)
+        for unfinished in self._root.glob(f"*{_WRITING}"):
+            name = unfinished.name.removesuffix(_WRITING)
+            if name != str(version):
+                self._remove(WeightVersion.parse(name))
+        here = self._root / f"{version}{_WRITING}"
+        there_already = sum(file.stat().st_size for file in here.iterdir()) if here.is_dir() else 0
+        needed = sum(entry.bytes for entry in manifest.files.values()) - there_already + _ROOM_LEFT_BYTES
+        for old in list_versions(self._root):
+            if shutil.disk_usage(self._root).free >= needed:
+                break
+            if old != version:
+                self._remove(old)
+        free = shutil.disk_usage(self._root).free
+        if free < needed:
+            raise WeightsError(
+                f"they take {size_text(needed)}, and {self._root} has room for {size_text(free)}; set weights.fetch_dir=... to "
+                "a larger folder, in memory or on a fast disk"
+            )
+
+    def _remove(self, version: WeightVersion) -> None:
+        """Unless somebody is loading or fetching it."""
+        path = self._lock_file(version)
+        with path.open("ab") as lock:
+            if not _try_lock(lock, fcntl.LOCK_EX):
+                return
+            for name in (str(version), f"{version}{_WRITING}"):
+                shutil.rmtree(self._root / name, ignore_errors=True)
+            if _is_file(lock, path):
+                path.unlink()
+
+    def _lock_file(self, version: WeightVersion) -> Path:
+        return self._root / f"{version}.lock"
+
+    @contextlib.contextmanager
+    def _locked(self, version: WeightVersion, how: int, deadline: float) -> Iterator[None]:
+        path = self._lock_file(version)
+        while True:
+            with path.open("ab") as lock:
+                while not _try_lock(lock, how):
+                    if self._closed or time.monotonic() > deadline:
+                        raise WeightsError(f"another process of this host still fetches {version}")
+                    time.sleep(_LOCK_POLL_S)
+                if _is_file(lock, path):  # else whoever had it has removed it with the version
+                    yield
+                    return
+
+    # ---------------------------------------------------------------------------------------------------------------- the host
+
+    def _move_in(self) -> None:
+        """Hold the run's folder as long as this process lives. It may be removed by another just before."""
+        while True:
+            self._root.mkdir(mode=0o700, exist_ok=True)
+            try:
+                life = (self._root / _LIFE).open("ab")
+            except FileNotFoundError:
+                continue
+            if _try_lock(life, fcntl.LOCK_SH) and _is_file(life, self._root / _LIFE):
+                self._life = life
+                return
+            life.close()
+            time.sleep(_LOCK_POLL_S)
+
+    def _sweep(self, base: Path) -> None:
+        """Remove what runs have left whose servers were killed."""
+        for folder in base.iterdir():
+            with contextlib.suppress(OSError), (folder / _LIFE).open("ab") as life:
+                if folder != self._root and _try_lock(life, fcntl.LOCK_EX):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    self._logger.info("removed weights that %s had left", folder.name)
+
+
+def run_key(experiment: str, trial: str, run_dir: str, host: str) -> str:
+    """Names a run on a host: one folder for all its generation servers there."""
+    digest = hashlib.sha256(f"{experiment}\0{trial}\0{run_dir}\0{host}".encode()).hexdigest()[:16]
+    return f"{experiment[:40]}-{trial[:40]}-{digest}".replace(os.sep, "_")
+
+
+def fetch_folder(configured: str) -> Path:
+    """weights.fetch_dir; by default memory, where the system has that as a folder."""
+    if configured:
+        return Path(configured)
+    return MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+# ----------------------------------------------------------------------------------------------------------------- the source
+
+
+class _Source:
+    """A version's files over HTTP, with the run's token. Blocking: it is used on a thread."""
+
+    def __init__(self, url: str, deadline: float, broken_off: Callable[[], bool]) -> None:
+        self.url, self._deadline, self._broken_off = url, deadline, broken_off
+        self._parts = urlsplit(url)
+        self.host = self._parts.hostname or ""
+        self.num_bytes = 0
+
+    def manifest(self) -> bytes:
+        """Raises WeightsError, OSError, HTTPException."""
+        pause_s = _RETRY_S
+        while True:
+            try:
+                with self._get(MANIFEST, 0) as response:
+                    return response.read(_MAX_MANIFEST_BYTES)
+            except (OSError, http.client.HTTPException):
+                pause_s = self._pause(pause_s)
+
+    def download(self, name: str, target: Path, size: int) -> str:
+        """Fetch what is lacking of a file; returns its checksum. Goes on after whatever breaks off, until the deadline."""
+        pause_s = _RETRY_S
+        digest = xxhash.xxh3_64()
+        with target.open("ab+") as file:
+            if file.tell() > size:
+                file.truncate(0)
+            file.seek(0)
+            while some := file.read(_READ_BYTES):
+                digest.update(some)
+            buffer = memoryview(bytearray(_READ_BYTES))
+            while (there := file.tell()) < size:
+                try:
+                    with self._get(name, there) as response:
+                        while count := response.readinto(buffer[: size - file.tell()]):
+                            digest.update(buffer[:count])
+                            file.write(buffer[:count])
+                            self.num_bytes += count
+                            self._check()
+                    if file.tell() < size:
+                        raise http.client.IncompleteRead(b"", size - file.tell())
+                except (OSError, http.client.HTTPException):
+                    if file.tell() > there:
+                        pause_s = _RETRY_S
+                    pause_s = self._pause(pause_s)
+        return digest.hexdigest()
+
+    @contextlib.contextmanager
+    def _get(self, name: str, offset: int) -> Iterator[http.client.HTTPResponse]:
+        secured = security.current()
+        headers = dict(secured.headers) if secured is not None else {}
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+        timeout_s = max(0.1, min(_SILENT_S, self._deadline - time.monotonic()))
+        connection: http.client.HTTPConnection
+        if self._parts.scheme == "https":
+            tls = secured.ask_tls if secured is not None else None
+            connection = http.client.HTTPSConnection(
+                self.host, self._parts.port, timeout=timeout_s, context=tls or ssl.create_default_context()
+            )
+        else:
+            connection = http.client.HTTPConnection(self.host, self._parts.port, timeout=timeout_s)
+        try:
+            connection.request("GET", f"{self._parts.path}/{name}", headers=headers)
+            response = connection.getresponse()
+            if response.status in (401, 403, 404):  # asking again changes nothing
+                told = response.read(500).decode("utf-8", "replace").strip()
+                raise WeightsError(f"{self.url}/{name} answered {response.status}: {told}")
+            wanted = 206 if offset else 200
+            if response.status != wanted:
+                raise http.client.HTTPException(f"{self.url}/{name} answered {response.status} instead of {wanted}")
+            if offset and not response.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
+                raise WeightsError(f"{self.url}/{name} gives another range than it was asked for")
+            yield response
+        finally:
+            connection.close()
+
+    def _check(self) -> None:
+        if self._broken_off():
+            raise WeightsError("broken off: this server ends")
+        if time.monotonic() > self._deadline:
+            raise WeightsError("not within the limit")
+
+    def _pause(self, pause_s: float) -> float:
+        """After a failure, from within its handler: re-raises it where no time is left."""
+        if time.monotonic() + pause_s > self._deadline:
+            raise
+        self._check()
+        time.sleep(pause_s)
+        return min(2 * pause_s, _LONGEST_RETRY_S)
+
+
+# ----------------------------------------------------------------------------------------------------------------- small parts
+
+
+def _is_complete(folder: Path, manifest: bytes) -> bool:
+    try:
+        return (folder / MANIFEST).read_bytes() == manifest
+    except OSError:
+        return False
+
+
+def _try_lock(file: BinaryIO, how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_file(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file is still the one that its path names."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _make_private(folder: Path) -> None:
+    """A folder of ours in one that everybody may write to. Raises WeightsError where somebody else has made it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not folder.is_dir() or folder.is_symlink():
+        raise WeightsError(
+            f"{folder} is not this user's alone; remove it, or set weights.fetch_dir=... to another folder"
+        )

@@ -1,0 +1,48 @@
+"""Reward of the code task: 1 if the program that the model wrote gives the right output for every hidden input, else 0.
+
+What the model wrote is run, so it is run in a sandbox: asyncrl/groups/sandbox.py. A program that tries what it may not, takes too
+much of anything, or does not end is simply wrong. A machine that has no isolation refuses the run; with
+ASYNCRL_EXAMPLE_SANDBOX=limits in the environment programs run all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from typing import Any
+
+from asyncrl.groups.sandbox import Limits, Program, SandboxPool
+
+MAX_CHARS = 20_000  # of a completion; more is no program
+
+sandboxes = SandboxPool(
+    limits=Limits(cpu_s=2.0, memory_bytes=256 << 20),
+    isolation="limits" if os.environ.get("ASYNCRL_EXAMPLE_SANDBOX") == "limits" else "required",
+)
+
+
+def reward(prompt: str, completion: str, answer: Any, *, finished: bool = True) -> float:
+    """answer: a list of [input, output], or that as JSON. The completion: an expression of a and b, or a program in a fence."""
+    if not finished or len(completion) > MAX_CHARS:
+        return 0.0
+    return passes(program_of(completion), answer if isinstance(answer, str) else json.dumps(answer))
+
+
+@functools.lru_cache(4096)  # a group's members often say the same
+def passes(source: str, tests: str) -> float:
+    with sandboxes.open(Program({"main.py": source})) as sandbox:
+        for given, wanted in json.loads(tests):
+            result = sandbox.run(given)
+            if not result.ok or result.stdout.split() != wanted.split():
+                return 0.0
+    return 1.0
+
+
+def program_of(completion: str) -> str:
+    """The last fenced block, as chat models write it; else the completion as an expression, printed for each line of input."""
+    blocks = re.findall(r"```(?:python|py)?\n(.*?)```", completion, flags=re.DOTALL)
+    if blocks:
+        return str(blocks[-1])
+    return f"import sys\nfor line in sys.stdin:\n    a, b = map(int, line.split())\n    print({completion.strip()})\n"

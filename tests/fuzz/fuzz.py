@@ -1,0 +1,151 @@
+"""Fuzzing of all that is read from a socket, for as long as you like.
+
+    python tests/fuzz/fuzz.py [--inputs 1000000] [--seed 0] [--target codec] [--atheris]
+
+The inputs are dealt out to the targets (targets.py) in turn, in processes of their own, one a core. A target fails where it raises
+what its callers do not answer, takes longer than a second for an input, or allocates more than --memory-mb above what it began
+with. What failed is shown, with the seed and number that make it again, and kept in --keep. --atheris: inputs chosen by the
+branches they reach, where atheris is installed (pip install atheris), one target after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import multiprocessing
+import os
+import random
+import resource
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from targets import Target, all_targets, mutated
+
+LIMIT_S = 1.0  # an input; a process that stands still for a minute is killed, with its stack
+HANG_S = 60.0
+BATCH = 2000  # inputs from one seed
+
+
+def input_of(target: Target, seed: int, number: int) -> bytes:
+    """The same one each time."""
+    return mutated(random.Random(f"{seed} {target.name} {number}"), target.corpus)
+
+
+def failure_of(target: Target, data: bytes) -> str:
+    """What is wrong with how the target takes this; "" if nothing."""
+    began = time.process_time()
+    try:
+        target.try_one(data)
+    except Exception:
+        return traceback.format_exc()
+    took_s = time.process_time() - began
+    return f"took {took_s:.1f} s of processor time" if took_s > LIMIT_S else ""
+
+
+def limit_memory(megabytes: int) -> None:
+    """From now on the process gets no more address space than so much above what it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (megabytes << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _work(process: int, processes: int, args: argparse.Namespace, results: multiprocessing.Queue[str]) -> None:
+    failures: list[dict[str, object]] = []
+    count = 0
+    with all_targets() as targets:
+        chosen = [target for target in targets if args.target in ("", target.name)]
+        for target in chosen:  # what is made once is made
+            target.try_one(target.corpus[0])
+        limit_memory(args.memory_mb)
+        share = -(-args.inputs // len(chosen))
+        for target in chosen:
+            for number in range(process, share, processes):
+                if count % BATCH == 0:
+                    faulthandler.dump_traceback_later(HANG_S, exit=True)
+                data = input_of(target, args.seed, number)
+                count += 1
+                if told := failure_of(target, data):
+                    failures.append({"target": target.name, "number": number, "data": data.hex()[:2000], "told": told})
+                    break  # of this target, one is enough
+    faulthandler.cancel_dump_traceback_later()
+    results.put(json.dumps({"count": count, "failures": failures, "peak_mb": _peak_mb()}))
+
+
+def _peak_mb() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+def _with_atheris(args: argparse.Namespace) -> int:
+    """atheris never returns: a process for each target."""
+    import atheris
+
+    with all_targets() as targets:
+        names = [target.name for target in targets if args.target in ("", target.name)]
+    failed = 0
+    for name in names:
+        child = os.fork()
+        if child == 0:
+            with all_targets() as targets:
+                target = next(target for target in targets if target.name == name)
+                folder = args.keep / "corpus" / name.replace(" ", "_")
+                folder.mkdir(parents=True, exist_ok=True)
+                for number, data in enumerate(target.corpus):
+                    (folder / f"honest{number}").write_bytes(data)
+                runs = f"-runs={-(-args.inputs // len(names))}"
+                options = [runs, "-timeout=10", f"-rss_limit_mb={_peak_mb() + args.memory_mb}", "-max_len=65536"]
+                atheris.instrument_all()
+                atheris.Setup(["fuzz", *options, f"-artifact_prefix={folder}/failed-", str(folder)], target.try_one)
+                atheris.Fuzz()
+        failed += os.waitpid(child, 0)[1] != 0
+    return 1 if failed else 0
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--inputs", type=int, default=1_000_000)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--target", default="", help="one of them by name; default: all")
+    options.add_argument("--memory-mb", type=int, default=256)
+    options.add_argument("--keep", type=Path, default=Path("fuzz_failures"))
+    options.add_argument("--atheris", action="store_true")
+    args = options.parse_args()
+    if args.atheris:
+        return _with_atheris(args)
+    began = time.monotonic()
+    processes = len(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[str] = context.Queue()
+    workers = [context.Process(target=_work, args=(number, processes, args, results)) for number in range(processes)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    told = [json.loads(results.get(timeout=10)) for worker in workers if worker.exitcode == 0]
+    failures = [failure for one in told for failure in one["failures"]]
+    for failure in failures:
+        args.keep.mkdir(parents=True, exist_ok=True)
+        name = str(failure["target"]).replace(" ", "_")
+        (args.keep / f"{name}-{args.seed}-{failure['number']}.json").write_text(json.dumps(failure))
+        print(
+            f"{failure['target']}, input {failure['number']} of seed {args.seed}:\n{failure['told']}", file=sys.stderr
+        )
+    hung = sum(worker.exitcode != 0 for worker in workers)
+    print(
+        json.dumps(
+            {
+                "inputs": sum(one["count"] for one in told),
+                "failures": len(failures),
+                "processes_that_hung_or_died": hung,
+                "seconds": round(time.monotonic() - began, 1),
+                "peak_mb": max((one["peak_mb"] for one in told), default=0),
+            }
+        )
+    )
+    return 1 if failures or hung else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""What strangers' bytes go into: each target takes any bytes, and may raise only what its callers answer with a refusal.
+
+A corpus is what honest peers say; `mutated` makes of it what nobody would. In what is guarded by a checksum (a channel's first
+frame) the checksum is made right: whoever sends it can do that too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from asyncrl.config import RuntimeConfig, SamplingConfig
+from asyncrl.data.codec import CodecError, decode_sample, encode_sample
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.generation import http as generation_http
+from asyncrl.generation.engine import RequestRefused
+from asyncrl.manager.http import ManagerService
+from asyncrl.manager.ledger import Ledger, StaleAttemptError
+from asyncrl.manager.routing import ServerTable
+from asyncrl.messages import (
+    DECODE_ERRORS,
+    AllocateRequest,
+    ChildReport,
+    EvaluateRequest,
+    ExecuteMFC,
+    FinishRequest,
+    GenerateRequest,
+    HeartbeatRequest,
+    HostReport,
+    Locator,
+    MasterReport,
+    SamplingParams,
+    ScheduleRequest,
+    TrajectoryMeta,
+    WantedProcess,
+    WorkerStatus,
+)
+from asyncrl.rollout.openai_request import RequestError, RequestRules, parse_chat_request
+from asyncrl.runtime import channel_wire, push_pull, request_reply
+from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender, Endpoint
+from asyncrl.runtime.transport import MemoryTransport
+
+MAX_BYTES = 1 << 20  # what a message may have here
+RUNTIME = RuntimeConfig(max_message_bytes=MAX_BYTES)
+_INTERESTING = (0, 1, 2, 0x7F, 0x80, 0x90, 0x91, 0x9F, 0xC0, 0xC1, 0xC4, 0xC6, 0xC9, 0xD9, 0xDC, 0xDD, 0xDE, 0xDF, 0xFF)
+_LENGTHS = (
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdf\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff",
+    b"\xdc\xff\xff",
+)
+_NUMBERS = (
+    b"1e999",
+    b"-1",
+    b"18446744073709551616",
+    b"9223372036854775807",
+    b"NaN",
+    b"null",
+    b"true",
+    b'""',
+    b"[]",
+    b"{}",
+)
+MAX_NESTING = 60_000
+
+
+@dataclass(frozen=True)
+class Target:
+    """`run` takes bytes; what it raises besides `allowed` is a defect."""
+
+    name: str
+    corpus: Sequence[bytes]
+    run: Callable[[bytes], object]
+    allowed: tuple[type[Exception], ...] = ()
+
+    def try_one(self, data: bytes) -> None:
+        """Raises what must not be raised."""
+        with suppress(*self.allowed):
+            self.run(data)
+
+
+def mutated(rng: random.Random, corpus: Sequence[bytes]) -> bytes:
+    """Something like what honest peers say, but for a few changes."""
+    data = bytearray(rng.choice(corpus))
+    for _ in range(1 + int(rng.expovariate(0.5))):
+        place = rng.randrange(len(data) + 1)
+        kind = rng.randrange(10)
+        if kind == 0:
+            data[place:place] = rng.randbytes(rng.randrange(1, 9))
+        elif kind == 1:
+            del data[place : place + rng.randrange(1, 17)]
+        elif kind == 2 and data:
+            data[place % len(data)] ^= 1 << rng.randrange(8)
+        elif kind == 3 and data:
+            data[place % len(data)] = rng.choice(_INTERESTING)
+        elif kind == 4:
+            other = rng.choice(corpus)
+            start = rng.randrange(len(other) + 1)
+            data[place:] = other[start:]
+        elif kind == 5:
+            data[place:place] = rng.choice(_LENGTHS)
+        elif kind == 6:
+            data[place : place + rng.randrange(4)] = rng.choice(_NUMBERS)
+        elif kind == 7:
+            start = rng.randrange(len(data) + 1)
+            data[place:place] = data[start : start + rng.randrange(1, 64)]
+        elif kind == 8 and rng.random() < 0.02:
+            data[place:place] = rng.choice((b"[", b"\x91", b'{"a":', b"\x81\xa1a")) * rng.randrange(1, MAX_NESTING)
+        elif kind == 9:
+            del data[place:]
+    return bytes(data)
+
+
+@contextmanager
+def all_targets() -> Iterator[list[Target]]:
+    """Those with sockets have sockets in memory, on an event loop that lives as long."""
+    loop = asyncio.new_event_loop()
+    logging.disable(logging.WARNING)  # of a million refusals
+    try:
+        yield [
+            _codec(),
+            *_headers(),
+            *_channel(loop),
+            *_manager(loop),
+            _generation(),
+            _chat(),
+            *_name_resolve(),
+        ]
+    finally:
+        logging.disable(logging.NOTSET)
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+# ------------------------------------------------------------------------------------------------------------------ streams
+
+
+def _sample(lengths: Sequence[int] = (3, 2)) -> SequenceSample:
+    return SequenceSample.from_groups(
+        ["1"],
+        [
+            {
+                "packed_input_ids": [np.arange(n, dtype=np.int64) for n in lengths],
+                "packed_logprobs": [np.zeros(n, dtype=np.float32) for n in lengths],
+                "loss_mask": [np.ones(n, dtype=np.bool_) for n in lengths],
+                "rewards": [0.5] * len(lengths),
+            }
+        ],
+    )
+
+
+def _meta() -> TrajectoryMeta:
+    return TrajectoryMeta(
+        ticket_id="t1",
+        locator=Locator(0, 1),
+        attempt=1,
+        head=0,
+        keys=["packed_input_ids", "rewards"],
+        seqlens=[3, 2],
+        response_lengths=[3, 2],
+        rewards=[0.5, 0.5],
+        version_start=[0, 0],
+        version_end=[1, 1],
+        birth_time=1.7e9,
+    )
+
+
+def _joined(header: bytes, frames: Sequence[memoryview]) -> bytes:
+    """One input: how long the header is, the header, then frames of the sizes that follow it."""
+    parts = [len(header).to_bytes(2, "little"), header, bytes([len(frames)])]
+    parts += [frame.nbytes.to_bytes(2, "little") for frame in frames]
+    return b"".join([*parts, *frames])
+
+
+def _parted(data: bytes) -> tuple[bytes, list[bytes]]:
+    size = int.from_bytes(data[:2], "little")
+    header, rest = data[2 : 2 + size], data[2 + size :]
+    count, rest = rest[0] if rest else 0, rest[1:]
+    sizes = [int.from_bytes(rest[2 * i : 2 * i + 2], "little") for i in range(count)]
+    rest, frames = rest[2 * count :], []
+    for size in sizes:
+        frames.append(rest[:size])
+        rest = rest[size:]
+    return header, frames
+
+
+def _codec() -> Target:
+    def run(data: bytes) -> None:
+        header, frames = _parted(data)
+        sample = decode_sample(header, frames, max_bytes=MAX_BYTES)
+        again = decode_sample(*encode_sample(sample), max_bytes=MAX_BYTES)
+        assert again.ids == sample.ids
+        assert list(again.data) == list(sample.data)
+
+    corpus = [_joined(*encode_sample(_sample(lengths))) for lengths in ((3, 2), (1,), (0, 40), (7,) * 9)]
+    return Target("codec", corpus, run, (CodecError,))
+
+
+def _headers() -> Iterator[Target]:
+    """What streams and calls have in their headers."""
+    encode = msgspec.msgpack.encode
+    header, _ = encode_sample(_sample())
+    trajectory = encode(push_pull._TrajectoryHeader(_meta(), header))
+    yield Target("trajectory header", [trajectory], push_pull._decode_trajectory, DECODE_ERRORS)
+    yield Target("metadata", [encode(_meta())], push_pull._decode_meta, DECODE_ERRORS)
+    calls = [
+        encode(request_reply._CallHeader(1, body))
+        for body in (ExecuteMFC(mfc="actor_train", version=1, ids=["a", "b"]),)
+    ]
+    yield Target("call", calls, request_reply._decode_call, DECODE_ERRORS)
+    yield Target("reply", [encode(request_reply._Failure("w", "m", "t"))], request_reply._decode_reply, DECODE_ERRORS)
+
+
+def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
+    """Both ends of a channel, after the socket. Nothing may come out of them: it would end the stream for all."""
+    transport = MemoryTransport()
+    limits = ChannelLimits.of(RUNTIME)
+    receiver = ChannelReceiver("r", limits=limits, host="h", transport=transport)
+    sender = ChannelSender("s", "r", "i", limits=limits, host="h", transport=transport)
+
+    async def start() -> Endpoint:
+        endpoint = await receiver.start()
+        await sender.start()
+        sender.connect(endpoint)
+        return endpoint
+
+    endpoint = loop.run_until_complete(start())
+    target, source = endpoint.incarnation, sender._incarnation
+    header, frames = encode_sample(_sample())
+    digest = channel_wire.digest_of(channel_wire.pack(frames, [frame.nbytes for frame in frames]))
+    data = channel_wire.Data(target, "s.1", "s", "mem://h:1", 0, 1, [f.nbytes for f in frames], header, digest)
+    probe = channel_wire.Probe(target, "s.1", "s", "mem://h:1", 0, [1, 2])
+    report = channel_wire.Report(source, target, [(0, False, b"done")], [1])
+    body = b"".join(frames)
+
+    def guarded(data: bytes) -> bytes:
+        return zlib.crc32(data).to_bytes(4, "little") + data
+
+    def arrive(data: bytes) -> None:
+        first, rest = _parted(data)
+        receiver._arrive([guarded(first), *rest])
+        while receiver.num_queued:
+            loop.run_until_complete(receiver.receive()).refuse("fuzzed")
+        loop.run_until_complete(asyncio.sleep(0))
+
+    def answered(data: bytes) -> None:
+        sender._on_report([guarded(data)])
+        loop.run_until_complete(asyncio.sleep(0))
+
+    corpus = [
+        _joined(channel_wire.encode(data)[4:], [memoryview(body)]),
+        _joined(channel_wire.encode(probe)[4:], []),
+    ]
+    yield Target("arrival at a receiver", corpus, arrive)
+    yield Target("report to a sender", [channel_wire.encode(report)[4:]], answered)
+
+
+# --------------------------------------------------------------------------------------------------------------------- HTTP
+
+
+def _manager(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
+    """Bodies of the manager's requests, into its ledger. Nothing waits: wait_s is 0."""
+    service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1))
+    encode = msgspec.json.encode
+    requests = (
+        (AllocateRequest(request_id="r", worker="rollout_worker/0", incarnation="i", count=2), service.allocate),
+        (FinishRequest(worker="rollout_worker/0", incarnation="i", results=[]), service.finish),
+        (HeartbeatRequest(worker="rollout_worker/0", incarnation="i", held=[]), service.heartbeat),
+        (MasterReport(attempt=1, trained_version=0, consumed=["t"], stored=[]), service.report),
+    )
+    for request, handle in requests:
+        kind = type(request)
+        decode = msgspec.json.Decoder(kind).decode
+
+        def run(data: bytes, decode=decode, handle=handle) -> None:
+            message = decode(data)
+            if hasattr(message, "wait_s"):
+                message = msgspec.structs.replace(message, wait_s=min(message.wait_s, 0.0))
+            loop.run_until_complete(handle(message))
+
+        yield Target(kind.__name__, [encode(request)], run, (ValueError, RecursionError, StaleAttemptError))
+    for other in (
+        ScheduleRequest(ticket_id="t", worker="rollout_worker/0", lost_server="s"),
+        EvaluateRequest(eval_id="e", modes=["greedy"], num_prompts=2),
+    ):
+        kind = type(other)
+        yield Target(kind.__name__, [encode(other)], msgspec.json.Decoder(kind).decode, DECODE_ERRORS)
+
+
+def _generation() -> Target:
+    def run(body: bytes) -> None:
+        if generation_http._is_list_of_prompts(body):
+            generation_http._split(generation_http._decode_many(body))
+        else:
+            generation_http._decode_one(body)
+
+    params = SamplingParams(max_new_tokens=4)
+    corpus = [
+        msgspec.json.encode(GenerateRequest(rid="r", input_ids=[1, 2], sampling_params=params)),
+        b'{"input_ids":[[1,2],[3]],"sampling_params":[{"max_new_tokens":4},{"temperature":0.5}],"rid":["a","b"]}',
+        b'{"input_ids": [ [1], [2] ], "sampling_params": {"top_p": 0.5, "stop_token_ids": [3]}, "stream": false}',
+    ]
+    return Target("generate", corpus, run, (*DECODE_ERRORS, RequestRefused))
+
+
+def _chat() -> Target:
+    rules = RequestRules(SamplingConfig())
+    corpus = [
+        b'{"model":"policy","messages":[{"role":"user","content":"hello"}],"max_tokens":5,"stop":["a"],"stream":true}',
+        b'{"messages":[{"role":"user","content":[{"type":"text","text":"x"}]},{"role":"assistant","content":null,'
+        b'"tool_calls":[{"id":"c","type":"function","function":{"name":"f","arguments":"{}"}}]},'
+        b'{"role":"tool","tool_call_id":"c","content":"1"}],"tools":[{"type":"function","function":{"name":"f"}}]}',
+    ]
+    return Target("chat completion", corpus, lambda body: parse_chat_request(body, rules), (RequestError,))
+
+
+# -------------------------------------------------------------------------------------------------------------- name resolve
+
+
+def _name_resolve() -> Iterator[Target]:
+    """What is read out of name resolve."""
+    wanted = WantedProcess(
+        name="rollout_worker/0",
+        attempt=1,
+        life=1,
+        launcher="l",
+        agent="a",
+        wish="run",
+        config="worker: {}",
+        env={},
+        computes=False,
+        lease=1,
+    )
+    status = WorkerStatus(worker="w/0", pid=1, attempt=1, state="running", time=1.0, progress=1)
+    child = ChildReport(name="w/0", life=1, pid=1, status=status)
+    for value in (
+        Endpoint("tcp://127.0.0.1:1", "i", 100),
+        wanted,
+        HostReport(agent="a", launcher="l", children=[child], notices=[(1, "n")]),
+    ):
+        yield Target(
+            type(value).__name__, [msgspec.json.encode(value)], msgspec.json.Decoder(type(value)).decode, DECODE_ERRORS
+        )

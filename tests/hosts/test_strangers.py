@@ -1,0 +1,77 @@
+"""A stranger in the network of a run: connects to every listening socket of every process, and gets nothing but refusals."""
+
+import json
+import sys
+
+import pytest
+from conftest import HostsRun
+
+from asyncrl.testing.namespaces import Hosts
+from asyncrl.testing.runs import make_tiny_run
+from asyncrl.testing.scanner import Listener
+
+pytestmark = pytest.mark.timeout(400)
+START_S = 200  # a busy machine imports torch on several hosts at once
+SCANNER = [sys.executable, "-m", "asyncrl.testing.scanner"]
+
+
+@pytest.fixture
+def run_and_stranger(hosts):
+    """run_and_stranger(config, ...) starts a run on two hosts; the third is nobody's."""
+    started = []
+
+    def start(config, *overrides):
+        started.append(HostsRun(Hosts(hosts[:2], ""), config, *overrides))
+        return started[0], hosts[2]
+
+    yield start
+    for run in started:
+        run.close()
+
+
+def told(host, *words):
+    done = host.run([*SCANNER, *words], limit_s=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def sockets_of(host):
+    """Where a stranger would look for what listens on a host, however it is bound there: whose it is."""
+    listeners = [Listener(**entry) for entry in told(host)]
+    return {f"{host.address}:{listener.port}": listener for listener in listeners}
+
+
+def scanned(run, stranger):
+    """What each of the run's sockets gave: by process and address."""
+    sockets = {address: listener for host in run.hosts for address, listener in sockets_of(host).items()}
+    processes = {listener.process.rpartition("/")[2].strip() for listener in sockets.values()}
+    for kind in ("master_0", "gserver_manager_0", "generation_server_0", "model_worker_0", "rollout_worker_0"):
+        assert any(kind in process for process in processes), f"{kind} listens nowhere: {processes}"
+    assert any(not listener.host.startswith("127.") for listener in sockets.values())
+    answers = told(stranger, *sockets)
+    return {f"{sockets[address].process} at {address}": found for address, found in answers.items() if found}
+
+
+def test_no_port_answers_a_stranger(run_and_stranger, tmp_path):
+    run, stranger = run_and_stranger(
+        make_tiny_run(tmp_path), "allocation=transformers.d2+d2", "rollout.num_workers=2", "train.max_steps=0"
+    )
+    run.launcher.wait_for_step(1, START_S)
+    assert scanned(run, stranger) == {}
+    assert (run.run_dir / "secrets" / "keys.json").exists()
+
+
+def test_the_scanner_finds_what_answers_where_authentication_is_off(run_and_stranger, tmp_path):
+    run, stranger = run_and_stranger(
+        make_tiny_run(tmp_path), "rollout.num_workers=1", "train.max_steps=0", "network.authenticate=off"
+    )
+    run.launcher.wait_for_step(1, START_S)
+    found = " ".join(f"{who}: {answers}" for who, answers in scanned(run, stranger).items())
+    for answer in (
+        "HTTP /get_model_version: 200",
+        "HTTP /server_info: 200",
+        "ZeroMQ NULL: let in",
+        "HTTP /v3/kv/range: 200",
+    ):
+        assert answer in found
+    assert "network.authenticate=off: whoever reaches" in run.launcher.output()

@@ -1,0 +1,52 @@
+"""Generation on hosts that do not see where the trainer writes its weights: each version is fetched, once a host."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from asyncrl.config import load_experiment
+from asyncrl.launch.program import run_directory
+from asyncrl.testing.runs import assert_nothing_left, make_tiny_run, train_steps
+
+pytestmark = pytest.mark.timeout(400)
+LIMIT_S = 300
+
+
+def test_weights_reach_hosts_without_the_runs_weights(hosts, run_on_hosts, tmp_path):
+    config = make_tiny_run(tmp_path, num_prompts=12)
+    run_dir = run_directory(load_experiment(config))
+    weights = run_dir / "weights"
+    weights.mkdir(parents=True)
+    for host in hosts[1:]:  # a folder of their own hides the trainer's
+        assert host.run(["mount", "-t", "tmpfs", "tmpfs", str(weights)]).returncode == 0
+
+    run = run_on_hosts(
+        config,
+        "allocation=transformers.d2+d1",
+        "rollout.num_workers=1",
+        "train.max_steps=0",
+        f"weights.fetch_dir={tmp_path / 'memory'}",
+    )
+    assert run.launcher.wait(LIMIT_S) == 0, run.launcher.output() + run.outputs()
+
+    assert train_steps(run.run_dir)[-1]["step"] == 6
+    logs = {
+        path.stem: path.read_text() for path in (run.run_dir / "logs" / "attempt_1").glob("generation_server_*.log")
+    }
+    assert len(logs) == 2
+    fetched = {name: re.findall(r"weights (\S+) fetched from 10\.77\.0\.\d", text) for name, text in logs.items()}
+    served = {name: set(re.findall(r"a0001-v\d{8}", text)) for name, text in logs.items()}
+    away = [name for name, versions in fetched.items() if versions]
+    assert away, logs  # one at least is not where the trainer is
+    for name in away:
+        assert "a0001-v00000000" in fetched[name]
+        assert len(fetched[name]) == len(set(fetched[name]))
+        assert set(fetched[name]) <= served[name]
+    for host in hosts[1:]:  # nothing was written where the run's folder seems to be
+        assert host.run(["ls", str(weights)]).stdout == ""
+    assert [path for path in (tmp_path / "memory").glob("*/*")] == []  # it went with the servers
+    told = hosts[0].run([sys.executable, "-m", "asyncrl.launch.cli", "audit", str(run.run_dir), "--json"])
+    assert json.loads(told.stdout)["problems"] == []
+    assert_nothing_left(run.run_dir)

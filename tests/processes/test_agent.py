@@ -1,0 +1,195 @@
+"""An agent for real: an etcd, a process that it starts, outages, launchers that come and go."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import psutil
+import pytest
+
+from asyncrl.config import NameResolveConfig, load_experiment
+from asyncrl.launch.program import config_text, plan
+from asyncrl.messages import AgentRecord, HostReport, LauncherRecord, WantedProcess
+from asyncrl.names import Names, incarnation
+from asyncrl.runtime.etcd_server import EtcdServer
+from asyncrl.runtime.name_resolve import NameEntryNotFound, open_name_resolver
+
+pytestmark = pytest.mark.timeout(240)
+HOST = "127.0.0.1"
+NAME = "gserver_manager/0"
+LIMIT_S = 60.0
+CONFIG = """
+experiment: agents
+fileroot: {folder}/runs
+cluster: hosts
+hosts: ["127.0.0.1"]
+model_path: {folder}
+prompts: {{path: {folder}/p.jsonl}}
+rollout: {{tasks: {{default: {{reward: "r:r"}}}}}}
+runtime: {{fork_server: false, stop_timeout_s: 3}}
+name_resolve: {{endpoints: ["{endpoint}"]}}
+"""
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{LIMIT_S:g} s went by before {what}"
+        time.sleep(0.05)
+    return found
+
+
+class Bench:
+    """The launcher's part, played by the test."""
+
+    def __init__(self, folder):
+        self.etcd = EtcdServer(folder / "etcd", folder / "etcd.log", extra_args=["--unsafe-no-fsync"])
+        self.etcd.start()
+        self.file = folder / "c.yaml"
+        self.file.write_text(CONFIG.format(folder=folder, endpoint=self.etcd.endpoint))
+        self.config = load_experiment(self.file)
+        self.names = Names("agents", "t0")
+        self.resolver = open_name_resolver(NameResolveConfig(endpoints=[self.etcd.endpoint]))
+        self.log = (folder / "agent.log").open("w+")
+        self.life = 0
+        self.agent = self.start_agent()
+
+    def start_agent(self):
+        command = [sys.executable, "-m", "asyncrl.launch.cli", "agent", str(self.file)]
+        return subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def read(self, key, kind):
+        try:
+            return msgspec.json.decode(self.resolver.get(key), type=kind)
+        except NameEntryNotFound:
+            return None
+
+    def record(self):
+        return self.read(self.names.agent(HOST), AgentRecord)
+
+    def lead(self, launcher, *, ends=False):
+        record = LauncherRecord(incarnation=launcher, host=HOST, run_dir="/r", attempt=1, ends=ends)
+        self.resolver.add(self.names.launcher(), msgspec.json.encode(record).decode(), replace=True)
+
+    def want(self, launcher, *, wish="run", life=None, agent=None):
+        if life is None:
+            life = self.life = self.life + 1
+        lease = self.resolver.grant_lease(30.0)
+        spec = next(spec for spec in plan(self.config, attempt=1, num_prompts=100) if spec.name == NAME)
+        wanted = WantedProcess(
+            launcher=launcher,
+            agent=agent or self.record().incarnation,
+            attempt=1,
+            name=NAME,
+            life=life,
+            wish=wish,
+            config=config_text(spec.config),
+            env=dict(spec.env),
+            lease=lease.id,
+            computes=False,
+        )
+        key = self.names.wanted_process(HOST, NAME)
+        self.resolver.add(key, msgspec.json.encode(wanted).decode(), replace=True)
+
+    def child(self):
+        report = self.read(self.names.children_of(HOST), HostReport)
+        return next((child for child in report.children if child.life == self.life), None) if report else None
+
+    def running(self):
+        """The process, once it has come through its start."""
+
+        def look():
+            child = self.child()
+            return child if child and child.status and child.status.state == "running" else None
+
+        return psutil.Process(wait_for(look, "the process runs").pid)
+
+    def ended(self):
+        return wait_for(lambda: (c := self.child()) and c.returncode is not None and c, "its end is reported")
+
+    def said(self):
+        self.log.flush()
+        with open(self.log.name) as file:
+            return file.read()
+
+    def close(self):
+        self.agent.kill()
+        self.agent.wait()
+        self.resolver.close()
+        self.etcd.stop()
+        self.log.close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+def gone(process):
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_agent_brings_about_what_its_launcher_wants_and_ends_it_when_that_is_gone(bench):
+    record = wait_for(bench.record, "the agent has registered")
+    assert (record.address, record.pid) == ("127.0.0.1", bench.agent.pid)
+    assert record.cores >= 1
+    assert record.memory_bytes > 10**8
+    earlier, launcher = incarnation("launcher"), incarnation("launcher")
+    bench.lead(launcher)
+
+    bench.want(launcher)
+    first = bench.running()
+    first.kill()
+    end = bench.ended()
+    assert (end.returncode, end.how) == (
+        -9,
+        "was killed by signal SIGKILL (by somebody, or for want of memory: see `dmesg`)",
+    )
+    assert "running" in end.tail  # of its log
+
+    bench.want(launcher)  # the next life
+    second = bench.running()
+    bench.want(earlier, life=99)  # an old launcher's wish takes it away from nobody else, and starts nothing
+    wait_for(lambda: gone(second), "what nobody wants any more has ended")
+    bench.want(launcher)
+    third = bench.running()
+
+    bench.etcd.kill()  # with all that it holds
+    time.sleep(3)
+    assert third.is_running()
+    bench.etcd.start()
+    bench.lead(launcher)
+    bench.want(launcher, life=bench.life, wish="stop")
+    assert bench.ended().returncode == 0
+
+    bench.want(launcher)
+    fourth = bench.running()
+    bench.resolver.delete(bench.names.launcher())
+    assert bench.agent.wait(LIMIT_S) == 1
+    assert gone(fourth)
+    assert "the launcher is gone; 1 processes of it were running here and end" in bench.said()
+    assert bench.record() is None
+
+
+def test_with_an_agent_its_processes_die_and_the_next_agent_starts_nothing_of_old(bench):
+    before = wait_for(bench.record, "the agent has registered")
+    launcher = incarnation("launcher")
+    bench.lead(launcher)
+    bench.want(launcher)
+    process = bench.running()
+    os.kill(bench.agent.pid, signal.SIGKILL)
+    bench.agent.wait()
+    wait_for(lambda: gone(process), "it died with its agent")
+
+    bench.agent = bench.start_agent()
+    wait_for(lambda: bench.record().incarnation != before.incarnation, "the next agent has come")
+    time.sleep(2)
+    assert not psutil.Process(bench.agent.pid).children()
+    wait_for(lambda: "a launcher has come" in bench.said().rpartition("joins")[2], "it knows the launcher")
+    bench.lead(launcher, ends=True)
+    assert bench.agent.wait(LIMIT_S) == 0

@@ -1,0 +1,37 @@
+"""A real Slurm cluster for these tests, and the smallest run to put on it."""
+
+import os
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster, missing_programs
+
+from asyncrl.testing.runs import make_tiny_run
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """Four nodes, for all tests of the session; SLURM_CONF names it."""
+    if missing := missing_programs():
+        pytest.fail(f"tests/slurm need {', '.join(missing)}: bash launcher/setup_slurm.sh installs them", pytrace=False)
+    if os.geteuid() != 0:
+        pytest.skip("nodes are network namespaces, which only root may make")
+    with (
+        SlurmCluster(Path(tmp_path_factory.mktemp("slurm")) / "cluster") as made,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("SLURM_CONF", made.env["SLURM_CONF"])
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _quiet_nodes(cluster):
+    """Every test finds the nodes as they were."""
+    yield
+    cluster.end_all_jobs()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A config of the smallest run."""
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"))

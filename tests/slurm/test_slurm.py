@@ -1,0 +1,258 @@
+"""Runs as jobs of a real Slurm: templates, requeue, nodes that die, scancel, GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from slurm_cluster import GPU_NODES, SlurmCluster
+
+from asyncrl.checkpoints import list_checkpoints
+from asyncrl.config import load_experiment
+from asyncrl.launch import cli
+from asyncrl.launch.program import run_directory
+from asyncrl.launch.slurm import job_state, read_job
+from asyncrl.lineage import audit
+from asyncrl.testing.runs import train_steps
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = ROOT / "launcher" / "slurm"
+LIMIT_S = 300.0
+QUICK = [
+    "checkpoint.every_steps=2",
+    "checkpoint.every_s=0",
+    "network.host_lost_after_s=6",
+    "runtime.start_timeout_s=200",
+]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class Job:
+    """A job and its run's folder."""
+
+    def __init__(self, cluster: SlurmCluster, job_id: str, run_dir: Path, output: Callable[[], str]) -> None:
+        self.cluster, self.job_id, self.run_dir, self.output = cluster, job_id, run_dir, output
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Fails at once where the job has ended."""
+
+        def ended_or_true() -> bool:
+            if condition():
+                return True
+            state = job_state(self.job_id)
+            assert not state.ended, f"{state} before {what}\n{self.told()}"
+            return False
+
+        self.cluster.wait_until(ended_or_true, what, LIMIT_S, self.told)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: self.last_step() >= step, f"train step {step}")
+
+    def last_step(self) -> int:
+        return max((record["step"] for record in train_steps(self.run_dir)), default=0)
+
+    def told(self) -> str:
+        logs = "\n".join(
+            f"-- {log.name}\n{log.read_text(errors='replace')[-1500:]}"
+            for log in sorted((self.run_dir / "logs" / "latest").glob("*.log"))
+        )
+        return f"the job printed:\n{self.output()}\n{logs}"
+
+    def devices(self) -> dict[str, tuple[str, str]]:
+        """Node and CUDA_VISIBLE_DEVICES of each worker process; without a fork server, which forks do not show theirs."""
+        found = {}
+        for node in self.cluster.nodes:
+            for pid in self.cluster.pids(node):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if worker := worker_of(pid):
+                        found[worker] = (node, psutil.Process(pid).environ().get("CUDA_VISIBLE_DEVICES", "not set"))
+        return found
+
+    def workers_on(self) -> dict[str, str]:
+        """Node of each worker process."""
+        return {
+            worker: node for node in self.cluster.nodes for pid in self.cluster.pids(node) if (worker := worker_of(pid))
+        }
+
+
+def worker_of(pid: int) -> str:
+    """master/0 and so on; "" for what is none: by its config, configs/attempt_1/master_0.yaml."""
+    try:
+        words = map(Path, psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+    for word in words:
+        kind, _, index = word.stem.rpartition("_")
+        if word.suffix == ".yaml" and index.isdigit():
+            return f"{kind}/{index}"
+    return ""
+
+
+def submit(cluster: SlurmCluster, config: Path, *overrides: str) -> Job:
+    """As a user does on the login node."""
+    words = [str(config), "cluster=slurm", "slurm.time_s=1800", *QUICK, *overrides]
+    assert cli.main(["run", *words, "--detach"]) == 0
+    run_dir = run_directory(load_experiment(words[0], words[1:]))
+    return job_of(cluster, run_dir)
+
+
+def job_of(cluster: SlurmCluster, run_dir: Path) -> Job:
+    record = read_job(run_dir)
+    assert record is not None
+    output = Path(record.output)
+    return Job(cluster, record.job_id, run_dir, lambda: output.read_text() if output.exists() else "")
+
+
+# --------------------------------------------------------------------------------------------------------------- templates
+
+
+def test_the_template_runs_the_quickstart(cluster: SlurmCluster, tiny: Path, tmp_path: Path) -> None:
+    """As it is in launcher/slurm, on two nodes with GPUs; with a small model, for a few steps."""
+    tasks = f"rollout.tasks.default.reward={ROOT}/examples/sloppy_sorter/reward.py:reward"
+    small = [
+        *(
+            f"fileroot={tmp_path}",
+            f"model_path={tiny.parent}/model",
+            f"prompts.path={tiny.parent}/prompts.jsonl",
+            tasks,
+        ),
+        *("eval.prompts=null", "train.max_steps=3", "train.batch_size=8", "runtime.fork_server=false", *QUICK),
+    ]
+    output = tmp_path / "out"
+    sbatch = ["sbatch", "--parsable", "--partition=gpu", "--gres=gpu:2", "--time=30", f"--output={output}"]
+    said = cluster.run(*sbatch, str(TEMPLATES / "single_job.sbatch"), *small)
+    run_dir = tmp_path / "sloppy-sorter" / "t0"
+    job = Job(cluster, said.strip(), run_dir, lambda: output.read_text() if output.exists() else "")
+    # two servers and two trainers: each has a GPU of its own, and sees that one only
+    computing = ("generation_server/0", "generation_server/1", "model_worker/0", "model_worker/1")
+    devices: dict[str, tuple[str, str]] = {}
+
+    def all_seen() -> bool:
+        devices.update(job.devices())
+        return {*computing, "master/0"} <= devices.keys()
+
+    job.wait_until(all_seen, "all processes")
+    assert {devices[name] for name in computing} == {(node, str(gpu)) for node in GPU_NODES for gpu in range(2)}
+    assert devices["master/0"] == (GPU_NODES[0], "")
+
+    cluster.wait_until(lambda: job_state(job.job_id).ended, "the job's end", LIMIT_S, job.told)
+    assert job_state(job.job_id).state == "COMPLETED", job.told()
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 3
+    assert audit(run_dir).complete
+    cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30)
+
+
+def test_a_heterogeneous_job_has_rollout_workers_on_cpu_nodes_and_scancel_leaves_nothing(
+    cluster: SlurmCluster, tiny: Path, tmp_path: Path
+) -> None:
+    job = submit(
+        cluster,
+        tiny,
+        *(f"fileroot={tmp_path}", "train.max_steps=0", "rollout.num_workers=2"),
+        *("slurm.partition=gpu", "slurm.gpus_per_node=2", "slurm.cpu_nodes=2", "slurm.cpu_partition=cpu"),
+    )
+    job.wait_for_step(1)
+    where = job.workers_on()
+    assert len(where) == 6, where
+    assert {where["rollout_worker/0"], where["rollout_worker/1"]} == {"n2", "n3"}
+    assert {where["generation_server/0"], where["model_worker/0"], where["master/0"]} <= set(GPU_NODES)
+    cluster.run("scancel", job.job_id)
+    cluster.wait_until(lambda: job_state(job.job_id).ended, "the job's end", 60, job.told)
+    cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30, lambda: str(cluster.programs()))
+    assert job_state(job.job_id).state == "CANCELLED"
+
+
+# -------------------------------------------------------------------------------------------------------- a job's whole life
+
+
+def test_a_job_is_queued_again_loses_a_node_and_is_stopped(
+    cluster: SlurmCluster, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = submit(cluster, tiny, f"fileroot={tmp_path}", "train.max_steps=0", "slurm.nodes=3", "slurm.partition=all")
+    run_dir = job.run_dir
+    job.wait_for_step(2)
+
+    # a second launch does not disturb it; status, logs and scale work from the login node
+    assert cli.main(["run", str(tiny), "cluster=slurm", f"fileroot={tmp_path}"]) == 1
+    assert f"job {job.job_id} is RUNNING and has" in capsys.readouterr().out.replace("\n", "")
+    assert cli.main(["status", str(run_dir), "--json"]) == 0
+    seen = {worker["worker"]: worker["host"] for worker in json.loads(capsys.readouterr().out)["workers"]}
+    assert seen == job.workers_on()
+    assert len(set(seen.values())) > 1
+    assert cli.main(["logs", str(run_dir), "--json"]) == 0
+    assert {"master/0", "rollout_worker/0"} <= {
+        entry.get("worker") for entry in map(json.loads, capsys.readouterr().out.splitlines())
+    }
+    assert cli.main(["scale", str(run_dir), "generation=2"]) == 0
+    job.wait_until(lambda: "generation_server/1" in job.workers_on(), "another server")
+
+    # what Slurm does before the time limit
+    cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
+    job.wait_until(lambda: cluster.job(job.job_id)["Restarts"] == "1", "the job being queued again")
+    cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30, job.told)
+    step = list_checkpoints(run_dir)[-1][1]
+    assert step == job.last_step()
+    assert f"checkpoint of step {step} written" in job.output().replace("\n", "")
+    cluster.run("scontrol", "update", f"JobId={job.job_id}", "StartTime=now")  # Slurm waits two minutes
+    job.wait_for_step(step + 2)
+    assert f"going on from step {step} of attempt 1" in job.output().replace("\n", "")
+
+    # a node dies that is not the launcher's
+    where = job.workers_on()
+    victim = next(node for name, node in sorted(where.items()) if node != where["master/0"] and "rollout" not in name)
+    lost = {name for name, node in where.items() if node == victim}
+    cluster.cut_power(victim)
+    job.wait_until(lambda: f"host {victim} is lost" in job.output().replace("\n", ""), "the loss of a node")
+    job.wait_until(lambda: lost <= job.workers_on().keys(), f"{lost} elsewhere")
+    job.wait_for_step(job.last_step() + 3)
+    assert victim not in job.workers_on().values()
+
+    # asked from the login node
+    assert cli.main(["stop", str(run_dir)]) == 0
+    assert job_state(job.job_id).ended
+    assert list_checkpoints(run_dir)[-1][1] == job.last_step()
+    cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30, job.told)
+    assert audit(run_dir).problems == []
+    cluster.give_power(victim)
+
+
+LONG = pytest.mark.skipif(
+    "ASYNCRL_LONG" not in os.environ, reason="Slurm takes its time to notice; ASYNCRL_LONG=1 runs it"
+)
+
+
+@pytest.mark.parametrize("whole", [pytest.param(True, marks=LONG), pytest.param(False, marks=LONG)])
+def test_the_launchers_own_node_is_given_up(cluster: SlurmCluster, tiny: Path, tmp_path: Path, whole: bool) -> None:
+    """Slurm queues the job again, on nodes that are left. whole: all of the node is gone. Else only Slurm's daemon, so that the
+    run's launcher goes on, and has to give way to the one that is started in its place."""
+    nodes = ["slurm.nodes=2", "slurm.partition=all"]
+    job = submit(cluster, tiny, f"fileroot={tmp_path}", "train.max_steps=0", "network.cut_off_limit_s=10", *nodes)
+    job.wait_for_step(4)
+    victim = job.workers_on()["master/0"]
+    if whole:
+        cluster.cut_power(victim)
+    else:
+        cluster.kill_slurmd(victim)
+    job.wait_until(lambda: cluster.job(job.job_id)["Restarts"] == "1", "the job being queued again")
+    job.wait_until(lambda: cluster.job_state(job.job_id) == "PENDING", "its old processes being gone, for Slurm")
+    cluster.run("scontrol", "update", f"JobId={job.job_id}", "StartTime=now")
+    job.wait_until(lambda: "going on from step" in job.output(), "the second launcher")
+    step = job.last_step()
+    job.wait_for_step(step + 4)
+    where = job.workers_on()
+    assert where["master/0"] != victim
+    if not whole:
+        assert "another launcher has been started in this one's place" in job.output().replace("\n", " ")
+        cluster.wait_until(lambda: victim not in job.workers_on().values(), "the old processes being gone", 30)
+    assert cli.main(["stop", str(job.run_dir), "--now"]) == 0
+    assert audit(job.run_dir).problems == []
+    if whole:
+        cluster.give_power(victim)
+    else:
+        cluster.start_node(victim)

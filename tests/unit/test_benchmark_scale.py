@@ -1,0 +1,50 @@
+"""The simulation in benchmarks/scale.py: what it must agree with arithmetic on."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SIZES = dict(clients=200, servers=10, groups_a_server=4, batch=20, step_s=5.0, group_s=10.0, seconds=120.0)
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("scale")
+
+
+@pytest.fixture
+def run(scale: Any) -> Any:
+    return scale.Run(**SIZES)
+
+
+def test_a_manager_that_has_time_is_as_busy_as_its_requests(scale: Any, run: Any) -> None:
+    found = scale.simulate(run, service_s=0.001, idle_share=0.0, heartbeats_from=20.0)
+    heartbeats = run.clients / run.heartbeat_s
+    both = 2 * found["allocations_a_s"]  # each is allocated, and ends
+    assert found["utilisation"] == pytest.approx(0.001 * (heartbeats + both), rel=0.2)
+    assert found["allocate_p99_ms"] < run.batch + 5.0  # a step sets so many free at once
+    assert found["slots_idle_for_manager"] < 0.001
+    assert found == scale.simulate(run, service_s=0.001, idle_share=0.0, heartbeats_from=20.0)
+
+
+def test_heartbeats_of_too_many_clients_keep_generation_waiting(scale: Any, run: Any) -> None:
+    few = scale.simulate(run, service_s=0.005, idle_share=0.1, heartbeats_from=20.0)
+    many = scale.simulate(replace(run, clients=600), service_s=0.005, idle_share=0.1, heartbeats_from=20.0)
+    assert few["utilisation"] < 1.0 < many["utilisation"]
+    assert many["allocate_p50_ms"] > 1000.0 > few["allocate_p99_ms"]
+    assert many["slots_idle_for_manager"] > 0.05 > few["slots_idle_for_manager"]
+
+
+def test_training_is_not_outrun(scale: Any, run: Any) -> None:
+    """Groups that are not trained yet are bounded: a trainer that is slow stops generation."""
+    found = scale.simulate(
+        replace(run, step_s=60.0, seconds=600.0), service_s=0.001, idle_share=0.0, heartbeats_from=0.0
+    )
+    assert found["steps"] <= 10
+    assert found["allocations_a_s"] * 600.0 <= (found["steps"] + 1 + run.eta + 1) * run.batch

@@ -1,0 +1,71 @@
+"""What more than one host needs of a config, and which of its hosts this machine is."""
+
+import socket
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.config import (
+    ConfigError,
+    DebugConfig,
+    ExperimentConfig,
+    NetworkConfig,
+    PromptSourceConfig,
+    RolloutConfig,
+    TaskConfig,
+    validate,
+)
+from asyncrl.launch.hosts import address_of, own_host, refuses
+
+CONFIG = ExperimentConfig(
+    model_path="/m",
+    prompts=PromptSourceConfig(path="/p.jsonl"),
+    rollout=RolloutConfig(tasks={"default": TaskConfig(reward="r:r")}),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"cluster": "host"}, "cluster='host': did you mean 'hosts'?"),
+        ({"cluster": "hosts"}, "name the hosts, this one among them"),
+        ({"hosts": ["a"]}, "is for cluster=hosts"),
+        ({"cluster": "hosts", "hosts": ["a", "b", "a"]}, "a is named twice"),
+        ({"cluster": "hosts", "hosts": ["a/b"]}, "neither a name nor an address"),
+        ({"cluster": "hosts", "hosts": ["a"], "debug": DebugConfig(leave_out=["master/0"])}, "is for cluster=local"),
+        ({"network": NetworkConfig(authenticate="yes")}, "one of auto, on, off"),
+        ({"network": NetworkConfig(host_lost_after_s=0)}, "network.host_lost_after_s=0: must be above 0"),
+    ],
+)
+def test_what_cannot_be_a_cluster_is_refused_with_a_remedy(changes, told):
+    with pytest.raises(ConfigError) as refused:
+        validate(replace(CONFIG, **changes))
+    assert told in str(refused.value)
+    validate(replace(CONFIG, cluster="hosts", hosts=["a", "10.0.0.2"]))
+
+
+def test_a_host_finds_itself_among_those_of_the_run(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "me.example")
+    assert own_host(["elsewhere.invalid", "me"]) == "me"
+    assert own_host(["10.254.254.254", "127.0.0.1"]) == "127.0.0.1"
+    with pytest.raises(ConfigError, match="none of them is this machine"):
+        own_host(["10.254.254.254"])
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1, localhost all are this machine"):
+        own_host(["127.0.0.1", "localhost"])
+    monkeypatch.setenv("SLURMD_NODENAME", "n3")
+    assert own_host(["n1", "n3"]) == "n3"
+
+
+def test_an_address_is_one_that_others_reach_where_there_is_one():
+    assert address_of("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"'nowhere\.invalid' cannot be resolved"):
+        address_of("nowhere.invalid")
+
+
+def test_a_refusal_is_told_from_silence():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert refuses(endpoint)  # bound, and nobody listens
+        listening.listen()
+        assert not refuses(endpoint)

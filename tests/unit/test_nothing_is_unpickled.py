@@ -1,0 +1,136 @@
+"""Nothing that came from elsewhere is unpickled, evaluated or constructed: the sources say so, and a bomb is tried."""
+
+import ast
+import asyncio
+import os
+import pickle
+import uuid
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import asyncrl
+from asyncrl.config import ConfigError, RuntimeConfig, load_experiment
+from asyncrl.data.codec import CodecError, decode_sample
+from asyncrl.launch.program import load_process_config, parse_process_config
+from asyncrl.messages import DECODE_ERRORS, MasterReport, TrajectoryMeta
+from asyncrl.names import Names
+from asyncrl.runtime.channel import ChannelLimits, ChannelRefused, ChannelSender
+from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.push_pull import NameResolvingZmqPuller, puller_stream
+
+SOURCES = sorted(Path(asyncrl.__file__).parent.rglob("*.py"))
+# A judge's calls come from the worker that has forked it, through a socket pair that nobody else has: judge_main.py says so.
+OWN_CHILDREN = {"groups/judges.py", "groups/judge_main.py"}
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
+CALLS = {
+    *("torch.load", "torch.save", "torch.jit.load", "np.load", "numpy.load", "eval", "exec", "compile", "__import__"),
+    *("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "pandas.read_pickle"),
+}
+# They pickle what they move between ranks
+OBJECT_COLLECTIVES = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"} | {
+    *("send_object_list", "recv_object_list", "recv_pyobj", "send_pyobj")
+}
+
+
+def offences(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.partition(".")[0] in UNPICKLERS]
+        elif isinstance(node, ast.ImportFrom):
+            found += [node.module or ""] if (node.module or "").partition(".")[0] in UNPICKLERS else []
+            found += [alias.name for alias in node.names if alias.name in OBJECT_COLLECTIVES]
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in CALLS or called.rpartition(".")[2] in OBJECT_COLLECTIVES:
+                found.append(called)
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
+            is_off = isinstance(node.value, ast.Constant) and node.value.value is False
+            found += [] if is_off else [node.arg]
+    return found
+
+
+def test_no_source_unpickles_or_evaluates():
+    assert len(SOURCES) > 200
+    found = {str(path.relative_to(Path(asyncrl.__file__).parent)): offences(path) for path in SOURCES}
+    assert {name for name, what in found.items() if what} == OWN_CHILDREN, found
+
+
+def test_what_is_looked_for_would_be_found(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "import pickle\nfrom dill import loads\nimport torch, yaml\ntorch.load('x')\nyaml.load('y')\neval('1')\n"
+        "dist.broadcast_object_list([])\nsocket.recv_pyobj()\nnp.load('x', allow_pickle=True)\n"
+    )
+    assert len(offences(bad)) == 9
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def bomb(tmp_path):
+    """The pickle, and where it goes off. It would: a last look makes sure of that."""
+    crater = tmp_path / "crater"
+    made = pickle.dumps(Bomb(crater))
+    yield made, crater
+    assert not crater.exists()
+    pickle.loads(made)
+    assert crater.exists()
+
+
+async def test_a_pickle_in_a_stream_is_refused(bomb):
+    made, crater = bomb
+    limits = ChannelLimits.of(RuntimeConfig())
+    with MemoryNameResolver(uuid.uuid4().hex) as resolver:
+        names = Names("e", "t")
+        puller = NameResolvingZmqPuller(resolver, names, puller_index=0, runtime=RuntimeConfig())
+        await puller.start()
+        pulling = asyncio.create_task(puller.pull())
+        sender = ChannelSender("s", "puller0", "i", limits=limits, host="127.0.0.1")
+        await sender.start(resolver, names.stream(puller_stream(0)))
+        for header, frames in ((made, [made]), (msgspec.msgpack.encode(made), [])):
+            with pytest.raises(ChannelRefused, match="cannot read"):
+                await sender.send(header, frames, timeout_s=20, what="a bomb")
+        pulling.cancel()
+        await sender.close()
+        await puller.close()
+    assert not crater.exists()
+
+
+def test_a_pickle_elsewhere_is_no_message(bomb):
+    made, _ = bomb
+    for decode in (msgspec.json.Decoder(MasterReport).decode, msgspec.msgpack.Decoder(TrajectoryMeta).decode):
+        with pytest.raises(DECODE_ERRORS):
+            decode(made)
+    with pytest.raises(CodecError):
+        decode_sample(made, [made])
+
+
+@pytest.mark.parametrize(
+    "tag",
+    ["!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir", "!!python/name:os.mkdir", "!!python/module:os"],
+)
+def test_yaml_tags_construct_nothing(tmp_path, tag):
+    crater = tmp_path / "crater"
+    file = tmp_path / "config.yaml"
+    for text in (f"model_path: {tag} [{crater}]\n", f"worker: {tag} [{crater}]\n", f"{tag} [{crater}]\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError):
+            load_experiment(file)
+        with pytest.raises(Exception, match=r"constructor|tag|YAML"):
+            load_process_config(file)
+        with pytest.raises(ValueError):  # noqa: PT011 - whatever it says
+            parse_process_config(text)
+        with pytest.raises(ConfigError):
+            load_experiment("configs/quickstart_cpu.yaml", [f"model_path={tag} [{crater}]"])
+    assert not crater.exists()

@@ -1,0 +1,112 @@
+"""Who goes where: GPUs first, model workers beside one another, and errors that say what would fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.config import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
+from asyncrl.launch.placement import Host, Placement, PlacementError, placed
+from asyncrl.launch.program import plan
+
+GPUS = tuple(str(number) for number in range(8))
+CONFIG = ExperimentConfig(
+    model_path="/m",
+    prompts=PromptSourceConfig(path="/p.jsonl"),
+    rollout=RolloutConfig(num_workers=4, tasks={"default": TaskConfig(reward="r:r")}),
+)
+
+
+def specs_of(allocation, **changes):
+    return plan(replace(CONFIG, allocation=allocation, **changes), attempt=1, num_prompts=1000, devices=GPUS)
+
+
+def host(number, gpus=0, **more):
+    return Host(f"h{number}", f"10.0.0.{number}", GPUS[:gpus], cores=more.pop("cores", 8), **more)
+
+
+def hosts_of(places, kind):
+    return [place.host.name for name, place in sorted(places.items()) if name.startswith(kind)]
+
+
+def test_a_server_has_its_gpus_on_one_host_and_model_workers_fill_what_is_left():
+    placement = Placement([host(1, 8), host(2, 8), host(3, 8)], "h1")
+    places = placement.place_all(specs_of("sglang.d3p1m4+d8p1m1"))
+    servers = [places[f"generation_server/{index}"] for index in range(3)]
+    assert [(server.host.name, len(server.gpus)) for server in servers] == [("h1", 4), ("h1", 4), ("h2", 4)]
+    assert servers[0].gpus == ("0", "1", "2", "3")
+    assert servers[1].gpus == ("4", "5", "6", "7")
+    assert hosts_of(places, "model_worker") == ["h2"] * 4 + ["h3"] * 4
+    taken = [(place.host.name, gpu) for place in places.values() for gpu in place.gpus]
+    assert len(taken) == len(set(taken)) == 20
+
+
+def test_what_computes_nothing_is_with_the_launcher_and_rollout_workers_are_spread():
+    rollout = replace(CONFIG.rollout, num_workers=12)
+    places = Placement([host(1, 4), host(2, 4)], "h2").place_all(specs_of("sglang.d2+d2", rollout=rollout))
+    assert places["master/0"].host.name == places["gserver_manager/0"].host.name == "h2"
+    assert set(hosts_of(places, "model_worker") + hosts_of(places, "generation_server")) == {"h1"}  # with four cores
+    assert sorted(hosts_of(places, "rollout_worker")) == ["h1"] * 4 + ["h2"] * 8
+
+
+def test_without_gpus_cores_are_shared_out_and_never_refused():
+    placement = Placement([host(1, cores=2), host(2, cores=2), host(3, cores=2)], "h1")
+    places = placement.place_all(specs_of("transformers.d2+d2"))
+    assert len(set(hosts_of(places, "generation_server"))) == 2
+    assert hosts_of(places, "model_worker") == ["h3", "h3"]
+    crowded = Placement([host(1, cores=1)], "h1").place_all(specs_of("transformers.d8+d8"))
+    assert set(hosts_of(crowded, "")) == {"h1"}
+
+
+def test_the_error_says_what_would_fit():
+    with pytest.raises(
+        PlacementError, match=r"generation_server/2 needs 4 GPUs on one host; free are h1: 0 of 8, h2: 3 of 3"
+    ):
+        Placement([host(1, 8), host(2, 3)], "h1").place_all(specs_of("sglang.d3p1m4+d2"))
+    with pytest.raises(PlacementError, match="2 generation servers would fit instead of 3"):
+        Placement([host(1, 8), host(2, 3)], "h1").place_all(specs_of("sglang.d3p1m4+d2"))
+    with pytest.raises(
+        PlacementError, match=r"they want generation_servers 1, model_workers 8 GPUs and the hosts have 4"
+    ):
+        Placement([host(1, 4)], "h1").place_all(specs_of("sglang.d1+d8"))
+    with pytest.raises(PlacementError, match=r"GB of memory at least; left are h1"):
+        Placement([host(1, memory_bytes=10**9)], "h1").place_all(specs_of("transformers.d2+d2"))
+
+
+def test_of_a_lost_host_everything_finds_another_place_if_there_is_one():
+    placement = Placement([host(1, 4), host(2, 2), host(3, 2)], "h1")
+    specs = {spec.name: spec for spec in specs_of("sglang.d2+d2")}
+    places = placement.place_all(list(specs.values()))
+    assert set(hosts_of(places, "generation_server")) == {"h1"}
+    placement.lose("h1")
+    again = {name: placement.place(spec) for name, spec in specs.items() if places[name].host.name == "h1"}
+    assert {place.host.name for place in again.values()} == {"h2", "h3"}
+    placement.lose("h2")
+    computing = [spec for spec in specs.values() if spec.computes]
+    with pytest.raises(PlacementError, match="needs a GPU; free are h3"):
+        placement.place_all(computing)
+    placement.lose("h3")
+    with pytest.raises(PlacementError, match="no host is left"):
+        placement.place(specs["master/0"])
+
+
+def test_a_process_that_comes_again_gets_its_place_again_and_a_released_one_is_free():
+    placement = Placement([host(1, 1), host(2, 1)], "h1")
+    server, worker = (spec for spec in specs_of("sglang.d1+d1") if spec.computes)
+    first = placement.place(server)
+    assert placement.place(server) == first
+    placement.place(worker)
+    placement.release(server.name)
+    assert placement.place(replace(server, name="generation_server/7")) == first
+
+
+def test_a_placed_process_binds_its_host_and_sees_its_gpus_only():
+    placement = Placement([host(1, 2), host(2, 2)], "h1")
+    specs = specs_of("sglang.d2+d2")
+    places = placement.place_all(specs)
+    spec = next(spec for spec in specs if spec.name == "model_worker/1")
+    here = placed(spec, places[spec.name], with_gpus=True)
+    assert here.config.worker.runtime.host == "10.0.0.2"
+    assert here.env["CUDA_VISIBLE_DEVICES"] == "1"
+    master = next(spec for spec in specs if spec.name == "master/0")
+    assert placed(master, places["master/0"], with_gpus=True).env["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in placed(spec, places[spec.name], with_gpus=False).env
