@@ -28,20 +28,9 @@ from asyncrl.messages import DECODE_ERRORS
 
 _COMMAND_LIMIT_S = 60.0  # a busy slurmctld may take that long
 _SPARE_S = 60.0  # between a checkpoint that took as long as it may and the time limit
-_ENDED = {
-    *(
-        "COMPLETED",
-        "CANCELLED",
-        "FAILED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "PREEMPTED",
-        "BOOT_FAIL",
-        "DEADLINE",
-        "OUT_OF_MEMORY",
-    ),
-    *("REVOKED", "SPECIAL_EXIT"),
-}
+_ENDED = frozenset(
+    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED SPECIAL_EXIT TIMEOUT".split()
+)
 _NO_SUCH_JOB = "Invalid job id"
 
 
