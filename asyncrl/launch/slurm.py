@@ -28,9 +28,10 @@ from asyncrl.messages import DECODE_ERRORS
 
 _COMMAND_LIMIT_S = 60.0  # a busy slurmctld may take that long
 _SPARE_S = 60.0  # between a checkpoint that took as long as it may and the time limit
-_ENDED = frozenset(
-    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED SPECIAL_EXIT TIMEOUT".split()
-)
+_ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "SPECIAL_EXIT", "TIMEOUT",
+}  # fmt: skip
 _NO_SUCH_JOB = "Invalid job id"
 
 
