@@ -531,7 +531,7 @@ def main() -> None:
         train_step=slow_down,
         in_flight=IN_FLIGHT,
         peers_missing=missing,
-        curve=args.curve,
+        variant="curve" if args.curve else "",
     )
 
 

@@ -239,7 +239,7 @@ def main() -> None:
         microseconds=rounds.summary(),
         calls=args.calls,
         peers_missing=missing,
-        curve=args.curve,
+        variant="curve" if args.curve else "",
     )
 
 
