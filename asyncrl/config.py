@@ -311,7 +311,8 @@ class WeightsConfig:
     shard_bytes: int = 2_000_000_000
     fsync: bool = True
     # disk: generation servers load each version's files. broadcast: rank 0 of training sends it to them over the network, from
-    # memory; the files are still written, for servers that come later or fail in a broadcast.
+    # memory; the files are still written, for servers that come later or fail in a broadcast. Not where other
+    # machines reach the run and network.authenticate is on: what it travels by knows no keys.
     transport: str = "disk"
     broadcast_backend: str = "auto"  # gloo | nccl | auto: nccl where the trainer has a GPU
     broadcast_timeout_s: float = 30.0  # one broadcast to the servers of a wave; what takes longer is loaded from disk
@@ -928,6 +929,15 @@ def _bad_network(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
             yield f"network.{name}", getattr(network, name), "needs network.tls_cert"
     if network.tls_cert and not authenticates(config):
         yield "network.tls_cert", network.tls_cert, "needs network.authenticate=on"
+    # The group's members meet at torch's TCPStore, the only rendezvous that SGLang's /init_weights_update_group takes: it answers
+    # whoever reaches its port. And gloo and NCCL ask nobody for a key.
+    if config.weights.transport == "broadcast" and authenticates(config) and can_be_reached(config):
+        yield (
+            "weights.transport",
+            "broadcast",
+            "cannot be authenticated, and other machines reach this run; use disk, or network.authenticate=off where nobody "
+            "else is in the network",
+        )
 
 
 def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[tuple[str, object, str]]:

@@ -265,7 +265,11 @@ def _broadcast(group: Backend, flat: Tensor, limit_s: float) -> None:
 
 
 def serve_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
-    """A torch.distributed store on a free port of one interface, and its address."""
+    """A torch.distributed store on a free port of one interface, and its address.
+
+    It answers whoever reaches it. Ranks of the training side that authenticate meet in name resolve instead (model/name_store.py);
+    the groups by which weights travel cannot: SGLang's /init_weights_update_group takes the address of a TCPStore and nothing else.
+    """
     listener = socket.create_server((host, 0), backlog=1024)
     port = listener.getsockname()[1]
     store = TCPStore(

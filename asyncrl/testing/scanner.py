@@ -109,6 +109,8 @@ def _http_answers(host: str, port: int) -> Iterator[str]:
                 status = connection.getresponse().status
                 if status not in _REFUSALS:
                     yield f"{kind} {path}: {status}"
+            except http.client.RemoteDisconnected:
+                continue  # closed without a word; another question may be answered
             except http.client.BadStatusLine as error:
                 line = str(error.args[0]) if error.args else ""
                 if line.strip("'\" \r\n") and not line.encode("latin-1").startswith(b"\xff"):

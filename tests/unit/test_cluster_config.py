@@ -12,7 +12,9 @@ from asyncrl.config import (
     NetworkConfig,
     PromptSourceConfig,
     RolloutConfig,
+    RuntimeConfig,
     TaskConfig,
+    WeightsConfig,
     validate,
 )
 from asyncrl.launch.hosts import address_of, own_host, refuses
@@ -42,6 +44,25 @@ def test_what_cannot_be_a_cluster_is_refused_with_a_remedy(changes, told):
         validate(replace(CONFIG, **changes))
     assert told in str(refused.value)
     validate(replace(CONFIG, cluster="hosts", hosts=["a", "10.0.0.2"]))
+
+
+@pytest.mark.parametrize(
+    "reachable",
+    [{"cluster": "hosts", "hosts": ["a", "b"]}, {"cluster": "slurm"}, {"runtime": RuntimeConfig(host="10.0.0.1")}],
+)
+def test_weights_are_not_broadcast_where_strangers_could_take_part(reachable):
+    """The store by which a group of servers meets, and its sockets, know no keys."""
+    broadcast = replace(CONFIG, weights=WeightsConfig(transport="broadcast"))
+    for refused in (
+        replace(broadcast, **reachable),
+        replace(broadcast, **reachable, network=NetworkConfig(authenticate="on")),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"weights\.transport='broadcast'.*use disk, or network\.authenticate=off"
+        ):
+            validate(refused)
+    validate(replace(broadcast, **reachable, network=NetworkConfig(authenticate="off")))
+    validate(replace(broadcast, network=NetworkConfig(authenticate="on")))  # on loopback
 
 
 def test_a_host_finds_itself_among_those_of_the_run(monkeypatch):

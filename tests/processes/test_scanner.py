@@ -1,0 +1,67 @@
+"""The scanner of tests/hosts, against servers that answer and servers that do not."""
+
+import asyncio
+import contextlib
+
+import zmq
+from aiohttp import web
+
+from asyncrl.runtime import security
+from asyncrl.runtime.certificates import make_certificate
+from asyncrl.runtime.etcd_server import EtcdServer
+from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.runtime.security import Secrets, Security
+from asyncrl.runtime.transport import ZmqTransport
+from asyncrl.testing.scanner import scan
+from asyncrl.update_group import serve_store
+
+
+def test_an_etcd_gives_strangers_nothing_where_it_asks_for_a_certificate(tmp_path):
+    tls = make_certificate(tmp_path / "secrets", "etcd", ["127.0.0.1"])
+    with EtcdServer(tmp_path / "one", tmp_path / "log", tls=tls) as guarded:
+        assert scan([guarded.endpoint]) == {guarded.endpoint: []}
+    with EtcdServer(tmp_path / "two", tmp_path / "log") as unguarded:
+        assert "HTTP /v3/kv/range: 200" in scan([unguarded.endpoint])[unguarded.endpoint]
+
+
+async def healthy(request):
+    return web.Response()
+
+
+async def test_what_a_run_serves_is_found_only_where_it_does_not_authenticate():
+    context = zmq.Context()
+    found = {}
+    for secured in (None, Security(Secrets.make())):
+        with security.secured(secured):
+            app = web.Application(middlewares=[for_the_run])
+            app.router.add_get("/health", healthy)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+            url = await serve(runner, "127.0.0.1")
+            pull = ZmqTransport(context).bind_pull("127.0.0.1", queue_messages=8, max_frame_bytes=1 << 20)
+            addresses = [url.rpartition("/")[2], pull.address.rpartition("/")[2]]
+            found[secured is not None] = list((await asyncio.to_thread(scan, addresses)).values())
+            pull.close()
+            await runner.cleanup()
+    await asyncio.to_thread(context.term)
+    assert found[True] == [[], []]
+    assert found[False] == [["HTTP /health: 200"], ["ZeroMQ NULL: let in"]]
+
+
+async def test_an_answer_is_found_behind_many_connections_closed_without_a_word():
+    async def one_answer(reader, writer):
+        with contextlib.suppress(asyncio.LimitOverrunError, OSError):
+            if (await reader.readline()).startswith(b"GET /v1/loads "):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(one_answer, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    assert await asyncio.to_thread(scan, [address]) == {address: ["HTTP /v1/loads: 200"]}
+    server.close()
+
+
+def test_a_store_of_torch_is_found():
+    store, address = serve_store("127.0.0.1", 10.0)
+    (answers,) = scan([address]).values()
+    assert any("TCPStore" in answer for answer in answers)
+    del store
