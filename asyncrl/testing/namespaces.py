@@ -1,7 +1,7 @@
 """Hosts on one machine, for tests: each has a network, a host name, addresses and process numbers of its own. Needs root and `ip`.
 
 with Hosts.make(3) as hosts:
-    hosts[0].run(["hostname"])                  # h1
+    hosts[0].run(["hostname"])                  # node1; each knows the others by name
     hosts[1].unplug(); hosts[1].plug()          # its cable
     hosts[2].kill()                             # the host: all of its processes at once
 
@@ -16,8 +16,10 @@ import os
 import secrets
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
 _LIMIT_S = 20.0
@@ -30,11 +32,13 @@ class NamespacesUnavailable(RuntimeError):
 class NetworkHost:
     """One of them. Its processes live in the namespaces of a process that does nothing, and end with it."""
 
-    def __init__(self, tag: str, number: int) -> None:
-        self.name = f"h{number}"
+    def __init__(self, tag: str, number: int, names: Path) -> None:
+        """names: what is to be /etc/hosts there."""
+        self.name = f"node{number}"
         self.address = f"10.77.0.{number}"
         self._namespace = f"{tag}-{number}"
         self._cable = f"{tag}v{number}"  # its end in the switch
+        self._names = names
         self._holder: subprocess.Popen[bytes] | None = None
 
     def open(self, switch: str) -> None:
@@ -51,7 +55,9 @@ class NetworkHost:
 
     def boot(self) -> None:
         """Start it, for the first time or after `kill`."""
-        ready = f"hostname {self.name}; echo; exec sleep infinity >/dev/null"
+        ready = (
+            f"hostname {self.name} && mount --bind {self._names} /etc/hosts && echo && exec sleep infinity >/dev/null"
+        )
         self._holder = subprocess.Popen(
             [
                 *("setpriv", "--pdeathsig", "KILL", "--"),  # a test that is killed leaves no host behind
@@ -125,9 +131,9 @@ class NetworkHost:
 class Hosts(list[NetworkHost]):
     """Some hosts on one switch."""
 
-    def __init__(self, hosts: Sequence[NetworkHost], switch: str) -> None:
+    def __init__(self, hosts: Sequence[NetworkHost], switch: str, names: Path | None = None) -> None:
         super().__init__(hosts)
-        self._switch = switch
+        self._switch, self._names = switch, names
 
     @classmethod
     def make(cls, count: int) -> Hosts:
@@ -137,8 +143,11 @@ class Hosts(list[NetworkHost]):
                 raise NamespacesUnavailable(f"there is no `{tool}`; on Debian: apt-get install iproute2 util-linux")
         tag = f"a{secrets.token_hex(4)}"  # names of interfaces have 15 characters at most
         switch = f"{tag}s"
-        hosts = cls([NetworkHost(tag, number + 1) for number in range(count)], switch)
+        names = Path(tempfile.gettempdir(), f"{tag}.hosts")
+        hosts = cls([NetworkHost(tag, number + 1, names) for number in range(count)], switch, names)
+        lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in hosts)]
         try:
+            names.write_text("\n".join(lines) + "\n", encoding="utf-8")
             _ip("link", "add", switch, "type", "bridge")
             _ip("link", "set", switch, "up")
             for host in hosts:
@@ -152,11 +161,17 @@ class Hosts(list[NetworkHost]):
     def addresses(self) -> list[str]:
         return [host.address for host in self]
 
+    @property
+    def names(self) -> list[str]:
+        return [host.name for host in self]
+
     def close(self) -> None:
         for host in self:
             host.close()
         with contextlib.suppress(NamespacesUnavailable):
             _ip("link", "del", self._switch)
+        if self._names is not None:
+            self._names.unlink(missing_ok=True)
 
     def __enter__(self) -> Hosts:
         return self

@@ -2,27 +2,24 @@
 
 import json
 import signal
-import sys
 import time
 
 import pytest
+import readme
+from hosts_run import as_written, launch, line_of, status_of
 
-from asyncrl.testing.runs import assert_nothing_left, make_tiny_run, processes_of, train_steps
+from asyncrl.checkpoints import list_checkpoints
+from asyncrl.testing.runs import assert_nothing_left, make_tiny_run, train_steps
 
 pytestmark = pytest.mark.timeout(400)
 START_S = 200  # a busy machine imports torch on three hosts at once
 CABLE_S = 20
 
 
-def launch(host, *words, limit_s=60):
-    return host.run([sys.executable, "-m", "asyncrl.launch.cli", *map(str, words)], limit_s=limit_s)
-
-
 def workers(run):
-    """By name, as any host that sees the run's folder is told."""
-    told = launch(run.hosts[1], "status", run.run_dir, "--json")
-    assert told.returncode == 0, told.stdout + told.stderr
-    return {worker["worker"]: worker for worker in json.loads(told.stdout)["workers"]}
+    told = status_of(run, run.hosts[1])
+    assert told, "status does not answer"
+    return told
 
 
 def test_no_sample_is_lost_when_a_cable_is_pulled_for_a_while(run_on_hosts, tmp_path):
@@ -47,28 +44,35 @@ def test_no_sample_is_lost_when_a_cable_is_pulled_for_a_while(run_on_hosts, tmp_
     assert_nothing_left(run.run_dir)
 
 
-def test_what_a_dead_host_ran_is_started_elsewhere_and_nothing_outlives_the_launcher(run_on_hosts, tmp_path):
-    config = make_tiny_run(tmp_path)
-    run = run_on_hosts(
-        config,
+def test_the_readmes_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_path):
+    """Its lines as they are written there, each on a host that it is for; my_run.yaml is a small one."""
+    readme.write_config(
+        tmp_path / "my_run.yaml",
+        make_tiny_run(tmp_path),
+        "experiment=mine",
         "allocation=transformers.d2+d1",
         "rollout.num_workers=2",
         "train.max_steps=0",
-        "network.host_lost_after_s=5",
+        "network.host_lost_after_s=8",
         "manager.lease_s=6",
+        leave_out=("fileroot",),
     )
+    run = run_on_hosts(tmp_path)
     run.launcher.wait_for_step(1, START_S)
     where = {name: worker["host"] for name, worker in workers(run).items()}
     dead = run.hosts[1]
-    moved = {name for name, host in where.items() if host == dead.address}
+    moved = {name for name, host in where.items() if host == dead.name}
     assert moved
+    shown = run.hosts[2].run(as_written(line_of("status"), tmp_path))
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert all(name in shown.stdout for name in where)
 
     dead.kill()
-    run.launcher.wait_for_output(f"host {dead.address} is lost", 60)
+    run.launcher.wait_for_output(f"host {dead.name} is lost", 60)
     run.launcher.wait_until(
         lambda: all(
-            worker["state"] == "running" and worker["host"] != dead.address
-            for name, worker in status_of(run).items()
+            worker["state"] == "running" and worker["host"] != dead.name
+            for name, worker in status_of(run, run.hosts[2]).items()
             if name in moved
         ),
         "what was there runs elsewhere",
@@ -78,19 +82,17 @@ def test_what_a_dead_host_ran_is_started_elsewhere_and_nothing_outlives_the_laun
     run.launcher.wait_for_step(train_steps(run.run_dir)[-1]["step"] + 2, START_S)
     assert len(train_steps(run.run_dir)) > done
 
-    told = launch(run.hosts[2], "scale", run.run_dir, "generation=3")  # from another host than the launcher's
+    told = run.hosts[2].run(as_written(line_of("scale"), tmp_path))  # from another host than the launcher's
     assert told.returncode == 0, told.stdout + told.stderr
     run.launcher.wait_until(
-        lambda: status_of(run).get("generation_server/2", {}).get("state") == "running",
+        lambda: status_of(run, run.hosts[2]).get("generation_server/2", {}).get("state") == "running",
         "a server more runs on the hosts that are left",
         START_S,
     )
 
-    run.launcher.signal(signal.SIGKILL, group=True)
-    assert run.agents[run.hosts[2].name].wait(60) == 1
-    assert not processes_of(run.run_dir), "something outlived the launcher"
-
-
-def status_of(run):
-    told = launch(run.hosts[2], "status", run.run_dir, "--json")
-    return {worker["worker"]: worker for worker in json.loads(told.stdout)["workers"]} if told.returncode == 0 else {}
+    told = run.hosts[2].run(as_written(line_of("stop"), tmp_path), limit_s=120)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert run.launcher.wait(10) == 128 + signal.SIGTERM
+    assert run.agents[run.hosts[2].name].wait(30) == 0
+    assert_nothing_left(run.run_dir)
+    assert list_checkpoints(run.run_dir)[-1][1] == train_steps(run.run_dir)[-1]["step"]

@@ -1,13 +1,14 @@
 """A stranger in the network of a run: connects to every listening socket of every process, and gets nothing but refusals."""
 
 import json
+import signal
 import sys
 
 import pytest
-from conftest import HostsRun
+from hosts_run import HostsRun
 
 from asyncrl.testing.namespaces import Hosts
-from asyncrl.testing.runs import make_tiny_run
+from asyncrl.testing.runs import make_tiny_run, processes_of
 from asyncrl.testing.scanner import Listener
 
 pytestmark = pytest.mark.timeout(400)
@@ -21,7 +22,7 @@ def run_and_stranger(hosts):
     started = []
 
     def start(config, *overrides):
-        started.append(HostsRun(Hosts(hosts[:2], ""), config, *overrides))
+        started.append(HostsRun.of(Hosts(hosts[:2], ""), config, *overrides))
         return started[0], hosts[2]
 
     yield start
@@ -62,6 +63,7 @@ def test_no_port_answers_a_stranger(run_and_stranger, tmp_path):
 
 
 def test_the_scanner_finds_what_answers_where_authentication_is_off(run_and_stranger, tmp_path):
+    """And nothing outlives the launcher, whoever could have spoken to it."""
     run, stranger = run_and_stranger(
         make_tiny_run(tmp_path), "rollout.num_workers=1", "train.max_steps=0", "network.authenticate=off"
     )
@@ -75,3 +77,7 @@ def test_the_scanner_finds_what_answers_where_authentication_is_off(run_and_stra
     ):
         assert answer in found
     assert "network.authenticate=off: whoever reaches" in run.launcher.output()
+
+    run.launcher.signal(signal.SIGKILL, group=True)
+    assert run.agents[run.hosts[1].name].wait(60) == 1
+    assert not processes_of(run.run_dir), "something outlived the launcher"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import readme
 
 from asyncrl.config import ExperimentConfig, NameResolveConfig, RuntimeConfig, WorkerInfo, load_experiment
 from asyncrl.data.prompts import PromptSource, load_tokenizer
@@ -24,7 +25,6 @@ from asyncrl.rollout.tasks import TRAIN, TaskTable
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
 
-README = Path(__file__).parents[2] / "README.md"
 HEADING = "## Your own model, data and reward"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}:{{ m.content }}>{% endfor %}"
@@ -34,10 +34,7 @@ CHAT_TEMPLATE = (
 
 def blocks(language: str) -> list[str]:
     """The page's code blocks in this language."""
-    _, found, rest = README.read_text(encoding="utf-8").partition(f"{HEADING}\n")
-    assert found, f"{README} has no page {HEADING!r}"
-    page = re.split(r"^## ", rest, maxsplit=1, flags=re.MULTILINE)[0]
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return readme.blocks(HEADING, language)
 
 
 @pytest.fixture
@@ -114,7 +111,18 @@ def test_its_commands_exist() -> None:
     for line in words:
         if "bash" in line:
             script = line.index("bash") + 1
-            assert all((README.parent / path).is_file() for path in line[script : script + 2])
+            assert all((readme.README.parent / path).is_file() for path in line[script : script + 2])
+
+
+@pytest.mark.parametrize("heading", ["## On several machines", "## On Slurm"])
+def test_a_cluster_takes_five_lines(heading: str) -> None:
+    """tests/hosts and tests/slurm run them."""
+    lines = [line.split() for line in readme.commands(heading)]
+    assert len(lines) == 5
+    (names,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for program, word, *_ in lines:
+        assert program in ("asyncrl-launch", "sbatch")
+        assert word in names.choices if program == "asyncrl-launch" else (readme.README.parent / word).is_file()
 
 
 def test_its_agent_of_openais_client_is_one(folder: Path) -> None:

@@ -1,0 +1,76 @@
+"""A run across hosts: a launcher on the first, and an agent on each of the others."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import readme
+
+from asyncrl.config import load_experiment
+from asyncrl.launch.program import run_directory
+from asyncrl.testing.namespaces import Hosts, NetworkHost
+from asyncrl.testing.runs import RunHandle
+
+HEADING = "## On several machines"
+
+
+def launch(host, *words, limit_s=60):
+    return host.run([sys.executable, "-m", "asyncrl.launch.cli", *map(str, words)], limit_s=limit_s)
+
+
+def status_of(run, host):
+    """By name, as any host that sees the run's folder is told; nothing where it is not told."""
+    told = launch(host, "status", run.run_dir, "--json")
+    return {worker["worker"]: worker for worker in json.loads(told.stdout)["workers"]} if told.returncode == 0 else {}
+
+
+class HostsRun:
+    """Started as it is made. command: the words by which a user calls `asyncrl-launch run` or `agent`, whichever it is given."""
+
+    def __init__(self, hosts: Hosts, run_dir: Path, command: Callable[[str], list[str]]) -> None:
+        self.hosts, self.run_dir, self._command = hosts, run_dir, command
+        self.launcher = self._start(hosts[0], "run")
+        self.agents = {host.name: self._start(host, "agent") for host in hosts[1:]}
+
+    @classmethod
+    def of(cls, hosts: Hosts, config: Path, *overrides: str) -> HostsRun:
+        words = [str(config), "cluster=hosts", f"hosts=[{','.join(hosts.addresses)}]", *overrides]
+        run_dir = run_directory(load_experiment(words[0], words[1:]))
+        return cls(hosts, run_dir, lambda command: [sys.executable, "-m", "asyncrl.launch.cli", command, *words])
+
+    @classmethod
+    def of_the_readme(cls, hosts: Hosts, folder: Path) -> HostsRun:
+        """By its lines, in this folder, on the hosts that they are for."""
+        on = {command: re.findall(r"node\d", line_of(command).partition("#")[2]) for command in ("run", "agent")}
+        assert [on["run"], on["agent"]] == [hosts.names[:1], hosts.names[1:]]
+        return cls(hosts, folder / "runs" / "mine" / "t0", lambda command: as_written(line_of(command), folder))
+
+    def _start(self, host: NetworkHost, command: str) -> RunHandle:
+        return RunHandle(host.command(self._command(command)), self.run_dir)
+
+    def start_agent(self, host: NetworkHost) -> None:
+        """Again, on a host that was killed."""
+        self.agents[host.name].popen.wait(10)
+        self.agents[host.name] = self._start(host, "agent")
+
+    def outputs(self) -> str:
+        return "\n".join(f"-- {name}\n{agent.output()}" for name, agent in self.agents.items())
+
+    def close(self) -> None:
+        for handle in (self.launcher, *self.agents.values()):
+            handle.close()
+
+
+def line_of(command: str) -> str:
+    """The README's."""
+    return readme.line_of(HEADING, f"asyncrl-launch {command}")
+
+
+def as_written(line: str, folder: Path) -> list[str]:
+    """As a user has it run who has gone to the folder."""
+    return ["bash", "-c", f"cd {shlex.quote(str(folder))}; PATH={readme.SCRIPTS}:$PATH; {line}"]
