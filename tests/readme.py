@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,8 +11,6 @@ import yaml
 from omegaconf import OmegaConf
 
 README = Path(__file__).parents[1] / "README.md"
-# For whom the lines say `asyncrl-launch`: an environment that is not activated has it beside its interpreter.
-SCRIPTS = str(Path(sys.executable).parent)
 
 
 def blocks(heading: str, language: str) -> list[str]:
@@ -32,6 +31,15 @@ def line_of(heading: str, start: str) -> str:
     """The one line that begins so, blanks apart."""
     (line,) = (line for line in commands(heading) if line.split()[: len(start.split())] == start.split())
     return line
+
+
+def as_written(line: str, folder: Path) -> list[str]:
+    """What to start to have the line run as by a user who has activated the environment and gone to the folder."""
+    return [
+        "bash",
+        "-c",
+        f"cd {shlex.quote(str(folder))}; PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; {line}",
+    ]
 
 
 def write_config(path: Path, base: Path, *overrides: str, leave_out: tuple[str, ...] = ()) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +47,7 @@ class HostsRun:
         """By its lines, in this folder, on the hosts that they are for."""
         on = {command: re.findall(r"node\d", line_of(command).partition("#")[2]) for command in ("run", "agent")}
         assert [on["run"], on["agent"]] == [hosts.names[:1], hosts.names[1:]]
-        return cls(hosts, folder / "runs" / "mine" / "t0", lambda command: as_written(line_of(command), folder))
+        return cls(hosts, folder / "runs" / "mine" / "t0", lambda command: readme.as_written(line_of(command), folder))
 
     def _start(self, host: NetworkHost, command: str) -> RunHandle:
         return RunHandle(host.command(self._command(command)), self.run_dir)
@@ -69,8 +68,3 @@ class HostsRun:
 def line_of(command: str) -> str:
     """The README's."""
     return readme.line_of(HEADING, f"asyncrl-launch {command}")
-
-
-def as_written(line: str, folder: Path) -> list[str]:
-    """As a user has it run who has gone to the folder."""
-    return ["bash", "-c", f"cd {shlex.quote(str(folder))}; PATH={readme.SCRIPTS}:$PATH; {line}"]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import readme
-from hosts_run import as_written, launch, line_of, status_of
+from hosts_run import launch, line_of, status_of
 
 from asyncrl.checkpoints import list_checkpoints
 from asyncrl.testing.runs import assert_nothing_left, make_tiny_run, train_steps
@@ -53,6 +53,7 @@ def test_the_readmes_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_p
         "allocation=transformers.d2+d1",
         "rollout.num_workers=2",
         "train.max_steps=0",
+        "train.num_epochs=10",  # enough of them for the slowest machine
         "network.host_lost_after_s=8",
         "manager.lease_s=6",
         leave_out=("fileroot",),
@@ -63,7 +64,7 @@ def test_the_readmes_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_p
     dead = run.hosts[1]
     moved = {name for name, host in where.items() if host == dead.name}
     assert moved
-    shown = run.hosts[2].run(as_written(line_of("status"), tmp_path))
+    shown = run.hosts[2].run(readme.as_written(line_of("status"), tmp_path))
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert all(name in shown.stdout for name in where)
 
@@ -82,7 +83,7 @@ def test_the_readmes_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_p
     run.launcher.wait_for_step(train_steps(run.run_dir)[-1]["step"] + 2, START_S)
     assert len(train_steps(run.run_dir)) > done
 
-    told = run.hosts[2].run(as_written(line_of("scale"), tmp_path))  # from another host than the launcher's
+    told = run.hosts[2].run(readme.as_written(line_of("scale"), tmp_path))  # from another host than the launcher's
     assert told.returncode == 0, told.stdout + told.stderr
     run.launcher.wait_until(
         lambda: status_of(run, run.hosts[2]).get("generation_server/2", {}).get("state") == "running",
@@ -90,7 +91,7 @@ def test_the_readmes_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_p
         START_S,
     )
 
-    told = run.hosts[2].run(as_written(line_of("stop"), tmp_path), limit_s=120)
+    told = run.hosts[2].run(readme.as_written(line_of("stop"), tmp_path), limit_s=120)
     assert told.returncode == 0, told.stdout + told.stderr
     assert run.launcher.wait(10) == 128 + signal.SIGTERM
     assert run.agents[run.hosts[2].name].wait(30) == 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import readme
 from slurm_cluster import GPU_NODES, SlurmCluster
 
 from asyncrl.checkpoints import list_checkpoints
@@ -18,7 +20,7 @@ from asyncrl.launch import cli
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.slurm import job_state, read_job
 from asyncrl.lineage import audit
-from asyncrl.testing.runs import train_steps
+from asyncrl.testing.runs import RunHandle, train_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "launcher" / "slurm"
@@ -30,7 +32,12 @@ QUICK = [
     "runtime.start_timeout_s=200",
 ]
 
+HEADING = "## On Slurm"
+
 pytestmark = pytest.mark.timeout(900)
+LONG = pytest.mark.skipif(
+    "ASYNCRL_LONG" not in os.environ, reason="takes minutes; ASYNCRL_LONG=1 python -m pytest tests/slurm runs it"
+)
 
 
 class Job:
@@ -112,23 +119,25 @@ def job_of(cluster: SlurmCluster, run_dir: Path) -> Job:
 # --------------------------------------------------------------------------------------------------------------- templates
 
 
-def test_the_template_runs_the_quickstart(cluster: SlurmCluster, tiny: Path, tmp_path: Path) -> None:
-    """As it is in launcher/slurm, on two nodes with GPUs; with a small model, for a few steps."""
-    tasks = f"rollout.tasks.default.reward={ROOT}/examples/sloppy_sorter/reward.py:reward"
-    small = [
-        *(
-            f"fileroot={tmp_path}",
-            f"model_path={tiny.parent}/model",
-            f"prompts.path={tiny.parent}/prompts.jsonl",
-            tasks,
-        ),
+def test_the_template_runs_the_quickstart(
+    cluster: SlurmCluster, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the README's line and as it is in launcher/slurm, on two nodes with GPUs; with a small model, for a few steps."""
+    (tmp_path / "launcher").symlink_to(ROOT / "launcher")
+    (tmp_path / "configs").mkdir()
+    readme.write_config(
+        tmp_path / "configs" / "quickstart_cpu.yaml",
+        ROOT / "configs" / "quickstart_cpu.yaml",
+        f"model_path={tiny.parent}/model",
+        f"prompts.path={tiny.parent}/prompts.jsonl",
+        f"rollout.tasks.default.reward={ROOT}/examples/sloppy_sorter/reward.py:reward",
         *("eval.prompts=null", "train.max_steps=3", "train.batch_size=8", "runtime.fork_server=false", *QUICK),
-    ]
-    output = tmp_path / "out"
-    sbatch = ["sbatch", "--parsable", "--partition=gpu", "--gres=gpu:2", "--time=30", f"--output={output}"]
-    said = cluster.run(*sbatch, str(TEMPLATES / "single_job.sbatch"), *small)
-    run_dir = tmp_path / "sloppy-sorter" / "t0"
-    job = Job(cluster, said.strip(), run_dir, lambda: output.read_text() if output.exists() else "")
+    )
+    monkeypatch.setenv("SBATCH_GRES", "gpu:2")
+    said = cluster.run(*readme.as_written(readme.line_of(HEADING, "sbatch"), tmp_path))
+    job_id = said.removeprefix("Submitted batch job ").strip()
+    run_dir, output = tmp_path / "runs" / "sloppy-sorter" / "b", tmp_path / f"slurm-{job_id}.out"
+    job = Job(cluster, job_id, run_dir, lambda: output.read_text() if output.exists() else "")
     # two servers and two trainers: each has a GPU of its own, and sees that one only
     computing = ("generation_server/0", "generation_server/1", "model_worker/0", "model_worker/1")
     devices: dict[str, tuple[str, str]] = {}
@@ -148,6 +157,7 @@ def test_the_template_runs_the_quickstart(cluster: SlurmCluster, tiny: Path, tmp
     cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30)
 
 
+@LONG
 def test_a_heterogeneous_job_has_rollout_workers_on_cpu_nodes_and_scancel_leaves_nothing(
     cluster: SlurmCluster, tiny: Path, tmp_path: Path
 ) -> None:
@@ -171,16 +181,62 @@ def test_a_heterogeneous_job_has_rollout_workers_on_cpu_nodes_and_scancel_leaves
 # -------------------------------------------------------------------------------------------------------- a job's whole life
 
 
-def test_a_job_is_queued_again_loses_a_node_and_is_stopped(
-    cluster: SlurmCluster, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_readmes_commands_are_a_job_that_is_queued_again_loses_a_node_and_goes_on_in_another(
+    cluster: SlurmCluster,
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = submit(cluster, tiny, f"fileroot={tmp_path}", "train.max_steps=0", "slurm.nodes=3", "slurm.partition=all")
+    """Its lines as they are written there; my_run.yaml is a small one."""
+    small = ("train.max_steps=0", "train.num_epochs=10", "slurm.partition=all", *QUICK)
+    readme.write_config(tmp_path / "my_run.yaml", tiny, "experiment=mine", *small, leave_out=("fileroot",))
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "runs" / "mine" / "t0"
+    with typed("asyncrl-launch run", run_dir) as terminal:
+        terminal.wait_until(lambda: read_job(run_dir), "the job", LIMIT_S)
+        job = job_of(cluster, run_dir)
+        victim = live_through_a_job(cluster, job, capsys)
+
+        # asked from the login node
+        with typed("asyncrl-launch stop", run_dir) as stop:
+            assert stop.wait(LIMIT_S) == 0, stop.output()
+        assert job_state(job.job_id).ended
+        assert terminal.wait(60) == 128 + signal.SIGTERM
+        assert "the job is queued again" in terminal.output()
+        assert "told to stop" in terminal.output()
+    step = job.last_step()
+    assert list_checkpoints(run_dir)[-1][1] == step
+    cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30, job.told)
+    assert audit(run_dir).problems == []
+
+    with typed("asyncrl-launch resume", run_dir) as terminal:
+        terminal.wait_until(lambda: job_of(cluster, run_dir).job_id != job.job_id, "another job", LIMIT_S)
+        job = job_of(cluster, run_dir)
+        job.wait_for_step(step + 1)
+        terminal.wait_for_output(f"going on from step {step}", 30)
+        cluster.run("scancel", job.job_id)
+        cluster.wait_until(lambda: job_state(job.job_id).state == "CANCELLED", "the job's end", 60, job.told)
+        cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30, lambda: str(cluster.programs()))
+    cluster.give_power(victim)
+
+
+def typed(start: str, run_dir: Path) -> RunHandle:
+    """The README's line that begins so, in the current folder."""
+    return RunHandle(readme.as_written(readme.line_of(HEADING, start), Path.cwd()), run_dir)
+
+
+def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFixture[str]) -> str:
+    """Seen, scaled, queued again, and without one of its nodes: which."""
     run_dir = job.run_dir
     job.wait_for_step(2)
 
     # a second launch does not disturb it; status, logs and scale work from the login node
-    assert cli.main(["run", str(tiny), "cluster=slurm", f"fileroot={tmp_path}"]) == 1
+    assert cli.main(["run", "my_run.yaml", "cluster=slurm"]) == 1
     assert f"job {job.job_id} is RUNNING and has" in capsys.readouterr().out.replace("\n", "")
+    with typed("asyncrl-launch status", run_dir) as status:
+        assert status.wait(60) == 0, status.output()
+    assert all(worker in status.output() for worker in job.workers_on())
     assert cli.main(["status", str(run_dir), "--json"]) == 0
     seen = {worker["worker"]: worker["host"] for worker in json.loads(capsys.readouterr().out)["workers"]}
     assert seen == job.workers_on()
@@ -212,22 +268,11 @@ def test_a_job_is_queued_again_loses_a_node_and_is_stopped(
     job.wait_until(lambda: lost <= job.workers_on().keys(), f"{lost} elsewhere")
     job.wait_for_step(job.last_step() + 3)
     assert victim not in job.workers_on().values()
-
-    # asked from the login node
-    assert cli.main(["stop", str(run_dir)]) == 0
-    assert job_state(job.job_id).ended
-    assert list_checkpoints(run_dir)[-1][1] == job.last_step()
-    cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30, job.told)
-    assert audit(run_dir).problems == []
-    cluster.give_power(victim)
+    return victim
 
 
-LONG = pytest.mark.skipif(
-    "ASYNCRL_LONG" not in os.environ, reason="Slurm takes its time to notice; ASYNCRL_LONG=1 runs it"
-)
-
-
-@pytest.mark.parametrize("whole", [pytest.param(True, marks=LONG), pytest.param(False, marks=LONG)])
+@LONG
+@pytest.mark.parametrize("whole", [True, False])
 def test_the_launchers_own_node_is_given_up(cluster: SlurmCluster, tiny: Path, tmp_path: Path, whole: bool) -> None:
     """Slurm queues the job again, on nodes that are left. whole: all of the node is gone. Else only Slurm's daemon, so that the
     run's launcher goes on, and has to give way to the one that is started in its place."""

@@ -12,7 +12,10 @@ import pytest
 
 from asyncrl.config import ConfigError, load_experiment
 from asyncrl.launch import cli
+from asyncrl.launch.commands.resume import config_to_resume
+from asyncrl.launch.program import run_directory, save_config
 from asyncrl.launch.slurm import as_job, render
+from asyncrl.launch.submission import is_to_submit
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart_cpu.yaml"
@@ -153,6 +156,21 @@ def test_dry_run_prints_the_script_and_submits_nothing(capsys, tmp_path):
     assert printed.startswith("#!/bin/bash\n#SBATCH --job-name=sloppy-sorter-t0\n")
     assert f"run=({tmp_path}/sloppy-sorter/t0/slurm/experiment.yaml " in printed
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("before", [["cluster=slurm", "hosts=[n1,n2]"], ["cluster=hosts", "hosts=[a,b]"], []])
+def test_a_run_is_resumed_as_a_job_of_its_own(before, tmp_path):
+    """The config that an attempt leaves names the nodes that it had."""
+    run_dir = tmp_path / "mine" / "t0"
+    save_config(load_experiment(QUICKSTART, before), run_dir / "configs" / "attempt_1" / "experiment.yaml")
+    config = config_to_resume(run_dir, ["cluster=slurm"])
+    assert is_to_submit(config)
+    assert (run_directory(config), config.recover) == (run_dir, "required")
+    assert is_to_submit(config_to_resume(run_dir, [])) == ("cluster=slurm" in before)
+    assert not config_to_resume(run_dir, ["cluster=local"]).hosts
+    assert config_to_resume(run_dir, ["cluster=hosts", "hosts=[c]"]).hosts == ["c"]
+    if "cluster=hosts" in before:
+        assert config_to_resume(run_dir, []).hosts == ["a", "b"]
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.config import ConfigError, load_experiment
+from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
 from asyncrl.launch.commands.common import Commands, add_command
 from asyncrl.launch.commands.run import add_detach, start
 from asyncrl.launch.rundir import EXPERIMENT_FILE, newest_experiment
@@ -22,6 +23,7 @@ _EPILOG = """examples:
   asyncrl-launch resume runs/sloppy-sorter/t0
   asyncrl-launch resume runs/sloppy-sorter/t0 allocation=transformers.d1+d2      on other devices
   asyncrl-launch resume runs/sloppy-sorter/t0 train.max_steps=200                a complete run, for longer
+  asyncrl-launch resume runs/sloppy-sorter/t0 cluster=slurm                      as a job, wherever it ran before
   asyncrl-launch audit  runs/sloppy-sorter/t0                                    was each prompt trained once?
 
 The same as `run` with the run's config and recover=required. How often checkpoints are written: checkpoint.every_s (10 minutes
@@ -44,6 +46,11 @@ def resume(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError(
             f"{str(arguments.run)!r} is not a folder; name that of a run, <fileroot>/<experiment>/<trial>"
         )
+    return start(config_to_resume(run_dir, arguments.overrides), arguments, console)
+
+
+def config_to_resume(run_dir: Path, overrides: Sequence[str]) -> ExperimentConfig:
+    """That of the run's newest attempt, changed by the overrides."""
     kept = newest_experiment(run_dir)
     if kept is None:
         raise ConfigError(
@@ -51,4 +58,6 @@ def resume(arguments: argparse.Namespace, console: Console) -> int:
             "`asyncrl-launch run CONFIG recover=required` goes on with the config that you name"
         )
     here = [f"fileroot={run_dir.parent.parent}", f"experiment={run_dir.parent.name}", f"trial={run_dir.name}"]
-    return start(load_experiment(kept, [*here, "recover=required", *arguments.overrides]), arguments, console)
+    if load_experiment(kept).cluster == "slurm" or {"cluster=slurm", "cluster=local"} & set(overrides):
+        here.append("hosts=[]")  # a job's nodes were that job's, and hosts are only for cluster=hosts
+    return load_experiment(kept, [*here, "recover=required", *overrides])
