@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,9 +120,7 @@ def job_of(cluster: SlurmCluster, run_dir: Path) -> Job:
 # --------------------------------------------------------------------------------------------------------------- templates
 
 
-def test_the_template_runs_the_quickstart(
-    cluster: SlurmCluster, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_template_runs_the_quickstart(cluster: SlurmCluster, tiny: Path, tmp_path: Path) -> None:
     """By the README's line and as it is in launcher/slurm, on two nodes with GPUs; with a small model, for a few steps."""
     (tmp_path / "launcher").symlink_to(ROOT / "launcher")
     (tmp_path / "configs").mkdir()
@@ -133,8 +132,7 @@ def test_the_template_runs_the_quickstart(
         f"rollout.tasks.default.reward={ROOT}/examples/sloppy_sorter/reward.py:reward",
         *("eval.prompts=null", "train.max_steps=3", "train.batch_size=8", "runtime.fork_server=false", *QUICK),
     )
-    monkeypatch.setenv("SBATCH_GRES", "gpu:2")
-    said = cluster.run(*readme.as_written(readme.line_of(HEADING, "sbatch"), tmp_path))
+    said = cluster.run("env", "SBATCH_GRES=gpu:2", *readme.as_written(readme.line_of(HEADING, "sbatch"), tmp_path))
     job_id = said.removeprefix("Submitted batch job ").strip()
     run_dir, output = tmp_path / "runs" / "sloppy-sorter" / "b", tmp_path / f"slurm-{job_id}.out"
     job = Job(cluster, job_id, run_dir, lambda: output.read_text() if output.exists() else "")
@@ -193,14 +191,13 @@ def test_the_readmes_commands_are_a_job_that_is_queued_again_loses_a_node_and_go
     readme.write_config(tmp_path / "my_run.yaml", tiny, "experiment=mine", *small, leave_out=("fileroot",))
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "mine" / "t0"
-    with typed("asyncrl-launch run", run_dir) as terminal:
+    with RunHandle(typed("asyncrl-launch run"), run_dir) as terminal:
         terminal.wait_until(lambda: read_job(run_dir), "the job", LIMIT_S)
         job = job_of(cluster, run_dir)
         victim = live_through_a_job(cluster, job, capsys)
 
         # asked from the login node
-        with typed("asyncrl-launch stop", run_dir) as stop:
-            assert stop.wait(LIMIT_S) == 0, stop.output()
+        answer("asyncrl-launch stop")
         assert job_state(job.job_id).ended
         assert terminal.wait(60) == 128 + signal.SIGTERM
         assert "the job is queued again" in terminal.output()
@@ -210,7 +207,7 @@ def test_the_readmes_commands_are_a_job_that_is_queued_again_loses_a_node_and_go
     cluster.wait_until(lambda: not cluster.programs(), "an empty cluster", 30, job.told)
     assert audit(run_dir).problems == []
 
-    with typed("asyncrl-launch resume", run_dir) as terminal:
+    with RunHandle(typed("asyncrl-launch resume"), run_dir) as terminal:
         terminal.wait_until(lambda: job_of(cluster, run_dir).job_id != job.job_id, "another job", LIMIT_S)
         job = job_of(cluster, run_dir)
         job.wait_for_step(step + 1)
@@ -221,9 +218,16 @@ def test_the_readmes_commands_are_a_job_that_is_queued_again_loses_a_node_and_go
     cluster.give_power(victim)
 
 
-def typed(start: str, run_dir: Path) -> RunHandle:
+def typed(start: str) -> list[str]:
     """The README's line that begins so, in the current folder."""
-    return RunHandle(readme.as_written(readme.line_of(HEADING, start), Path.cwd()), run_dir)
+    return readme.as_written(readme.line_of(HEADING, start), Path.cwd())
+
+
+def answer(start: str) -> str:
+    """What it prints, once it has ended well."""
+    done = subprocess.run(typed(start), capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFixture[str]) -> str:
@@ -234,9 +238,8 @@ def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFi
     # a second launch does not disturb it; status, logs and scale work from the login node
     assert cli.main(["run", "my_run.yaml", "cluster=slurm"]) == 1
     assert f"job {job.job_id} is RUNNING and has" in capsys.readouterr().out.replace("\n", "")
-    with typed("asyncrl-launch status", run_dir) as status:
-        assert status.wait(60) == 0, status.output()
-    assert all(worker in status.output() for worker in job.workers_on())
+    table = answer("asyncrl-launch status")
+    assert all(worker in table for worker in job.workers_on())
     assert cli.main(["status", str(run_dir), "--json"]) == 0
     seen = {worker["worker"]: worker["host"] for worker in json.loads(capsys.readouterr().out)["workers"]}
     assert seen == job.workers_on()
