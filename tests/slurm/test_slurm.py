@@ -223,6 +223,12 @@ def typed(start: str) -> list[str]:
     return readme.as_written(readme.line_of(HEADING, start), Path.cwd())
 
 
+def start_soon(cluster: SlurmCluster, job: Job) -> None:
+    """What is queued again Slurm starts in two minutes. Not at once: its nodes refuse a job in the second in which they ended it
+    ("Job credential revoked")."""
+    cluster.run("scontrol", "update", f"JobId={job.job_id}", "StartTime=now+2")
+
+
 def answer(start: str) -> str:
     """What it prints, once it has ended well."""
     done = subprocess.run(typed(start), capture_output=True, text=True, check=False, timeout=LIMIT_S)
@@ -258,7 +264,7 @@ def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFi
     step = list_checkpoints(run_dir)[-1][1]
     assert step == job.last_step()
     assert f"checkpoint of step {step} written" in job.output().replace("\n", "")
-    cluster.run("scontrol", "update", f"JobId={job.job_id}", "StartTime=now")  # Slurm waits two minutes
+    start_soon(cluster, job)
     job.wait_for_step(step + 2)
     assert f"going on from step {step} of attempt 1" in job.output().replace("\n", "")
 
@@ -289,7 +295,7 @@ def test_the_launchers_own_node_is_given_up(cluster: SlurmCluster, tiny: Path, t
         cluster.kill_slurmd(victim)
     job.wait_until(lambda: cluster.job(job.job_id)["Restarts"] == "1", "the job being queued again")
     job.wait_until(lambda: cluster.job_state(job.job_id) == "PENDING", "its old processes being gone, for Slurm")
-    cluster.run("scontrol", "update", f"JobId={job.job_id}", "StartTime=now")
+    start_soon(cluster, job)
     job.wait_until(lambda: "going on from step" in job.output(), "the second launcher")
     step = job.last_step()
     job.wait_for_step(step + 4)
