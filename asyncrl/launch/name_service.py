@@ -11,7 +11,7 @@ import shutil
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,8 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import ExperimentConfig
+from asyncrl.launch.etcd_member import MEMBERS_FOLDER
+from asyncrl.launch.etcd_rules import alone_after_s, grows
 from asyncrl.launch.hosts import is_loopback
 from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.program import absolute_name_resolve
@@ -62,6 +64,7 @@ class NameService:
         self._resolver: NameResolver | None = None
         self._name_is_ours = False  # in an etcd that runs share
         self._publisher: _Publisher | None = None
+        self._grows = grows(config.cluster, config.hosts)
 
     def open(self) -> None:
         """Start etcd or reach the user's, or the folder that stands for it; make sure that the run's keys are ours, and clear them.
@@ -97,6 +100,16 @@ class NameService:
         """Of the launcher's session, once open."""
         assert self._resolver is not None
         return self._resolver
+
+    @property
+    def growing_etcd(self) -> PrivateEtcd | None:
+        """The private etcd that servers on other hosts are to join; None: there is none."""
+        return self._etcd if self._grows else None
+
+    def reach_also(self, endpoints: Sequence[str]) -> None:
+        """Further servers of the private etcd, for this session and for processes that are started from now on."""
+        self.resolver.use_also(endpoints)
+        self.name_resolve = replace(self.name_resolve, endpoints=list(endpoints))
 
     def grant_lease(self) -> Lease:
         """A lease that lives as long as this service, or until it is revoked."""
@@ -191,6 +204,8 @@ class NameService:
             self._etcd.close(_STOP_LIMIT_S)
         if self._own_folder is not None:
             shutil.rmtree(self._own_folder, ignore_errors=True)
+        if self._etcd is not None and self._grows:  # of hosts that were lost
+            shutil.rmtree(self._run_dir / MEMBERS_FOLDER, ignore_errors=True)
 
     def _make_folder(self) -> None:
         """Of this attempt only, as a private etcd's data: the attempt's number is never in it."""
@@ -206,8 +221,14 @@ class NameService:
         host = self._config.runtime.host
         try:
             tls = self._make_certificate() if self._must_be_guarded() else None
-            server = EtcdServer(data_dir, self._log, self._config.name_resolve.binary, host, tls=tls)
-            self._etcd = PrivateEtcd(server, self._log, self._config.runtime.max_restarts, self._notice)
+            server = EtcdServer(data_dir, self._log, self._config.name_resolve.binary, host, tls=tls, grows=self._grows)
+            self._etcd = PrivateEtcd(
+                server,
+                self._log,
+                self._config.runtime.max_restarts,
+                self._notice,
+                alone_after_s=alone_after_s(self._config.network) if self._grows else None,
+            )
             self._etcd.start()
         except (EtcdServerError, CertificateError) as error:
             raise LaunchError(str(error)) from error

@@ -23,6 +23,7 @@ import msgspec
 
 from asyncrl.config import ExperimentConfig
 from asyncrl.launch.children import Child
+from asyncrl.launch.etcd_group import EtcdGroup
 from asyncrl.launch.mirror import READ_EVERY_S, Mirror
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.placement import Host, Placement, PlacementError, placed
@@ -33,6 +34,7 @@ from asyncrl.messages import (
     DECODE_ERRORS,
     AgentRecord,
     ChildReport,
+    EtcdWish,
     HostReport,
     LauncherRecord,
     WantedProcess,
@@ -47,10 +49,11 @@ from asyncrl.runtime.name_resolve import (
 )
 
 _LEASE_TTL_S = 10.0  # of the launcher's own word: agents outlive it by little
+_GROW_LIMIT_S = 15.0  # for hosts to say where their etcd will be
 _SAY_AFTER_S = 2.0
 _SILENT_S = 3.0  # agents report twice a second
 _KILL_LIMIT_S = 60.0
-_GOODBYE_LIMIT_S = 5.0  # for the agents to have ended
+_GOODBYE_LIMIT_S = 15.0  # for the agents to have ended
 _RETRY_S = 0.5
 _STOP_TURN_S = 0.05
 _LOST = -9  # return code of a process that was lost with its host
@@ -175,6 +178,16 @@ class RemoteCrew:
         self._placement = Placement([], own_host)
         self._lives = 0
         self._ended_at_once: deque[RemoteChild] = deque()
+        self._etcd: EtcdGroup | None = None
+        if service.growing_etcd is not None:
+            self._etcd = EtcdGroup(
+                service.growing_etcd,
+                launcher=self._record.incarnation,
+                own_host=own_host,
+                attempt=attempt,
+                put=self._put_etcd_wish,
+                say=say,
+            )
 
     # ------------------------------------------------------------------------------------------------------------- the start
 
@@ -183,10 +196,10 @@ class RemoteCrew:
         try:
             for key, mirror in self._mirrors.items():
                 self._resolver.watch(key, mirror.observe, subtree=True)
-            self._lease = self._resolver.grant_lease(_LEASE_TTL_S)
+            self._lease = self._resolver.grant_lease(self._lease_ttl_s)
             self._put_record(self._record)
         except NameResolveError as error:
-            raise LaunchError(f"name resolve at {', '.join(self._service.endpoints)}: {error}") from error
+            raise LaunchError(f"name resolve at {self._service.name_resolve.where}: {error}") from error
         if self._config.cluster == "hosts":
             self._start_own_agent()
         limit_s = self._config.network.agents_limit_s
@@ -209,7 +222,7 @@ class RemoteCrew:
             with self._news:
                 self._news.wait(_STOP_TURN_S)
         self._take_in_agents()
-        return True
+        return self._grow_etcd(interrupted)
 
     @property
     def devices(self) -> list[str]:
@@ -263,12 +276,15 @@ class RemoteCrew:
             self._tell(host, report)
             if report.launcher != self._record.incarnation:
                 continue
+            if self._etcd is not None:
+                self._etcd.hear(report)
             for entry in report.children:
                 child = by_name.get(entry.name)
                 if child is not None and child.agent == report.agent:
                     child.take_in(entry)
         self._take_in_agents()
         self._look_after_own_agent()
+        self._look_after_etcd()
         ended: list[Child] = [*self._ended_at_once]
         self._ended_at_once.clear()
         return ended + [child for child in self.children if id(child) in before and child.returncode is not None]
@@ -295,6 +311,8 @@ class RemoteCrew:
 
     def close(self) -> None:
         """The run is over: agents are told, and waited for."""
+        if self._etcd is not None:
+            self._etcd.close()
         if self._lease is not None:
             with contextlib.suppress(NameResolveError):
                 self._put_record(msgspec.structs.replace(self._record, ends=True))
@@ -310,6 +328,36 @@ class RemoteCrew:
                 self._own_agent.wait()
 
     # ------------------------------------------------------------------------------------------------------------- inside
+
+    @property
+    def _lease_ttl_s(self) -> float:
+        """With servers of etcd on other hosts those would forget this one, while its cable is out, before it counts as lost."""
+        return max(_LEASE_TTL_S, self._config.network.host_lost_after_s) if self._etcd is not None else _LEASE_TTL_S
+
+    def _grow_etcd(self, interrupted: Callable[[], bool]) -> bool:
+        """Have it told where two more servers will be. False if interrupted. Waits for: their hosts' word, at most _GROW_LIMIT_S;
+        without it the run starts with what there is."""
+        deadline = time.monotonic() + _GROW_LIMIT_S
+        while self._etcd is not None and not self._etcd.is_settled:
+            if interrupted():
+                return False
+            if time.monotonic() > deadline:
+                self._notice(
+                    f"no word within {_GROW_LIMIT_S:g} s of servers of etcd on other hosts: it goes on without"
+                )
+                return True
+            self.turn(_STOP_TURN_S)
+        return True
+
+    def _look_after_etcd(self) -> None:
+        if self._etcd is None:
+            return
+        self._etcd.turn(self._known)
+        if self._etcd.endpoints != self._service.endpoints:
+            self._service.reach_also(self._etcd.endpoints)
+
+    def _put_etcd_wish(self, wish: EtcdWish) -> None:
+        self._wishes.put(self._names.etcd(), msgspec.json.encode(wish).decode())
 
     def _start(self, spec: ProcessSpec, lease: Lease) -> RemoteChild:
         place = self._placement.place(spec)
@@ -460,12 +508,12 @@ class _Wishes:
             lease=child.lease.id,
             computes=spec.computes,
         )
-        self._put(self._names.wanted_process(child.host, child.name), msgspec.json.encode(wanted).decode())
+        self.put(self._names.wanted_process(child.host, child.name), msgspec.json.encode(wanted).decode())
 
     def drop(self, child: RemoteChild) -> None:
         """It is wanted no more: its agent ends it, if it is there, and reports it no more."""
         if child.host:
-            self._put(self._names.wanted_process(child.host, child.name), None)
+            self.put(self._names.wanted_process(child.host, child.name), None)
 
     def close(self) -> None:
         with self._condition:
@@ -473,7 +521,8 @@ class _Wishes:
             self._condition.notify()
         self._thread.join(_RETRY_S)
 
-    def _put(self, key: str, value: str | None) -> None:
+    def put(self, key: str, value: str | None) -> None:
+        """None: it is deleted."""
         with self._condition:
             self._due[key] = value
             self._condition.notify()

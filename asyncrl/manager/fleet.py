@@ -25,6 +25,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from asyncrl.manager import intervals
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.update_plan import Update, UpdatePlan
 from asyncrl.manager.wave import Wave, broadcast_request
@@ -173,13 +174,19 @@ class Fleet:
     def announce(self, name: str, url: str) -> None:
         """A server was announced in name resolve."""
         self._logger.info("%s is at %s", name, url)
-        self.table.announce(name, url, self._clock.monotonic())
+        known = self.table.servers.get(name)
+        life, now = known.life if known is not None else None, self._clock.monotonic()
+        self.table.announce(name, url, now)
+        if self.table.servers[name].life != life:  # another process, or one that was given up
+            self.plan.silent(name)
+        self.plan.answers(name, now)
         self._changed()
 
     def withdraw(self, name: str) -> None:
         """A server's announcement is gone."""
         self._logger.warning("%s is gone: its process has ended", name)
         self.table.withdraw(name)
+        self.plan.silent(name)
         self._changed()
 
     def members_changed(self) -> None:
@@ -288,11 +295,20 @@ class Fleet:
             self._wake.clear()
 
     async def probe_loop(self) -> None:
-        """Ask every server that should answer what it serves: each by itself, whatever others take."""
+        """Ask every server that should answer what it serves: each by itself, whatever others take. Where they are many, those that
+        are well are asked in turn."""
+        asked: dict[str, float] = {}
         while True:
-            for name, server in self.table.servers.items():
+            servers = self.table.servers
+            due = [name for name in servers if servers[name].listed and servers[name].state is not ServerState.UPDATING]
+            well = [name for name in due if servers[name].state is ServerState.HEALTHY]
+            every_s = intervals.probe_s(self._probe_every_s, len(due), self.table.dead_after_s)
+            later = set(well).difference(intervals.in_turn(well, asked, self._probe_every_s / every_s))
+            for name in due:
+                server = servers[name]
                 key = name, server.life
-                if server.listed and server.state is not ServerState.UPDATING and key not in self._probes:
+                if name not in later and key not in self._probes:
+                    asked[name] = self._clock.monotonic()
                     self._probes[key] = asyncio.create_task(self._probe(server), name=f"probe {name}")
                     self._probes[key].add_done_callback(partial(self._probed, key))
             await asyncio.sleep(self._probe_every_s)
@@ -306,20 +322,27 @@ class Fleet:
         """One that has not answered by probe_limit_s is suspect; one that answers later all the same is slow, and alive."""
         before = (server.state, server.life, server.slow)
         life, num_updates, began = server.life, server.num_updates, self._clock.monotonic()
+        give_up = began + self.table.dead_after_s
+        if server.state is ServerState.HEALTHY:  # it had to wait for its turn, which is no reason to find its end later
+            give_up = min(give_up, server.last_answer + self._probe_every_s + self.table.dead_after_s)
         asking = asyncio.ensure_future(self._ask(server))
         try:
             await asyncio.wait({asking}, timeout=self._probe_limit_s)
             if not asking.done() and server.life == life:
                 self.table.silent(server.name, f"no answer for {self._probe_limit_s:g} s", self._clock.monotonic())
+                self.plan.silent(server.name)
                 self._changed()
-            info = await asyncio.wait_for(asking, max(0.0, self.table.dead_after_s - self._probe_limit_s))
+            info = await asyncio.wait_for(asking, max(0.0, give_up - self._clock.monotonic()))
         except _FAILURES as error:
             if server.life == life:
                 self.table.silent(server.name, f"probe failed: {error!r}", self._clock.monotonic())
+                self.plan.silent(server.name)
         else:
             now = self._clock.monotonic()
             if server.life == life and server.num_updates == num_updates and server.listed:
                 self.table.answered(server.name, info.weight_version, now, paused=info.paused, took_s=now - began)
+                if self.plan.answers(server.name, now):
+                    self._wake.set()
         finally:
             asking.cancel()
         if before != (server.state, server.life, server.slow):

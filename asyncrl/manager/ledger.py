@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from asyncrl.manager import intervals
 from asyncrl.manager.evaluation import EvalItem, EvaluationBook
 from asyncrl.manager.prompts import PromptCursor, TicketId
 from asyncrl.manager.routing import Server, ServerTable
@@ -371,7 +372,7 @@ class Ledger:
         """A worker lives and holds these tickets. What it should hold and has not listed twice is lost."""
         holder = self._holder(request.worker, request.incarnation, now)
         if holder is None:
-            return HeartbeatReply(revoked=list(request.held), heartbeat_s=self._heartbeat_s)
+            return HeartbeatReply(revoked=list(request.held), heartbeat_s=self._interval_s)
         self._expire_grace(now)
         self._learn_attempt(request.held)
         if self._cursor is None and self._grace_s > 0.0:
@@ -394,7 +395,7 @@ class Ledger:
             self._hear(request.worker)
         moved = self._moved_of(request.worker)
         dead = self.servers.dead_urls()
-        return HeartbeatReply(revoked=revoked, moved=moved, dead=dead, heartbeat_s=self._heartbeat_s)
+        return HeartbeatReply(revoked=revoked, moved=moved, dead=dead, heartbeat_s=self._interval_s)
 
     def schedule(self, request: ScheduleRequest, now: float) -> ScheduleReply:
         """Another server for a ticket whose server is lost or has its queue full. Its tokens so far keep their versions.
@@ -861,6 +862,11 @@ class Ledger:
         return _Live(ticket, worker, incarnation, now, "", 0.0, state, seen_by_master=state == "stored")
 
     # ---------------------------------------------------------------------------------------------------- workers
+
+    @property
+    def _interval_s(self) -> float:
+        """Between two heartbeats of each worker."""
+        return intervals.heartbeat_s(self._heartbeat_s, max(len(self._holders), self._num_workers), self._lease_s)
 
     def _holder(self, worker: str, incarnation: str, now: float, *, touch: bool = True) -> _Holder | None:
         """The worker's record; None if a newer incarnation of it is known. touch: this is a sign of life."""

@@ -3,7 +3,7 @@
 The newest published version is the target. Servers that serve an older one are updated in waves: at most `update_fraction` of
 them (at least one) is out of service at a time, the rest keep serving. Servers that serve nothing cost nothing to take, so
 they load at once. One that is slow leaves its wave (others go on) and has until `update_timeout_s`; one that fails is tried
-again after a growing pause. Nothing here waits for any particular server.
+again after a growing pause, or at once where it had not answered and does again. Nothing here waits for any particular server.
 
 Weights may come over the network (`hold`: the trainer has them in memory): then servers that serve get them by broadcast, and
 those that serve nothing load the newest version that is on disk. A server that fails in a broadcast loads that version or a newer
@@ -82,6 +82,7 @@ class UpdatePlan:
         self._distrusted: dict[str, _Distrust] = {}
         self._running: dict[str, _Running] = {}
         self._failures: dict[str, _Failures] = {}
+        self._silent: set[str] = set()  # servers that do not answer, or were replaced
 
     def publish(self, version: WeightVersion) -> bool:
         """A version is published and its manifest holds. False (and no effect) unless it is newer than those before and of
@@ -180,6 +181,22 @@ class UpdatePlan:
         self._distrusted[update.server] = _Distrust(failures, from_disk, update.version)
         self._table.load_failed(update.server, update.life, reason)
         return 0.0
+
+    def silent(self, server: str) -> None:
+        """It did not answer a probe, or its announcement is gone."""
+        self._silent.add(server)
+
+    def answers(self, server: str, now: float) -> bool:
+        """It does. Whether that is news, by which its pause is over: its loads may have failed for the same reason. Another failure
+        is followed by a pause as long as if nothing had happened."""
+        if server not in self._silent:
+            return False
+        self._silent.remove(server)
+        failed = self._failures.get(server)
+        if failed is None or failed.not_before <= now:
+            return False
+        failed.not_before = now
+        return True
 
     def num_failures(self, server: str) -> int:
         """How often in a row it has failed to load the target."""

@@ -103,6 +103,12 @@ class EtcdCluster:
 
         self._until(limit_s, remove)
 
+    def remove_peer(self, peer_url: str, limit_s: float = _ASK_LIMIT_S) -> None:
+        """The same of one that is known by where it listens for the others; it may never have started."""
+        for member in self.members(limit_s):
+            if peer_url in member.peer_urls:
+                self.remove(member.id, limit_s)
+
     def _until(self, limit_s: float, function: Callable[[], T]) -> T:
         """Again until the limit: a cluster refuses to change while it elects a leader, or takes in another."""
         deadline = time.monotonic() + limit_s

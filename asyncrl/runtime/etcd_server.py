@@ -73,7 +73,7 @@ class EtcdServer:
         self.others = list(join)  # endpoints of its cluster's other members, as far as somebody has said
         self._election_ms = (100, 1000) if join or grows else (50, 250)
         self._member_id = 0
-        self._name = f"asyncrl-{uuid.uuid4().hex[:12]}"
+        self.name = _new_name()  # of it and, if it has begun one, of its cluster
         self._ports: tuple[int, int] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._exited = threading.Event()
@@ -84,6 +84,16 @@ class EtcdServer:
         if self._ports is None:
             raise EtcdServerError("etcd has not been started yet, so it has no endpoint")
         return f"{self._host}:{self._ports[0]}"
+
+    @property
+    def peer_url(self) -> str:
+        """For the other servers of its cluster."""
+        return self._urls[1]
+
+    @property
+    def guarded(self) -> bool:
+        """Whether it asks for a certificate."""
+        return self._tls is not None
 
     @property
     def pid(self) -> int:
@@ -116,6 +126,11 @@ class EtcdServer:
         finally:
             connection.close()
 
+    def choose_ports(self) -> None:
+        """Now, so that its endpoint can be told before it has started."""
+        if self._ports is None:
+            self._ports = _free_ports(self._host)
+
     def start(self, timeout_s: float = 30.0) -> None:
         """Start and wait until it answers. Raises EtcdServerError with the end of its log."""
         if self.running:
@@ -125,8 +140,7 @@ class EtcdServer:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         fixed = self._ports is not None
         for tries_left in reversed(range(_START_TRIES)):
-            if self._ports is None:
-                self._ports = _free_ports(self._host)
+            self.choose_ports()
             log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
             self._spawn(self._join(deadline) if self.others and is_new(self._data_dir) else "")
             if self._wait_until_healthy(deadline):
@@ -158,6 +172,28 @@ class EtcdServer:
             if not self._exited.wait(10.0):
                 raise EtcdServerError(f"etcd (pid {self.pid}) is still there 10 s after SIGKILL")
 
+    def leave(self, limit_s: float) -> None:
+        """Out of its cluster first, so that the majority is one of those that stay; then it ends, and its data go."""
+        try:
+            EtcdCluster([*self.others, self.endpoint], self._tls).remove_peer(self.peer_url, limit_s)
+        except EtcdClusterError as error:  # it is out of reach, or over
+            logger.warning("etcd ends without having left: %s", error)
+        self.stop(limit_s)
+        shutil.rmtree(self._data_dir, ignore_errors=True)
+
+    def begin_anew(self) -> None:
+        """At the next start: a cluster of its own, without data. Under another name, so that the servers of the one before, should
+        they come back, are strangers."""
+        self.kill()
+        shutil.rmtree(self._data_dir, ignore_errors=True)
+        self.others = []
+        self.name = _new_name()
+        self._member_id = 0
+
+    def take_out(self, peer_url: str, limit_s: float) -> None:
+        """Of its cluster, one that is gone for good. Raises EtcdClusterError."""
+        EtcdCluster([self.endpoint, *self.others], self._tls).remove_peer(peer_url, limit_s)
+
     def restart(self, timeout_s: float = 30.0) -> None:
         """Stop it if it runs, and start it again on its data and ports."""
         self.stop()
@@ -187,7 +223,7 @@ class EtcdServer:
         try:
             cluster = EtcdCluster(self.others, self._tls)
             limit_s = max(deadline - time.monotonic(), 0.0)
-            self._member_id, peers = cluster.add_learner(self._name, self._urls[1], limit_s)
+            self._member_id, peers = cluster.add_learner(self.name, self._urls[1], limit_s)
         except EtcdClusterError as error:
             raise EtcdServerError(f"etcd cannot join {', '.join(self.others)}: {error}") from error
         return peers
@@ -195,10 +231,10 @@ class EtcdServer:
     def _spawn(self, cluster: str) -> None:
         """cluster: that takes it in; "": its own, or the one that its data say."""
         client, peer = self._urls
-        command = [self._binary, "--name", self._name, "--data-dir", str(self._data_dir)]
+        command = [self._binary, "--name", self.name, "--data-dir", str(self._data_dir)]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        command += ["--initial-cluster", cluster or f"{self._name}={peer}", "--initial-cluster-token", self._name]
+        command += ["--initial-cluster", cluster or f"{self.name}={peer}", "--initial-cluster-token", self.name]
         command += ["--initial-cluster-state", "existing" if cluster else "new"]
         heartbeat_ms, election_ms = self._election_ms
         command += ["--heartbeat-interval", str(heartbeat_ms), "--election-timeout", str(election_ms)]
@@ -249,7 +285,7 @@ class EtcdServer:
         while time.monotonic() < deadline:
             if self._member_id and EtcdCluster(self.others, self._tls).promote(self._member_id):
                 self._member_id = 0
-            if not self._member_id and self._is_healthy(min(deadline - time.monotonic(), 1.0)):
+            if not self._member_id and self.is_healthy(min(deadline - time.monotonic(), 1.0)):
                 return True
             if self._exited.wait(_POLL_S):
                 return False
@@ -259,8 +295,8 @@ class EtcdServer:
         assert self._ports is not None
         return open_connection(self._host, self._ports[0], self._tls, limit_s)
 
-    def _is_healthy(self, limit_s: float) -> bool:
-        """It answers, and the one that answers is ours."""
+    def is_healthy(self, limit_s: float) -> bool:
+        """It answers, a majority of its cluster is there, and the one that answers is ours."""
         connection = self._connect(max(limit_s, 0.01))
         try:
             connection.request("GET", "/health")
@@ -268,11 +304,15 @@ class EtcdServer:
                 return False
             connection.request("POST", "/v3/cluster/member/list", body="{}")
             members = json.loads(connection.getresponse().read()).get("members", [])
-            return self._name in [member.get("name") for member in members]
+            return self.name in [member.get("name") for member in members]
         except (OSError, http.client.HTTPException, ValueError):
             return False
         finally:
             connection.close()
+
+
+def _new_name() -> str:
+    return f"asyncrl-{uuid.uuid4().hex[:12]}"
 
 
 def _complaints(log: str) -> str:

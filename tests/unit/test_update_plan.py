@@ -115,6 +115,35 @@ def test_a_failing_server_is_stale_and_tried_again_with_growing_pauses() -> None
     assert len(setup.plan.due(now)) == 1
 
 
+def test_a_server_that_answers_again_is_tried_at_once_and_pauses_again_where_that_fails() -> None:
+    setup = Setup(2, update_fraction=1.0)
+    setup.plan.publish(v(1))
+    bad = next(update for update in setup.plan.due(0.0) if update.server == setup.names[0])
+    now = 0.0
+    for _ in range(7):  # the network is bad
+        now += setup.plan.failed(bad, "no way to it", now)
+        (bad,) = setup.plan.due(now)
+    assert setup.plan.failed(bad, "no way to it", now) == 30.0
+
+    assert not setup.plan.answers(bad.server, now + 1)  # as it has all the time: its loads fail for another reason
+    assert setup.plan.due(now + 1) == []
+    setup.plan.silent(bad.server)
+    assert setup.plan.due(now + 2) == []
+    assert not setup.plan.answers(setup.names[1], now + 3)
+    assert setup.plan.answers(bad.server, now + 3)
+    assert not setup.plan.answers(bad.server, now + 3)
+    (again,) = setup.plan.due(now + 3)
+    assert again.server == bad.server
+
+    assert setup.plan.failed(again, "refused", now + 3) == 30.0  # it was not the network
+    assert not setup.plan.answers(bad.server, now + 4)
+    assert setup.plan.due(now + 4) == []
+    (last,) = setup.plan.due(now + 33)
+    setup.plan.succeeded(last, now + 34)
+    setup.plan.silent(bad.server)
+    assert not setup.plan.answers(bad.server, now + 35)  # nothing to try
+
+
 def test_versions_never_go_back() -> None:
     setup = Setup(1, serving=5)
     for older in (v(5), v(4), v(0), v(9, attempt=0)):
