@@ -215,6 +215,20 @@ class FileNameResolver(NameResolver):
 
         return self._do(f"get {key!r}", get)
 
+    def _is_held(self, key: str) -> bool:
+        """Nobody may have been looking when its holder died, so the lease may be there still."""
+
+        def is_held() -> bool:
+            with self._lock:
+                version = self._there(key)
+                lease = self._store.read_lease(version.lease) if version is not None and version.lease else None
+                if version is None or lease is None:
+                    return version is not None
+                silence_s = self._store.silence_s(version.lease)
+                return silence_s is not None and silence_s <= lease.ttl_s
+
+        return self._do(f"look who holds {key!r}", is_held)
+
     def _get_subtree(self, key: str) -> dict[str, str]:
         return self._do(f"get_subtree {key!r}", lambda: self._below(key))
 

@@ -197,6 +197,19 @@ class FileStore:
         except FileNotFoundError:
             return None
 
+    def silence_s(self, lease_id: int) -> float | None:
+        """How old a lease's heartbeat is, by the file system's own clock, which a file made now tells. None: it is gone."""
+        heartbeat = self.heartbeat(lease_id)
+        if heartbeat is None:
+            return None
+        new = self._new / uuid.uuid4().hex
+        try:
+            os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            return (fresh_stat(new).mtime_ns - heartbeat) / 1e9
+        finally:
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+
     def remove_lease(self, lease_id: int) -> bool:
         """The file stays for a while elsewhere, so that no other gets its number meanwhile."""
         try:

@@ -272,6 +272,10 @@ class NameResolver(ABC):
             raise NameEntryNotFound(f"name {key!r} does not exist")
         return value
 
+    def is_held(self, name: str) -> bool:
+        """Whether there is an entry, and whoever holds its lease has given signs of life."""
+        return self._is_held(self._key(name))
+
     def get_subtree(self, name: str) -> dict[str, str]:
         """Keys and values of all entries below name, sorted by key; the entry of that very name is not among them."""
         return self._get_subtree(self._key(name))
@@ -378,6 +382,10 @@ class NameResolver(ABC):
 
     @abstractmethod
     def _get(self, key: str) -> str | None: ...
+
+    def _is_held(self, key: str) -> bool:
+        """A store that ends leases by itself says so by having the entry."""
+        return self._get(key) is not None
 
     @abstractmethod
     def _get_subtree(self, key: str) -> dict[str, str]: ...

@@ -16,6 +16,9 @@ import pytest
 from name_sessions import LIMIT_S, OpenSession, Recorder, gone, put, sessions
 
 from asyncrl.config import NameResolveConfig
+from asyncrl.launch.commands.common import goes_on
+from asyncrl.launch.rundir import RunRecord
+from asyncrl.names import Names
 from asyncrl.runtime import file_names
 from asyncrl.runtime.file_store import FileStore, Version, fresh_stat, key_of, stem_of
 from asyncrl.runtime.name_resolve import (
@@ -71,6 +74,37 @@ COUNT = (
     "    if names.compare_and_swap('counter', value, str(int(value) + 1)):\n"
     "        print('done', flush=True)\n"
 )
+
+
+def test_a_run_whose_launcher_was_killed_with_all_others_does_not_go_on(
+    folder: Path, tmp_path: Path, open_session: OpenSession
+) -> None:
+    """Asked on another host, where nobody has looked at its lease since."""
+    record = RunRecord(
+        pid=1,
+        attempt=1,
+        experiment="e",
+        trial="t",
+        endpoints=[],
+        started=0.0,
+        host="another",
+        name_resolve=NameResolveConfig(backend="file", path=str(folder)),
+    )
+    assert not goes_on(tmp_path, record)
+    assert not folder.exists()  # to ask makes nothing
+
+    key = Names("e", "t").launcher()
+    program = f"names.add({key!r}, 'x', lease=names.grant_lease(1.5).id)\nprint('there', flush=True)\ntime.sleep(600)\n"
+    with child(folder, program) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        time.sleep(2.0)  # longer than its lease, which it refreshes
+        assert goes_on(tmp_path, record)
+        launcher.kill()
+        launcher.wait()
+    time.sleep(2.0)
+    assert not goes_on(tmp_path, record)
+    assert open_session().get(key) == "x"  # nobody has ended the lease yet
 
 
 def test_the_killed_hold_nothing_up(folder: Path, open_session: OpenSession) -> None:

@@ -172,17 +172,21 @@ def goes_on(run_dir: Path, record: RunRecord | None) -> bool:
         return False
     if record.host in ("", socket.gethostname()):
         return is_running(run_dir)
-    if record.endpoints and all(refuses(endpoint) for endpoint in record.endpoints):
-        return False  # the name resolve of a run that is over
-    try:
-        with open_name_resolver(record.names_at) as resolver:
-            return resolver.get(Names(record.experiment, record.trial).launcher()) != ""
-    except NameEntryNotFound:
+    at = record.names_at
+    is_over = (
+        not Path(at.path).is_dir()
+        if at.backend == "file"
+        else bool(at.endpoints) and all(refuses(endpoint) for endpoint in at.endpoints)
+    )
+    if is_over:  # a run's own name resolve ends with it; to open a folder would make it again
         return False
+    try:
+        with open_name_resolver(at) as resolver:
+            return resolver.is_held(Names(record.experiment, record.trial).launcher())
     except NameResolveError as error:
         raise LaunchError(
             f"the run was started on {record.host}, and cannot be asked from here: its name resolve at "
-            f"{record.names_at.where} does not answer: {error}"
+            f"{at.where} does not answer: {error}"
         ) from error
 
 
