@@ -47,6 +47,12 @@ def steps_of(run):
     return train_steps(run.run_dir)[-1]["step"]
 
 
+def stop(run):
+    told = run.hosts[0].run([sys.executable, "-m", "asyncrl.launch.cli", "stop", str(run.run_dir)], limit_s=120)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert run.launcher.wait(60) in (0, 128 + signal.SIGTERM), run.launcher.output() + run.outputs()
+
+
 def test_a_run_outlives_any_of_its_three_etcd_servers(run_on_hosts, tmp_path):
     config = make_tiny_run(tmp_path)
     run = run_on_hosts(
@@ -78,8 +84,7 @@ def test_a_run_outlives_any_of_its_three_etcd_servers(run_on_hosts, tmp_path):
     run.launcher.wait_until(lambda: voters(run) == [first], "the lost one and the one that is left over are out", 60)
     assert "goes on alone" not in run.launcher.output()  # it has had a majority all the time
 
-    run.launcher.signal(signal.SIGINT)
-    assert run.launcher.wait(60) in (0, 130), run.outputs()
+    stop(run)
     assert run.agents[run.hosts[1].name].wait(30) == 0
     assert_nothing_left(run.run_dir)
     assert not (run.run_dir / MEMBERS_FOLDER).exists()
@@ -97,8 +102,7 @@ def test_three_servers_leave_one_after_the_other_at_the_end(run_on_hosts, tmp_pa
     run.launcher.wait_for_step(steps_of(run) + 2, START_S)
     assert "is lost" not in run.launcher.output()
 
-    run.launcher.signal(signal.SIGINT)
-    assert run.launcher.wait(60) in (0, 130), run.outputs()
+    stop(run)
     assert [agent.wait(30) for agent in run.agents.values()] == [0, 0]
     assert "without having left" not in run.outputs()
     assert_nothing_left(run.run_dir)
