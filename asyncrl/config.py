@@ -347,9 +347,8 @@ class NameResolveConfig:
     """How processes find each other: an etcd, or a folder on a file system that all hosts share."""
 
     backend: str = "etcd"  # etcd | file (a shared folder, where etcd is not wanted) | memory (tests in one process)
-    endpoints: list[str] = field(
-        default_factory=list
-    )  # host:port; empty: the launcher starts a private etcd (see etcd_group.py)
+    # host:port; empty: the launcher starts a private etcd, of three servers where there are three hosts
+    endpoints: list[str] = field(default_factory=list)
     path: str = ""  # of the backend file: its folder; "": `names` in the run's folder
     prefix: str = ""  # all keys are below it: what a user of a shared etcd may write, e.g. team/alice
     user: str = ""  # of an etcd with passwords

@@ -11,11 +11,12 @@ import psutil
 import pytest
 
 from asyncrl.config import NameResolveConfig, load_experiment
-from asyncrl.launch.program import config_text, plan
+from asyncrl.launch.program import config_text, plan, run_directory
 from asyncrl.messages import AgentRecord, HostReport, LauncherRecord, WantedProcess
 from asyncrl.names import Names, incarnation
 from asyncrl.runtime.etcd_server import EtcdServer
 from asyncrl.runtime.name_resolve import NameEntryNotFound, open_name_resolver
+from asyncrl.runtime.security import Secrets, write_secrets
 
 pytestmark = pytest.mark.timeout(240)
 HOST = "127.0.0.1"
@@ -51,6 +52,7 @@ class Bench:
         self.file = folder / "c.yaml"
         self.file.write_text(CONFIG.format(folder=folder, endpoint=self.etcd.endpoint))
         self.config = load_experiment(self.file)
+        write_secrets(run_directory(self.config), Secrets.make())
         self.names = Names("agents", "t0")
         self.resolver = open_name_resolver(NameResolveConfig(endpoints=[self.etcd.endpoint]))
         self.log = (folder / "agent.log").open("w+")
