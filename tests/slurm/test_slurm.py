@@ -283,16 +283,27 @@ def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFi
 @LONG
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_launchers_own_node_is_given_up(cluster: SlurmCluster, tiny: Path, tmp_path: Path, whole: bool) -> None:
-    """Slurm queues the job again, on nodes that are left. whole: all of the node is gone. Else only Slurm's daemon, so that the
-    run's launcher goes on, and has to give way to the one that is started in its place."""
+    """The job goes on, on nodes that are left. whole: all of the node is gone, and agents have it queued again. Else only Slurm's
+    daemon: the run's launcher goes on, out of Slurm's sight, and gives way where another is started in its place."""
     nodes = ["slurm.nodes=2", "slurm.partition=all"]
-    job = submit(cluster, tiny, f"fileroot={tmp_path}", "train.max_steps=0", "network.cut_off_limit_s=10", *nodes)
+    job = submit(
+        cluster,
+        tiny,
+        f"fileroot={tmp_path}",
+        "train.max_steps=0",
+        "train.num_epochs=10",
+        "network.cut_off_limit_s=10",
+        *nodes,
+    )
     job.wait_for_step(4)
     victim = job.workers_on()["master/0"]
     if whole:
         cluster.cut_power(victim)
     else:
         cluster.kill_slurmd(victim)
+        job.wait_until(lambda: "DOWN" in cluster.node_states()[victim], "Slurm's giving up the node")
+        job.wait_for_step(job.last_step() + 2)  # which does the run no harm (--no-kill): somebody has it queued again
+        cluster.run("scontrol", "requeue", job.job_id)
     job.wait_until(lambda: cluster.job(job.job_id)["Restarts"] == "1", "the job being queued again")
     job.wait_until(lambda: cluster.job_state(job.job_id) == "PENDING", "its old processes being gone, for Slurm")
     start_soon(cluster, job)
