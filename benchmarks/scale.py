@@ -3,7 +3,7 @@
     python benchmarks/scale.py [--clients 1024 4096 16384] [--servers 1024] [--write-baseline]
 
 manager: a real GserverManager in a process of its own. Its servers are 1,024 sockets that answer as servers do (one process); each
-client is a connection of its own that sends what a rollout worker sends (a heartbeat every two seconds; allocate and finish at
+client is a connection of its own that sends what a rollout worker sends (heartbeats, as often as asked for; allocate and finish at
 --rate a second among them), from two processes. Open loop: latency counts from when a request was due. The manager has a core of
 its own, all others share the rest.
 names: a real etcd; each client is a gRPC connection of its own with two watches, as a worker's session has. How long one put takes
@@ -48,6 +48,9 @@ from common import (
     table,
     worker_info,
 )
+
+from asyncrl.config import ManagerConfig
+from asyncrl.manager import intervals
 
 CLIENTS = (1024, 4096, 16384)
 NUM_SERVERS = 1024
@@ -146,7 +149,7 @@ def part_servers(parent: Parent, *, core: int, num_servers: int, **_: Any) -> No
 
 def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
     """Rollout workers, each a connection. The first process also is the master, and allocates for all."""
-    from http_load import HEARTBEAT_S, Connection, _Rollouts, _ticket_id
+    from http_load import Connection, _Rollouts, _ticket_id
 
     _prepare(core)
     settings = parent.receive()
@@ -168,12 +171,12 @@ def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
     parent.send(connected=count)
 
     while (command := parent.receive()) is not None:
-        seconds, warm_up_s = command["seconds"], command["warm_up_s"]
+        seconds, warm_up_s, every_s = command["seconds"], command["warm_up_s"], command["heartbeat_s"]
         start = time.monotonic()
         counting_from, end = start + warm_up_s, start + warm_up_s + seconds
         cpu, cpu_from = 0.0, 0.0
         due: list[tuple[float, int, str, str]] = [
-            (start + HEARTBEAT_S * number / count, number, "heartbeat", "") for number in range(count)
+            (start + every_s * number / count, number, "heartbeat", "") for number in range(count)
         ]
         if rate:
             due.append((start, -1, "allocate_rollout", ""))
@@ -202,7 +205,7 @@ def part_clients(parent: Parent, *, core: int, **_: Any) -> None:
             while due and due[0][0] <= now:
                 at, number, kind, ticket = heapq.heappop(due)
                 if kind == "heartbeat":
-                    heapq.heappush(due, (at + HEARTBEAT_S, number, kind, ""))
+                    heapq.heappush(due, (at + every_s, number, kind, ""))
                 elif kind == "allocate_rollout":
                     heapq.heappush(due, (at + 1.0 / rate, -1, kind, ""))
                     number = random.randrange(count)
@@ -340,20 +343,25 @@ def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) ->
         for child in clients:
             child.receive(_START_LIMIT_S)
         for child in clients:
-            child.send(seconds=args.seconds, warm_up_s=5.0)
+            child.send(seconds=args.seconds, warm_up_s=5.0, heartbeat_s=heartbeat_s(num_clients))
         time.sleep(5.0)
         busy = _spent(manager, args.seconds - 0.5)
         seen = [child.receive(_START_LIMIT_S) for child in clients]
         after = _ask(manager)
     heartbeats = [s for one in seen for s in one["latencies"]["heartbeat"]]
     allocations = seen[0]["latencies"]["allocate_rollout"]
+    if not allocations or not heartbeats:
+        raise SystemExit(
+            f"of {num_clients} clients none was answered within {args.seconds:g} s (load average {os.getloadavg()[0]:.0f}): the "
+            "machine is too busy to measure anything; run it when it is quiet, or with a larger --seconds"
+        )
     requests_a_s = sum(sum(one["counts"].values()) / one["seconds"] for one in seen)
     return {
         "all_serve_s": started["all_serve_s"],
         "idle_cpu": idle,
         "cpu": busy,
         "requests_a_s": requests_a_s,
-        "due_a_s": num_clients / 2.0 + 2 * args.rate,
+        "due_a_s": num_clients / heartbeat_s(num_clients) + 2 * args.rate,
         "cpu_us_a_request": 1e6 * (busy - idle) / max(requests_a_s, 1.0),
         "allocate_p50_ms": 1e3 * percentile(allocations, 50),
         "allocate_p99_ms": 1e3 * percentile(allocations, 99),
@@ -363,6 +371,17 @@ def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) ->
         "unsent": float(sum(one["late"] for one in seen)),
         "generators_cpu": sum(one["cpu_share"] for one in seen),
     }
+
+
+def heartbeat_s(num_clients: int) -> float:
+    """As the manager tells them."""
+    options = ManagerConfig()
+    return intervals.heartbeat_s(options.heartbeat_s, num_clients, options.lease_s)
+
+
+def probe_s(num_servers: int) -> float:
+    options = ManagerConfig()
+    return intervals.probe_s(options.heartbeat_s, num_servers, options.lease_s)
 
 
 def _ask(child: Child) -> dict[str, Any]:
@@ -613,18 +632,19 @@ def main() -> None:
     bottleneck = ""
     largest = manager.get(str(max(args.clients)), {})
     if "simulation" not in args.without:
-        probes_a_s = args.servers / 2.0
+        probes_a_s = args.servers / probe_s(args.servers)
         service_us = args.service_us or largest.get("cpu_us_a_request", 0.0) or service_of_baseline()
         idle = args.probe_us * probes_a_s / 1e6 if args.probe_us else largest.get("idle_cpu", 0.0)
         service_s = service_us / 1e6
         for clients in (1024, 4096, 8192, 16384, 32768):
-            simulated[str(clients)] = simulate(Run(clients=clients, seconds=300.0), service_s, idle, 120.0)
+            run = Run(clients=clients, heartbeat_s=heartbeat_s(clients), seconds=300.0)
+            simulated[str(clients)] = simulate(run, service_s, idle, 120.0)
             say(args, f"simulation {clients}: {_short(simulated[str(clients)])}")
         carries = (1.0 - idle) / service_s
         bottleneck = (
             f"the gserver manager's one core: a request takes {1e6 * service_s:.0f} us of it, probes of {args.servers} servers "
             f"{100 * idle:.0f} %, so it carries {carries:.0f} requests/s; {max(args.clients)} clients send "
-            f"{max(args.clients) / 2:.0f} heartbeats/s"
+            f"{max(args.clients) / heartbeat_s(max(args.clients)):.0f} heartbeats/s"
         )
     show(args, "Gserver manager", manager)
     show(args, "etcd", names)
