@@ -189,7 +189,9 @@ def test_with_an_agent_its_processes_die_and_the_next_agent_starts_nothing_of_ol
     wait_for(lambda: gone(process), "it died with its agent")
 
     bench.agent = bench.start_agent()
-    wait_for(lambda: bench.record().incarnation != before.incarnation, "the next agent has come")
+    wait_for(  # in between there is none, where the lease of the one before ends first
+        lambda: (record := bench.record()) and record.incarnation != before.incarnation, "the next agent has come"
+    )
     time.sleep(2)
     assert not psutil.Process(bench.agent.pid).children()
     wait_for(lambda: "a launcher has come" in bench.said().rpartition("joins")[2], "it knows the launcher")
