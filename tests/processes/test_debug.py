@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import load_experiment
+from asyncrl.config import NameResolveConfig, load_experiment
 from asyncrl.launch.commands import debug as debug_command
-from asyncrl.launch.program import plan, save_config, with_endpoints
+from asyncrl.launch.program import plan, save_config, with_name_resolve
 from asyncrl.testing.runs import make_tiny_run
 
 LIMIT_S = 100.0
@@ -21,7 +21,7 @@ def tiny(tmp_path_factory):
 
 def resolved(tiny, folder, name, endpoints=(), **changes):
     """The config of one process, on disk."""
-    config = with_endpoints(load_experiment(tiny), list(endpoints))
+    config = with_name_resolve(load_experiment(tiny), NameResolveConfig(endpoints=list(endpoints)))
     (spec,) = (spec for spec in plan(config, attempt=1, num_prompts=20) if spec.name == name)
     path = folder / f"{spec.file_stem}.yaml"
     save_config(replace(spec.config, **changes), path)
