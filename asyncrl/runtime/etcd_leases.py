@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.runtime.etcd_store import STORE_ID_KEY, STREAM_RETRY_S, EtcdStore, WatchStream
-from asyncrl.runtime.name_resolve import LeaseNotFound, NameEntryExists, NameResolverClosed, NameResolveTimeout
+from asyncrl.runtime.name_resolve import (
+    LeaseNotFound,
+    NameEntryExists,
+    NameResolverClosed,
+    NameResolveTimeout,
+    refresh_interval,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +48,7 @@ class _HeldLease:
     def usual_s(self) -> float:
         if self.id == _NO_LEASE:
             return math.inf
-        return self.ttl_s / 3 if self.kept else _FOREIGN_CHECK_S
+        return refresh_interval(self.ttl_s) if self.kept else _FOREIGN_CHECK_S
 
 
 class LeaseKeeper:
@@ -70,7 +76,8 @@ class LeaseKeeper:
     def hold(self, lease_id: int, ttl_s: int) -> None:
         """Keep a lease that has just been granted."""
         with self._lock:
-            self._leases[lease_id] = _HeldLease(lease_id, ttl_s, kept=True, due=time.monotonic() + ttl_s / 3)
+            held = self._leases[lease_id] = _HeldLease(lease_id, ttl_s, kept=True)
+            held.due = time.monotonic() + held.usual_s
             self._wake()
 
     def release(self, lease_id: int) -> None:

@@ -40,6 +40,7 @@ from asyncrl.runtime.name_resolve import (
     Watch,
     WatchCallback,
     WatchEvent,
+    refresh_interval,
 )
 
 logger = logging.getLogger(__name__)
@@ -586,7 +587,7 @@ class FileNameResolver(NameResolver):
     def _refresh_kept(self) -> None:
         now = time.monotonic()
         for lease_id, (ttl_s, grant) in list(self._kept.items()):
-            if now - self._refreshed[lease_id] < ttl_s / 3:
+            if now - self._refreshed[lease_id] < refresh_interval(ttl_s):
                 continue
             if _granted(self._store.read_lease(lease_id), grant) and self._store.beat(lease_id):
                 self._refreshed[lease_id] = now

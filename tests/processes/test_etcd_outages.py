@@ -193,6 +193,15 @@ def test_adds_are_done_once_through_an_outage(server: EtcdServer, open_etcd: Ope
     assert len(names.find_subtree(root)) == num_added
 
 
+def wait_until_frozen(pid: int) -> None:
+    """Each of its threads stops when it is next scheduled: on a busy machine one of them may still answer."""
+    tasks = Path(f"/proc/{pid}/task")
+    deadline = time.monotonic() + LIMIT_S
+    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+        assert time.monotonic() < deadline, f"{LIMIT_S:g} s went by before process {pid} stood still"
+        time.sleep(0.01)
+
+
 def test_a_frozen_server_is_an_error_not_a_hang(server: EtcdServer, open_etcd: OpenSession, root: str) -> None:
     watching = open_etcd()
     recorder = Recorder()
@@ -209,6 +218,7 @@ def test_a_frozen_server_is_an_error_not_a_hang(server: EtcdServer, open_etcd: O
         lambda: open_name_resolver(NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3)),
     ]
     os.kill(server.pid, signal.SIGSTOP)
+    wait_until_frozen(server.pid)
     try:
         for operation in operations:
             before = time.monotonic()
