@@ -402,6 +402,7 @@ async def test_an_update_without_a_pause(store: Store) -> None:
             engine.submit(EngineRequest(str(i), prompt, SamplingParams(max_new_tokens=30, ignore_eos=True)))
             for i in range(4)
         ]
+        await until(engine, lambda: engine.stats().num_tokens > 0)  # two of them run
         assert await engine.load_weights(store.path(V1), V1) == 0
         results = await asyncio.gather(*futures)
         for result in results:
@@ -410,7 +411,9 @@ async def test_an_update_without_a_pause(store: Store) -> None:
             close_to(result.logprobs, store.logprobs(version, prompt, result.token_ids))
         assert only_version(results[0]) == str(V0)
         assert only_version(results[3]) == str(V1)
+        so_far = engine.stats().num_tokens
         future = engine.submit(EngineRequest("x", prompt, LONG))
+        await until(engine, lambda: engine.stats().num_tokens > so_far)
         await engine.load_weights(store.path(V2), V2, abort_running=True)
         assert (await future).finish.type == "abort"
         assert only_version(await future) == str(V1)
