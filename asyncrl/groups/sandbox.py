@@ -220,9 +220,8 @@ class SandboxPool:
         if not self._places.acquire(timeout=BUSY_LIMIT_S):
             raise SandboxError(f"all {self._size} sandboxes have been busy for {BUSY_LIMIT_S:g} s")
         try:
-            sandbox = self._take()
+            sandbox = self._take(program)
             try:
-                sandbox.load(program, self._packages)
                 self._make_spare()  # it starts beside the program
                 yield sandbox
             finally:
@@ -263,19 +262,20 @@ class SandboxPool:
         self._places = threading.BoundedSemaphore(self._size)
         self._ready: deque[Sandbox] = deque()
 
-    def _take(self) -> Sandbox:
+    def _take(self, program: Program) -> Sandbox:
+        """One that has the program, made ahead or now."""
         while True:
             with self._lock:
-                sandbox = self._ready.popleft() if self._ready else None
-            if sandbox is None:
-                sandbox = Sandbox(self._recipe)
-                sandbox.wait_until_ready()
-                return sandbox
+                spare = self._ready.popleft() if self._ready else None
+            sandbox = spare or Sandbox(self._recipe)
             try:
                 sandbox.wait_until_ready()
+                sandbox.load(program, self._packages)
                 return sandbox
-            except SandboxError:  # it was killed meanwhile, by whoever looked for memory
+            except SandboxError:
                 sandbox.close()
+                if spare is None:  # else it was killed meanwhile, by whoever looked for memory
+                    raise
 
     def _make_spare(self) -> None:
         with self._lock:
@@ -363,6 +363,7 @@ class Sandbox:
         self._find_inner()
 
     def load(self, program: Program, packages: Sequence[str]) -> None:
+        """Raises SandboxError where the program is too large, or the sandbox has ended; that is no word on the program."""
         files = {
             n: c.encode("utf-8", "surrogatepass") if isinstance(c, str) else bytes(c) for n, c in program.files.items()
         }
@@ -404,9 +405,13 @@ class Sandbox:
             "output_bytes": limits.output_bytes,
         }
         try:
+            self._control.settimeout(START_LIMIT_S)
             self._control.sendall(_framed(marshal.dumps(job)))
+            word = self._control.recv(1)
         except OSError as error:
             raise self._not_started(repr(error)) from error
+        if word != b"L":
+            raise self._not_started("it ended")
 
     def run(self, given: str | bytes = b"") -> Result:
         """The program with this input. Raises SandboxError where nothing can be said about it."""

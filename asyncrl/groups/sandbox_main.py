@@ -64,6 +64,7 @@ def main(control: int) -> None:
         send_fd(control, listener)
         os.close(listener)
     program = marshal.loads(read_message(control))
+    os.write(control, b"L")
     while True:
         given = read_message(control)
         told, out, err = run(control, program, given, alone)
