@@ -518,7 +518,7 @@ class LocalLauncher:
             f"{limit_s:g} s (checkpoint.on_stop_s); again, and all ends at once"
         )
         asked = _on_thread(lambda: service.ask_for_last_checkpoint(attempt))
-        before, deadline = list_checkpoints(self.run_dir), time.monotonic() + limit_s
+        deadline = time.monotonic() + limit_s
         while not self._impatient and time.monotonic() < deadline:
             self._turn()
             if masters[0].is_done:
@@ -526,9 +526,9 @@ class LocalLauncher:
             failed = any(child.in_trouble for child in self._crew.children if child.spec.kind in GANG_KINDS)
             if failed or (asked.done() and asked.exception() is not None):
                 break
-        if there := [step for found, step in list_checkpoints(self.run_dir) if (found, step) not in before]:
+        if there := list_checkpoints(self.run_dir):  # the schedule may have had this step's written just before
             self._view.say(
-                f"checkpoint of step {there[-1]} written; asyncrl-launch resume {self.run_dir} goes on from it"
+                f"checkpoint of step {there[-1][1]} is the newest; asyncrl-launch resume {self.run_dir} goes on from it"
             )
         return 128 + number
 

@@ -181,7 +181,7 @@ def test_a_run_that_is_told_to_stop_writes_a_checkpoint_first(runs: Runs) -> Non
     assert attempt == 1
     assert 3 <= step < STEPS
     assert step == max(event["step"] for event in journal(stopped) if event["event"] == "trained")
-    assert f"checkpoint of step {step} written; asyncrl-launch resume {stopped} goes on from it" in said
+    assert f"checkpoint of step {step} is the newest; asyncrl-launch resume {stopped} goes on from it" in said
     with resumed(stopped) as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         assert f"going on from step {step} of attempt 1" in run.output()
