@@ -28,12 +28,12 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 # Two halves at the same time: whole runs and SGLang spend much of theirs waiting for processes to start. Then what needs quiet.
 folder=$(mktemp -d)
-python -m pytest -m "not alone" tests/end_to_end tests/sglang tests/chaos >"$folder/whole_runs" 2>&1 &
+python -m pytest -m "not alone" tests/end_to_end tests/sglang tests/chaos tests/hosts >"$folder/whole_runs" 2>&1 &
 whole_runs=$!
 trap 'kill "$whole_runs" 2>/dev/null || true; rm -rf "$folder"' EXIT
 echo "whole runs are tested beside what follows, and told of at the end"
 status=0
-python -m pytest -m "not alone" --ignore=tests/end_to_end --ignore=tests/sglang --ignore=tests/chaos || status=$?
+python -m pytest -m "not alone" --ignore=tests/end_to_end --ignore=tests/sglang --ignore=tests/chaos --ignore=tests/hosts || status=$?
 wait "$whole_runs" || status=$?
 cat "$folder/whole_runs"
 python -m pytest -m alone tests/end_to_end || status=$?
