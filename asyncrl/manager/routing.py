@@ -192,8 +192,10 @@ class ServerTable:
     def dead_urls(self) -> list[str]:
         """Where who waits for an answer waits in vain: the latest servers that died, unless they are back there, and those that
         stay interrupted because a load has failed."""
+        interrupted = [s.url for s in self.servers.values() if s.failed_load and s.state is not ServerState.DEAD]
+        if not self._dead_urls:  # every heartbeat asks
+            return interrupted
         alive = {server.url for server in self.servers.values() if server.state is not ServerState.DEAD}
-        interrupted = [server.url for server in self.servers.values() if server.url in alive and server.failed_load]
         return [url for url in self._dead_urls if url not in alive] + interrupted
 
     def load_told(self, name: str, used_tokens: int, num_requests: int, promised_before: float) -> None:
