@@ -1,6 +1,6 @@
 """How large a run the control plane carries: manager and etcd under 1,024 generation servers and 16,384 rollout clients.
 
-    python benchmarks/scale.py [--clients 1024 4096 16384] [--servers 1024] [--write-baseline]
+    python benchmarks/scale.py [--clients 1024 16384] [--servers 1024] [--write-baseline]
 
 manager: a real GserverManager in a process of its own. Its servers are 1,024 sockets that answer as servers do (one process); each
 client is a connection of its own that sends what a rollout worker sends (heartbeats, as often as asked for; allocate and finish at
@@ -11,7 +11,8 @@ to reach them all, and what a client costs etcd. launcher: what it does for each
 simulation: a run of 10,000 GPUs as discrete events, with the service times that were measured: what the manager's queue does to
 generation, and where it gives way.
 
-`value` is the p99 of an allocation at the largest number of clients, in ms; `bottleneck` says what gives way first.
+Each number is the median of --rounds rounds. `value` is the p99 of an allocation at the largest number of clients, in ms (`spread`:
+the least and the most of the rounds); `bottleneck` says what gives way first.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import json
 import os
 import random
 import resource
+import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ from common import (
 from asyncrl.config import ManagerConfig
 from asyncrl.manager import intervals
 
-CLIENTS = (1024, 4096, 16384)
+CLIENTS = (1024, 16384)
 NUM_SERVERS = 1024
 BATCH_SIZE, ETA = 1024, 2
 HOLDS_S = 5.0  # a client holds a ticket for so long
@@ -325,6 +327,9 @@ def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) ->
     """One number of clients, and none before: what the servers alone cost is taken off."""
     cores = sorted(os.sched_getaffinity(0))
     own, others = (cores[0], cores[-1]) if len(cores) > 1 else (-1, -1)
+    warm_up_s = 2 * max(
+        heartbeat_s(num_clients), 2.5
+    )  # until each client was heard, and what its first request made has been
     run_dir = folder / str(num_clients)
     run_dir.mkdir()
     publish_version(run_dir)
@@ -343,8 +348,8 @@ def measure_manager(args: argparse.Namespace, folder: Path, num_clients: int) ->
         for child in clients:
             child.receive(_START_LIMIT_S)
         for child in clients:
-            child.send(seconds=args.seconds, warm_up_s=5.0, heartbeat_s=heartbeat_s(num_clients))
-        time.sleep(5.0)
+            child.send(seconds=args.seconds, warm_up_s=warm_up_s, heartbeat_s=heartbeat_s(num_clients))
+        time.sleep(warm_up_s)
         busy = _spent(manager, args.seconds - 0.5)
         seen = [child.receive(_START_LIMIT_S) for child in clients]
         after = _ask(manager)
@@ -598,13 +603,13 @@ def simulate(run: Run, service_s: float, idle_share: float, heartbeats_from: flo
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], rounds=1)
+    options = parser(__doc__.split("\n")[0])
     options.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS))
     options.add_argument("--servers", type=int, default=NUM_SERVERS)
     options.add_argument(
         "--rate", type=float, default=200.0, help="allocations a second, and as many ends (default 200)"
     )
-    options.add_argument("--seconds", type=float, default=12.0, help="of each measurement (default 12)")
+    options.add_argument("--seconds", type=float, default=8.0, help="of each measurement (default 8)")
     options.add_argument(
         "--service-us", type=float, default=0.0, help="simulate with this CPU time of a request (default: as measured)"
     )
@@ -614,20 +619,27 @@ def main() -> None:
     options.add_argument("--without", nargs="+", default=[], choices=["manager", "names", "launcher", "simulation"])
     args = options.parse_args()
     load_before = os.getloadavg()[0]
-    manager: dict[str, dict[str, float]] = {}
-    names: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    managers: dict[str, list[dict[str, float]]] = defaultdict(list)
+    resolvers: dict[str, list[dict[str, float]]] = defaultdict(list)
+    launcher: dict[str, float] = {}
+    for number in range(1, args.rounds + 1):
         for num_clients in args.clients:
-            if "manager" not in args.without:
-                manager[str(num_clients)] = measure_manager(args, Path(folder), num_clients)
-                say(args, f"manager {num_clients}: {_short(manager[str(num_clients)])}")
-            if "names" not in args.without:
-                names[str(num_clients)] = measure_names(Path(folder), num_clients)
-                say(args, f"names {num_clients}: {_short(names[str(num_clients)])}")
-        launcher = (
-            {} if "launcher" in args.without else measure_launcher(Path(folder), max(args.clients) + args.servers)
-        )
+            with tempfile.TemporaryDirectory() as folder:
+                label = f"{num_clients} clients, round {number}/{args.rounds}"
+                if "manager" not in args.without:
+                    found = measure_manager(args, Path(folder), num_clients)
+                    managers[str(num_clients)].append(found)
+                    say(args, f"manager, {label}: {_short(found)}")
+                if "names" not in args.without:
+                    found = measure_names(Path(folder), num_clients)
+                    resolvers[str(num_clients)].append(found)
+                    say(args, f"names, {label}: {_short(found)}")
+    if "launcher" not in args.without:
+        with tempfile.TemporaryDirectory() as folder:
+            launcher = measure_launcher(Path(folder), max(args.clients) + args.servers)
         say(args, f"launcher: {_short(launcher)}")
+    manager, names = _medians(managers), _medians(resolvers)
+    p99s = [found["allocate_p99_ms"] for found in managers[str(max(args.clients))]]
     simulated: dict[str, dict[str, float]] = {}
     bottleneck = ""
     largest = manager.get(str(max(args.clients)), {})
@@ -656,6 +668,7 @@ def main() -> None:
         value=largest.get("allocate_p99_ms"),
         unit="ms",
         ratio={},
+        spread=[min(p99s), max(p99s)] if p99s else [],
         manager=manager,
         names=names,
         launcher=launcher,
@@ -669,6 +682,14 @@ def service_of_baseline() -> float:
     """Of baselines/manager.json: microseconds of CPU a request."""
     baseline = json.loads((BASELINES / "manager.json").read_text())
     return float(1e6 * baseline["cpu_shares"]["asyncrl"] / baseline["value"])
+
+
+def _medians(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Of the rounds, number by number."""
+    return {
+        clients: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+        for clients, rounds in found.items()
+    }
 
 
 def _short(numbers: dict[str, float]) -> str:

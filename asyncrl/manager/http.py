@@ -85,6 +85,7 @@ class ManagerService:
         self._waiting: dict[tuple[str, str, str], _Waiting] = {}  # in the order in which they came
         self._num_waiting = 0  # connections: more than requests, where one was sent twice
         self._change: asyncio.Future[None] | None = None
+        self._told_revision = ledger.revision  # those who wait for a change have been told of this one
         self._view_took_s = 0.0
         self._refused: Counter[str] = Counter()
         self._registry = CollectorRegistry()
@@ -238,7 +239,8 @@ class ManagerService:
     def _after_request(self) -> None:
         """The ledger may have changed, by this request alone: only those whom it made room for are looked at."""
         self._admit_room()
-        self._tell_of_change()
+        if self.ledger.revision != self._told_revision:  # most heartbeats bring no news
+            self._tell_of_change()
 
     def _admit_room(self) -> None:
         if self._waiting and (room := self.ledger.room(self._clock.monotonic())):
@@ -256,6 +258,7 @@ class ManagerService:
                 waiting.answer.set_result(reply)
 
     def _tell_of_change(self) -> None:
+        self._told_revision = self.ledger.revision
         if self._change is not None:
             if not self._change.done():
                 self._change.set_result(None)

@@ -203,6 +203,7 @@ class Ledger:
         self._live: dict[str, _Live] = {}
         self._by_prompt: dict[Locator, str] = {}
         self._evals: dict[str, _Live] = {}
+        self._running_of: dict[str, dict[str, _Live]] = {}  # by worker and ticket: each heartbeat asks for its own
         self._num_running = 0
         self._live_of_head: Counter[int] = Counter()
         self._rejected: deque[RejectedPrompt] = deque()
@@ -571,8 +572,10 @@ class Ledger:
     def _learn_attempt(self, held: Sequence[str]) -> None:
         """Workers hold tickets of an attempt that has begun since this manager's config was written: it is ours, and those tickets
         are of a manager before this one."""
-        unknown = (TicketId.parse(ticket_id) for ticket_id in held if ticket_id not in self._live)
-        newest = max((name.attempt for name in unknown if name is not None), default=0)
+        unknown = [ticket_id for ticket_id in held if ticket_id not in self._live]
+        if not unknown:  # nearly always
+            return
+        newest = max((name.attempt for name in map(TicketId.parse, unknown) if name is not None), default=0)
         if newest > self.attempt:
             self.begin_attempt(newest)
             self._grace_s = self._lease_s
@@ -668,6 +671,7 @@ class Ledger:
         live = _Live(ticket, request.worker, request.incarnation, now, server.name, self._mean_tokens, item=item)
         self.servers.granted(server.name, live.expected_tokens)
         self._evals[ticket_id] = live
+        self._runs(live)
         self.counters["granted", "eval"] += 1
         return live
 
@@ -695,8 +699,19 @@ class Ledger:
         self._live[ticket.ticket_id] = live
         self._by_prompt[ticket.locator] = ticket.ticket_id
         self._live_of_head[ticket.head] += 1
-        self._num_running += live.state == "running"
+        if live.state == "running":
+            self._num_running += 1
+            self._runs(live)
         self.revision += 1
+
+    def _runs(self, live: _Live) -> None:
+        self._running_of.setdefault(live.worker, {})[live.ticket.ticket_id] = live
+
+    def _runs_no_more(self, live: _Live) -> None:
+        of_worker = self._running_of[live.worker]
+        del of_worker[live.ticket.ticket_id]
+        if not of_worker:
+            del self._running_of[live.worker]
 
     def _move(self, live: _Live, server: Server, reason: str) -> None:
         self.servers.ended(live.server, live.expected_tokens)
@@ -717,6 +732,7 @@ class Ledger:
             live.state = "stored"
             self.servers.ended(live.server, live.expected_tokens)
             self._num_running -= 1
+            self._runs_no_more(live)
 
     def _finish_train(self, live: _Live, result: RolloutResult, now: float) -> None:
         if not live.has_moved:
@@ -762,6 +778,7 @@ class Ledger:
 
     def _remove_eval(self, live: _Live) -> None:
         del self._evals[live.ticket.ticket_id]
+        self._runs_no_more(live)
         self.servers.ended(live.server, live.expected_tokens)
 
     def _release(self, live: _Live, reason: str, detail: str = "") -> None:
@@ -887,11 +904,7 @@ class Ledger:
         return holder
 
     def _running_at(self, worker: str) -> list[_Live]:
-        return [
-            live
-            for live in [*self._live.values(), *self._evals.values()]
-            if live.worker == worker and live.state == "running"
-        ]
+        return list(self._running_of.get(worker, {}).values())
 
     def _moved_of(self, worker: str) -> list[MovedTicket]:
         """Where the worker's tickets go on that were moved without its asking. All of them each time: an answer may be lost."""

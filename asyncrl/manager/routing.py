@@ -13,6 +13,8 @@ A server that leaves the run is DRAINING: it gets no groups and no weights, and 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import statistics
 import sys
 from collections import OrderedDict
@@ -56,17 +58,16 @@ class Pace:
     num_groups: int = 0
     tokens: float = 0.0
     seconds: float = 0.0
+    seconds_a_token: float | None = None  # None: too few groups to say
     slow: str = ""
 
     def add(self, tokens: int, seconds: float) -> None:
+        """Of one group: tokens > 0."""
         self.num_groups += 1
         self.tokens = _PACE_MEMORY * self.tokens + tokens
         self.seconds = _PACE_MEMORY * self.seconds + seconds
-
-    @property
-    def seconds_a_token(self) -> float | None:
-        """None: too few groups to say."""
-        return self.seconds / self.tokens if self.num_groups >= _LEAST_GROUPS and self.tokens else None
+        if self.num_groups >= _LEAST_GROUPS:
+            self.seconds_a_token = self.seconds / self.tokens
 
 
 @dataclass
@@ -131,6 +132,8 @@ class ServerTable:
     servers: dict[str, Server] = field(default_factory=dict)
     _last_picked: str = ""
     _dead_urls: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _told_dead: list[str] | None = None  # what dead_urls says; None: to be found out anew
+    _now_healthy: list[Server] | None = None  # what _healthy says, likewise
     _companions_until: float = float("-inf")
 
     def __post_init__(self) -> None:
@@ -144,6 +147,7 @@ class ServerTable:
         server = self.servers.get(name)
         if server is None:
             self.servers[name] = Server(name, url, now, reason="new")
+            self._told_dead = None
             return
         server.listed = True
         if server.url == url and server.state is not ServerState.DEAD:
@@ -153,6 +157,7 @@ class ServerTable:
                 self._move(server, ServerState.DEAD, "replaced by a new process")
             self._come_back(server, "announced again", now)
         server.url = url
+        self._told_dead = None
         server.life += 1
         server.last_answer = now
 
@@ -192,11 +197,12 @@ class ServerTable:
     def dead_urls(self) -> list[str]:
         """Where who waits for an answer waits in vain: the latest servers that died, unless they are back there, and those that
         stay interrupted because a load has failed."""
-        interrupted = [s.url for s in self.servers.values() if s.failed_load and s.state is not ServerState.DEAD]
-        if not self._dead_urls:  # every heartbeat asks
-            return interrupted
-        alive = {server.url for server in self.servers.values() if server.state is not ServerState.DEAD}
-        return [url for url in self._dead_urls if url not in alive] + interrupted
+        if self._told_dead is None:  # every heartbeat asks
+            alive = [server for server in self.servers.values() if server.state is not ServerState.DEAD]
+            back = {server.url for server in alive}
+            self._told_dead = [url for url in self._dead_urls if url not in back]
+            self._told_dead += [server.url for server in alive if server.failed_load]
+        return self._told_dead
 
     def load_told(self, name: str, used_tokens: int, num_requests: int, promised_before: float) -> None:
         """It said how loaded it is. promised_before: promised_tokens when it was asked; these are in its own count now."""
@@ -312,6 +318,7 @@ class ServerTable:
             return False
         self._move(server, ServerState.STALE, reason)
         server.failed_load = True
+        self._told_dead = None
         return True
 
     def begin_attempt(self, attempt: int) -> None:
@@ -328,23 +335,18 @@ class ServerTable:
 
     def can_serve(self, server: Server, min_version: int) -> bool:
         """It may get a group whose first token needs min_version or newer."""
-        version = server.version
-        return (
-            server.state is ServerState.HEALTHY
-            and version is not None
-            and version.attempt == self.attempt
-            and version.version >= min_version
-        )
+        version = server.version  # of this attempt, where the server is healthy
+        return server.state is ServerState.HEALTHY and version is not None and version.version >= min_version
 
     def has(self, min_version: int) -> bool:
         """Some server can serve."""
-        return any(self.can_serve(server, min_version) for server in self.servers.values())
+        return any(self.can_serve(server, min_version) for server in self._healthy())
 
     def room(self, min_version: int) -> int | None:
         """How many more groups the servers that can serve may get; None: any number."""
         if not self.max_groups:
             return None
-        serving = (server for server in self.servers.values() if self.can_serve(server, min_version))
+        serving = (server for server in self._healthy() if self.can_serve(server, min_version))
         return sum(max(0, self.max_groups - server.running) for server in serving)
 
     def has_room(self, min_version: int) -> bool:
@@ -358,17 +360,22 @@ class ServerTable:
     def pick(self, min_version: int, *, exclude: str = "", max_groups: int | None = None) -> Server | None:
         """The server for a group that needs min_version or newer; None where no healthy server has it, or room for it."""
         limit = (self.max_groups if max_groups is None else max_groups) or sys.maxsize
-        load_of, last = POLICIES[self.policy], self._last_picked
+        load_of, healthy = POLICIES[self.policy], self._healthy()
+        # Once a ticket: one pass, nothing sorted. It begins after the last picked, so that of equals (with round robin all are)
+        # the next one is taken.
+        first = bisect.bisect_right(healthy, self._last_picked, key=lambda server: server.name)
         best: Server | None = None
-        best_key: tuple[bool, float, bool, str] = (False, 0.0, False, "")
-        for name, server in self.servers.items():  # once a ticket: one pass, nothing sorted or copied
-            if name != exclude and server.running < limit and self.can_serve(server, min_version):
-                # A slow one comes last, but that one group at a time shows whether it still is. Ties (and round robin, where
-                # all tie) go to the next one after the last picked.
-                slow = server.slow != "" and (server.running > 0 or server.late_answer != "")
-                key = (slow, load_of(server), name <= last, name)
-                if best is None or key < best_key:
-                    best, best_key = server, key
+        best_slow, best_load = False, 0.0
+        for server in itertools.chain(healthy[first:], healthy[:first]):
+            if server.running >= limit or server.name == exclude or not self.can_serve(server, min_version):
+                continue
+            load = load_of(server)
+            if best is not None and load >= best_load and not best_slow:
+                continue
+            # A slow one comes last, but that one group at a time shows whether it still is.
+            slow = server.late_answer != "" or (server.pace.slow != "" and server.running > 0)
+            if best is None or (slow, load) < (best_slow, best_load):
+                best, best_slow, best_load = server, slow, load
         if best is not None:
             self._last_picked = best.name
         return best
@@ -394,11 +401,7 @@ class ServerTable:
             return
         server.pace.add(tokens, seconds)
         own = server.pace.seconds_a_token
-        others = [
-            other.pace.seconds_a_token
-            for other in self.servers.values()
-            if other is not server and other.state is ServerState.HEALTHY
-        ]
+        others = [other.pace.seconds_a_token for other in self._healthy() if other is not server]
         known = [pace for pace in others if pace is not None]
         if own is None or not known:
             server.pace.slow = ""
@@ -410,6 +413,12 @@ class ServerTable:
     def views(self) -> list[ServerView]:
         """For people and for the master: those that have left are not mentioned."""
         return [server.view() for _, server in sorted(self.servers.items()) if not server.is_gone]
+
+    def _healthy(self) -> list[Server]:
+        """By name."""
+        if self._now_healthy is None:  # every ticket asks
+            self._now_healthy = [s for _, s in sorted(self.servers.items()) if s.state is ServerState.HEALTHY]
+        return self._now_healthy
 
     def _move(self, server: Server, state: ServerState, reason: str) -> None:
         assert state in _NEXT[server.state], f"{server.name}: no way from {server.state.name} to {state.name}"
@@ -427,6 +436,7 @@ class ServerTable:
         server.loading = None
         server.is_new = False
         server.state, server.reason = state, reason
+        self._told_dead = self._now_healthy = None
 
 
 POLICIES: dict[str, Callable[[Server], float]] = {

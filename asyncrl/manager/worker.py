@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from pathlib import Path
 from typing import Literal
@@ -32,6 +33,7 @@ from asyncrl.weight_files import WeightFiles
 from asyncrl.weights import role_dir, version_dir
 
 _ENDED = ("COMPLETE",)
+_YOUNG_OBJECTS, _YOUNG_COLLECTIONS, _NEVER, _GARBAGE_S = 20_000, 5, 1 << 30, 600.0  # see _collect_garbage
 _WANT_OF_SERVERS = frozenset({"no_server", "updating"})  # refusals of the ledger
 
 
@@ -109,6 +111,8 @@ class GserverManager(Worker):
 
     async def run(self) -> None:
         """consumes: time. produces: expired leases, status. Cancelled when the run is over."""
+        if gc.isenabled():
+            self.spawn(self._collect_garbage(), "collect garbage")
         self.spawn(self.journal.run(), "write the journal")
         self.spawn(self._watch_successor(), "watch for a successor")
         self.spawn(self._watch_servers(), "watch generation servers")
@@ -213,6 +217,14 @@ class GserverManager(Worker):
             self.ledger.finished = event.kind == "put" and event.value in _ENDED
             self.service.changed()
 
+    async def _collect_garbage(self) -> None:
+        """With 16,384 connections there are a million objects, and to look through them all takes most of a second: what the
+        default does every few seconds. Here it is done for the cycles of connections that have ended."""
+        gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_COLLECTIONS, _NEVER)
+        while True:
+            await asyncio.sleep(_GARBAGE_S)
+            gc.collect()
+
     # ------------------------------------------------------------------------------------------------------ helpers
 
     def _servers_changed(self) -> None:
@@ -234,11 +246,11 @@ class GserverManager(Worker):
         """While nothing is admitted for want of a server: whom that waits for."""
         missing = ""
         refusal = self.ledger.refusal(self.clock.monotonic())
-        servers = ", ".join(view.server for view in self.table.views() if view.state != "healthy")
+        too_old = refusal == "staleness" and not self.ledger.num_live  # they have fallen too far behind the trainer
+        if refusal in _WANT_OF_SERVERS or too_old:
+            missing = ", ".join(view.server for view in self.table.views() if view.state != "healthy")
         if refusal in _WANT_OF_SERVERS:
-            missing = servers or "generation servers"
-        elif refusal == "staleness" and not self.ledger.num_live:  # they have fallen too far behind the trainer
-            missing = servers
+            missing = missing or "generation servers"
         if missing != self._missing:
             self._missing = missing
             self._missing_wait.close()
