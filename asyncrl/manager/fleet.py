@@ -48,6 +48,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 _FIRST_RETRY_S = 0.2
 _LONGEST_RETRY_S = 10.0
 _IDLE_S = 5.0
+_PROBES_AT_ONCE = 16
 _VERIFY_NICENESS = 5
 _FETCH_SLACK_S = 1.0  # for hosts that are slower than the first
 _SENDER_SLACK_S = 2.0  # the trainer answers within the limit that it is given
@@ -304,14 +305,19 @@ class Fleet:
             well = [name for name in due if servers[name].state is ServerState.HEALTHY]
             every_s = intervals.probe_s(self._probe_every_s, len(due), self.table.dead_after_s)
             later = set(well).difference(intervals.in_turn(well, asked, self._probe_every_s / every_s))
-            for name in due:
-                server = servers[name]
-                key = name, server.life
-                if name not in later and key not in self._probes:
+            turn = [name for name in due if name not in later]
+            parts = [turn[at : at + _PROBES_AT_ONCE] for at in range(0, len(turn), _PROBES_AT_ONCE)] or [[]]
+            for part in parts:  # all at once would keep rollout workers waiting for as long as they take
+                for name in part:
                     asked[name] = self._clock.monotonic()
-                    self._probes[key] = asyncio.create_task(self._probe(server), name=f"probe {name}")
-                    self._probes[key].add_done_callback(partial(self._probed, key))
-            await asyncio.sleep(self._probe_every_s)
+                    self._begin_probe(servers[name])
+                await asyncio.sleep(self._probe_every_s / len(parts))
+
+    def _begin_probe(self, server: Server) -> None:
+        key = server.name, server.life
+        if key not in self._probes and server.listed and server.state is not ServerState.UPDATING:
+            self._probes[key] = asyncio.create_task(self._probe(server), name=f"probe {server.name}")
+            self._probes[key].add_done_callback(partial(self._probed, key))
 
     def _probed(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
         del self._probes[key]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 import statistics
 import sys
 from collections import OrderedDict
@@ -367,10 +368,10 @@ class ServerTable:
         best: Server | None = None
         best_slow, best_load = False, 0.0
         for server in itertools.chain(healthy[first:], healthy[:first]):
-            if server.running >= limit or server.name == exclude or not self.can_serve(server, min_version):
-                continue
             load = load_of(server)
-            if best is not None and load >= best_load and not best_slow:
+            if best is not None and load >= best_load and not best_slow:  # first, for it is true of nearly all
+                continue
+            if server.running >= limit or server.name == exclude or not self.can_serve(server, min_version):
                 continue
             # A slow one comes last, but that one group at a time shows whether it still is.
             slow = server.late_answer != "" or (server.pace.slow != "" and server.running > 0)
@@ -441,6 +442,6 @@ class ServerTable:
 
 POLICIES: dict[str, Callable[[Server], float]] = {
     "round_robin": lambda server: 0.0,
-    "least_requests": lambda server: float(server.running),
+    "least_requests": operator.attrgetter("running"),
     "least_token_usage": lambda server: server.used_tokens + server.promised_tokens,
 }

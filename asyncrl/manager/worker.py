@@ -33,7 +33,7 @@ from asyncrl.weight_files import WeightFiles
 from asyncrl.weights import role_dir, version_dir
 
 _ENDED = ("COMPLETE",)
-_YOUNG_OBJECTS, _YOUNG_COLLECTIONS, _NEVER, _GARBAGE_S = 20_000, 5, 1 << 30, 600.0  # see _collect_garbage
+_COLLECT_S, _COLLECT_ALL_S, _NEVER = 0.25, 600.0, 1 << 30  # see _collect_garbage
 _WANT_OF_SERVERS = frozenset({"no_server", "updating"})  # refusals of the ledger
 
 
@@ -218,11 +218,15 @@ class GserverManager(Worker):
             self.service.changed()
 
     async def _collect_garbage(self) -> None:
-        """With 16,384 connections there are a million objects, and to look through them all takes most of a second: what the
-        default does every few seconds. Here it is done for the cycles of connections that have ended."""
-        gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_COLLECTIONS, _NEVER)
+        """Python's collector goes through all objects every few seconds: with 16,384 connections a million, most of a second. It
+        also counts wrongly here, where what a request leaves takes the place of what the one before has left: half a second for
+        what it takes to be few and new. So what is new is looked through often, and all, for what ended connections leave, seldom.
+        """
+        gc.set_threshold(gc.get_threshold()[0], _NEVER, _NEVER)
         while True:
-            await asyncio.sleep(_GARBAGE_S)
+            for _ in range(round(_COLLECT_ALL_S / _COLLECT_S)):
+                await asyncio.sleep(_COLLECT_S)
+                gc.collect(1)
             gc.collect()
 
     # ------------------------------------------------------------------------------------------------------ helpers
