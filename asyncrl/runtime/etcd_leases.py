@@ -44,11 +44,11 @@ class _HeldLease:
     lost_since: float | None = None  # not known to the server, or not with our entries
     entries: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def usual_s(self) -> float:
+    def usual_s(self, num_leases: int) -> float:
+        """Until it is due again, in a session with so many."""
         if self.id == _NO_LEASE:
             return math.inf
-        return refresh_interval(self.ttl_s) if self.kept else _FOREIGN_CHECK_S
+        return refresh_interval(self.ttl_s, num_leases) if self.kept else _FOREIGN_CHECK_S
 
 
 class LeaseKeeper:
@@ -65,6 +65,8 @@ class LeaseKeeper:
         self._marks = f"asyncrl\0session/{secrets.token_hex(8)}/".encode()
         self._lock = threading.Lock()
         self._leases: dict[int, _HeldLease] = {}
+        self._lease_of: dict[str, int] = {}  # by key: whose entries it is among
+        self._wakes_at = -math.inf  # the thread looks at leases then, if not before
         self._losses = 0  # how often something was lost: an entry that is put meanwhile may need to be put again
         self._store_id = store_id
         self._thread: threading.Thread | None = None
@@ -76,13 +78,15 @@ class LeaseKeeper:
     def hold(self, lease_id: int, ttl_s: int) -> None:
         """Keep a lease that has just been granted."""
         with self._lock:
+            self._give_up(lease_id)
             held = self._leases[lease_id] = _HeldLease(lease_id, ttl_s, kept=True)
-            held.due = time.monotonic() + held.usual_s
-            self._wake()
+            held.due = time.monotonic() + held.usual_s(len(self._leases))
+            if held.due < self._wakes_at or self._thread is None:
+                self._wake()
 
     def release(self, lease_id: int) -> None:
         with self._lock:
-            self._leases.pop(lease_id, None)
+            self._give_up(lease_id)
 
     @property
     def kept(self) -> list[int]:
@@ -100,12 +104,11 @@ class LeaseKeeper:
     def record(self, key: str, value: str, lease_id: int | None, losses: int) -> None:
         """An entry was put. If something was lost since `losses` was read, it is put again."""
         with self._lock:
-            for held in self._leases.values():
-                held.entries.pop(key, None)
+            self._drop(key)
             lease_id = lease_id or _NO_LEASE
             is_new = lease_id not in self._leases
             held = self._leases.setdefault(lease_id, _HeldLease(lease_id))
-            held.entries[key] = value
+            held.entries[key], self._lease_of[key] = value, lease_id
             if self._losses != losses:
                 held.lost_since, held.due = time.monotonic(), -math.inf
             if is_new or self._losses != losses:
@@ -113,16 +116,24 @@ class LeaseKeeper:
 
     def swapped(self, key: str, value: str) -> None:
         with self._lock:
-            for held in self._leases.values():
-                if key in held.entries:
-                    held.entries[key] = value
+            if key in self._lease_of:
+                self._leases[self._lease_of[key]].entries[key] = value
 
     def forget(self, key: str, subtree: bool = False) -> None:
         """An entry, or what is below it, was deleted."""
         with self._lock:
-            for held in self._leases.values():
-                for name in [name for name in held.entries if (name.startswith(key + "/") if subtree else name == key)]:
-                    del held.entries[name]
+            for name in [name for name in self._lease_of if name.startswith(key + "/")] if subtree else [key]:
+                self._drop(name)
+
+    def _drop(self, key: str) -> None:
+        lease_id = self._lease_of.pop(key, None)
+        if lease_id is not None:
+            del self._leases[lease_id].entries[key]
+
+    def _give_up(self, lease_id: int) -> None:
+        held = self._leases.pop(lease_id, None)
+        for key in held.entries if held is not None else ():
+            del self._lease_of[key]
 
     def join(self) -> None:
         """The session is closed: end the thread."""
@@ -197,7 +208,7 @@ class LeaseKeeper:
                 self._look_at(held, now)
         with self._lock:
             for held in due:
-                held.due = now + (held.usual_s if held.lost_since is None else _LOST_CHECK_S)
+                held.due = now + (held.usual_s(len(self._leases)) if held.lost_since is None else _LOST_CHECK_S)
 
     def restore(self, lease_id: int) -> None:
         """Grant a kept lease again under its id, and put its entries again. Also called by users' threads."""
@@ -221,7 +232,7 @@ class LeaseKeeper:
                 if held.lost_since is None:
                     held.lost_since = now
                 if not held.entries or now - held.lost_since > _FOREIGN_FORGET_S:
-                    self._leases.pop(held.id, None)
+                    self._give_up(held.id)
         elif held.lost_since is not None or self._mark(held) not in keys:
             self._put_entries(held)
 
@@ -241,7 +252,7 @@ class LeaseKeeper:
                     logger.warning("name %r was put by another session; leaving it", key)
                     with self._lock:
                         if held.entries.get(key) == value:
-                            del held.entries[key]
+                            self._drop(key)
             if not held.kept and held.id != _NO_LEASE:
                 self._store.put(self._mark(held).decode(), "", held.id)
         except LeaseNotFound:
@@ -256,6 +267,7 @@ class LeaseKeeper:
         with self._lock:
             due = min((held.due for held in self._leases.values()), default=math.inf)
             timeout_s = min(max(due - time.monotonic(), 0.001), 3600.0)
+            self._wakes_at = time.monotonic() + timeout_s
             if self._changed or self._closed.is_set():
                 return
             marks = (self._marks, self._marks[:-1] + b"0")
