@@ -6,7 +6,8 @@
 A run for each signal and phase; in it each target is struck in turn, the launcher last, and the next one only when the run trains
 again. A cell is `ok` when the process came back (or lived) and the run trained on; a run when it is complete, with exit code 0,
 nothing of it left, the audit clean, off-policyness within its bound, and the reward reached. Seconds: from the signal until a
-further train step was done. --write puts the table into docs/chaos-matrix.md. 45 minutes on two cores.
+further train step was done. --write puts the table into docs/chaos-matrix.md (with SGLang: chaos-matrix-sglang.md). 45 minutes
+on two cores.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from asyncrl.testing.chaos import Cell, ChaosRun, Outcome, make_chaos_run
 from asyncrl.testing.faults.schedule import KINDS, PHASES, Kind, Phase
 
 ROOT = Path(__file__).parent.parent
-TABLE = ROOT / "docs" / "chaos-matrix.md"
+TABLE, SGLANG_TABLE = ROOT / "docs" / "chaos-matrix.md", ROOT / "docs" / "chaos-matrix-sglang.md"
 TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master", "etcd", "launcher")
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP 20 s", "restart": "SIGTERM"}
 # Enough for all cells of a run: of those who are frozen most do not stop it
@@ -89,12 +90,14 @@ def table(rows: Sequence[Row], targets: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: Sequence[Row], targets: Sequence[str]) -> None:
-    where = machine()
+def write(rows: Sequence[Row], targets: Sequence[str], *, sglang: bool) -> None:
+    where, extra, path = machine(), "", TABLE
+    if sglang:
+        extra, path = " --targets engine,generation_server --sglang-python PYTHON", SGLANG_TABLE
     num = sum(len(row.outcomes) for row in rows)
     text = f"""# Chaos matrix
 
-What `python benchmarks/chaos_matrix.py --write` found: {num} cells in {len(rows)} runs. In each run every kind of process is
+What `python benchmarks/chaos_matrix.py --write{extra}` found: {num} cells in {len(rows)} runs. In each run every kind of process is
 struck in turn, in the phase named, and the next one only when the run trains again. `ok 3.1 s`: the process came back, or lived,
 and a further train step was done 3.1 s after the signal (20 s of them frozen, for SIGSTOP). `the run`: it was complete, with exit
 code 0 and nothing of it left, each prompt trained exactly once in the lineage of the final weights (`asyncrl-launch audit`), none
@@ -106,7 +109,7 @@ beyond `manager.max_head_offpolicyness`, the reward reached. Of a killed launche
 {where["cpu"]}, {where["cores"]} cores, Python {where["python"]}, torch {where["torch"]}, {where["date"]}, commit {where["commit"]}.
 The phases, and how they are seen from outside: asyncrl/testing/faults/phases.py. About ten of these cells run in CI (tests/chaos).
 """
-    TABLE.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
 
 
 def say(text: str) -> None:
@@ -125,7 +128,7 @@ def main() -> None:
     options.add_argument(
         "--sglang-python", default="", help="generate with SGLang, whose own process can be struck: engine"
     )
-    options.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
+    options.add_argument("--write", action="store_true", help="write the table into docs/")
     options.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the small run's config")
     args = options.parse_args()
     targets, rows, began = words(args.targets), [], time.monotonic()
@@ -142,7 +145,7 @@ def main() -> None:
                 say(f"{SIGNALS[kind]} in {phase}, {time.monotonic() - began:.0f} s after the start")
                 rows.append(measure(config, kind, phase, targets, [*ours, *overrides]))  # type: ignore[arg-type]
                 if args.write:  # after each, so that what was found so far is there whatever comes
-                    write(rows, targets)
+                    write(rows, targets, sglang=bool(args.sglang_python))
     say(table(rows, targets))
     seconds = [o.useful_s for row in rows for o in row.outcomes.values() if o.useful_s and row.kind != "stop"]
     failed = sum(bool(o.problem) for row in rows for o in row.outcomes.values())
