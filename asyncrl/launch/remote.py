@@ -29,6 +29,7 @@ from asyncrl.launch.name_service import NameService
 from asyncrl.launch.placement import Host, Placement, PlacementError, placed
 from asyncrl.launch.program import ProcessSpec, config_text, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
+from asyncrl.launch.slurm import own_start
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.messages import (
     DECODE_ERRORS,
@@ -160,7 +161,11 @@ class RemoteCrew:
         self._resolver = service.resolver
         self._service = service
         self._record = LauncherRecord(
-            incarnation=incarnation("launcher"), host=own_host, run_dir=str(run_dir), attempt=attempt
+            incarnation=incarnation("launcher"),
+            host=own_host,
+            run_dir=str(run_dir),
+            attempt=attempt,
+            start=own_start() if config.cluster == "slurm" else "",
         )
         self._mirrors = {
             self._names.agents(): Mirror(self._observe_agent),

@@ -12,6 +12,7 @@ it is the launcher's own, the agents that are left have the job queued again.
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 import shutil
@@ -53,6 +54,13 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ended(self) -> bool:
         return self.state in _ENDED or self.state == "GONE"
+
+
+def own_start() -> str:
+    """Which job this process belongs to, and which of its starts; "": to none. One that was queued again may run beside what is
+    left of its start before, on a node that Slurm has lost sight of."""
+    job = os.environ.get("SLURM_HET_JOB_ID") or os.environ.get("SLURM_JOB_ID")
+    return f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if job else ""
 
 
 def slurm_dir(run_dir: Path) -> Path:

@@ -59,9 +59,11 @@ class Bench:
         self.life = 0
         self.agent = self.start_agent()
 
-    def start_agent(self):
-        command = [sys.executable, "-m", "asyncrl.launch.cli", "agent", str(self.file)]
-        return subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True)
+    def start_agent(self, *overrides, **env):
+        command = [sys.executable, "-m", "asyncrl.launch.cli", "agent", str(self.file), *overrides]
+        return subprocess.Popen(
+            command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **env}
+        )
 
     def read(self, key, kind):
         try:
@@ -72,8 +74,8 @@ class Bench:
     def record(self):
         return self.read(self.names.agent(HOST), AgentRecord)
 
-    def lead(self, launcher, *, ends=False):
-        record = LauncherRecord(incarnation=launcher, host=HOST, run_dir="/r", attempt=1, ends=ends)
+    def lead(self, launcher, *, start="", ends=False):
+        record = LauncherRecord(incarnation=launcher, host=HOST, run_dir="/r", attempt=1, start=start, ends=ends)
         self.resolver.add(self.names.launcher(), msgspec.json.encode(record).decode(), replace=True)
 
     def want(self, launcher, *, wish="run", life=None, agent=None):
@@ -196,4 +198,23 @@ def test_with_an_agent_its_processes_die_and_the_next_agent_starts_nothing_of_ol
     assert not psutil.Process(bench.agent.pid).children()
     wait_for(lambda: "a launcher has come" in bench.said().rpartition("joins")[2], "it knows the launcher")
     bench.lead(launcher, ends=True)
+    assert bench.agent.wait(LIMIT_S) == 0
+
+
+def test_an_agent_of_a_job_that_was_queued_again_does_not_end_with_the_launcher_of_the_start_before(bench):
+    wait_for(bench.record, "the agent has registered")
+    bench.agent.terminate()  # this one belongs to no job
+    assert bench.agent.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert bench.record() is None
+    earlier, launcher = incarnation("launcher"), incarnation("launcher")
+    bench.lead(earlier, start="7.0")
+
+    bench.agent = bench.start_agent("cluster=slurm", SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
+    wait_for(lambda: psutil.Process(bench.agent.pid).net_connections("tcp"), "it has looked into etcd")
+    time.sleep(2)
+    assert bench.record() is None
+    bench.lead(earlier, start="7.0", ends=True)
+    bench.lead(launcher, start="7.1")
+    wait_for(lambda: "a launcher has come" in bench.said(), "it has met its own")
+    bench.lead(launcher, start="7.1", ends=True)
     assert bench.agent.wait(LIMIT_S) == 0

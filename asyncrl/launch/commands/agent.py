@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from asyncrl.config import ConfigError, ExperimentConfig, NameResolveConfig, load_experiment
@@ -16,7 +17,10 @@ from asyncrl.launch.commands.common import Commands, add_config_command
 from asyncrl.launch.hosts import address_of, own_host
 from asyncrl.launch.program import absolute_name_resolve, run_directory
 from asyncrl.launch.rundir import LaunchError, read_record
+from asyncrl.launch.slurm import own_start
 from asyncrl.launch.worker_main import PARENT_ENV
+from asyncrl.messages import DECODE_ERRORS, LauncherRecord
+from asyncrl.names import Names
 from asyncrl.runtime.name_resolve import NameResolveError, NameResolver, open_name_resolver
 from asyncrl.runtime.worker import die_with_parent
 
@@ -79,15 +83,20 @@ def agent(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _join(config: ExperimentConfig, run_dir: Path) -> NameResolver:
-    """Name resolve, as soon as it answers. Waits for: the launcher, which may come later; at most network.agents_limit_s."""
-    limit_s = config.network.agents_limit_s
+    """Name resolve, as soon as it answers, and in a batch job as soon as the launcher of the same start is there. Waits for: the
+    launcher, which may come later; at most network.agents_limit_s."""
+    limit_s, start = config.network.agents_limit_s, own_start() if config.cluster == "slurm" else ""
     deadline = time.monotonic() + limit_s
     met = f"there is no run in {run_dir} yet"
     while True:
         names_at = _names_at(config, run_dir)
         if names_at is not None:
             try:
-                return open_name_resolver(names_at, _TRY_S)
+                resolver = open_name_resolver(names_at, _TRY_S)
+                if not start or _start_led_at(resolver, config) == start:
+                    return resolver
+                met = f"that of job {start} is not there"
+                resolver.close()  # what it knows is of the job's start before, and may go at any time
             except (NameResolveError, ValueError) as error:
                 met = str(error)
         if time.monotonic() > deadline:
@@ -96,6 +105,17 @@ def _join(config: ExperimentConfig, run_dir: Path) -> NameResolver:
                 "name_resolve.endpoints=[host:port] to launcher and agents"
             )
         time.sleep(_LOOK_S)
+
+
+def _start_led_at(resolver: NameResolver, config: ExperimentConfig) -> str:
+    """Of which start of a job the launcher is that name resolve knows; "": it knows none, or does not answer."""
+    try:
+        record = msgspec.json.decode(
+            resolver.get(Names(config.experiment, config.trial).launcher()), type=LauncherRecord
+        )
+    except (NameResolveError, *DECODE_ERRORS):
+        return ""
+    return record.start
 
 
 def _names_at(config: ExperimentConfig, run_dir: Path) -> NameResolveConfig | None:
