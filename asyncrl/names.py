@@ -32,6 +32,8 @@ def incarnation(name: str) -> str:
 
 def is_earlier(incarnation: str, other: str) -> bool:
     """Whether a life began before another of the same name. False where that is not known."""
+    if incarnation == other:  # nearly always: who reports is who was here before
+        return False
     one, two = _INCARNATION.search(incarnation), _INCARNATION.search(other)
     return one is not None and two is not None and int(one[1]) < int(two[1])
 

@@ -7,6 +7,7 @@ The head of a data-parallel replica is its rank with tensor 0 on the last pipeli
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class ProcessTopology:
         return {axis: coordinates[axis] for axis in self.axes}
 
 
+@functools.cache
 def training_topology(grid: ParallelGrid) -> ProcessTopology:
     """Training order: pipe, data, tensor."""
     return ProcessTopology(("pipe", "data", "tensor"), (grid.pipe, grid.data, grid.tensor))

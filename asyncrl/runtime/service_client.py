@@ -7,6 +7,7 @@ under the same key. The key is watched: whoever waits for an answer of the old p
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,6 +22,11 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
+
+
+@functools.lru_cache(64)
+def _within(limit_s: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=limit_s)
 
 
 class ServiceError(RuntimeError):
@@ -100,8 +106,7 @@ class ServiceClient:
 
     async def _request(self, path: str, body: bytes, limit_s: float) -> tuple[int, bytes]:
         assert self._session is not None, "start() first"
-        timeout = aiohttp.ClientTimeout(total=limit_s)
-        async with self._session.post(self._url + path, data=body, timeout=timeout) as response:
+        async with self._session.post(self._url + path, data=body, timeout=_within(limit_s)) as response:
             return response.status, await response.read()
 
     async def _follow(self) -> None:

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -95,24 +95,14 @@ class StatusBoard:
         self._queues[name] = depth
         self._trace.count(name, depth)
 
-    @contextlib.contextmanager
     def waiting(
         self, what: str, *, on: str, limit_s: float, since: float | None = None, detail: Callable[[], str] = str
-    ) -> Iterator[None]:
+    ) -> _NamedWait:
         """Record a wait that somebody else bounds by limit_s. since: of one that goes on (time.monotonic()).
 
         detail: how far it has come, asked for every status and shown behind `what`.
         """
-        key = self._next_wait
-        self._next_wait += 1
-        self._waits[key] = (what, on, time.monotonic() if since is None else since, limit_s, detail)
-        began_us = self._trace.now_us()
-        try:
-            yield
-        finally:
-            self._trace.wait(what, on, began_us)
-            del self._waits[key]
-            self._reported.discard(key)
+        return _NamedWait(self, what, on, limit_s, since, detail)
 
     async def bounded(
         self, awaitable: Awaitable[T], *, what: str, on: str, limit_s: float, detail: Callable[[], str] = str
@@ -149,6 +139,32 @@ class StatusBoard:
             error=self.error,
             fatal=self.fatal,
         )
+
+
+class _NamedWait:
+    """What StatusBoard.waiting gives; for one use. A class: whatever a worker awaits, it awaits in one of these, and a generator's
+    context manager takes several times as long."""
+
+    __slots__ = ("_began_us", "_board", "_key", "_wait")
+
+    def __init__(
+        self, board: StatusBoard, what: str, on: str, limit_s: float, since: float | None, detail: Callable[[], str]
+    ) -> None:
+        self._board = board
+        self._wait = (what, on, time.monotonic() if since is None else since, limit_s, detail)
+
+    def __enter__(self) -> None:
+        board = self._board
+        self._key = board._next_wait
+        board._next_wait += 1
+        board._waits[self._key] = self._wait
+        self._began_us = board._trace.now_us()
+
+    def __exit__(self, *error: object) -> None:
+        board = self._board
+        board._trace.wait(self._wait[0], self._wait[1], self._began_us)
+        del board._waits[self._key]
+        board._reported.discard(self._key)
 
 
 class Worker:

@@ -15,6 +15,7 @@ from asyncrl.messages import WeightVersion
 from asyncrl.testing.simulation.world import Event, Process
 
 if TYPE_CHECKING:
+    from asyncrl.testing.simulation.network import SimPull
     from asyncrl.testing.simulation.run import SimulatedRun
 
 _WAIT_SLACK_S = 10.0  # a wait that has a limit may be looked at late
@@ -33,7 +34,9 @@ class Invariants:
         self.capacity = (1 + run.scenario.eta) * run.scenario.batch_size
         self.violation = ""
         self.oldest: dict[str, WeightVersion] = {}  # of a stored ticket's tokens
-        self.echoed: dict[str, set[str]] = {}  # by server's life: versions that it said it serves
+        self.echoed: dict[
+            str, dict[int, int]
+        ] = {}  # by server's life: attempt -> newest version that it said it serves
         self.loaded: dict[str, WeightVersion] = {}  # by server's life
         self.published: WeightVersion | None = None
         self.answers: dict[
@@ -60,10 +63,9 @@ class Invariants:
         if of == "train" and live > self.capacity:
             self.broken("gate", f"{ticket} was granted with {live} tickets live; (1 + eta) B is {self.capacity}")
         name = self._run.urls.get(server, "")
-        versions = [WeightVersion.parse(version) for version in self.echoed.get(name, ())]
         own = TicketId.parse(ticket)
         attempt = own.attempt if own is not None else self._run.attempt_of(event.process)
-        if not any(version.attempt == attempt and version.version >= min_version for version in versions):
+        if self.echoed.get(name, {}).get(attempt, -1) < min_version:
             self.broken(
                 "traffic",
                 f"{ticket} goes to {name or server}, which has never said that it serves {min_version} or newer",
@@ -109,13 +111,10 @@ class Invariants:
         buffer = self._run.master_buffer(event.process)
         if buffer is None:
             return
-        twice = [
-            where
-            for where, count in Counter(meta.locator for meta in buffer.metas(buffer.stored_tickets)).items()
-            if count > 1
-        ]
-        if twice:
-            self.broken("exactly once", f"prompt {twice[0]} is stored twice: {ticket} came second")
+        stored = [meta.locator for meta in buffer.metas(buffer.stored_tickets)]
+        if len(set(stored)) < len(stored):
+            twice = next(where for where, count in Counter(stored).items() if count > 1)
+            self.broken("exactly once", f"prompt {twice} is stored twice: {ticket} came second")
         if len(buffer) > self.capacity:
             self.broken("queue", f"the master holds {len(buffer)} trajectories; (1 + eta) B is {self.capacity}")
 
@@ -148,7 +147,8 @@ class Invariants:
 
     def _on_echoed(self, event: Event, version: str) -> None:
         if version:
-            self.echoed.setdefault(event.process, set()).add(version)
+            new, newest = WeightVersion.parse(version), self.echoed.setdefault(event.process, {})
+            newest[new.attempt] = max(new.version, newest.get(new.attempt, -1))
 
     # ------------------------------------------------------------------------------------------ ends that were not meant
 
@@ -179,9 +179,11 @@ class Invariants:
             self._look_at_leases(process, worker.ledger)
         elif process.kind == "model_worker" and len(worker.store) > worker.store.capacity:
             self.broken("queue", f"{process.label} holds {len(worker.store)} groups; {worker.store.capacity} fit")
-        for pull in self._run.pulls.values():
-            if len(pull.queue) > _MAX_QUEUED:
-                self.broken("queue", f"{len(pull.queue)} messages wait at {pull.address}")
+
+    def look_at_queue(self, pull: SimPull) -> None:
+        """Whenever a message has to wait in a socket."""
+        if len(pull.queue) > _MAX_QUEUED:
+            self.broken("queue", f"{len(pull.queue)} messages wait at {pull.address}")
 
     def _look_at_leases(self, manager: Process, ledger: Ledger) -> None:
         now, slack_s = self._run.now, 2 * self.scenario.lease_s + _LEASE_SLACK_S

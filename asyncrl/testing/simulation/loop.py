@@ -22,6 +22,8 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, TypeVar
 
+import msgspec
+
 T = TypeVar("T")
 
 MONOTONIC_START = 10_000.0  # no clock of a machine starts at zero, and no code may rely on it
@@ -37,6 +39,7 @@ _numbers = itertools.count()
 
 
 class _Future(asyncio.Future):  # type: ignore[type-arg]
+    __slots__ = ("_number",)
     _number: int
 
     def __hash__(self) -> int:
@@ -48,6 +51,7 @@ class _Future(asyncio.Future):  # type: ignore[type-arg]
 
 
 class _Task(asyncio.Task):  # type: ignore[type-arg]
+    __slots__ = ("_number",)
     _number: int
 
     def __hash__(self) -> int:
@@ -58,19 +62,14 @@ class _Task(asyncio.Task):  # type: ignore[type-arg]
             return number
 
 
-class Handle:
-    """As asyncio's, of a callback or of a timer."""
+class Handle(msgspec.Struct, eq=False):
+    """As asyncio's, of a callback or of a timer. A struct: nothing else is made so often."""
 
-    __slots__ = ("args", "callback", "context", "gone", "when_at")
-
-    def __init__(
-        self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None, when: float = 0.0
-    ) -> None:
-        self.callback = callback
-        self.args = args
-        self.context = context
-        self.when_at = when
-        self.gone = False
+    callback: Any
+    args: tuple[Any, ...]
+    context: Context | None = None
+    when_at: float = 0.0
+    gone: bool = False
 
     def cancel(self) -> None:
         self.gone = True
@@ -95,7 +94,7 @@ class Scheduler:
         self.now = 0.0  # seconds since the simulation began
         self.num_handles = 0
         self._timers: list[tuple[float, int, ProcessLoop | None, Handle]] = []
-        self._numbers = itertools.count()
+        self._next_number = itertools.count().__next__
         self._active: deque[ProcessLoop] = deque()
         self.activate = self._active.append
         self.stopped = False
@@ -114,11 +113,11 @@ class Scheduler:
     def at(self, when: float, callback: Callable[..., Any], *args: Any, loop: ProcessLoop | None = None) -> Handle:
         """Call it then: in a process, or (None) in nobody's name."""
         handle = Handle(callback, args, None, when)
-        heapq.heappush(self._timers, (when, next(self._numbers), loop, handle))
+        heapq.heappush(self._timers, (when, self._next_number(), loop, handle))
         return handle
 
     def add_timer(self, loop: ProcessLoop, handle: Handle) -> None:
-        heapq.heappush(self._timers, (handle.when_at, next(self._numbers), loop, handle))
+        heapq.heappush(self._timers, (handle.when_at, self._next_number(), loop, handle))
 
     def clear(self) -> None:
         self._timers.clear()

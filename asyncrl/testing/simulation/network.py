@@ -80,6 +80,7 @@ class SimPull(PullSocket):
                 self._failed(error)
             return
         self.queue.append(message)
+        self.process.world.look_at_queue(self)
 
     def _drain(self) -> None:
         try:

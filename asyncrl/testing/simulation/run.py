@@ -23,6 +23,7 @@ from asyncrl.testing.simulation.disk import Folder
 from asyncrl.testing.simulation.faults import Injector
 from asyncrl.testing.simulation.invariants import Invariants, Prompt
 from asyncrl.testing.simulation.loop import StuckError
+from asyncrl.testing.simulation.network import SimPull
 from asyncrl.testing.simulation.processes import SimModelWorker, Weights, make_server
 from asyncrl.testing.simulation.scenario import Scenario
 from asyncrl.testing.simulation.supervisor import Supervisor
@@ -186,6 +187,9 @@ class SimulatedRun(World):
 
     def look_at(self, process: Process, board: StatusBoard) -> None:
         self.invariants.look_at(process, board)
+
+    def look_at_queue(self, pull: SimPull) -> None:
+        self.invariants.look_at_queue(pull)
 
     def _listen(self, event: Event) -> None:
         if event.kind == "ended" and event.process.startswith("master") and not event.fields["error"]:

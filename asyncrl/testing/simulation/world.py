@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from asyncrl.runtime.name_resolve import NameResolveTimeout, Watch
 from asyncrl.testing.simulation.disk import Disk
 from asyncrl.testing.simulation.loop import ProcessLoop, Scheduler
@@ -28,8 +30,7 @@ if TYPE_CHECKING:
     from asyncrl.testing.simulation.scenario import Scenario
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """Something that happened, in whose process (name#life)."""
 
     time: float
@@ -83,20 +84,15 @@ class Process:
     thawed_at: float = 0.0  # on the monotonic clock
     started_at: float = 0.0
     number: int = 0  # of all lives of all processes
+    label: str = field(init=False)
+    kind: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self.label, self.kind = f"{self.name}#{self.life}", self.name.partition("/")[0]
         # of asyncio's loop only what has no sockets is there
         self.loop = ProcessLoop(self.world.scheduler, self.name, self, self._failed)  # type: ignore[abstract]
         self.transport = SimTransport(self.world, self)
         self.resolver = SimNameResolver(self.world.names, self)
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}#{self.life}"
-
-    @property
-    def kind(self) -> str:
-        return self.name.partition("/")[0]
 
     def _failed(self, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -105,9 +101,7 @@ class Process:
 
 def here() -> Process:
     """The process whose code is running."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, ProcessLoop), "outside of a simulation"
-    process: Process = loop.process
+    process: Process = asyncio.get_running_loop().process  # type: ignore[attr-defined]
     return process
 
 
@@ -173,6 +167,9 @@ class World:
 
     def look_at(self, process: Process, board: StatusBoard) -> None:
         """What the launcher sees of a process, about once a second."""
+
+    def look_at_queue(self, pull: SimPull) -> None:
+        """A message waits in a socket."""
 
     # ------------------------------------------------------------------------------------------------------- processes
 
