@@ -568,6 +568,7 @@ class WorkerInfo:
     runtime: RuntimeConfig
     trace: bool = False
     network: NetworkConfig = field(default_factory=NetworkConfig)  # authenticate: on or off
+    life: int = 0  # how often its world has been started again alone in this attempt (worlds.py)
 
     @property
     def name(self) -> str:
@@ -637,6 +638,7 @@ class MasterWorkerConfig:
     num_replayed: int = 0  # train_only: groups to be replayed; they take the place of the prompts
     # record.trajectories: heads get what the MFCs make of their trajectories, wherever they make it
     records: bool = False
+    apart: list[list[int]] = field(default_factory=list)  # model workers in worlds of their own (worlds.Worlds.apart)
 
 
 @dataclass(frozen=True)
@@ -651,6 +653,7 @@ class ModelWorkerConfig:
     store_capacity: int  # groups this head may hold: (1 + eta) * batch size
     record: RecordConfig = field(default_factory=RecordConfig)  # max_bytes: of this head
     groups: GroupsConfig | None = None  # mode=sync
+    apart: list[list[int]] = field(default_factory=list)  # as the master's
 
 
 @dataclass(frozen=True)

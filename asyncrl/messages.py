@@ -538,6 +538,31 @@ class Redistribute(Struct, frozen=True, kw_only=True, tag=True):
     steps: list[RedistribStep]
 
 
+class HeldDataRequest(Struct, frozen=True, kw_only=True):
+    """POST /held_data (MessagePack), from a model worker to one of another world: these keys of these ids.
+
+    The answer (model/fetching.py) has as many of the ids, in order, as fit into a message, and at least one.
+    """
+
+    ids: list[str]
+    keys: list[str]
+
+
+class FetchPart(Struct, frozen=True, array_like=True):
+    """Groups' keys that a worker of another world has, in one of its lives."""
+
+    source: int
+    life: int
+    ids: list[str]
+    keys: list[str]
+
+
+class FetchData(Struct, frozen=True, kw_only=True, tag=True):
+    """Ask other worlds' workers for data, and store it (model/fetching.py). What could not be had is told in `unfetched`."""
+
+    parts: list[FetchPart]
+
+
 class Reallocate(Struct, frozen=True, kw_only=True, tag=True):
     """Copy a model's weights into another of the same architecture, at every worker of both. Layouts may differ.
 
@@ -626,6 +651,7 @@ class Ping(Struct, frozen=True, kw_only=True, tag=True):
 CallBody = (
     ExecuteMFC
     | Redistribute
+    | FetchData
     | Reallocate
     | HoldWeights
     | WriteWeights
@@ -651,11 +677,12 @@ class CallResult(Struct, frozen=True, kw_only=True):
     stats: dict[str, float] = {}
     seconds: float = 0.0
     files: list[WrittenFile] = []  # WriteWeights, SaveModel, SaveCheckpoint
-    num_bytes: int = 0  # Redistribute, Reallocate: sent by this worker
+    num_bytes: int = 0  # Redistribute, Reallocate: sent by this worker; FetchData: received
     metas: list[
         TrajectoryMeta
     ] = []  # an MFC that makes groups: those of `ids`, stored here (of an evaluation: nowhere)
     rejected: list[RejectedPrompt] = []  # ... and the prompts that gave none
+    unfetched: str = ""  # FetchData: what could not be had, and why; nothing is changed by asking again
 
 
 # ------------------------------------------------------------------------------------------------------------ worker status

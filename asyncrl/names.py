@@ -109,9 +109,13 @@ class Names:
         """Address of a channel's receiving socket (`puller0`, `master_meta`, `request_reply/3`, ...)."""
         return f"{self.root}/stream/{stream_name}"
 
-    def process_group(self, role: str, attempt: int) -> str:
-        """host:port of the torch.distributed store of a role's mesh, in one attempt."""
-        return f"{self.root}/process_group/{role}/{attempt}"
+    def process_group(self, role: str, attempt: int, life: int = 0) -> str:
+        """host:port of the torch.distributed store of a role's mesh, in one attempt and one life of its world."""
+        return f"{self.root}/process_group/{role}/{attempt}" + (f".{life}" if life else "")
+
+    def held_data(self, worker: int, attempt: int, life: int) -> str:
+        """URL at which a model worker gives out what its data store holds; of one life, so that it never is another's."""
+        return f"{self.root}/held_data/{worker}/{attempt}.{life}"
 
     def statuses(self) -> str:
         """Subtree: one WorkerStatus a worker."""

@@ -8,7 +8,8 @@ missing there, and nothing else: exactly the pairs (id, key) that a worker needs
     scatter   one worker has what several need, each something else
     gather    one worker needs what several have
 
-Workers execute the steps in order (asyncrl/model/data_manager.py).
+Workers execute the steps in order (asyncrl/model/data_manager.py). Between worlds (asyncrl/worlds.py) nobody sends: who lacks
+something asks for it (`plan_fetches`, asyncrl/model/fetching.py).
 """
 
 from __future__ import annotations
@@ -144,6 +145,37 @@ def _steps_to_one(keys: tuple[str, ...], pairs: Mapping[tuple[int, int], list[st
     for root in roots:
         members = {to: ids for (source, to), ids in pairs.items() if source == root}
         yield RedistribStep("scatter", root, list(members), list(members.values()), list(keys))
+
+
+def plan_fetches(
+    needed: Mapping[int, Sequence[str]], keys: Sequence[str], there: Holders, sources: Collection[int]
+) -> list[Transfer]:
+    """What each worker is to ask workers of other worlds for, so that it has these keys of the ids it needs: each pair from one of
+    `sources`, whichever is asked for the least so far (in pairs). Raises ValueError for a pair that none of them has.
+
+    there: who has each pair by now; not who is only going to have it.
+    """
+    asked: dict[int, int] = {}
+    found: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
+    for worker, ids in needed.items():
+        for group in ids:
+            held = there.get(group, {})
+            lacking: dict[int, tuple[str, ...]] = {}
+            for key in keys:
+                have = held.get(key, ())
+                if worker in have:
+                    continue
+                able = [source for source in have if source in sources]
+                if not able:
+                    raise ValueError(
+                        f"nobody who can be asked has the key {key!r} of id {group!r}, which worker {worker} needs"
+                    )
+                source = min(able, key=lambda other: (asked.get(other, 0), other))
+                lacking[source] = (*lacking.get(source, ()), key)
+            for source, of_source in lacking.items():
+                asked[source] = asked.get(source, 0) + len(of_source)
+                found.setdefault((worker, source, of_source), []).append(group)
+    return [Transfer(source, (worker,), tuple(ids), of) for (worker, source, of), ids in found.items()]
 
 
 # --------------------------------------------------------------------------------------------------------------- reading

@@ -36,6 +36,7 @@ from asyncrl.launch.program import (
     server_spec,
     with_absolute_paths,
     with_name_resolve,
+    worlds_of_run,
 )
 from asyncrl.launch.recovery import going_on, starting_point, writes_checkpoints
 from asyncrl.launch.remote import RemoteCrew
@@ -100,6 +101,17 @@ class _Renewal:
         return self.unit == EVERYTHING or child.spec.kind in GANG_KINDS
 
 
+@dataclass
+class _Return:
+    """A unit on its way back within its attempt: what is left of it is killed, then all of it is started again."""
+
+    names: tuple[str, ...]
+    how: str  # it came to that
+    due: float
+    count: int  # of its restarts, this one included
+    since: float = field(default_factory=time.monotonic)
+
+
 class LocalLauncher:
     """Runs one launch: an attempt, and those that follow where the training side is started again."""
 
@@ -110,7 +122,10 @@ class LocalLauncher:
         self._view = view
         self._devices = visible_devices()
         runtime = config.runtime
-        self._supervision = Supervision(runtime.max_restarts, mode=config.mode, by_hand=config.debug.leave_out)
+        apart = [[f"model_worker/{worker}" for worker in world] for world in worlds_of_run(config).apart]
+        self._supervision = Supervision(
+            runtime.max_restarts, mode=config.mode, by_hand=config.debug.leave_out, apart=apart
+        )
         self._freezes = FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s)
         self._hang_report = HangReport(self.run_dir, runtime.watchdog_after_s, view.notice)
         self._left_out: list[LeftOut] = []  # processes that somebody else starts
@@ -120,7 +135,11 @@ class LocalLauncher:
         self._restarts: Restarts | None = None
         self._scaling: Scaling | None = None  # None: the run has no servers of its own
         self._renewal: _Renewal | None = None
-        self._gang_failed: float | None = None  # when the first of the gang was seen to have
+        self._returning: dict[str, _Return] = {}  # by unit
+        self._lives: dict[str, int] = {}  # by process: how often its world was started again in this attempt
+        self._failing: dict[
+            str, float
+        ] = {}  # by unit of several processes: when the first of it was seen to have failed
         self._lock: RunLock | None = None
         self._stop_signal: int | None = None
         self._told_to_stop = 0.0
@@ -173,6 +192,7 @@ class LocalLauncher:
             self._scale()
             self._kill_frozen()
             self._see_to_ends()
+            self._bring_back()
             self._renew()
             self._restarts.turn()
 
@@ -367,16 +387,22 @@ class LocalLauncher:
         troubled = self._in_trouble()
         if not all(self._supervision.outlives(child.name, fatal=child.is_fatal) for child in troubled):
             raise LaunchError(self._first_cause())
-        gang = [child for child in troubled if self._supervision.unit_of(child.name) == GANG]
+        units: dict[str, list[Child]] = {}
         for child in troubled:
-            if child in gang:
+            units.setdefault(self._supervision.unit_of(child.name), []).append(child)
+        self._failing = {unit: since for unit, since in self._failing.items() if unit in units}
+        for unit in sorted(units, key=lambda unit: unit != GANG):  # which takes others with it
+            failed = [child for child in units[unit] if child in self._in_trouble()]
+            if not failed:
                 continue
-            if child.returncode is not None:
+            child = failed[0]
+            if unit != child.name:
+                if self._have_spoken(unit, failed):
+                    self._see_to(first_failed(failed), failed)
+            elif child.returncode is not None:
                 self._see_to(child, [child])
             elif time.time() - (child.failure_time or 0.0) > self.config.runtime.stop_timeout_s:
                 child.kill()  # it has said that it failed, and does not end
-        if gang and self._have_spoken(gang):
-            self._see_to(first_failed(gang), gang)
 
     def _in_trouble(self) -> list[Child]:
         """Those of whom something depends."""
@@ -386,26 +412,27 @@ class LocalLauncher:
             for child in self._crew.children
             if child.in_trouble
             and not (self._renewal is not None and self._renewal.concerns(child))
+            and not any(child.name in returning.names for returning in self._returning.values())
             and not (self._scaling is not None and self._scaling.outlives(child))
         ]
 
-    def _have_spoken(self, gang: Sequence[Child]) -> bool:
-        """Whether it is known who of the gang was the first: others may fail because of that one, and be quicker to say so."""
+    def _have_spoken(self, unit: str, failed: Sequence[Child]) -> bool:
+        """Whether it is known who of a unit was the first: others may fail because of that one, and be quicker to say so."""
         now = time.monotonic()
-        self._gang_failed = self._gang_failed or now
-        if any(child.was_killed for child in gang):
+        since = self._failing.setdefault(unit, now)
+        if any(child.was_killed for child in failed):
             return True
-        owed = first_failed(gang).waits_for_words_of
+        owed = first_failed(failed).waits_for_words_of
         limit_s = _LAST_WORDS_S
-        if owed and owed not in {child.name for child in gang}:
+        if owed and owed not in {child.name for child in failed}:
             limit_s = max(limit_s, self.config.runtime.stop_timeout_s)
-        return now - self._gang_failed > limit_s
+        return now - since > limit_s
 
     def _see_to(self, child: Child, failed: Sequence[Child]) -> None:
         """Have started again what must be because of this child, or raise LaunchError. failed: it, and those with it."""
         assert self._crew is not None
         assert self._restarts is not None
-        self._gang_failed = None
+        self._failing.pop(self._supervision.unit_of(child.name), None)
         how = short_end(child).splitlines()[0]
         end = End(child.name, how, first_cause(failed), child.was_running, child.is_fatal)
         decision = self._supervision.decide(end, time.time(), time.monotonic())
@@ -414,13 +441,17 @@ class LocalLauncher:
         limit, pause_s = self._supervision.limit, decision.pause_s
         when = f"in {pause_s:g} s" if pause_s else "at once"
         again = f"started again {when} ({decision.number} of {limit}); see {child.log}"
-        if decision.unit == child.name:
-            self._crew.forget(child)
-            count = self._supervision.count(child.name)
-            self._restarts.expect(child.name, how, attempt=self._attempt, count=count, pause_s=pause_s)
-            self._view.notice(f"{child.name} {how}; it is {again}")
+        if decision.unit not in (GANG, EVERYTHING):
+            members, count = self._supervision.members(child.name), self._supervision.count(child.name)
+            self._returning[decision.unit] = _Return(members, how, time.monotonic() + pause_s, count)
+            who = "it is" if decision.unit == child.name else f"its world ({decision.unit}) is"
+            self._view.notice(f"{child.name} {how}; {who} {again}")
             return
+        self._returning.clear()
         if decision.unit == GANG:
+            for name in self._restarts.names():
+                if name.partition("/")[0] in GANG_KINDS:
+                    self._restarts.cancel(name)
             names = ", ".join(spec.name for spec in self._specs.values() if spec.kind in GANG_KINDS)
             self._view.notice(f"{child.name} {how}; {GANG} ({names}) is {again}")
         else:
@@ -431,6 +462,29 @@ class LocalLauncher:
                 f"{when}, once; see {child.log}"
             )
         self._renewal = _Renewal(decision.unit, f"{child.name} {how}", time.monotonic() + pause_s)
+
+    def _bring_back(self) -> None:
+        """Units that are started again within their attempt, one step further. Nobody of one lives when it begins anew."""
+        assert self._crew is not None
+        assert self._restarts is not None
+        for unit, returning in list(self._returning.items()):
+            members = [child for child in self._crew.children if child.name in returning.names]
+            if alive := [child for child in members if child.returncode is None]:
+                for child in alive:
+                    child.kill()
+                if time.monotonic() - returning.since > KILL_LIMIT_S:
+                    names = ", ".join(child.name for child in alive)
+                    raise LaunchError(f"{returning.how}; {names} cannot be started again: killed, and still not gone")
+                continue
+            del self._returning[unit]
+            pause_s = max(0.0, returning.due - time.monotonic())
+            for child in members:
+                self._crew.forget(child)
+            for name in returning.names:
+                self._lives[name] = self._lives.get(name, 0) + 1
+                self._restarts.expect(
+                    name, returning.how, attempt=self._attempt, count=returning.count, pause_s=pause_s
+                )
 
     def _renew(self) -> None:
         """The next attempt, one step further. Nobody of the one before lives when it begins."""
@@ -457,6 +511,7 @@ class LocalLauncher:
     def _begin_next_attempt(self, renewal: _Renewal, checkpoint: Checkpoint | None) -> None:
         assert self._restarts is not None
         before, self._attempt = self._attempt, begin_attempt(self.run_dir)
+        self._lives.clear()
         self._plan(checkpoint)
         again = [
             spec
@@ -477,6 +532,9 @@ class LocalLauncher:
         assert self._crew is not None
         kind, _, index = name.partition("/")
         spec = self._specs[name] if kind != SERVER_KIND else self._server_spec(int(index))
+        if kind == "model_worker":
+            worker = replace(spec.config.worker, life=self._lives.get(name, 0))
+            spec = replace(spec, config=replace(spec.config, worker=worker))
         self._crew.start(spec, lease).restarts = count
 
     # ------------------------------------------------------------------------------------------------------------- the end

@@ -51,6 +51,7 @@ from asyncrl.dataflow import DataflowGraph, build_dataflow, build_recording_data
 from asyncrl.launch.redact import redact
 from asyncrl.names import ACTOR
 from asyncrl.topology import Allocation, ModelPlacement
+from asyncrl.worlds import Worlds, worlds_of
 
 ProcessConfig = (
     MasterWorkerConfig
@@ -125,6 +126,7 @@ def plan(
     heads = placements[0].heads if trains else (0,)  # they take trajectories
     num_heads = len(heads)
     num_model_workers = allocation.num_model_workers
+    apart = [list(world) for world in worlds_of_run(config).apart]
     prompts = _resolve_prompts(config.prompts)
     eval_prompts = _resolve_prompts(config.eval.prompts) if config.eval.prompts else None
     rollout = _resolve_rollout(config.rollout)
@@ -188,6 +190,7 @@ def plan(
                 max_bytes=config.record.max_bytes // num_heads,
             ),
             groups=groups,
+            apart=apart,
         )
         for index in range(num_model_workers)
     ]
@@ -222,6 +225,7 @@ def plan(
         first_step=config.replay.first_step,
         records=config.record.trajectories and trains,
         num_replayed=num_prompts if config.mode == "train_only" else 0,
+        apart=apart,
     )
     gserver_manager = GserverManagerConfig(
         worker=info("gserver_manager", 0, 1),
@@ -272,6 +276,21 @@ def plan(
         return specs
     slots = itertools.cycle(devices)
     return [replace(s, env={**s.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, num_devices(s)))}) for s in specs]
+
+
+def worlds_of_run(config: ExperimentConfig) -> Worlds:
+    """Which of its model workers are started again together, and which apart from those."""
+    allocation = allocation_of(config)
+    if config.mode == "rollout_only":
+        return Worlds((0,))
+    placements, mfcs = _place(allocation, build_dataflow(config.train, config.mode))
+    return worlds_of(
+        placements,
+        mfcs,
+        num_workers=allocation.num_model_workers,
+        mode=config.mode,
+        is_refreshed=config.train.ref.update_interval > 0,
+    )
 
 
 def with_dtypes(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:

@@ -1,10 +1,12 @@
 """Who is started again when a process of a run has ended, how often and after which pause, and when the run ends (pure).
 
-A rollout worker, a generation server and the gserver manager hold nothing that a run needs, and are started again alone. Master
-and model workers (the gang: one torch.distributed world, the books, the optimizer) are started again together, as the next attempt,
-from the newest checkpoint. What ends too often within an hour has everything started again, once a launch; then the run ends, with
-the first cause on top. What could only end again ends the run at once: a process that has never come through its start, an
-error that lies in what the user gave. So does the first end of other processes (recorder, replayer), and of modes that have them.
+A rollout worker, a generation server and the gserver manager hold nothing that a run needs, and are started again alone. So are
+model workers of a world that is apart (asyncrl/worlds.py): those of one world together, in its next life. Master and the other
+model workers (the gang: one torch.distributed world, the books, the optimizer) are started again together, as the next attempt,
+from the newest checkpoint, and worlds that are apart with them. What ends too often within an hour has everything started again,
+once a launch; then the run ends, with the first cause on top. What could only end again ends the run at once: a process that has
+never come through its start, an error that lies in what the user gave. So does the first end of other processes (recorder,
+replayer), and of modes that have them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -42,7 +44,7 @@ class End:
 
 @dataclass(frozen=True)
 class StartAgain:
-    unit: str  # the name of a process, GANG or EVERYTHING
+    unit: str  # the name of a process, that of a world that is apart, GANG or EVERYTHING
     pause_s: float
     number: int = 1  # how many restarts of it there were within WINDOW_S, this one included
 
@@ -101,10 +103,18 @@ def pause_s(before: int) -> float:
 class Supervision:
     """consumes: ends, and who has come through its start. produces: a decision for each end."""
 
-    def __init__(self, limit: int, *, mode: str = "async", by_hand: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        limit: int,
+        *,
+        mode: str = "async",
+        by_hand: Collection[str] = (),
+        apart: Iterable[Collection[str]] = (),
+    ) -> None:
         """limit: runtime.max_restarts. by_hand: processes that somebody else starts (debug.leave_out): what has them among its
-        processes cannot be started again."""
+        processes cannot be started again. apart: the processes of each world that is started again alone."""
         self.limit = limit
+        self._apart = {name: tuple(sorted(world)) for world in apart for name in world}
         self._has_gang = mode in _MODES_WITH_GANG
         self._by_hand = frozenset(by_hand)
         self._budget = RestartBudget(limit)
@@ -119,11 +129,17 @@ class Supervision:
         self._ran.add(name)
 
     def unit_of(self, name: str) -> str:
-        """Who is started again if a process of this name ends: it alone, or GANG; "" if nobody is."""
+        """Who is started again if a process of this name ends: it alone, its world, or GANG; "" if nobody is."""
         kind = _kind(name)
+        if (world := self._apart.get(name)) is not None:
+            return "" if self._by_hand.intersection(world) else world_unit(world)
         if kind in GANG_KINDS and self._has_gang:
             return "" if any(_kind(other) in GANG_KINDS for other in self._by_hand) else GANG
         return name if kind in _ALONE_KINDS else ""
+
+    def members(self, name: str) -> tuple[str, ...]:
+        """The processes that are started again with one of this name, itself included, where it is not of the gang."""
+        return self._apart.get(name, (name,))
 
     def outlives(self, name: str, *, fatal: bool = False) -> bool:
         """Whether the run may go on after the end of such a process; else nothing is to be waited for."""
@@ -163,6 +179,11 @@ class Supervision:
 
     def _told(self, now: float) -> tuple[str, ...]:
         return tuple(text for when, text in self._tried if now - when <= WINDOW_S)
+
+
+def world_unit(world: Collection[str]) -> str:
+    """What a world that is apart is called, given its processes: as the one process that it mostly is."""
+    return ", ".join(sorted(world))
 
 
 def _kind(name: str) -> str:

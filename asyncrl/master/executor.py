@@ -8,6 +8,9 @@ disjoint meshes run at the same time, and none waits for a worker that computes 
 
 No deadlock: one master sends all calls, to all their workers without awaiting in between. So all workers have the calls that
 they share in the same order, whatever meshes overlap.
+
+Between worlds (asyncrl/worlds.py) nothing is sent: an MFC of a model that is apart has its inputs fetched when it runs, and the
+gang fetches its outputs before anybody hears of them (apart.py).
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from asyncrl.dataflow import DataflowGraph, MFCDef
+from asyncrl.master.apart import ApartWorlds
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.tracker import StorageTracker
@@ -30,7 +35,7 @@ from asyncrl.messages import (
     Redistribute,
     TrajectoryMeta,
 )
-from asyncrl.redistribution import assign, members, plan_redistribution
+from asyncrl.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.topology import Handler, ModelPlacement, ModelShardID
@@ -63,7 +68,13 @@ class WorkerCaller:
 
     def start(self, what: str, handlers: Sequence[Handler], body: CallBody) -> asyncio.Task[list[CallResult]]:
         """Like call, but the sending happens now and the wait later."""
-        futures = self._client.call_nowait(handlers, [body] * len(handlers))
+        return self.start_each(what, handlers, [body] * len(handlers))
+
+    def start_each(
+        self, what: str, handlers: Sequence[Handler], bodies: Sequence[CallBody]
+    ) -> asyncio.Task[list[CallResult]]:
+        """Like start, with a call of its own for each handler."""
+        futures = self._client.call_nowait(handlers, bodies)
         return asyncio.create_task(self._gather(what, futures))
 
     async def _gather(self, what: str, futures: Sequence[asyncio.Future[CallResult]]) -> list[CallResult]:
@@ -85,8 +96,10 @@ class _Step:
         tracker: StorageTracker,
         caller: WorkerCaller,
         recorders: Sequence[int],
+        apart: Collection[int] = (),
     ) -> None:
-        """recorders: by head, the worker that records the head's trajectories; none if nothing is recorded."""
+        """recorders: by head, the worker that records the head's trajectories; none if nothing is recorded. apart: workers that
+        are not in the gang."""
         self.version = version
         self.parts: dict[str, list[list[str]]] = {}  # model -> the ids of each data rank
         self.result = StepResult()
@@ -99,12 +112,18 @@ class _Step:
         self._reads: dict[str, list[str]] = {}  # model -> the keys that its MFCs read
         for mfc in mfcs:
             self._reads.setdefault(mfc.model, []).extend(mfc.input_keys)
+        self._apart = frozenset(apart)
+        self._gang = frozenset(w for placement in placements.values() for w in placement.workers) - self._apart
+        self._heads = next(iter(placements.values())).heads
+        self._came_to: dict[int, list[str]] = {}  # worker -> the groups that came to it
 
     def begin(self, metas: Sequence[TrajectoryMeta], keys: Collection[str]) -> asyncio.Task[None]:
         """Give each model's ranks their parts, where these keys lie if that is balanced, and move what they lack."""
         ids, tokens = [meta.ticket_id for meta in metas], {meta.ticket_id: sum(meta.seqlens) for meta in metas}
-        for meta in metas if self._recorders else ():
-            self._recorded.setdefault(self._recorders[meta.head], []).append(meta.ticket_id)
+        for meta in metas:
+            self._came_to.setdefault(self._heads[meta.head % len(self._heads)], []).append(meta.ticket_id)
+            if self._recorders:
+                self._recorded.setdefault(self._recorders[meta.head], []).append(meta.ticket_id)
         steps: list[RedistribStep] = []
         for model, reads in self._reads.items():
             placement, wanted = self._placements[model], _those_in(reads, keys)
@@ -112,6 +131,21 @@ class _Step:
             self.parts[model] = assign(ids, tokens, homes, placement.grid.data, BALANCE_TOLERANCE)
             steps += self._plan(model, wanted)
         return self._send(steps)
+
+    def inputs(self, mfc: MFCDef) -> list[Transfer]:
+        """What workers of a model that is apart lack of the keys that an MFC reads: to be fetched from the gang."""
+        return plan_fetches(self._needed(mfc.model), mfc.input_keys, self.tracker.there, self._gang)
+
+    def outputs(self, mfc: MFCDef) -> list[Transfer]:
+        """What the gang has to fetch of the keys that an MFC of a model that is apart has made: each where it is read or recorded,
+        and in any case where its group came to. So the gang has all of it, and another world can have it from there."""
+        needed = {worker: dict.fromkeys(ids) for worker, ids in self._came_to.items()}
+        for model, reads in self._reads.items():
+            if not self._is_apart(model) and _those_in(reads, mfc.output_keys):
+                for worker, ids in self._needed(model).items():
+                    needed.setdefault(worker, {}).update(dict.fromkeys(ids))
+        wanted = {worker: list(ids) for worker, ids in needed.items()}
+        return plan_fetches(wanted, mfc.output_keys, self.tracker.there, self._placements[mfc.model].heads)
 
     def move(self, keys: Collection[str]) -> asyncio.Task[None]:
         """Send keys that have just been made to all models that read them, and to who records them."""
@@ -130,10 +164,16 @@ class _Step:
         return [rank for rank in ranks if missing[rank] == min(missing)]
 
     def _plan(self, model: str, keys: Sequence[str]) -> list[RedistribStep]:
-        """Counts as done: what is planned next may build on it."""
+        """Counts as done: what is planned next may build on it. Nothing for a model that is apart."""
+        return [] if self._is_apart(model) else self._plan_for(self._needed(model), keys)
+
+    def _needed(self, model: str) -> dict[int, list[str]]:
+        """The ids that each worker of a model computes on."""
         placement = self._placements[model]
-        needed = {w: part for rank, part in enumerate(self.parts[model]) for w in placement.replica(rank)}
-        return self._plan_for(needed, keys)
+        return {w: part for rank, part in enumerate(self.parts[model]) for w in placement.replica(rank)}
+
+    def _is_apart(self, model: str) -> bool:
+        return self._placements[model].workers[0] in self._apart
 
     def _plan_for(self, needed: Mapping[int, Sequence[str]], keys: Sequence[str]) -> list[RedistribStep]:
         steps = plan_redistribution(needed, keys, self.tracker.holders) if keys else []
@@ -154,8 +194,11 @@ class _Step:
 
     async def _count(self, replies: asyncio.Task[list[CallResult]] | None) -> None:
         if replies is not None:
-            num_bytes = sum(reply.num_bytes for reply in await replies)
-            self.result.stats[MOVED_BYTES] = self.result.stats.get(MOVED_BYTES, 0.0) + num_bytes
+            self.count_bytes(sum(reply.num_bytes for reply in await replies))
+
+    def count_bytes(self, num_bytes: float) -> None:
+        """That model workers have sent to one another."""
+        self.result.stats[MOVED_BYTES] = self.result.stats.get(MOVED_BYTES, 0.0) + num_bytes
 
 
 def start_copies(
@@ -202,15 +245,27 @@ class ModelFunctionCall:
         self._handlers = shard_handlers(placement)
 
     async def run(self, step: _Step) -> None:
-        mfc, placement = self.mfc, self._placement
+        mfc = self.mfc
+        body = await self._ready(step)
+        copied = step.copy_weights(self._hooks.before(mfc))
+        replies, *_ = await asyncio.gather(self._caller.start(f"MFC {mfc.name}", self._handlers, body), *copied)
+        self._take_note(step, body, replies)
+        moved = step.move(mfc.output_keys)  # before anyone hears of them
+        await self._buffer.amend_batch(body.ids, mfc.output_keys)
+        await moved
+
+    async def _ready(self, step: _Step) -> ExecuteMFC:
+        """The call, as soon as the batch has all input keys."""
+        mfc = self.mfc
         what = f"the input keys of MFC {mfc.name}"
         ids = await self._caller.bounded(self._buffer.get_batch_for_rpc(mfc), what, "other MFCs")
-        parts = step.parts[placement.name]
-        copied = step.copy_weights(self._hooks.before(mfc))
-        body = ExecuteMFC(mfc=mfc.name, version=step.version, ids=list(ids), parts=parts)
-        replies, *_ = await asyncio.gather(self._caller.start(f"MFC {mfc.name}", self._handlers, body), *copied)
+        return ExecuteMFC(mfc=mfc.name, version=step.version, ids=list(ids), parts=step.parts[self._placement.name])
+
+    def _take_note(self, step: _Step, body: ExecuteMFC, replies: Sequence[CallResult]) -> None:
+        """What was made, and where it is. Raises RuntimeError where it is not what was asked for."""
+        mfc, placement = self.mfc, self._placement
         by_worker = dict(zip(placement.workers, replies, strict=True))
-        for head, part in zip(placement.heads, parts, strict=True):
+        for head, part in zip(placement.heads, body.parts, strict=True):
             reply = by_worker[head]
             if reply.ids != part:
                 raise RuntimeError(
@@ -220,9 +275,38 @@ class ModelFunctionCall:
             step.tracker.add(head, part, reply.keys)
             step.result.stats.update(reply.stats)
         step.result.seconds[mfc.name] = max(reply.seconds for reply in replies)
-        moved = step.move(mfc.output_keys)  # before anyone hears of them
-        await self._buffer.amend_batch(ids, mfc.output_keys)
-        await moved
+
+
+class ApartFunctionCall(ModelFunctionCall):
+    """An MFC of a model in a world that is apart.
+
+    waits for: as ever; and for its workers to be back, should they end (apart.py).
+    """
+
+    def __init__(
+        self,
+        mfc: MFCDef,
+        placement: ModelPlacement,
+        buffer: AsyncIOSequenceBuffer,
+        caller: WorkerCaller,
+        hooks: ParameterHooks,
+        apart: ApartWorlds,
+    ) -> None:
+        super().__init__(mfc, placement, buffer, caller, hooks)
+        self._apart, self._world = apart, apart.worlds.of(placement.workers[0])
+
+    async def run(self, step: _Step) -> None:
+        body = await self._ready(step)
+        await self._apart.repeated(f"MFC {self.mfc.name}", self._world, partial(self._once, step, body))
+        await self._buffer.amend_batch(body.ids, self.mfc.output_keys)
+
+    async def _once(self, step: _Step, body: ExecuteMFC) -> None:
+        mfc, apart = self.mfc, self._apart
+        num_bytes = await apart.fetch(f"inputs of MFC {mfc.name}", step.inputs(mfc), step.tracker)
+        replies = await apart.call(f"MFC {mfc.name}", self._handlers, [body] * len(self._handlers))
+        self._take_note(step, body, replies)
+        num_bytes += await apart.fetch(f"outputs of MFC {mfc.name}", step.outputs(mfc), step.tracker)
+        step.count_bytes(num_bytes)
 
 
 class FunctionExecutor:
@@ -238,8 +322,10 @@ class FunctionExecutor:
         hooks: ParameterHooks,
         *,
         recorders: Sequence[int] = (),
+        apart: ApartWorlds | None = None,
     ) -> None:
-        """recorders: by head, the worker that records trajectories with what the MFCs make of them."""
+        """recorders: by head, the worker that records trajectories with what the MFCs make of them. apart: None: all workers are
+        in one world."""
         self._buffer, self._tracker, self._caller, self._hooks = buffer, tracker, caller, hooks
         self._recorders = recorders
         self._placements = {placement.name: placement for placement in placements}
@@ -247,14 +333,21 @@ class FunctionExecutor:
         homeless = [f"{mfc.name} on {mfc.model!r}" for mfc in mfcs if mfc.model not in self._placements]
         if homeless:
             raise ValueError(f"MFCs run on models that are nowhere: {homeless}; there are {list(self._placements)}")
-        self._calls = [ModelFunctionCall(mfc, self._placements[mfc.model], buffer, caller, hooks) for mfc in mfcs]
+        self._apart = apart.worlds.all_apart if apart is not None else frozenset()
+        self._calls: list[ModelFunctionCall] = []
+        for mfc in mfcs:
+            about = mfc, self._placements[mfc.model], buffer, caller, hooks
+            if apart is not None and self._placements[mfc.model].workers[0] in self._apart:
+                self._calls.append(ApartFunctionCall(*about, apart))
+            else:
+                self._calls.append(ModelFunctionCall(*about))
 
     async def execute_step(self, tickets: Sequence[str], version: int) -> StepResult:
         """Take a batch through every MFC. If one fails the others are cancelled and its error is raised."""
         left_out = self._hooks.left_out(version)
         calls = [call for call in self._calls if call.mfc.name not in left_out]
         mfcs = [call.mfc for call in calls]
-        step = _Step(version, mfcs, self._placements, self._tracker, self._caller, self._recorders)
+        step = _Step(version, mfcs, self._placements, self._tracker, self._caller, self._recorders, self._apart)
         await self._buffer.begin_batch(tickets)
         moved = step.begin(self._buffer.metas(tickets), self._buffer.common_keys(tickets))
         tasks = [moved, *(asyncio.ensure_future(call.run(step)) for call in calls)]

@@ -23,6 +23,7 @@ from asyncrl.master.schedule import Schedule
 from asyncrl.messages import CallResult, CommitCheckpoint, LoadCheckpoint, SaveCheckpoint
 from asyncrl.runtime.metrics import JsonLinesWriter
 from asyncrl.runtime.worker import Worker
+from asyncrl.worlds import Worlds
 
 
 class Checkpointer:
@@ -36,7 +37,9 @@ class Checkpointer:
         options = config.checkpoint
         self._worker, self._config, self._keep = worker, config, options.keep_last
         self._run_dir = Path(config.worker.run_dir)
-        self._everyone = list(range(config.num_model_workers))
+        self._everyone = list(
+            Worlds.of_config(config.num_model_workers, config.apart).gang
+        )  # others have nothing to save
         self._schedule = schedule
         self._due = False
         self._newest: int | None = None  # step of the newest checkpoint that was begun
@@ -45,7 +48,7 @@ class Checkpointer:
         self.caller: WorkerCaller
 
     async def load(self, path: str) -> None:
-        """At every model worker, whatever its layout was when it was saved."""
+        """At every worker of the gang, whatever its layout was when it was saved."""
         await self.caller.call(f"{Path(path).name} to be loaded", self._everyone, LoadCheckpoint(path=path))
 
     def after_step(self, *, step: int, epochs: float, now: float, take: Callable[[], MasterState]) -> None:

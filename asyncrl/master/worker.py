@@ -21,6 +21,7 @@ from asyncrl.config import CRITIC, MasterWorkerConfig
 from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow import MFCDef, without_generation
+from asyncrl.master.apart import ApartWorlds
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.executor import FunctionExecutor, StepResult, WorkerCaller
@@ -65,6 +66,7 @@ from asyncrl.runtime.wandb_writer import WandbWriter
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, Worker
 from asyncrl.topology import ModelPlacement, ParallelGrid, build_handler_routing
 from asyncrl.weights import prune_versions, role_dir, version_dir
+from asyncrl.worlds import Worlds
 
 T = TypeVar("T")
 
@@ -122,7 +124,8 @@ class MasterWorker(Worker):
         models = [ModelPlacement.of(model) for model in config.models]
         self.models = {model.name: model for model in models or [_RECORDER]}
         self.heads = next(iter(self.models.values())).heads  # workers that take trajectories, by head
-        self.tracker = StorageTracker()
+        self.worlds = Worlds.of_config(config.num_model_workers, config.apart)
+        self.tracker = StorageTracker(self.worlds.all_apart)
         self.skipped = SkippedSteps(train, self.run_dir, config.worker.attempt, self.logger)
         self.step = config.first_step  # batches done
         self.summary = RunSummary()
@@ -187,10 +190,13 @@ class MasterWorker(Worker):
             runtime=self.info.runtime,
             incarnation=self.incarnation,
             attempt=self.info.attempt,
+            apart=self.worlds.apart,
+            on_new_life=self._world_began_anew,
         )
         with self.board.waiting("model workers to connect", on="barrier", limit_s=self.info.runtime.start_timeout_s):
             await self.client.start()
         self.caller = WorkerCaller(self.client, self.board, config.train.call_timeout_s)
+        self.apart = ApartWorlds(self.worlds, self.client, self.caller, config.train.call_timeout_s)
         self.checkpointer.caller, self.checkpointer.journal = self.caller, self.journal
         mfcs = [MFCDef.of(mfc) for mfc in config.mfcs]
         self.hooks = ParameterHooks(mfcs, config.train)
@@ -203,6 +209,7 @@ class MasterWorker(Worker):
             self.caller,
             self.hooks,
             recorders=self.heads if config.records else (),
+            apart=self.apart,
         )
         await self._meet_manager()
         self.spawn(self._hear_of_the_end(), "hear of the end")
@@ -233,8 +240,10 @@ class MasterWorker(Worker):
                 getattr(self, name).close()
 
     async def run(self) -> None:
-        everyone = list(range(self.config.num_model_workers))
-        await self.caller.call("models to be loaded", everyone, Ping())
+        await asyncio.gather(
+            self.caller.call("models to be loaded", list(self.worlds.gang), Ping()),
+            *(self._load_apart(world) for world in self.worlds.apart),
+        )
         if self.config.resume:
             await self.checkpointer.load(self.config.resume)
             self.hooks.loaded()
@@ -251,6 +260,15 @@ class MasterWorker(Worker):
             if self._leaving.is_set() and not finished:
                 await self._leave()
         await self.finish()
+
+    async def _load_apart(self, world: Sequence[int]) -> None:
+        what = "models to be loaded"
+        await self.apart.repeated(what, world, lambda: self.apart.call(what, world, [Ping()] * len(world)))
+
+    def _world_began_anew(self, world: Sequence[int]) -> None:
+        """A world that is apart is in another life: its workers' stores are empty."""
+        self.tracker.forget(world)
+        self._journal("restarted", workers=[f"model_worker/{worker}" for worker in world])
 
     async def _hear_of_the_end(self) -> None:
         async for event in self.watch(self.names.last_checkpoint()):
@@ -370,8 +388,9 @@ class MasterWorker(Worker):
 
     def _clear(self, tickets: Sequence[str]) -> asyncio.Task[list[CallResult]]:
         """Have everyone who holds something of these groups forget it."""
-        workers = self.tracker.drop(tickets)
-        return self.caller.start("forgetting groups", workers, ClearData(ids=list(tickets)))
+        workers, body, what = self.tracker.drop(tickets), ClearData(ids=list(tickets)), "forgetting groups"
+        self.apart.tell_nowait(what, [worker for worker in workers if worker in self.worlds.all_apart], body)
+        return self.caller.start(what, [worker for worker in workers if worker not in self.worlds.all_apart], body)
 
     def _is_over(self) -> bool:
         """Whether the step before was the last one."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -39,10 +39,14 @@ class DataManager:
     unblocked by: the senders reaching the same step; an error of theirs, which ends the connection.
     """
 
-    def __init__(self, store: DataStore, *, worker: int, limit_s: float) -> None:
-        """worker: rank of this worker in torch.distributed's world, which must have a backend for the CPU."""
+    def __init__(
+        self, store: DataStore, *, worker: int, limit_s: float, rank_of: Callable[[int], int] | None = None
+    ) -> None:
+        """worker: number of this worker, as in the steps. rank_of: what a worker's rank is in torch.distributed's world, which
+        must have a backend for the CPU; default: its number."""
         self._store = store
         self._worker = worker
+        self._rank_of = rank_of or int
         self._limit = timedelta(seconds=limit_s)
         # Bounded by the master: it begins no step before the last one's moves are answered for
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
@@ -79,7 +83,7 @@ class DataManager:
         for target in transfer.targets:
             for part in (sizes, *parts):
                 if part.numel():
-                    self._keep(dist.isend(part, target), part, f"{what} to model_worker/{target}")
+                    self._keep(dist.isend(part, self._rank_of(target)), part, f"{what} to model_worker/{target}")
         return (sizes.nbytes + int(sizes.sum())) * len(transfer.targets)
 
     def _receive(self, transfer: Transfer) -> None:
@@ -98,7 +102,7 @@ class DataManager:
     def _wait_for(self, part: Tensor, source: int, what: str) -> None:
         if not part.numel():
             return
-        work = dist.irecv(part, source)
+        work = dist.irecv(part, self._rank_of(source))
         assert work is not None, "this worker is in the world"
         try:
             work.wait(self._limit)

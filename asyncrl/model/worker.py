@@ -4,6 +4,7 @@
                                                                                       made here, in the first of the MFCs)
     master -- calls --> [reply server] -> compute thread: MFCs, data and weights on their way between workers, snapshots
                                           writer thread: snapshots to disk
+    workers of other worlds <-- data --> [held data, fetcher]      (where the run has worlds apart: worlds.py)
     gserver manager -- /broadcast_weights --> [sender, on the first model's first rank]: snapshots to generation servers
 
 Sockets live on the event loop; everything that touches a tensor runs on one compute thread, one call after another in the
@@ -38,6 +39,7 @@ from asyncrl.messages import (
     CommitCheckpoint,
     CommitWeights,
     ExecuteMFC,
+    FetchData,
     HoldWeights,
     LoadCheckpoint,
     Ping,
@@ -53,6 +55,7 @@ from asyncrl.messages import (
 from asyncrl.model import checkpoint
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.fetching import DataFetcher, FetchError, HeldData
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.intake import Intake
 from asyncrl.model.interfaces import make_interface
@@ -65,12 +68,13 @@ from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker
 from asyncrl.topology import ModelPlacement
+from asyncrl.worlds import Worlds
 
 T = TypeVar("T")
 
 
 class ModelWorker(Worker):
-    """One rank of the world, with a shard of each model that is placed here.
+    """One rank of a world, with a shard of each model that is placed here.
 
     consumes: trajectories (from rollout workers), calls (from the master, in order).
     produces: metadata of trajectories, results of calls, files of weight versions.
@@ -94,13 +98,19 @@ class ModelWorker(Worker):
         self.group_maker: GroupMaker | None = None
         self.engines: dict[str, TrainEngine] = {}
         self.store = DataStore(config.store_capacity)
-        self.data = DataManager(self.store, worker=index, limit_s=config.train.call_timeout_s)
+        worlds = Worlds.of_config(config.worker.count, config.apart)
+        self.world = World(self, worlds, limit_s=config.train.call_timeout_s)
+        self.data = DataManager(
+            self.store, worker=index, limit_s=config.train.call_timeout_s, rank_of=self.world.rank_of
+        )
+        max_bytes = config.worker.runtime.max_message_bytes
+        self.held = HeldData(self.store, host=config.worker.runtime.host, max_bytes=max_bytes) if worlds.apart else None
+        self.fetcher = DataFetcher(self, self.store)
         self.first = next(iter(self.placements.values()))  # its heads take trajectories, its weights are served
         self.intake: Intake | None = None
         self.metas: dict[str, TrajectoryMeta] = {}  # of trajectories in the store
         is_head = index in self.first.heads
         self.recorder = self._make_recorder() if config.record.trajectories and is_head else None
-        self.world = World(self, limit_s=config.train.call_timeout_s)
         self.publisher = Publisher(self, config, self._on_compute)
         self._compute = ThreadPoolExecutor(1, f"{self.name}-compute", initializer=self._set_torch_threads)
 
@@ -119,8 +129,17 @@ class ModelWorker(Worker):
             )
             self.metas = self.intake.metas
             await self.intake.open()
+        if self.held is not None:
+            self.fetcher.open()
+            await self.publish(self.names.held_data(index, self.info.attempt, self.info.life), await self.held.start())
         self.server = NameResolvingReplyServer(
-            self.resolver, self.names, index=index, runtime=runtime, lease=self.lease, attempt=self.info.attempt
+            self.resolver,
+            self.names,
+            index=index,
+            runtime=runtime,
+            lease=self.lease,
+            attempt=self.info.attempt,
+            life=self.info.life,
         )
         await self.server.start()
         device = choose_device(index)
@@ -143,7 +162,12 @@ class ModelWorker(Worker):
         if self.intake is not None:
             self.spawn(self.intake.run(), "take in")
         self.logger.info(
-            "rank %d of %d on %s: %s", index, self.world.size, device, ", ".join(self.engines) or "no model"
+            "rank %d of %d%s on %s: %s",
+            self.world.rank,
+            self.world.size,
+            f", apart, in life {self.info.life}" if self.world.is_apart else "",
+            device,
+            ", ".join(self.engines) or "no model",
         )
 
     async def run(self) -> None:
@@ -170,6 +194,9 @@ class ModelWorker(Worker):
             await self.server.close()
         if self.intake is not None:
             await self.intake.close()
+        if self.held is not None:
+            await self.held.close()
+        await self.fetcher.close()
         await self.publisher.close()
 
     # -------------------------------------------------------------------------------------------------------------- calls
@@ -193,8 +220,16 @@ class ModelWorker(Worker):
 
     async def _execute_here(self, call: Call) -> None:
         """A call that is over when its turn is."""
-        body, start, num_bytes = call.body, time.monotonic(), 0
-        if isinstance(body, Redistribute):
+        body, start, num_bytes, unfetched = call.body, time.monotonic(), 0, ""
+        if isinstance(body, FetchData):
+            try:
+                with self.trace.overlapping("fetch data", kind="data"):
+                    num_bytes = await self.fetcher.fetch(body.parts)
+            except FetchError as error:  # of another world: this one goes on
+                unfetched = str(error)
+                self.logger.warning("%s", error)
+            self.board.set_queue("store", len(self.store))
+        elif isinstance(body, Redistribute):
             num_bytes = await self._on_compute(partial(self._redistribute, body), "data to be moved")
             self.board.set_queue("store", len(self.store))
         elif isinstance(body, Reallocate):
@@ -209,7 +244,7 @@ class ModelWorker(Worker):
             self._forget(body.ids)
         elif isinstance(body, Ping):
             await self._on_compute(lambda: None, "ping")
-        call.reply(CallResult(seconds=time.monotonic() - start, num_bytes=num_bytes))
+        call.reply(CallResult(seconds=time.monotonic() - start, num_bytes=num_bytes, unfetched=unfetched))
 
     def _run_mfc_traced(self, body: ExecuteMFC) -> CallResult:
         with self.trace.span(body.mfc, track="compute", version=body.version):
@@ -292,9 +327,10 @@ class ModelWorker(Worker):
 
     def _reallocate(self, body: Reallocate) -> int:
         workers = {*self.placements[body.source].workers, *self.placements[body.target].workers}
+        ranks = sorted(map(self.world.rank_of, workers))
         source, target = self.engines.get(body.source), self.engines.get(body.target)
         with self.trace.span("copy weights", track="compute", source=body.source, target=body.target):
-            return reallocate(source, target, workers=sorted(workers), share=body.share)
+            return reallocate(source, target, workers=ranks, share=body.share)
 
     @property
     def _checkpointed(self) -> dict[str, TrainEngine]:

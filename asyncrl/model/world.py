@@ -1,12 +1,14 @@
-"""The torch.distributed world of all model workers of an attempt.
+"""The torch.distributed world of the gang's model workers, or of some that are apart (asyncrl/worlds.py), in an attempt and a life.
 
-Worker 0 serves its store and publishes where that is; the others find it by name. In a run that authenticates nobody serves one:
-they meet in name resolve (name_store.py).
+Its first worker serves its store and publishes where that is; the others find it by name. In a run that authenticates nobody
+serves one: they meet in name resolve (name_store.py). Inside a world workers are known by their ranks: meshes, collectives,
+reallocation. What is said to and by the master has the workers' numbers.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 
 import psutil
@@ -20,32 +22,40 @@ from asyncrl.runtime import security
 from asyncrl.runtime.worker import Worker
 from asyncrl.topology import ModelPlacement
 from asyncrl.update_group import serve_store, store_at
+from asyncrl.worlds import Worlds
 
 STORE = "model_workers"  # names.process_group of this
 
 
 class World:
-    """Rank of a worker: its index. With one worker in all there is no process group, and no mesh.
+    """Rank of a worker: its place among the members. With one member there is no process group, and no mesh.
 
-    waits for: worker 0 to serve, all to come (runtime.start_timeout_s); in a collective for the others, at most limit_s.
+    waits for: the first member to serve, all to come (runtime.start_timeout_s); in a collective for the others, at most limit_s.
     unblocked by: the others' arrival, or the loss of their connection.
     """
 
-    def __init__(self, worker: Worker, *, limit_s: float) -> None:
+    def __init__(self, worker: Worker, worlds: Worlds, *, limit_s: float) -> None:
         self._worker = worker
         self._limit_s = limit_s
-        self._store: Store | None = None  # worker 0 serves it; it must outlive the process group
-        self.rank, self.size = worker.info.index, worker.info.count
+        self._store: Store | None = None  # the first member serves it; it must outlive the process group
+        self.members = worlds.of(worker.info.index)
+        self.is_apart = self.members != worlds.gang
+        self.rank, self.size = self.members.index(worker.info.index), len(self.members)
+
+    def rank_of(self, worker: int) -> int:
+        """Raises ValueError for a worker of another world."""
+        return self.members.index(worker)
 
     async def rendezvous(self) -> str:
         """Where the store is. Returns once it is served and published."""
         worker, runtime, names = self._worker, self._worker.info.runtime, self._worker.names
-        key = names.process_group(STORE, worker.info.attempt)
+        store = f"{STORE}_{self.members[0]}" if self.is_apart else STORE
+        key = names.process_group(store, worker.info.attempt, worker.info.life)
         if security.current() is not None:
             self._store = NameStore(worker.resolver, key, lease=worker.lease, limit_s=runtime.start_timeout_s)
             return ""
         if self.rank:
-            return await self._worker.wait_for_key(key, "model_worker/0 to open the rendezvous store")
+            return await self._worker.wait_for_key(key, f"model_worker/{self.members[0]} to open the rendezvous store")
         self._store, address = serve_store(runtime.host, runtime.start_timeout_s)
         await self._worker.publish(key, address)
         return address
@@ -68,8 +78,13 @@ class World:
         )
 
     def meshes(self, placements: list[ModelPlacement], device: torch.device) -> dict[str, ModelMesh | None]:
-        """Of all models, by name. Collective over the world."""
-        return {placement.name: ModelMesh.make(placement, device.type) for placement in placements}
+        """Of all models of this world, by name, given those of all worlds. Collective over the world."""
+        made: dict[str, ModelMesh | None] = {}
+        for placement in placements:
+            if set(placement.workers) <= set(self.members):
+                ranks = replace(placement, workers=tuple(map(self.rank_of, placement.workers)))
+                made[placement.name] = ModelMesh.make(ranks, device.type)
+        return made
 
 
 def interface_of(host: str) -> str:

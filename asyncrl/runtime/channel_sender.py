@@ -91,14 +91,17 @@ class ChannelSender:
         limits: ChannelLimits,
         host: str,
         on_restart: Literal["resend", "fail"] = "resend",
+        on_connect: Callable[[Endpoint], None] = lambda endpoint: None,
         transport: Transport | None = None,
     ) -> None:
+        """on_connect: called when it follows the name to a receiver, before anything is sent there."""
         self.name = name
         self.peer = peer
         self._incarnation = new_incarnation(incarnation)
         self._limits = limits
         self._host = host
         self._on_restart = on_restart
+        self._on_connect = on_connect
         self._transport = transport or ZmqTransport()
         self._window: SendWindow[_Message] = SendWindow(
             credit_items=limits.credit_items, credit_bytes=limits.credit_bytes, resend_after_s=limits.resend_after_s
@@ -193,9 +196,12 @@ class ChannelSender:
         """Send to this receiver from now on. `start` calls this by itself when it follows a name."""
         if endpoint == self._endpoint or self._closed:
             return
-        if self._endpoint is not None and endpoint.attempt < self._endpoint.attempt:
+        if self._endpoint is not None and endpoint.place < self._endpoint.place:
             logger.warning(
-                "%s: %s of attempt %d is ignored: it is over", self.name, endpoint.incarnation, endpoint.attempt
+                "%s: %s of attempt %d, life %d is ignored: it is over",
+                self.name,
+                endpoint.incarnation,
+                *endpoint.place,
             )
             return
         push = self._transport.connect_push(
@@ -204,11 +210,13 @@ class ChannelSender:
         if self._push is not None:
             logger.info("%s: %s is now %s", self.name, self.peer, endpoint.incarnation)
             self._push.close()
-        restarted = self._endpoint is not None and self._window.answered
+        before = self._endpoint
+        restarted = before is not None and (self._window.answered or endpoint.life > before.life)
         self._push, self._endpoint = push, endpoint
         self._answered.clear()
         if restarted and self._on_restart == "fail":
             self.fail_all(ReceiverRestarted(f"{self.peer} was restarted before it answered"))
+        self._on_connect(endpoint)
         for out in self._window.new_receiver(self._loop.time()):
             self._transmit(out)
         self._send_probe([])  # asks for a sign of life

@@ -45,9 +45,11 @@ class PublishedReceiver(ABC, Generic[T]):
         lease: int | None = None,
         transport: Transport | None = None,
         attempt: int = 1,
+        life: int = 0,
     ) -> None:
         self._resolver = resolver
         self._attempt = attempt
+        self._life = life
         self._key = names.stream(stream)
         self._label = label  # what it is called in refusals
         self._lease = lease
@@ -57,10 +59,10 @@ class PublishedReceiver(ABC, Generic[T]):
     async def start(self) -> None:
         """Bind, then publish: whoever finds the name finds a bound socket.
 
-        Raises FencedError where a later attempt has the name.
+        Raises FencedError where a later attempt, or a later life in this one, has the name.
         """
         await asyncio.to_thread(self._check_name)
-        endpoint = msgspec.structs.replace(await self._receiver.start(), attempt=self._attempt)
+        endpoint = msgspec.structs.replace(await self._receiver.start(), attempt=self._attempt, life=self._life)
         value = msgspec.json.encode(endpoint).decode()
         await asyncio.to_thread(
             self._resolver.publish, self._key, value, lease=self._lease, limit_s=self._start_timeout_s
@@ -83,6 +85,10 @@ class PublishedReceiver(ABC, Generic[T]):
         if there.attempt > self._attempt:
             raise FencedError(
                 f"{self._label} of attempt {self._attempt} ends: attempt {there.attempt} has begun ({there.incarnation})"
+            )
+        if there.place > (self._attempt, self._life):
+            raise FencedError(
+                f"{self._label} in life {self._life} ends: life {there.life} has begun ({there.incarnation})"
             )
 
     async def _next(self) -> T:

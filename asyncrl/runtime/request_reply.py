@@ -6,7 +6,8 @@
 One channel for each worker. A call's sequence number in the channel is its per-worker sequence: workers get calls in that
 order without gaps, so that all members of a mesh take part in collectives in the same order. The reply is the channel's
 verdict, and may come in any order: it completes a future, nothing is polled. A call is executed at most once: when a worker
-comes back as a new incarnation, the calls it had not answered fail with ReceiverRestarted.
+comes back as a new incarnation, the calls it had not answered fail with ReceiverRestarted. Workers of a world that is apart
+(asyncrl/worlds.py) come back together, in its next life: with the first of them the calls of all have failed.
 
 Start-up barrier: the client sends each worker a probe as soon as it finds its name, and `start` returns when all have answered.
 Entries of workers long gone, still published, do not answer and hence do not count.
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -26,10 +28,18 @@ from asyncrl.config import RuntimeConfig
 from asyncrl.data.codec import CodecError
 from asyncrl.messages import DECODE_ERRORS, CallBody, CallResult
 from asyncrl.names import Names
-from asyncrl.runtime.channel import ChannelFull, ChannelLimits, ChannelSender, Delivery
+from asyncrl.runtime.channel import (
+    ChannelFull,
+    ChannelLimits,
+    ChannelSender,
+    Delivery,
+    Endpoint,
+    ReceiverRestarted,
+)
 from asyncrl.runtime.name_resolve import NameResolver
 from asyncrl.runtime.published import PublishedReceiver
 from asyncrl.runtime.transport import Transport, transport_of
+from asyncrl.worlds import WorldLife
 
 CALL_CREDIT_ITEMS = 1024  # unanswered calls of one worker
 
@@ -87,7 +97,8 @@ class NameResolvingRequestClient:
     """Calls workers.
 
     consumes: call_nowait.  produces: one future a call.
-    waits for: in `start` for all workers, at most start_timeout_s. Calls do not wait; bound the wait for their futures.
+    waits for: in `start` for all workers, at most start_timeout_s; in `wait_for_life` for those of a world. Calls do not wait;
+    bound the wait for their futures.
     unblocked by: replies; a worker's restart (ReceiverRestarted); fail_all.
     """
 
@@ -102,9 +113,16 @@ class NameResolvingRequestClient:
         incarnation: str,
         transport: Transport | None = None,
         attempt: int = 1,
+        apart: Sequence[Sequence[int]] = (),
+        on_new_life: Callable[[Sequence[int]], None] = lambda world: None,
     ) -> None:
-        """attempt: of the caller; workers of another one refuse its calls."""
+        """attempt: of the caller; workers of another one refuse its calls. apart: worlds that are started again alone.
+        on_new_life: told of such a world when a new life of it begins; what its workers held is gone."""
         self._attempt = attempt
+        self._lives = {tuple(world): WorldLife(world) for world in apart}
+        self._world_of = {worker: world for world in self._lives for worker in world}
+        self._on_new_life = on_new_life
+        self._connected = asyncio.Event()  # set when a worker of one connects, and replaced
         for handler, index in handler_routing.items():
             if not 0 <= index < num_workers:
                 raise ValueError(
@@ -122,6 +140,7 @@ class NameResolvingRequestClient:
                 limits=_limits(runtime),
                 host=runtime.host,
                 on_restart="fail",
+                on_connect=partial(self._worker_connected, index),
                 transport=transport or transport_of(runtime.faults, f"calls of {_worker_name(index)}"),
             )
             for index in range(num_workers)
@@ -158,6 +177,21 @@ class NameResolvingRequestClient:
         self._next_global_seq += 1
         return [self._call(self._senders[index], header) for index, header in calls]
 
+    async def wait_for_life(self, world: Sequence[int], *, after: int = -1) -> int:
+        """The life in which all workers of a world that is apart are, as soon as it is a later one. Bounded by the caller."""
+        while (life := self._lives[tuple(world)].life) is None or life <= after:
+            await self._connected.wait()
+        return life
+
+    def life_of(self, worker: int) -> int:
+        """The newest life of a worker's world that is whole; 0 in the gang, which has one life an attempt."""
+        world = self._world_of.get(worker)
+        return (self._lives[world].life or 0) if world is not None else 0
+
+    def is_whole(self, world: Sequence[int]) -> bool:
+        """Whether all workers of a world that is apart are in its newest life."""
+        return self._lives[tuple(world)].life is not None
+
     def fail_all(self, error: Exception) -> None:
         """The gang has ended: every unanswered call fails with this error, and so does every later one."""
         self._failed = error
@@ -175,6 +209,18 @@ class NameResolvingRequestClient:
             await sender.close()
 
     # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _worker_connected(self, index: int, endpoint: Endpoint) -> None:
+        world = self._world_of.get(index)
+        if world is None:
+            return
+        if self._lives[world].connected(index, endpoint.life):
+            for worker in world:  # those that live on wait for one that does not
+                error = ReceiverRestarted(f"{_worker_name(worker)}: its world has ended; life {endpoint.life} begins")
+                self._senders[worker].fail_all(error)
+            self._on_new_life(world)
+        connected, self._connected = self._connected, asyncio.Event()
+        connected.set()
 
     def _route(self, handler: Handler) -> int:
         index = self._routing.get(handler)
@@ -256,8 +302,9 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
         transport: Transport | None = None,
         worker: str = "",
         attempt: int = 1,
+        life: int = 0,
     ) -> None:
-        """worker: what callers are told it is called; by default the model worker of this index."""
+        """worker: what callers are told it is called; by default the model worker of this index. life: of its world."""
         super().__init__(
             resolver,
             names,
@@ -269,6 +316,7 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
             lease=lease,
             transport=transport or transport_of(runtime.faults, f"replies of {_worker_name(index)}"),
             attempt=attempt,
+            life=life,
         )
 
     async def receive(self) -> Call:

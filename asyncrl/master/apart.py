@@ -1,0 +1,151 @@
+"""Calls to worlds that are apart (asyncrl/worlds.py): what one of their lives has left unanswered is done again in the next.
+
+    an MFC there: fetch its inputs from the gang -> execute -> the gang fetches its outputs
+                  \\____________ one piece of work: whatever of it fails, all of it is done again ____________/
+
+So what such a world holds is never the only copy of anything but for the time of a piece of work, and a worker that dies takes
+nothing with it that the gang does not have, or does not have made again. Nothing there is trained: the same inputs give the same
+outputs, in whichever life. The gang waits for the outputs, as it would for a slow reference, and goes on.
+
+How often a world is started again the launcher decides (launch/supervision.py). Here every wait has the limit of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from asyncrl.master.tracker import StorageTracker
+from asyncrl.messages import CallBody, CallResult, FetchData, FetchPart
+from asyncrl.redistribution import Transfer
+from asyncrl.runtime.channel import ChannelError, ReceiverRestarted
+from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
+from asyncrl.topology import Handler
+from asyncrl.worlds import Worlds
+
+if TYPE_CHECKING:  # it imports this
+    from asyncrl.master.executor import WorkerCaller
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.5  # before data is fetched again in the same life
+
+
+class WorldEndedError(RuntimeError):
+    """A life of a world is over, or about to be: what was asked of it is to be asked again in the next."""
+
+
+class UnfetchedError(RuntimeError):
+    """Data did not come from one world to the other. Both may be well, or one of them is about to be found dead."""
+
+
+class Repeats:
+    """Decides what follows a failure of a piece of work. Pure.
+
+    A life that has ended: another try in the next. Data that did not come: in the same life if that goes on, but not for ever:
+    all failures in one life within the limit.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._life = -1
+        self._since = 0.0
+
+    def first_life(self, error: Exception, life: int, now: float) -> int:
+        """The first life in which to try again after such a failure in this one. Raises the error where that is in vain."""
+        if isinstance(error, WorldEndedError):
+            return life + 1
+        if self._life != life:
+            self._life, self._since = life, now
+        if now - self._since > self._limit_s:
+            raise error
+        return life
+
+
+class ApartWorlds:
+    """The master's dealings with worlds that are apart.
+
+    consumes: pieces of work.  produces: what they give, once.
+    waits for: replies; for the next life of a world that has ended. Both at most the limit of a call.
+    unblocked by: the world's workers; their successors.
+    """
+
+    def __init__(
+        self, worlds: Worlds, client: NameResolvingRequestClient, caller: WorkerCaller, limit_s: float
+    ) -> None:
+        self.worlds = worlds
+        self._client, self._caller, self._limit_s = client, caller, limit_s
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def world_of(self, worker: int) -> tuple[int, ...] | None:
+        """That a worker is in, where it is apart."""
+        return self.worlds.of(worker) if worker in self.worlds.all_apart else None
+
+    async def repeated(self, what: str, world: Sequence[int], work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` gives, done again in another life of the world as long as it raises WorldEndedError, and in the same for a
+        while where it raises UnfetchedError."""
+        loop, repeats = asyncio.get_running_loop(), Repeats(self._limit_s)
+        life = -1
+        while True:  # as often as the launcher starts the world again; each turn is bounded
+            life = await self._in_life(what, world, life)
+            try:
+                return await work()
+            except (WorldEndedError, UnfetchedError) as error:
+                again = repeats.first_life(error, life, loop.time())
+                logger.warning("%s is to be done again: %s", what, error)
+                if again == life:
+                    await asyncio.sleep(_PAUSE_S)
+                life = again
+
+    async def call(self, what: str, handlers: Sequence[Handler], bodies: Sequence[CallBody]) -> list[CallResult]:
+        """Call workers of one world that is apart, in its present life. Raises WorldEndedError where that is over: a worker whose
+        call has failed ends, and its world with it."""
+        try:
+            return await self._caller.start_each(what, handlers, bodies)
+        except (ReceiverRestarted, RemoteCallError) as error:
+            raise WorldEndedError(str(error)) from error
+
+    async def fetch(self, what: str, transfers: Sequence[Transfer], tracker: StorageTracker) -> float:
+        """Have workers, all of the gang or all of one world, fetch data. Returns the bytes that have come. Raises UnfetchedError
+        where not all has come, WorldEndedError where those that were to fetch have ended."""
+        parts: dict[int, list[FetchPart]] = {}
+        for transfer in transfers:
+            (target,) = transfer.targets
+            part = FetchPart(
+                transfer.source, self._client.life_of(transfer.source), list(transfer.ids), list(transfer.keys)
+            )
+            parts.setdefault(target, []).append(part)
+        if not parts:
+            return 0.0
+        workers, bodies = list(parts), [FetchData(parts=of) for of in parts.values()]
+        if self.world_of(workers[0]) is None:
+            replies = await self._caller.start_each(what, workers, bodies)
+        else:
+            replies = await self.call(what, workers, bodies)
+        if unfetched := next((reply.unfetched for reply in replies if reply.unfetched), ""):
+            raise UnfetchedError(unfetched)
+        for transfer in transfers:
+            tracker.add(transfer.targets[0], transfer.ids, transfer.keys)
+        return float(sum(reply.num_bytes for reply in replies))
+
+    def tell_nowait(self, what: str, workers: Sequence[int], body: CallBody) -> None:
+        """Something that need not be said again to a world that has ended meanwhile, and that nobody waits for."""
+        for worker in workers:
+            if self._client.is_whole(self.worlds.of(worker)):
+                task = asyncio.create_task(self._tell(what, worker, body))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
+
+    async def _tell(self, what: str, worker: int, body: CallBody) -> None:
+        try:
+            await self.call(what, [worker], [body])
+        except (WorldEndedError, ChannelError) as error:
+            logger.info("%s: %s", what, error)
+
+    async def _in_life(self, what: str, world: Sequence[int], first: int) -> int:
+        names = ", ".join(f"model_worker/{worker}" for worker in world)
+        back = self._client.wait_for_life(world, after=first - 1)
+        return await self._caller.bounded(back, f"life {max(first, 0)}, for {what},", names)

@@ -1,0 +1,222 @@
+"""Data between model workers of different worlds (worlds.py): over HTTP, because collectives end with a world.
+
+    HeldData, at each worker of a run with worlds apart -- POST /held_data: ids, keys --> as many of these groups as fit, raw
+    master -- FetchData(parts) --> DataFetcher of a worker: asks, checks, stores copies
+
+Only what is asked for by the master moves, and it names the source's life: a worker that has been started again is asked under
+its own URL, and one that is gone gives no answer. A fetch that fails changes nothing, ends nobody, and is told to the master, who
+has it done again (master/apart.py).
+
+An answer is a number of sizes, the sizes, then the header and the frames of data/codec.py: dtypes stay what they are, nothing is
+unpickled, and who asks checks that it got what it asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from functools import partial
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from asyncrl.data.codec import MAX_HEADER_BYTES, CodecError, decode_sample, encode_sample
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.messages import DECODE_ERRORS, FetchPart, HeldDataRequest
+from asyncrl.model.store import DataStore
+from asyncrl.runtime.http_client import open_session
+from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.runtime.worker import WaitTimeoutError, Worker
+
+PATH = "/held_data"
+LIMIT_S = (
+    10.0  # of all that one call fetches: who does not answer within it is given time by the master, who knows more
+)
+_RETRY_S = 0.1
+_TRIES = 4  # in a row: a connection may be lost, and one that is refused is refused again
+_MAX_IDS = 1024  # asked for at once
+_MAX_KEYS = 256
+_MAX_REQUEST_BYTES = 1_000_000
+_SIZE = struct.Struct("<I")
+_READ_BYTES = 1 << 18
+_TYPE = "application/octet-stream"
+
+_encode_request = msgspec.msgpack.Encoder().encode
+_decode_request = msgspec.msgpack.Decoder(HeldDataRequest).decode
+
+
+class FetchError(RuntimeError):
+    """Data could not be had: from whom, and why. Asking again may help."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- on the wire
+
+
+def pack_sample(sample: SequenceSample) -> bytes:
+    """A sample as the body of an answer."""
+    header, frames = encode_sample(sample)
+    parts: list[bytes | memoryview] = [header, *frames]
+    sizes = [memoryview(part).nbytes for part in parts]
+    return b"".join([_SIZE.pack(len(sizes)), struct.pack(f"<{len(sizes)}Q", *sizes), *parts])
+
+
+def unpack_sample(body: bytes, *, max_bytes: int) -> SequenceSample:
+    """Inverse of pack_sample, in memory of its own. Raises CodecError for anything that does not fit."""
+    if len(body) < _SIZE.size:
+        raise CodecError(f"an answer of {len(body)} bytes")
+    (count,) = _SIZE.unpack_from(body)
+    start = _SIZE.size + 8 * count
+    if not 1 <= count <= _MAX_KEYS + 1 or len(body) < start:
+        raise CodecError(f"an answer of {len(body)} bytes, which is to have {count} parts")
+    sizes = struct.unpack_from(f"<{count}Q", body, _SIZE.size)
+    if sum(sizes) != len(body) - start:
+        raise CodecError(f"parts of {sum(sizes)} bytes are announced, {len(body) - start} have come")
+    view, parts = memoryview(body), []
+    for size in sizes:
+        parts.append(view[start : start + size])
+        start += size
+    return decode_sample(parts[0], parts[1:], max_bytes=max_bytes)
+
+
+# --------------------------------------------------------------------------------------------------------------- who gives
+
+
+class HeldData:
+    """Gives out what a data store holds, read-only: POST /held_data.
+
+    waits for: requests.  unblocked by: them; `close`.
+    """
+
+    def __init__(self, store: DataStore, *, host: str, max_bytes: int) -> None:
+        """max_bytes: of an answer; one group alone may have more, as it came here in one message."""
+        self._store, self._host, self._max_bytes = store, host, max_bytes
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        """Bind a free port; returns the URL to publish."""
+        app = web.Application(middlewares=[for_the_run], client_max_size=_MAX_REQUEST_BYTES)
+        app.add_routes([web.post(PATH, self._answer)])
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        return await serve(self._runner, self._host)
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        try:
+            wanted = _decode_request(await request.read())
+            if not wanted.ids or not wanted.keys or len(wanted.ids) > _MAX_IDS or len(wanted.keys) > _MAX_KEYS:
+                raise ValueError(
+                    f"{len(wanted.ids)} ids and {len(wanted.keys)} keys: 1 to {_MAX_IDS}, 1 to {_MAX_KEYS}"
+                )
+        except (*DECODE_ERRORS, ValueError) as error:
+            return web.Response(status=400, text=f"{error}\n")
+        try:
+            body = await asyncio.to_thread(self._pack, wanted)
+        except ValueError as error:  # not here, or not all of it
+            return web.Response(status=404, text=f"{error}\n")
+        return web.Response(body=body, content_type=_TYPE)
+
+    def _pack(self, wanted: HeldDataRequest) -> bytes:
+        """On a thread. Raises ValueError where something is not here."""
+        groups: list[SequenceSample] = []
+        num_bytes = 0
+        for group_id in wanted.ids:
+            group = self._store.select([group_id], wanted.keys)
+            assert group is not None, "one id"
+            num_bytes += group.num_bytes
+            if groups and num_bytes > self._max_bytes:
+                break
+            groups.append(group)
+        return pack_sample(SequenceSample.gather(groups))
+
+
+# ---------------------------------------------------------------------------------------------------------------- who asks
+
+
+class DataFetcher:
+    """consumes: parts that a call names.  produces: copies in the store.
+
+    waits for: sources' answers, LIMIT_S for all of a call.  unblocked by: them, or that limit.
+    """
+
+    def __init__(self, worker: Worker, store: DataStore) -> None:
+        self._worker, self._store = worker, store
+        self._max_bytes = worker.info.runtime.max_message_bytes
+        self._urls: dict[tuple[int, int], str] = {}  # by worker and life
+        self._session: aiohttp.ClientSession | None = None
+
+    def open(self) -> None:
+        """On the event loop."""
+        self._session = open_session(max_connections=8)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def fetch(self, parts: Sequence[FetchPart]) -> int:
+        """Have all of them stored. Returns the bytes received. Raises FetchError; then some may have been stored."""
+        sources = ", ".join(f"model_worker/{part.source}" for part in parts)
+        asking = [asyncio.create_task(self._fetch(part)) for part in parts]
+        try:
+            fetched = asyncio.gather(*asking)
+            what = "data of another world"
+            return sum(await self._worker.board.bounded(fetched, what=what, on=sources, limit_s=LIMIT_S))
+        except WaitTimeoutError as error:
+            raise FetchError(str(error)) from error
+        finally:
+            for task in asking:
+                task.cancel()
+
+    async def _fetch(self, part: FetchPart) -> int:
+        """All of a part, a bounded answer at a time."""
+        num_bytes, num_failures, left = 0, 0, list(part.ids)
+        while left:  # each turn takes an id at least, or fails
+            try:
+                body = await self._ask(part, left[:_MAX_IDS])
+                sample = await asyncio.to_thread(partial(unpack_sample, body, max_bytes=self._limit_of_body))
+            except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, ConnectionError, CodecError) as error:
+                num_failures += 1
+                if num_failures == _TRIES:
+                    raise FetchError(f"model_worker/{part.source} gives no data: {error!r}") from error
+                await asyncio.sleep(_RETRY_S)
+                continue
+            num_failures, come = 0, list(sample.ids)
+            if not come or come != left[: len(come)] or set(sample.keys) != set(part.keys):
+                asked = f"model_worker/{part.source} was asked for {part.keys} of {left[:4]}"
+                raise FetchError(f"{asked}; there came {list(sample.keys)} of {come[:4]}")
+            self._store.add_copies(sample)
+            num_bytes, left = num_bytes + len(body), left[len(come) :]
+        return num_bytes
+
+    @property
+    def _limit_of_body(self) -> int:
+        """A group has come to its head in one message, and gets keys that are a few numbers a token."""
+        return 2 * self._max_bytes + MAX_HEADER_BYTES
+
+    async def _ask(self, part: FetchPart, ids: Sequence[str]) -> bytes:
+        assert self._session is not None, "open() first"
+        url = await self._url_of(part.source, part.life)
+        request = _encode_request(HeldDataRequest(ids=list(ids), keys=part.keys))
+        async with self._session.post(url + PATH, data=request) as response:
+            if response.status != 200:
+                told = (await response.content.read(500)).decode(errors="replace").strip()
+                raise FetchError(f"model_worker/{part.source} answered {response.status}: {told}")
+            body = bytearray()
+            async for some in response.content.iter_chunked(_READ_BYTES):
+                body += some
+                if len(body) > self._limit_of_body:
+                    raise FetchError(f"model_worker/{part.source} answers with more than {self._limit_of_body} bytes")
+            return bytes(body)
+
+    async def _url_of(self, source: int, life: int) -> str:
+        """Published before its worker answered the first call of this life; it stays the same as long as that."""
+        if (source, life) not in self._urls:
+            key = self._worker.names.held_data(source, self._worker.info.attempt, life)
+            url = await asyncio.to_thread(self._worker.resolver.wait, key, LIMIT_S)
+            self._urls = {known: there for known, there in self._urls.items() if known[0] != source}
+            self._urls[source, life] = url
+        return self._urls[source, life]
