@@ -1,0 +1,273 @@
+"""A reference in a world of its own ends, at any moment of a step: the step comes to its end, and the gang has noticed nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import Counter
+from random import Random
+
+import pytest
+from test_executor import DATASET, LIMIT_S, NAMES, RUNTIME, Master, World, mfc, placement, ppo_graph
+
+from asyncrl.config import TrainConfig
+from asyncrl.dataflow import DataflowGraph
+from asyncrl.master.apart import ApartWorlds, WorldEndedError
+from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.hooks import ParameterHooks
+from asyncrl.master.tracker import StorageTracker
+from asyncrl.messages import CallResult, ClearData, ExecuteMFC, FetchData, Ping, Redistribute
+from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.published import FencedError
+from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
+from asyncrl.runtime.transport import MemoryTransport
+from asyncrl.runtime.worker import WaitTimeoutError
+from asyncrl.topology import build_handler_routing
+from asyncrl.worlds import Worlds
+
+# Moments in the life of a reference: it is about to fetch its inputs, it has computed, its outputs are about to be fetched
+FETCHING, COMPUTED, FETCHED_FROM = "fetching", "computed", "fetched from"
+
+
+class ManyWorlds(World):
+    """Workers that also fetch; those of a world that is apart end and come back together, as the launcher has it."""
+
+    def __init__(self, graph, placements, num_workers, apart, rng, start):
+        super().__init__(graph, placements, num_workers, rng)
+        self.worlds = Worlds.of_config(num_workers, apart)
+        self.lives = [0] * num_workers
+        self.ends = set()  # (moment, life): when a world that is apart ends
+        self.fails = set()  # lives in which an MFC that is apart raises
+        self.stay_away = False  # nobody starts a world again
+        self.beside = set()
+        self.start = start
+        self.serving, self.servers = {}, {}
+
+    async def serve(self, server, me):
+        while True:
+            call = await server.receive()
+            self.log.append((me, call.body))
+            for _ in range(self.rng.randrange(4)):
+                await asyncio.sleep(0)
+            result = await self.execute(call.body, me)
+            if isinstance(call.body, ExecuteMFC) and me in self.worlds.all_apart and self.lives[me] in self.fails:
+                call.fail(RuntimeError("out of memory"))
+                await self.end_of(me)
+            call.reply(result)
+
+    async def execute(self, body, me):
+        if isinstance(body, FetchData):
+            return await self.fetch(body, me)
+        if isinstance(body, Redistribute):
+            assert me in self.worlds.gang
+            for step in body.steps:
+                await self.move(step, me)
+        elif isinstance(body, ExecuteMFC):
+            result = await self.run(body, me)
+            if me in self.worlds.all_apart:
+                await self.moment(COMPUTED, me)
+            return result
+        elif isinstance(body, ClearData):
+            self.held[me] = {pair for pair in self.held[me] if pair[0] not in body.ids}
+        return CallResult()
+
+    async def fetch(self, body, me):
+        if me in self.worlds.all_apart:
+            await self.moment(FETCHING, me)
+        for part in body.parts:
+            assert self.worlds.of(part.source) != self.worlds.of(me), "inside a world data is sent"
+            if part.source in self.worlds.all_apart and (FETCHED_FROM, part.life) in self.ends:
+                self.ends.remove((FETCHED_FROM, part.life))
+                self.begin_again(part.source)
+            if part.life != self.lives[part.source]:
+                return CallResult(unfetched=f"model_worker/{part.source} gives no data")
+            pairs = {(group, key) for group in part.ids for key in part.keys}
+            assert self.held[part.source] >= pairs, "who is asked has it"
+            self.held[me] |= pairs
+        return CallResult(num_bytes=len(body.parts))
+
+    async def moment(self, moment, me):
+        if (moment, self.lives[me]) in self.ends:
+            self.ends.remove((moment, self.lives[me]))
+            await self.end_of(me)
+
+    async def end_of(self, me):
+        self.begin_again(me)
+        await asyncio.Event().wait()  # it has ended: cancelled
+
+    def begin_again(self, worker):
+        """All of its world end at once; they come back one by one."""
+        world = self.worlds.of(worker)
+        for member in world:
+            self.lives[member] += 1
+            self.held[member] = set()
+        task = asyncio.create_task(self.bring_back(world, self.lives[worker]))
+        self.beside.add(task)
+
+    async def bring_back(self, world, life):
+        for member in world:
+            self.serving[member].cancel()
+            await self.servers[member].close()
+        for member in () if self.stay_away else self.rng.sample(world, len(world)):
+            await asyncio.sleep(self.rng.random() / 50)
+            if self.lives[member] == life:
+                await self.start(member)
+
+
+@contextlib.asynccontextmanager
+async def running(graph, placements, num_workers, apart, *, rng=None, limit_s=LIMIT_S):
+    transport = MemoryTransport()
+
+    async def start(index):
+        server = world.servers[index] = NameResolvingReplyServer(
+            resolver, NAMES, index=index, runtime=RUNTIME, transport=transport, life=world.lives[index]
+        )
+        await server.start()
+        world.serving[index] = asyncio.create_task(world.serve(server, index))
+
+    world = ManyWorlds(graph, placements, num_workers, apart, rng or Random(0), start)
+    async with contextlib.AsyncExitStack() as stack:
+        resolver = stack.enter_context(MemoryNameResolver(uuid.uuid4().hex))
+        for index in range(num_workers):
+            await start(index)
+        tracker = StorageTracker(world.worlds.all_apart)
+        client = NameResolvingRequestClient(
+            resolver,
+            NAMES,
+            num_workers=num_workers,
+            handler_routing=build_handler_routing(placements),
+            runtime=RUNTIME,
+            incarnation="master",
+            transport=transport,
+            apart=world.worlds.apart,
+            on_new_life=tracker.forget,
+        )
+        stack.push_async_callback(client.close)
+        await client.start()
+        yield world, MasterOfWorlds(world, client, tracker, limit_s)
+        ended = [task for task in world.serving.values() if task.done() and not task.cancelled()]
+        for task in [*ended, *world.beside]:
+            await task  # an assertion of theirs
+        for task in world.serving.values():
+            task.cancel()
+        await asyncio.gather(*world.serving.values(), return_exceptions=True)
+        for server in world.servers.values():
+            await server.close()
+
+
+class MasterOfWorlds(Master):
+    def __init__(self, world, client, tracker, limit_s):
+        super().__init__(world, client, TrainConfig(), 64)
+        self.tracker = tracker
+        self.caller._limit_s = limit_s
+        self.apart = ApartWorlds(world.worlds, client, self.caller, limit_s)
+        models = list(world.placements.values())
+        hooks = ParameterHooks(world.graph.mfcs.values(), TrainConfig())
+        self.executor = FunctionExecutor(
+            world.graph, models, self.buffer, tracker, self.caller, hooks, apart=self.apart
+        )
+
+    async def step(self, tickets, version=0):
+        result = await asyncio.wait_for(self.executor.execute_step(tickets, version), LIMIT_S)
+        holding, body = self.tracker.drop(tickets), ClearData(ids=list(tickets))
+        self.apart.tell_nowait("clear", [w for w in holding if w in self.world.worlds.all_apart], body)
+        await self.caller.call("clear", [w for w in holding if w in self.world.worlds.gang], body)
+        for world in self.world.worlds.apart:  # so that it has been heard
+            await self.apart.repeated(
+                "clear", world, lambda world=world: self.apart.call("-", world, [body] * len(world))
+            )
+        return result
+
+
+PLACES = [placement("actor", "d2", [0, 1]), placement("ref", "d1", [2]), placement("critic", "d1m2", [3, 4])]
+
+
+def num_calls(world):
+    """MFC calls, by MFC and worker."""
+    return Counter((body.mfc, me) for me, body in world.calls(ExecuteMFC))
+
+
+async def steps(world, master, count=2):
+    for step in range(count):
+        tickets = [f"s{step}t{i}" for i in range(6)]
+        for i, ticket in enumerate(tickets):
+            master.store(ticket, 10 * step + i, i % 2, 5 + i)
+        await master.step(tickets, step)
+    assert all(not held for held in world.held), "nothing is left anywhere"
+    assert (len(master.tracker), len(master.buffer)) == (0, 0)
+
+
+async def test_what_is_apart_fetches_its_inputs_and_the_gang_its_outputs():
+    async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
+        await steps(world, master)
+        assert set(num_calls(world).values()) == {2}  # a step each
+        assert {me for me, _ in world.calls(Redistribute)} <= {0, 1, 3, 4}
+        assert {me for me, _ in world.calls(FetchData)} >= {0, 1, 2}
+        fetched = [part for me, body in world.calls(FetchData) for part in body.parts if me == 2]
+        assert {key for part in fetched for key in part.keys} == {"tokens"}, "it gets what it reads, and no more"
+
+
+@pytest.mark.parametrize("moment", [FETCHING, COMPUTED, FETCHED_FROM])
+async def test_it_ends_and_is_asked_again_in_its_next_life(moment):
+    async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
+        world.ends = {(moment, 0), (moment, 1)}
+        await steps(world, master)
+        assert world.lives == [0, 0, 2, 0, 0]
+        calls = num_calls(world)
+        assert calls.pop(("ref_inf", 2)) == (2 if moment == FETCHING else 4)
+        assert set(calls.values()) == {2}, "nobody else was asked for anything twice"
+
+
+async def test_a_world_of_several_is_asked_again_when_all_are_back():
+    graph = DataflowGraph(
+        [
+            mfc("ref_inf", "ref", ["tokens"], ["ref"]),
+            mfc("rew_inf", "reward", ["tokens", "ref"], ["scores"]),
+            mfc("again", "ref", ["ref", "scores"], ["more"]),
+            mfc("train", "actor", ["tokens", "rewards", "scores", "more"], kind="train_step"),
+        ],
+        DATASET,
+    )
+    places = [placement("actor", "d2", [1, 4]), placement("ref", "d2m2", [0, 2, 3, 5]), placement("reward", "d1", [2])]
+    for seed in range(8):
+        async with running(graph, places, 6, [[0, 2, 3, 5]], rng=Random(seed)) as (world, master):
+            world.ends = {(Random(seed).choice((FETCHING, COMPUTED, FETCHED_FROM)), life) for life in range(3)}
+            await steps(world, master)
+            assert world.lives[1] == world.lives[4] == 0
+            assert len({world.lives[worker] for worker in (0, 2, 3, 5)}) == 1
+            assert world.lives[0] == 3
+            of_ref = {count for (name, _), count in num_calls(world).items() if name == "ref_inf"}
+            assert max(of_ref) - min(of_ref) <= 3  # those that died with a call unread
+
+
+async def test_an_error_there_ends_its_life_and_no_more():
+    async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
+        world.fails = {0}
+        await steps(world, master)
+        assert world.lives == [0, 0, 1, 0, 0]
+
+
+async def test_every_wait_for_one_that_does_not_come_back_has_a_limit_and_a_name():
+    async with running(ppo_graph(), PLACES, 5, [[2]], limit_s=0.2) as (world, master):
+        world.stay_away = True
+        world.begin_again(2)
+        await asyncio.gather(*world.beside)
+        with pytest.raises(WaitTimeoutError, match=r"waited 0\.2 s for a ping from model workers"):
+            await master.apart.repeated("a ping", (2,), lambda: master.apart.call("a ping", [2], [Ping()]))
+
+        async def fail():
+            raise WorldEndedError("it has said so")
+
+        with pytest.raises(WaitTimeoutError, match="for life 1, for a ping, from model_worker/2"):
+            await master.apart.repeated("a ping", (2,), fail)
+
+
+async def test_an_earlier_life_does_not_come_back():
+    async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, _):
+        world.begin_again(2)
+        await asyncio.gather(*world.beside)
+        world.lives[2] = 0
+        with pytest.raises(FencedError, match="model_worker/2 in life 0 ends: life 1 has begun"):
+            await world.start(2)
+        world.lives[2] = 1

@@ -1,0 +1,212 @@
+"""Which workers are one world, in which life a world is, what is fetched from whom, and what is done again. All of it pure."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
+from asyncrl.dataflow import MFCDef
+from asyncrl.launch.program import plan, worlds_of_run
+from asyncrl.master.apart import Repeats, UnfetchedError, WorldEndedError
+from asyncrl.master.tracker import StorageTracker
+from asyncrl.messages import RedistribStep
+from asyncrl.redistribution import plan_fetches
+from asyncrl.topology import ModelPlacement, ParallelGrid
+from asyncrl.worlds import WorldLife, Worlds, worlds_of
+
+
+def placement(name: str, *workers: int) -> ModelPlacement:
+    return ModelPlacement(name, ParallelGrid(data=len(workers)), workers)
+
+
+def node(model: str, kind: str = "inference") -> MFCDef:
+    return MFCDef(f"{model}_{kind}", model.partition("@")[0], kind, "x:y", ("tokens",), (), model)
+
+
+def worlds(
+    *placements: ModelPlacement, mode: str = "async", is_refreshed: bool = False, mfcs: list[MFCDef] | None = None
+) -> Worlds:
+    nodes = mfcs or [node(p.name, "train_step" if p.name in ("actor", "critic") else "inference") for p in placements]
+    num_workers = 1 + max(worker for p in placements for worker in p.workers)
+    return worlds_of(placements, nodes, num_workers=num_workers, mode=mode, is_refreshed=is_refreshed)
+
+
+# ------------------------------------------------------------------------------------------------------------- who with whom
+
+
+def test_a_reference_and_a_reward_model_on_workers_of_their_own_are_apart() -> None:
+    assert worlds(placement("actor", 0, 1), placement("ref", 2)) == Worlds((0, 1), ((2,),))
+    assert worlds(placement("actor", 1, 2), placement("ref", 0)) == Worlds((1, 2), ((0,),))
+    both = worlds(placement("actor", 0), placement("ref", 1, 2), placement("reward", 3))
+    assert both == Worlds((0,), ((1, 2), (3,)))
+    assert (both.of(0), both.of(2), both.of(3), both.all_apart) == ((0,), (1, 2), (3,), {1, 2, 3})
+
+
+def test_stateless_models_that_share_workers_are_one_world() -> None:
+    assert worlds(placement("actor", 0), placement("ref", 1, 2), placement("reward", 2)) == Worlds((0,), ((1, 2),))
+    chain = [placement("actor", 0), placement("ref", 1, 2), placement("ref@1", 3, 4), placement("reward", 2, 3)]
+    assert worlds(*chain) == Worlds((0,), ((1, 2, 3, 4),))
+
+
+def test_whoever_shares_a_worker_with_training_is_of_the_gang_and_takes_others_with_him() -> None:
+    assert worlds(placement("actor", 0, 1), placement("ref", 1)).apart == ()
+    assert worlds(placement("actor", 0), placement("ref", 0, 1), placement("reward", 1, 2)).apart == ()
+    mixed = worlds(placement("actor", 0), placement("reward", 3), placement("ref", 0, 1), placement("ref@1", 1, 2))
+    assert mixed == Worlds((0, 1, 2), ((3,),))
+
+
+def test_what_is_trained_or_copied_is_of_the_gang_wherever_it_is() -> None:
+    apart = worlds(placement("actor", 0), placement("actor@1", 1), placement("critic", 2), placement("critic@1", 3))
+    assert apart == Worlds((0, 1, 2, 3))
+    assert worlds(placement("actor", 0), placement("ref", 1), is_refreshed=True).apart == ()
+    refreshed = worlds(placement("actor", 0), placement("ref", 1), placement("reward", 2), is_refreshed=True)
+    assert refreshed == Worlds((0, 1), ((2,),))
+    trained = [node("actor", "train_step"), node("ref", "train_step")]
+    assert worlds(placement("actor", 0), placement("ref", 1), mfcs=trained).apart == ()
+
+
+@pytest.mark.parametrize("mode", ["sync", "train_only"])
+def test_one_world_where_nobody_is_started_again_alone(mode: str) -> None:
+    assert worlds(placement("actor", 0), placement("ref", 1), mode=mode) == Worlds((0, 1))
+
+
+@given(st.integers(0, 10_000))
+def test_worlds_part_the_workers_and_no_model(seed: int) -> None:
+    rng = Random(seed)
+    names = ["actor", *rng.sample(["ref", "ref@1", "reward", "reward@1", "critic", "actor@1"], rng.randint(0, 6))]
+    placements = [placement(name, *sorted(rng.sample(range(7), rng.randint(1, 3)))) for name in names]
+    nodes = [node(p.name, "train_step" if p.name in ("actor", "critic") else "inference") for p in placements]
+    found = worlds_of(placements, nodes, num_workers=7, mode="async", is_refreshed=rng.random() < 0.5)
+    members = [worker for world in (found.gang, *found.apart) for worker in world]
+    assert sorted(members) == list(range(7))
+    for each in placements:
+        of = {found.of(worker) for worker in each.workers}
+        assert len(of) == 1
+        assert each.role in ("ref", "reward") or of == {found.gang}
+    for world in found.apart:
+        assert list(world) == sorted(world)
+        assert any(set(each.workers) <= set(world) for each in placements)
+    assert Worlds.of_config(7, [list(world) for world in found.apart]) == found
+
+
+def test_the_configs_of_a_run_say_who_is_apart(tmp_path) -> None:
+    def load(*overrides: str) -> ExperimentConfig:
+        config = tmp_path / "c.yaml"
+        config.write_text(
+            f"experiment: e\nmodel_path: {tmp_path}\nprompts: {{path: {tmp_path}/p.jsonl}}\n"
+            f"rollout: {{tasks: {{default: {{reward: '{tmp_path}/r.py:reward'}}}}}}\n"
+        )
+        return load_experiment(config, overrides)
+
+    config = load("allocation=transformers.d1+d2+ref_inf:d1", "train.ppo.kl_coef=0.1")
+    assert worlds_of_run(config) == Worlds((0, 1), ((2,),))
+    for spec in plan(config, attempt=1, num_prompts=8):
+        if spec.kind in ("master", "model_worker"):
+            assert spec.config.apart == [[2]]
+    for overrides in (["train.ref.update_interval=2"], ["allocation=transformers.d1+d2"]):
+        assert (
+            worlds_of_run(load("allocation=transformers.d1+d2+ref_inf:d1", "train.ppo.kl_coef=0.1", *overrides)).apart
+            == ()
+        )
+    with pytest.raises(ConfigError):
+        load("allocation=transformers.d1+d2+ref_inf:d1")
+
+
+# ------------------------------------------------------------------------------------------------------------------- lives
+
+
+def test_a_world_is_whole_when_all_have_come_into_its_newest_life() -> None:
+    world = WorldLife([2, 3])
+    assert world.life == 0
+    assert not world.connected(2, 0)
+    assert world.connected(3, 1)  # the life before is over for both
+    assert (world.life, world.missing) == (None, [2])
+    assert not world.connected(2, 1)
+    assert (world.life, world.missing) == (1, [])
+    assert not world.connected(2, 0)  # a late word
+    assert world.life == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from([4, 5, 6]), st.integers(0, 4)), max_size=30))
+def test_each_life_begins_once_and_none_comes_back(words: list[tuple[int, int]]) -> None:
+    world, begun, whole = WorldLife([4, 5, 6]), [0], [0]
+    for worker, life in words:
+        if world.connected(worker, life):
+            begun.append(life)
+        if world.life is not None and world.life != whole[-1]:
+            whole.append(world.life)
+    assert begun == sorted(set(begun))
+    assert whole == sorted(set(whole))
+    assert set(whole) <= set(begun)
+
+
+def test_what_a_life_has_left_is_done_in_the_next_and_data_that_does_not_come_is_asked_for_within_a_limit() -> None:
+    repeats = Repeats(10.0)
+    assert repeats.first_life(WorldEndedError(), 0, 0.0) == 1
+    assert repeats.first_life(UnfetchedError(), 1, 5.0) == 1
+    assert repeats.first_life(UnfetchedError(), 1, 15.0) == 1
+    assert repeats.first_life(UnfetchedError(), 2, 16.0) == 2  # in another life it has its time again
+    assert repeats.first_life(UnfetchedError(), 2, 26.0) == 2
+    with pytest.raises(UnfetchedError, match="the first cause"):
+        repeats.first_life(UnfetchedError("the first cause"), 2, 26.1)
+    assert repeats.first_life(WorldEndedError(), 2, 1000.0) == 3
+
+
+# -------------------------------------------------------------------------------------------------------------- who holds what
+
+
+def test_on_its_way_is_not_there() -> None:
+    tracker = StorageTracker(apart=[5])
+    tracker.add(0, ["a"], ["tokens"])
+    tracker.apply([RedistribStep("bcast", 0, [1], [["a"]], ["tokens"])])
+    tracker.add(5, ["a"], ["tokens", "ref"])
+    assert tracker.holders == {"a": {"tokens": {0, 1}}}  # the gang's
+    assert tracker.there == {"a": {"tokens": {0, 5}, "ref": {5}}}
+    tracker.forget([5])
+    assert tracker.there == {"a": {"tokens": {0}, "ref": set()}}
+    tracker.add(5, ["b"], ["ref"])
+    assert tracker.drop(["a", "b"]) == [0, 1, 5]
+    assert len(tracker) == 0
+
+
+def test_each_pair_is_fetched_once_from_one_who_has_it() -> None:
+    there = {
+        "a": {"tokens": {0, 5}, "mask": {0}},
+        "b": {"tokens": {1}, "mask": {1}},
+        "c": {"tokens": {0, 1}, "mask": {0, 1}},
+    }
+    fetches = plan_fetches({5: ["a", "b", "c"]}, ["tokens", "mask"], there, [0, 1])
+    found = {(f.source, f.targets, f.keys): f.ids for f in fetches}
+    assert found == {
+        (0, (5,), ("mask",)): ("a",),
+        (1, (5,), ("tokens", "mask")): ("b",),
+        (0, (5,), ("tokens", "mask")): ("c",),
+    } or (sum(len(f.ids) * len(f.keys) for f in fetches) == 5)
+    assert all(f.source in there[group][key] for f in fetches for group in f.ids for key in f.keys)
+    with pytest.raises(ValueError, match="key 'mask' of id 'a', which worker 5 needs"):
+        plan_fetches({5: ["a"]}, ["mask"], there, [1])
+
+
+@given(st.integers(0, 10_000))
+def test_after_the_fetches_everybody_has_what_he_needs_and_nothing_twice(seed: int) -> None:
+    rng = Random(seed)
+    ids, keys, sources = [f"g{i}" for i in range(rng.randint(1, 6))], ["x", "y", "z"], range(3)
+    there = {
+        group: {key: {rng.randrange(3), *(worker for worker in (3, 4) if rng.random() < 0.3)} for key in keys}
+        for group in ids
+    }
+    needed = {worker: rng.sample(ids, rng.randint(0, len(ids))) for worker in (3, 4)}
+    fetched = []
+    for fetch in plan_fetches(needed, keys, there, sources):
+        assert fetch.source in sources
+        fetched += [(fetch.targets[0], group, key) for group in fetch.ids for key in fetch.keys]
+        assert all(fetch.source in there[group][key] for group in fetch.ids for key in fetch.keys)
+    lacking = {
+        (w, group, key) for w, of in needed.items() for group in of for key in keys if w not in there[group][key]
+    }
+    assert len(fetched) == len(set(fetched))
+    assert set(fetched) == lacking
