@@ -54,6 +54,15 @@ class FetchError(RuntimeError):
 # ---------------------------------------------------------------------------------------------------------------- on the wire
 
 
+def read_request(body: bytes) -> HeldDataRequest:
+    """Raises one of DECODE_ERRORS, or ValueError where it asks for nothing, or for too much at once."""
+    wanted = _decode_request(body)
+    if not 1 <= len(wanted.ids) <= _MAX_IDS or not 1 <= len(wanted.keys) <= _MAX_KEYS:
+        told = f"{len(wanted.ids)} ids and {len(wanted.keys)} keys"
+        raise ValueError(f"{told} are asked for; 1 to {_MAX_IDS} and 1 to {_MAX_KEYS} can be")
+    return wanted
+
+
 def pack_sample(sample: SequenceSample) -> bytes:
     """A sample as the body of an answer."""
     header, frames = encode_sample(sample)
@@ -107,11 +116,7 @@ class HeldData:
 
     async def _answer(self, request: web.Request) -> web.Response:
         try:
-            wanted = _decode_request(await request.read())
-            if not wanted.ids or not wanted.keys or len(wanted.ids) > _MAX_IDS or len(wanted.keys) > _MAX_KEYS:
-                raise ValueError(
-                    f"{len(wanted.ids)} ids and {len(wanted.keys)} keys: 1 to {_MAX_IDS}, 1 to {_MAX_KEYS}"
-                )
+            wanted = read_request(await request.read())
         except (*DECODE_ERRORS, ValueError) as error:
             return web.Response(status=400, text=f"{error}\n")
         try:

@@ -34,6 +34,7 @@ from asyncrl.messages import (
     FinishRequest,
     GenerateRequest,
     HeartbeatRequest,
+    HeldDataRequest,
     HostReport,
     Locator,
     MasterReport,
@@ -43,6 +44,7 @@ from asyncrl.messages import (
     WantedProcess,
     WorkerStatus,
 )
+from asyncrl.model.fetching import pack_sample, read_request, unpack_sample
 from asyncrl.rollout.openai_request import RequestError, RequestRules, parse_chat_request
 from asyncrl.runtime import channel_wire, push_pull, request_reply
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender, Endpoint
@@ -128,6 +130,7 @@ def all_targets() -> Iterator[list[Target]]:
     try:
         yield [
             _codec(),
+            *_held_data(),
             *_headers(),
             *_channel(loop),
             *_manager(loop),
@@ -205,6 +208,19 @@ def _codec() -> Target:
 
     corpus = [_joined(*encode_sample(_sample(lengths))) for lengths in ((3, 2), (1,), (0, 40), (7,) * 9)]
     return Target("codec", corpus, run, (CodecError,))
+
+
+def _held_data() -> Iterator[Target]:
+    """What model workers of different worlds ask of and tell one another."""
+
+    def run(data: bytes) -> None:
+        sample = unpack_sample(data, max_bytes=MAX_BYTES)
+        assert unpack_sample(pack_sample(sample), max_bytes=MAX_BYTES).ids == sample.ids
+
+    asked = HeldDataRequest(ids=["a1-e0-p1-i1-v0", "b"], keys=["packed_input_ids", "rewards"])
+    yield Target("held data: request", [msgspec.msgpack.encode(asked)], read_request, (*DECODE_ERRORS, ValueError))
+    told = [pack_sample(_sample(lengths)) for lengths in ((3, 2), (1,), (0, 40), (7,) * 9)]
+    yield Target("held data: answer", told, run, (CodecError,))
 
 
 def _headers() -> Iterator[Target]:

@@ -55,7 +55,11 @@ def scanned(run, stranger):
 
 def test_no_port_answers_a_stranger(run_and_stranger, tmp_path):
     run, stranger = run_and_stranger(
-        make_tiny_run(tmp_path), "allocation=transformers.d2+d2", "rollout.num_workers=2", "train.max_steps=0"
+        make_tiny_run(tmp_path),
+        "allocation=transformers.d2+d2+ref_inf:d1",
+        "train.ppo.kl_coef=0.1",
+        "rollout.num_workers=2",
+        "train.max_steps=0",
     )
     run.launcher.wait_for_step(1, START_S)
     assert scanned(run, stranger) == {}

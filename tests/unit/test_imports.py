@@ -27,6 +27,7 @@ TORCHLESS = [
     "asyncrl.checkpoints",
     "asyncrl.dataflow",
     "asyncrl.topology",
+    "asyncrl.worlds",
     "asyncrl.rollout.worker",
     "asyncrl.rollout.replayer",
     "asyncrl.model.recorder",

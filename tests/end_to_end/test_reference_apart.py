@@ -1,0 +1,130 @@
+"""A reference on workers of its own is killed and frozen in mid-run: it comes back alone, and the run ends with the weights of one
+in which nothing happened.
+
+eta = 0, greedy decoding and one response a prompt leave nothing to chance, as in test_resume.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.lineage import audit
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
+from asyncrl.weights import tensor_files
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS, BATCH, LIMIT_S = 40, 4, 200.0
+TRAINERS = ("master/0", "model_worker/0")
+REFERENCE = ("model_worker/1", "model_worker/2")  # one world of two ranks
+EXACT = [
+    "allocation=transformers.d1+d1+ref_inf:d2",
+    "manager.max_head_offpolicyness=0",
+    "rollout.group_size=1",
+    "rollout.sampling.greedy=true",
+    f"train.batch_size={BATCH}",
+    f"train.max_steps={STEPS}",
+    "train.optimizer.lr=1e-3",
+    "train.ppo.use_decoupled_loss=false",
+    "train.ppo.recompute_logprob=true",
+    "train.ppo.advantage_norm=batch",
+    "train.ppo.kl_coef=0.5",
+    "checkpoint.every_s=0",
+    "runtime.start_timeout_s=300",
+    "runtime.frozen_after_s=6",
+]
+
+
+def reward_of_its_own(folder: Path) -> None:
+    """That something is learned."""
+    text = "(7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10"
+    (folder / "reward.py").write_text(f"def reward(prompt, completion, answer):\n    return {text}\n")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunHandle]]:
+    folder = tmp_path_factory.mktemp("apart")
+    config = make_tiny_run(folder, num_prompts=STEPS * BATCH)
+    reward_of_its_own(folder)
+    runs: list[RunHandle] = []
+
+    def start_run(*overrides: str) -> RunHandle:
+        runs.append(launch(config, *EXACT, *overrides))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.close()
+
+
+def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return {name: x for file in tensor_files(run_dir / "checkpoints" / "final") for name, x in load_file(file).items()}
+
+
+def pids(run: RunHandle, names: tuple[str, ...]) -> dict[str, int]:
+    return {name: run.worker(name).pid for name in names}
+
+
+def strike(run: RunHandle, name: str, number: int) -> None:
+    """Returns when others are there in the place of the reference's workers, all of them."""
+    before = pids(run, REFERENCE)
+    os.kill(before[name], number)
+
+    def replaced() -> bool:
+        try:
+            now = pids(run, REFERENCE)
+        except AssertionError:  # one of them is not there yet
+            return False
+        return not set(now.values()) & set(before.values())
+
+    run.wait_until(replaced, f"others took the places of {before}", LIMIT_S)
+    assert not any(psutil.pid_exists(pid) for pid in before.values())
+
+
+def goes_on(run: RunHandle, num_steps: int = 3) -> None:
+    count = len(train_steps(run.run_dir)) + num_steps
+    run.wait_until(lambda: len(train_steps(run.run_dir)) >= count, f"{num_steps} more steps", LIMIT_S)
+
+
+def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(start: Callable[..., RunHandle]) -> None:
+    whole = start("trial=whole")
+    assert whole.wait(LIMIT_S) == 0, whole.output()
+
+    run = start("trial=struck")
+    goes_on(run)
+    others = pids(run, (*TRAINERS, "generation_server/0", "gserver_manager/0", "rollout_worker/0"))
+    for name, number in (
+        ("model_worker/1", signal.SIGKILL),
+        ("model_worker/2", signal.SIGSTOP),
+        ("model_worker/2", signal.SIGKILL),
+    ):
+        strike(run, name, number)
+        goes_on(run)
+    assert pids(run, tuple(others)) == others, "nobody else was started again"
+    assert run.wait(LIMIT_S) == 0, run.output()
+
+    told = " ".join(run.output().split())
+    assert "model_worker/1 was killed by signal SIGKILL" in told
+    assert "its world (model_worker/1, model_worker/2) is started again at once (1 of" in told
+    assert "model_worker/2 froze" in told
+    assert "the training side" not in told
+    assert [folder.name for folder in sorted((run.run_dir / "logs").glob("attempt_*"))] == ["attempt_1"]
+    found = audit(run.run_dir)
+    assert (found.problems, found.complete, found.steps) == ([], True, STEPS)
+    assert (found.voided_steps, [stretch.attempt for stretch in found.lineage]) == (0, [1])
+    assert_nothing_left(run.run_dir)
+
+    expected, weights = final_weights(whole.run_dir), final_weights(run.run_dir)
+    assert expected.keys() == weights.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)] == []
+    one, other = train_steps(whole.run_dir), train_steps(run.run_dir)
+    assert [step["kl/sequence_mean"] for step in one] == [step["kl/sequence_mean"] for step in other]
+    assert abs(one[-1]["kl/sequence_mean"]) > 1e-4, "the reference is another model than the actor by then"

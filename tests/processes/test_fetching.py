@@ -1,0 +1,239 @@
+"""Data between workers of different worlds, over real HTTP: byte for byte, bounded, for the run's own processes only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import time
+import uuid
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from test_data_manager import KEYS, make_group, same_bytes
+
+from asyncrl.config import NameResolveConfig, NetworkConfig, RuntimeConfig, WorkerInfo
+from asyncrl.data.codec import CodecError
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.messages import FetchPart, HeldDataRequest
+from asyncrl.model import fetching
+from asyncrl.model.fetching import DataFetcher, FetchError, HeldData, pack_sample, unpack_sample
+from asyncrl.model.store import DataStore
+from asyncrl.runtime import security
+from asyncrl.runtime.http_server import serve
+from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.worker import Worker
+
+IDS = [f"g{number}" for number in range(6)]
+SOURCE, ME = 0, 4
+
+
+def worker(max_message_bytes: int = 1_000_000) -> Worker:
+    runtime = RuntimeConfig(host="127.0.0.1", max_message_bytes=max_message_bytes)
+    made = Worker(WorkerInfo("model_worker", ME, 5, "e", "t", 1, "/nowhere", 1, NameResolveConfig(), runtime))
+    made.resolver = MemoryNameResolver(uuid.uuid4().hex)
+    return made
+
+
+class Both:
+    """A source that holds groups, and a fetcher with a store of its own."""
+
+    def __init__(self, fetcher: DataFetcher, url: str, me: Worker) -> None:
+        self.fetcher, self.url, self.me = fetcher, url, me
+        self.store = fetcher._store
+
+    def publish(self, url: str, life: int = 0, source: int = SOURCE) -> None:
+        self.me.resolver.add(self.me.names.held_data(source, 1, life), url)
+
+    async def fetch(self, ids: list[str], keys: tuple[str, ...] = KEYS, life: int = 0, source: int = SOURCE) -> int:
+        return await self.fetcher.fetch([FetchPart(source, life, ids, list(keys))])
+
+
+@contextlib.asynccontextmanager
+async def both(max_message_bytes: int = 1_000_000):
+    me, source = worker(max_message_bytes), DataStore(64)
+    for ticket in IDS:
+        assert source.put(make_group(ticket)) == ""
+    held, fetcher = HeldData(source, host="127.0.0.1", max_bytes=max_message_bytes), DataFetcher(me, DataStore(64))
+    fetcher.open()
+    try:
+        made = Both(fetcher, await held.start(), me)
+        made.publish(made.url)
+        yield made
+    finally:
+        await fetcher.close()
+        await held.close()
+        me.resolver.close()
+
+
+@contextlib.asynccontextmanager
+async def answering(answer):
+    """A source of another kind: what it answers is given."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await answer(request)
+
+    app = web.Application()
+    app.add_routes([web.post(fetching.PATH, handle)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    try:
+        yield await serve(runner, "127.0.0.1")
+    finally:
+        await runner.cleanup()
+
+
+async def test_what_is_fetched_is_what_is_held_byte_for_byte():
+    async with both() as pair:
+        assert await pair.fetch(IDS) > 0
+        for ticket in IDS:
+            assert same_bytes(pair.store.whole(ticket), make_group(ticket))
+        await pair.fetch(IDS[:2], ("rewards",))  # again: nothing changes
+        assert len(pair.store) == len(IDS)
+
+
+async def test_only_the_keys_that_are_asked_for_come():
+    async with both() as pair:
+        await pair.fetch(["g3", "g1"], ("rewards", "packed_input_ids"))
+        assert sorted(pair.store.ids()) == ["g1", "g3"]
+        assert set(pair.store.whole("g1").keys) == {"rewards", "packed_input_ids"}
+
+
+async def test_many_groups_come_in_answers_of_bounded_size():
+    size = make_group(IDS[0]).num_bytes
+    asked = []
+    async with both(max_message_bytes=3 * size) as pair:
+        ask = pair.fetcher._ask
+
+        async def count(part, ids):
+            asked.append(len(ids))
+            return await ask(part, ids)
+
+        pair.fetcher._ask = count
+        await pair.fetch(IDS)
+        assert sorted(pair.store.ids()) == IDS
+        assert asked[0] == len(IDS)
+        assert len(asked) > 1
+    async with both(max_message_bytes=1) as pair:  # a group is never cut
+        await pair.fetch([IDS[0]], ("rewards",))
+        assert IDS[0] in pair.store
+
+
+@pytest.mark.parametrize(
+    ("ids", "keys", "told"),
+    [
+        (
+            ["g0", "nobody"],
+            KEYS,
+            r"model_worker/0 answered 404: 1 of 1 groups are not in the store, such as \['nobody'\]",
+        ),
+        (["g0"], ("values",), r"model_worker/0 answered 404: id 'g0' has no \['values'\] yet"),
+    ],
+)
+async def test_what_is_not_there_is_told(ids, keys, told):
+    async with both() as pair:
+        with pytest.raises(FetchError, match=told):
+            await pair.fetch(ids, keys)
+
+
+async def test_who_is_gone_costs_a_moment_and_who_says_nothing_the_limit(monkeypatch):
+    async with both() as pair:
+        pair.publish("http://127.0.0.1:9", life=1)
+        began = time.monotonic()
+        with pytest.raises(FetchError, match="model_worker/0 gives no data: ClientConnectorError"):
+            await pair.fetch(IDS, life=1)
+        assert time.monotonic() - began < fetching.LIMIT_S / 2
+        monkeypatch.setattr(fetching, "LIMIT_S", 0.3)
+        never = asyncio.Event()
+
+        async def say_nothing(request):
+            await never.wait()
+
+        async with answering(say_nothing) as url:
+            pair.publish(url, life=2)
+            with pytest.raises(FetchError, match=r"waited 0\.3 s for data of another world from model_worker/0"):
+                await pair.fetch(IDS, life=2)
+            never.set()
+        with pytest.raises(FetchError):  # nobody has published that life
+            await pair.fetch(IDS, life=3)
+        assert len(pair.store) == 0
+
+
+async def test_a_lost_connection_is_tried_again():
+    answers = []
+
+    async def lose_the_first(request):
+        answers.append(len(answers))
+        if len(answers) == 1:
+            request.transport.close()
+        return web.Response(body=pack_sample(make_group("g0")))
+
+    async with both() as pair, answering(lose_the_first) as url:
+        pair.publish(url, life=1)
+        await pair.fetch(["g0"], life=1)
+        assert same_bytes(pair.store.whole("g0"), make_group("g0"))
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (pack_sample(make_group("g1")), r"was asked for .*; there came .* of \['g1'\]"),
+        (pack_sample(make_group("g0").select_keys(["rewards"])), r"there came \['rewards'\] of \['g0'\]"),
+        (pack_sample(SequenceSample.gather([make_group("g0"), make_group("g1")])), r"of \['g0', 'g1'\]"),
+        (b"\x01", "gives no data: CodecError"),
+        (b"x" * 20_000_000, "answers with more than"),
+    ],
+)
+async def test_an_answer_to_another_question_is_not_believed(body, told):
+    async def lie(request):
+        return web.Response(body=body)
+
+    async with both() as pair, answering(lie) as url:
+        pair.publish(url, life=1)
+        with pytest.raises(FetchError, match=told):
+            await pair.fetch(["g0"], life=1)
+        assert len(pair.store) == 0
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        HeldDataRequest(ids=[], keys=["rewards"]),
+        HeldDataRequest(ids=["g0"], keys=[]),
+        HeldDataRequest(ids=["g"] * 2000, keys=["k"]),
+    ],
+)
+async def test_a_request_for_nothing_or_too_much_is_refused(request_):
+    async with both() as pair, aiohttp.ClientSession() as session:
+        async with session.post(pair.url + fetching.PATH, data=msgspec.msgpack.encode(request_)) as response:
+            assert response.status == 400
+        async with session.post(pair.url + fetching.PATH, data=b"\xc1") as response:
+            assert response.status == 400
+
+
+async def test_strangers_get_nothing():
+    secrets = security.Security.of(security.Secrets.make(), NetworkConfig(authenticate="on"))
+    asked = msgspec.msgpack.encode(HeldDataRequest(ids=["g0"], keys=["rewards"]))
+    with security.secured(secrets):
+        async with both() as pair, aiohttp.ClientSession() as session:
+            await pair.fetch(IDS)
+            async with session.post(pair.url + fetching.PATH, data=asked) as response:
+                assert response.status == 401
+
+
+def test_an_answer_is_read_or_refused():
+    body = pack_sample(make_group("g0"))
+    assert same_bytes(unpack_sample(body, max_bytes=1_000_000), make_group("g0"))
+    for broken in (
+        b"",
+        body[:-1],
+        body + b"\0",
+        struct.pack("<I", 0) + body[4:],
+        struct.pack("<I", 2**32 - 1) + body[4:],
+        struct.pack("<IQ", 1, 2**64 - 1),
+    ):
+        with pytest.raises(CodecError):
+            unpack_sample(broken, max_bytes=1_000_000)
+    with pytest.raises(CodecError, match="at most"):
+        unpack_sample(body, max_bytes=100)
