@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.master.tracker import StorageTracker
@@ -40,6 +41,17 @@ class WorldEndedError(RuntimeError):
 
 class UnfetchedError(RuntimeError):
     """Data did not come from one world to the other. Both may be well, or one of them is about to be found dead."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of a world that is apart."""
+
+    world: tuple[int, ...]
+    number: int
+
+    def __str__(self) -> str:
+        return f"life {self.number} of {', '.join(f'model_worker/{worker}' for worker in self.world)}"
 
 
 class Repeats:
@@ -80,19 +92,15 @@ class ApartWorlds:
         self._client, self._caller, self._limit_s = client, caller, limit_s
         self._telling: set[asyncio.Task[None]] = set()
 
-    def world_of(self, worker: int) -> tuple[int, ...] | None:
-        """That a worker is in, where it is apart."""
-        return self.worlds.of(worker) if worker in self.worlds.all_apart else None
-
-    async def repeated(self, what: str, world: Sequence[int], work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` gives, done again in another life of the world as long as it raises WorldEndedError, and in the same for a
-        while where it raises UnfetchedError."""
+    async def repeated(self, what: str, world: Sequence[int], work: Callable[[Life], Awaitable[T]]) -> T:
+        """What `work` gives in a life of the world; in the next where it raises WorldEndedError, and again in the same for a while
+        where it raises UnfetchedError."""
         loop, repeats = asyncio.get_running_loop(), Repeats(self._limit_s)
         life = -1
         while True:  # as often as the launcher starts the world again; each turn is bounded
             life = await self._in_life(what, world, life)
             try:
-                return await work()
+                return await work(Life(tuple(world), life))
             except (WorldEndedError, UnfetchedError) as error:
                 again = repeats.first_life(error, life, loop.time())
                 logger.warning("%s is to be done again: %s", what, error)
@@ -100,31 +108,35 @@ class ApartWorlds:
                     await asyncio.sleep(_PAUSE_S)
                 life = again
 
-    async def call(self, what: str, handlers: Sequence[Handler], bodies: Sequence[CallBody]) -> list[CallResult]:
-        """Call workers of one world that is apart, in its present life. Raises WorldEndedError where that is over: a worker whose
+    async def call(
+        self, what: str, life: Life, handlers: Sequence[Handler], bodies: Sequence[CallBody]
+    ) -> list[CallResult]:
+        """Call workers of a world in this life of it, and in no other. Raises WorldEndedError where that is over: a worker whose
         call has failed ends, and its world with it."""
+        self._check(life)
         try:
-            return await self._caller.start_each(what, handlers, bodies)
+            replies = await self._caller.start_each(what, handlers, bodies)
         except (ReceiverRestarted, RemoteCallError) as error:
             raise WorldEndedError(str(error)) from error
+        self._check(life)  # else what is said to be there has gone meanwhile
+        return replies
 
-    async def fetch(self, what: str, transfers: Sequence[Transfer], tracker: StorageTracker) -> float:
-        """Have workers, all of the gang or all of one world, fetch data. Returns the bytes that have come. Raises UnfetchedError
-        where not all has come, WorldEndedError where those that were to fetch have ended."""
+    async def fetch(self, what: str, life: Life, transfers: Sequence[Transfer], tracker: StorageTracker) -> float:
+        """Have data fetched by workers of a world from the gang, or by the gang from them. Returns the bytes that have come. Raises
+        UnfetchedError where not all has come, WorldEndedError where those that were to fetch have ended."""
         parts: dict[int, list[FetchPart]] = {}
         for transfer in transfers:
             (target,) = transfer.targets
-            part = FetchPart(
-                transfer.source, self._client.life_of(transfer.source), list(transfer.ids), list(transfer.keys)
-            )
+            number = life.number if transfer.source in life.world else 0
+            part = FetchPart(transfer.source, number, list(transfer.ids), list(transfer.keys))
             parts.setdefault(target, []).append(part)
         if not parts:
             return 0.0
         workers, bodies = list(parts), [FetchData(parts=of) for of in parts.values()]
-        if self.world_of(workers[0]) is None:
-            replies = await self._caller.start_each(what, workers, bodies)
+        if workers[0] in life.world:
+            replies = await self.call(what, life, workers, bodies)
         else:
-            replies = await self.call(what, workers, bodies)
+            replies = await self._caller.start_each(what, workers, bodies)
         if unfetched := next((reply.unfetched for reply in replies if reply.unfetched), ""):
             raise UnfetchedError(unfetched)
         for transfer in transfers:
@@ -134,16 +146,20 @@ class ApartWorlds:
     def tell_nowait(self, what: str, workers: Sequence[int], body: CallBody) -> None:
         """Something that need not be said again to a world that has ended meanwhile, and that nobody waits for."""
         for worker in workers:
-            if self._client.is_whole(self.worlds.of(worker)):
+            if self._client.life_of(self.worlds.of(worker)) is not None:
                 task = asyncio.create_task(self._tell(what, worker, body))
                 self._telling.add(task)
                 task.add_done_callback(self._telling.discard)
 
     async def _tell(self, what: str, worker: int, body: CallBody) -> None:
         try:
-            await self.call(what, [worker], [body])
-        except (WorldEndedError, ChannelError) as error:
+            await self._caller.start(what, [worker], body)
+        except (ChannelError, RemoteCallError) as error:
             logger.info("%s: %s", what, error)
+
+    def _check(self, life: Life) -> None:
+        if self._client.life_of(life.world) != life.number:
+            raise WorldEndedError(f"{life} is over")
 
     async def _in_life(self, what: str, world: Sequence[int], first: int) -> int:
         names = ", ".join(f"model_worker/{worker}" for worker in world)

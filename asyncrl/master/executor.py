@@ -22,7 +22,7 @@ from functools import partial
 from typing import TypeVar
 
 from asyncrl.dataflow import DataflowGraph, MFCDef
-from asyncrl.master.apart import ApartWorlds
+from asyncrl.master.apart import ApartWorlds, Life
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.tracker import StorageTracker
@@ -300,12 +300,12 @@ class ApartFunctionCall(ModelFunctionCall):
         await self._apart.repeated(f"MFC {self.mfc.name}", self._world, partial(self._once, step, body))
         await self._buffer.amend_batch(body.ids, self.mfc.output_keys)
 
-    async def _once(self, step: _Step, body: ExecuteMFC) -> None:
+    async def _once(self, step: _Step, body: ExecuteMFC, life: Life) -> None:
         mfc, apart = self.mfc, self._apart
-        num_bytes = await apart.fetch(f"inputs of MFC {mfc.name}", step.inputs(mfc), step.tracker)
-        replies = await apart.call(f"MFC {mfc.name}", self._handlers, [body] * len(self._handlers))
+        num_bytes = await apart.fetch(f"inputs of MFC {mfc.name}", life, step.inputs(mfc), step.tracker)
+        replies = await apart.call(f"MFC {mfc.name}", life, self._handlers, [body] * len(self._handlers))
         self._take_note(step, body, replies)
-        num_bytes += await apart.fetch(f"outputs of MFC {mfc.name}", step.outputs(mfc), step.tracker)
+        num_bytes += await apart.fetch(f"outputs of MFC {mfc.name}", life, step.outputs(mfc), step.tracker)
         step.count_bytes(num_bytes)
 
 

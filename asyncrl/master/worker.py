@@ -263,7 +263,8 @@ class MasterWorker(Worker):
 
     async def _load_apart(self, world: Sequence[int]) -> None:
         what = "models to be loaded"
-        await self.apart.repeated(what, world, lambda: self.apart.call(what, world, [Ping()] * len(world)))
+        pings = [Ping()] * len(world)
+        await self.apart.repeated(what, world, lambda life: self.apart.call(what, life, world, pings))
 
     def _world_began_anew(self, world: Sequence[int]) -> None:
         """A world that is apart is in another life: its workers' stores are empty."""

@@ -183,14 +183,9 @@ class NameResolvingRequestClient:
             await self._connected.wait()
         return life
 
-    def life_of(self, worker: int) -> int:
-        """The newest life of a worker's world that is whole; 0 in the gang, which has one life an attempt."""
-        world = self._world_of.get(worker)
-        return (self._lives[world].life or 0) if world is not None else 0
-
-    def is_whole(self, world: Sequence[int]) -> bool:
-        """Whether all workers of a world that is apart are in its newest life."""
-        return self._lives[tuple(world)].life is not None
+    def life_of(self, world: Sequence[int]) -> int | None:
+        """In which all workers of a world that is apart are; None while some are still to come."""
+        return self._lives[tuple(world)].life
 
     def fail_all(self, error: Exception) -> None:
         """The gang has ended: every unanswered call fails with this error, and so does every later one."""

@@ -175,7 +175,7 @@ class MasterOfWorlds(Master):
         await self.caller.call("clear", [w for w in holding if w in self.world.worlds.gang], body)
         for world in self.world.worlds.apart:  # so that it has been heard
             await self.apart.repeated(
-                "clear", world, lambda world=world: self.apart.call("-", world, [body] * len(world))
+                "clear", world, lambda life: self.apart.call("-", life, life.world, [body] * len(life.world))
             )
         return result
 
@@ -254,9 +254,9 @@ async def test_every_wait_for_one_that_does_not_come_back_has_a_limit_and_a_name
         world.begin_again(2)
         await asyncio.gather(*world.beside)
         with pytest.raises(WaitTimeoutError, match=r"waited 0\.2 s for a ping from model workers"):
-            await master.apart.repeated("a ping", (2,), lambda: master.apart.call("a ping", [2], [Ping()]))
+            await master.apart.repeated("a ping", (2,), lambda life: master.apart.call("a ping", life, [2], [Ping()]))
 
-        async def fail():
+        async def fail(life):
             raise WorldEndedError("it has said so")
 
         with pytest.raises(WaitTimeoutError, match="for life 1, for a ping, from model_worker/2"):
