@@ -99,6 +99,9 @@ class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     wall_s: float = 0.0  # since the run began, without the time in which nobody worked at it
     evaluating: bool = False  # these weights were to be evaluated, and had not been yet
+    shared: dict[
+        str, str
+    ] = {}  # of models in other worlds than the gang's: the folder in shared_dir with their weights
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +128,11 @@ class _Shapes(msgspec.Struct, frozen=True):
 
 def recover_dir(run_dir: str | Path) -> Path:
     return Path(run_dir) / "checkpoints" / "recover"
+
+
+def shared_dir(run_dir: str | Path) -> Path:
+    """Where weights are that go from one world to another (asyncrl/master/refresh.py)."""
+    return Path(run_dir) / "checkpoints" / "shared"
 
 
 def checkpoint_dir(run_dir: str | Path, attempt: int, step: int) -> Path:

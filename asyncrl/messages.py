@@ -574,6 +574,25 @@ class Reallocate(Struct, frozen=True, kw_only=True, tag=True):
     share: float = 1.0
 
 
+class ShareWeights(Struct, frozen=True, kw_only=True, tag=True):
+    """Write a model's parameters to path for a model of another world, at every worker of it, in a checkpoint's format. The reply
+    comes when this worker's files are on disk, with `files`; CommitCheckpoint follows."""
+
+    model: str
+    path: str
+
+
+class TakeWeights(Struct, frozen=True, kw_only=True, tag=True):
+    """Have a model take what ShareWeights has written, at every worker of it; layouts may differ.
+
+    target <- share * what is at path + (1 - share) * target
+    """
+
+    model: str
+    path: str
+    share: float = 1.0
+
+
 class WriteWeights(Struct, frozen=True, kw_only=True, tag=True):
     """Snapshot a model's weights, at every worker of it; the reply comes when this worker's files are on disk, with `files`."""
 
@@ -653,6 +672,8 @@ CallBody = (
     | Redistribute
     | FetchData
     | Reallocate
+    | ShareWeights
+    | TakeWeights
     | HoldWeights
     | WriteWeights
     | CommitWeights

@@ -8,7 +8,7 @@ what holds nothing that is not on disk, are not in one world:
 
 A world that is apart is started again alone, in its next life, while the gang goes on. In its world a worker's rank is its place
 among the members. mode=async alone has worlds apart: elsewhere nobody starts anything again alone (train_only, rollout_only), or
-the gang generates, too (sync). A reference that is refreshed from the actor stays with the gang, whose collectives copy weights.
+the gang generates, too (sync). A reference that is refreshed from the actor gets weights through the disk (master/refresh.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.config import REF, REWARD
 if TYPE_CHECKING:
     from asyncrl.topology import ModelPlacement
 
-STATELESS_ROLES = (REF, REWARD)  # their models are as on disk, if nothing refreshes them
+STATELESS_ROLES = (REF, REWARD)  # their models are as on disk
 MODES = ("async",)  # that have worlds apart
 
 
@@ -65,18 +65,16 @@ def worlds_of(
     *,
     num_workers: int,
     mode: str,
-    is_refreshed: bool,
 ) -> Worlds:
-    """placements, mfcs: of the run. is_refreshed: the reference gets the actor's weights every now and then."""
+    """placements, mfcs: of the run."""
     everyone = tuple(range(num_workers))
     if mode not in MODES:
         return Worlds(everyone)
     moving = {mfc.model for mfc in mfcs if mfc.kind != "inference"}
-    steady = [role for role in STATELESS_ROLES if role != REF or not is_refreshed]
     together = [set(placement.workers) for placement in placements]
     gang: set[int] = set(everyone).difference(*together)  # who holds nothing, if anybody does
     for placement in placements:
-        if placement.role not in steady or placement.name in moving:
+        if placement.role not in STATELESS_ROLES or placement.name in moving:
             gang.update(placement.workers)
     while near := [workers for workers in together if workers & gang and not workers <= gang]:
         gang.update(*near)

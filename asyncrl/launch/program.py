@@ -289,7 +289,6 @@ def worlds_of_run(config: ExperimentConfig) -> Worlds:
         mfcs,
         num_workers=allocation.num_model_workers,
         mode=config.mode,
-        is_refreshed=config.train.ref.update_interval > 0,
     )
 
 

@@ -91,6 +91,9 @@ class ApartWorlds:
         self.worlds = worlds
         self._client, self._caller, self._limit_s = client, caller, limit_s
         self._telling: set[asyncio.Task[None]] = set()
+        self.prepare: Callable[[Life], Awaitable[None]] | None = None  # what precedes all work in a life, once
+        self._preparing = {world: asyncio.Lock() for world in worlds.apart}
+        self._ready: dict[tuple[int, ...], int] = {}  # the life that a world has been prepared in
 
     async def repeated(self, what: str, world: Sequence[int], work: Callable[[Life], Awaitable[T]]) -> T:
         """What `work` gives in a life of the world; in the next where it raises WorldEndedError, and again in the same for a while
@@ -100,7 +103,9 @@ class ApartWorlds:
         while True:  # as often as the launcher starts the world again; each turn is bounded
             life = await self._in_life(what, world, life)
             try:
-                return await work(Life(tuple(world), life))
+                present = Life(tuple(world), life)
+                await self._prepared(present)
+                return await work(present)
             except (WorldEndedError, UnfetchedError) as error:
                 again = repeats.first_life(error, life, loop.time())
                 logger.warning("%s is to be done again: %s", what, error)
@@ -156,6 +161,12 @@ class ApartWorlds:
             await self._caller.start(what, [worker], body)
         except (ChannelError, RemoteCallError) as error:
             logger.info("%s: %s", what, error)
+
+    async def _prepared(self, life: Life) -> None:
+        async with self._preparing[life.world]:
+            if self._ready.get(life.world) != life.number and self.prepare is not None:
+                await self.prepare(life)
+            self._ready[life.world] = life.number
 
     def _check(self, life: Life) -> None:
         if self._client.life_of(life.world) != life.number:

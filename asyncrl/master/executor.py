@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.dataflow import DataflowGraph, MFCDef
 from asyncrl.master.apart import ApartWorlds, Life
@@ -39,6 +39,9 @@ from asyncrl.redistribution import Transfer, assign, members, plan_fetches, plan
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.topology import Handler, ModelPlacement, ModelShardID
+
+if TYPE_CHECKING:  # it imports this
+    from asyncrl.master.refresh import Refresher
 
 T = TypeVar("T")
 
@@ -334,6 +337,7 @@ class FunctionExecutor:
         if homeless:
             raise ValueError(f"MFCs run on models that are nowhere: {homeless}; there are {list(self._placements)}")
         self._apart = apart.worlds.all_apart if apart is not None else frozenset()
+        self.refresher: Refresher | None = None  # set where there are worlds apart
         self._calls: list[ModelFunctionCall] = []
         for mfc in mfcs:
             about = mfc, self._placements[mfc.model], buffer, caller, hooks
@@ -353,10 +357,20 @@ class FunctionExecutor:
         tasks = [moved, *(asyncio.ensure_future(call.run(step)) for call in calls)]
         try:
             await asyncio.gather(*tasks)
-            await asyncio.gather(*step.copy_weights(self._hooks.after_step(version + 1)))
+            await self._refresh(step, version + 1)
         finally:
             for task in tasks:
                 task.cancel()
             step.give_up()
         self._buffer.end_batch()
         return step.result
+
+    async def _refresh(self, step: _Step, version: int) -> None:
+        """What follows the step that made this version: in the gang by collectives, elsewhere through the disk."""
+        refresher, copies = self.refresher, self._hooks.after_step(version)
+        elsewhere = [body for body in copies if refresher is not None and refresher.is_apart(body.target)]
+        copied = step.copy_weights(body for body in copies if body not in elsewhere)
+        await asyncio.gather(*copied)
+        if refresher is not None:
+            for body in elsewhere:
+                await refresher.refresh(body, version)

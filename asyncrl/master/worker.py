@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncrl.checkpoints import DataIdentity, MasterState, read_state
-from asyncrl.config import CRITIC, MasterWorkerConfig
+from asyncrl.config import CRITIC, REF, MasterWorkerConfig
 from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow import MFCDef, without_generation
@@ -28,6 +28,7 @@ from asyncrl.master.executor import FunctionExecutor, StepResult, WorkerCaller
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
 from asyncrl.master.recovery import Checkpointer
+from asyncrl.master.refresh import Refresher
 from asyncrl.master.report import (
     RunSummary,
     StepTimes,
@@ -163,6 +164,8 @@ class MasterWorker(Worker):
         self._started = self._training_began = time.time()
         self._parent: tuple[int, int] | None = None  # (attempt, step) that this attempt goes on from
         self._evaluate_again = False
+        self.refresher: Refresher | None = None  # from setup on
+        self._shared: dict[str, str] = {}  # of the checkpoint that this attempt goes on from
         self._leaving = asyncio.Event()  # the run is told to stop
         if config.resume:
             self._restore(read_state(Path(config.resume)))
@@ -211,6 +214,8 @@ class MasterWorker(Worker):
             recorders=self.heads if config.records else (),
             apart=self.apart,
         )
+        self.refresher = Refresher(self.models, self.apart, self.caller, self.run_dir, self.info.attempt)
+        self.executor.refresher = self.refresher
         await self._meet_manager()
         self.spawn(self._hear_of_the_end(), "hear of the end")
         await self.publish(self.names.experiment_status(), "RUNNING")
@@ -246,6 +251,7 @@ class MasterWorker(Worker):
         )
         if self.config.resume:
             await self.checkpointer.load(self.config.resume)
+            await self._restore_refreshed()
             self.hooks.loaded()
         self._write_begun()
         await self._publish_weights(WeightVersion(self.info.attempt, self.version))
@@ -260,6 +266,12 @@ class MasterWorker(Worker):
             if self._leaving.is_set() and not finished:
                 await self._leave()
         await self.finish()
+
+    async def _restore_refreshed(self) -> None:
+        """Models whose weights are in no checkpoint, or in one that only the gang has loaded."""
+        if self.refresher is not None and self.config.train.ref.update_interval > 0:
+            refreshed = [name for name, model in self.models.items() if model.role == REF]
+            await self.refresher.restore(self._shared, self.config.resume, refreshed)
 
     async def _load_apart(self, world: Sequence[int]) -> None:
         what = "models to be loaded"
@@ -697,6 +709,7 @@ class MasterWorker(Worker):
             batch_size=self.config.train.batch_size,
             wall_s=time.time() - self._started,
             evaluating=any(not task.done() for task in self._evaluations),
+            shared=self.refresher.state() if self.refresher is not None else {},
         )
 
     def _restore(self, state: MasterState) -> None:
@@ -710,6 +723,7 @@ class MasterWorker(Worker):
         self._recent_outcomes.extend(state.recent_outcomes)
         self._started -= state.wall_s
         self._evaluate_again = state.evaluating
+        self._shared = state.shared
         for name, schedule in self._schedules().items():
             if name in state.schedules:
                 schedule.restore(state.schedules[name], time.monotonic())

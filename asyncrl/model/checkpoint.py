@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -57,7 +57,10 @@ from asyncrl.model.shards import plan_writers, tensors_of
 from asyncrl.update_group import dtype_of, num_bytes_of
 from asyncrl.weights import FileWriter, commit_folder, write_part
 
-__all__ = ["CheckpointError", "commit", "load", "snapshot", "verify", "write"]
+if TYPE_CHECKING:
+    from asyncrl.model.mesh import ModelMesh
+
+__all__ = ["CheckpointError", "commit", "load", "snapshot", "take", "verify", "write"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, as large as the parameter
 
@@ -102,11 +105,11 @@ class Snapshot:
 
 
 @torch.no_grad()
-def snapshot(models: Mapping[str, TrainedModel]) -> Snapshot:
+def snapshot(models: Mapping[str, TrainedModel], *, moments: bool = True) -> Snapshot:
     """Copy to the CPU what this worker is to write of these models: each part of a tensor is written once, in its own dtype.
 
-    models: the engines of this worker by name, in the same order everywhere; those of the models to save. Collective over the
-    ranks of each model. Training may go on while the snapshot is written.
+    models: the engines of this worker by name, in the same order everywhere; those of the models to save. moments: also what the
+    optimizer has. Collective over the ranks of each model. Training may go on while the snapshot is written.
     """
     result = Snapshot(WorkerState(_random_state(), {}, {}))
     for model_name, model in models.items():
@@ -118,7 +121,7 @@ def snapshot(models: Mapping[str, TrainedModel]) -> Snapshot:
         mine = set(plan_writers(holdings, sizes)[this_worker()])
         steps = result.worker.steps[model_name] = {}
         for name, tensor in tensors.items():
-            state = _optimizer_state(model, tensor)
+            state = _optimizer_state(model, tensor) if moments else {}
             if state:
                 steps[name] = float(state["step"])
             if name not in mine:
@@ -185,17 +188,8 @@ def load(
     workers are as many as then. A second model of a role (`ref@1`) is loaded from its first if it was not there then.
     or_as_is: roles whose models stay as they are where the checkpoint has none.
     """
-    manifest = read_manifest(path)
+    manifest = _verified(path, workers)
     me = this_worker()
-    at = list(workers).index(me)
-    mine = [name for place, name in enumerate(manifest.files) if place % len(workers) == at]
-    found = ""
-    try:
-        check(path, {name: manifest.files[name] for name in mine})
-    except CheckpointError as error:
-        found = str(error)
-    if broken := sorted(filter(None, (text.decode() for text in exchange(workers, found.encode()).values()))):
-        raise CheckpointError(broken[0])
     states = [_read_state(path, worker) for worker in manifest.workers]
     steps: dict[str, dict[str, float]] = {}
     for state in states:
@@ -210,6 +204,56 @@ def load(
     if manifest.workers == sorted(workers):
         _set_random_state(states[manifest.workers.index(me)].random)
     return manifest.state
+
+
+@torch.no_grad()
+def take(path: Path, name: str, model: TrainedModel, *, share: float = 1.0) -> None:
+    """model <- share * what path has under this name + (1 - share) * model, whatever layout it was saved in.
+
+    Collective over the ranks of the model. In float32, as model/reallocate.py does; raises like `load`. Random numbers go on.
+    """
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"share={share}: above 0, at most 1")
+    _verified(path, workers_of(model))
+    model.onload()
+    ours = model.named_parameters()
+    theirs = _Parameters(
+        {key: torch.empty_like(x.detach(), dtype=torch.float32) for key, x in ours.items()}, model.mesh
+    )
+    _load_model(path, name, theirs, {})
+    for key, tensor in ours.items():
+        new = theirs.named_parameters()[key]
+        tensor.detach().copy_(new if share == 1.0 else share * new + (1.0 - share) * tensor.detach().float())
+
+
+class _Parameters:
+    """A model's parameters, and no more of it."""
+
+    optimizer = None
+
+    def __init__(self, parameters: dict[str, Tensor], mesh: ModelMesh | None) -> None:
+        self._parameters, self.mesh = parameters, mesh
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        return self._parameters
+
+    def onload(self) -> None:
+        """They are where they are used."""
+
+
+def _verified(path: Path, workers: Sequence[int]) -> Manifest:
+    """Collective over `workers`: each checks some of the files, and what one finds all raise."""
+    manifest = read_manifest(path)
+    at = list(workers).index(this_worker())
+    mine = [name for place, name in enumerate(manifest.files) if place % len(workers) == at]
+    found = ""
+    try:
+        check(path, {name: manifest.files[name] for name in mine})
+    except CheckpointError as error:
+        found = str(error)
+    if broken := sorted(filter(None, (text.decode() for text in exchange(workers, found.encode()).values()))):
+        raise CheckpointError(broken[0])
+    return manifest
 
 
 def _load_model(path: Path, model_name: str, model: TrainedModel, steps: Mapping[str, float]) -> None:

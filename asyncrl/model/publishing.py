@@ -27,6 +27,7 @@ from asyncrl.messages import (
     HoldWeights,
     SaveCheckpoint,
     SaveModel,
+    ShareWeights,
     WeightVersion,
     WriteWeights,
     WrittenFile,
@@ -44,6 +45,7 @@ from asyncrl.weights import Probe, commit_version, write_part
 
 T = TypeVar("T")
 
+SHARED = "shared"  # what a model is called in the files of ShareWeights
 LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
 
 
@@ -149,6 +151,14 @@ class Publisher:
         options = self._config.weights
         write = partial(checkpoint.write, Path(body.path), part, shard_bytes=options.shard_bytes, fsync=options.fsync)
         self._begin(self._checkpoints, call, "write checkpoint", body.path, write, state)
+
+    async def share(self, call: Call, body: ShareWeights, engine: TrainEngine) -> None:
+        """Like write_checkpoint, of a model's parameters alone: for a model of another world."""
+        await self._end_of_writing(self._checkpoints)
+        part = await self._snapshot(partial(checkpoint.snapshot, {SHARED: engine}, moments=False), body.model)
+        options = self._config.weights
+        write = partial(checkpoint.write, Path(body.path), part, shard_bytes=options.shard_bytes, fsync=options.fsync)
+        self._begin(self._checkpoints, call, "share weights", body.path, write)
 
     async def commit_checkpoint(self, call: Call, body: CommitCheckpoint) -> None:
         await self._end_of_writing(self._checkpoints)

@@ -48,6 +48,8 @@ from asyncrl.messages import (
     SaveBatch,
     SaveCheckpoint,
     SaveModel,
+    ShareWeights,
+    TakeWeights,
     TrajectoryMeta,
     WeightVersion,
     WriteWeights,
@@ -60,7 +62,7 @@ from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.intake import Intake
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.publishing import LAST_WORDS_S, Publisher
+from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
 from asyncrl.model.world import World, choose_device
@@ -210,6 +212,8 @@ class ModelWorker(Worker):
             await publisher.write(call, body, self._engine(body.role))
         elif isinstance(body, CommitWeights):
             await publisher.commit(call, body, self._engine(body.role), self.models[body.role])
+        elif isinstance(body, ShareWeights):
+            await publisher.share(call, body, self._engine(body.model))
         elif isinstance(body, SaveCheckpoint):
             state = {f"{mfc}/{name}": x for mfc, it in self.interfaces.items() for name, x in it.state().items()}
             await publisher.write_checkpoint(call, body, self._checkpointed, state)
@@ -234,6 +238,9 @@ class ModelWorker(Worker):
             self.board.set_queue("store", len(self.store))
         elif isinstance(body, Reallocate):
             num_bytes = await self._on_compute(partial(self._reallocate, body), f"weights of {body.target}")
+        elif isinstance(body, TakeWeights):
+            take = partial(checkpoint.take, Path(body.path), SHARED, self._engine(body.model), share=body.share)
+            await self._on_compute(take, f"weights of {body.model}")
         elif isinstance(body, HoldWeights):
             await self.publisher.hold(body, self._engine(body.role))
         elif isinstance(body, LoadCheckpoint):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.checkpoints import checkpoint_dir, shared_dir
 from asyncrl.lineage import audit
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights import tensor_files
@@ -41,6 +43,10 @@ EXACT = [
     "runtime.start_timeout_s=300",
     "runtime.frozen_after_s=6",
 ]
+
+
+STEADY: list[str] = []
+MOVING = ["train.ref.update_interval=2", "train.ref.update_share=0.5"]  # the reference follows the actor
 
 
 def reward_of_its_own(folder: Path) -> None:
@@ -94,11 +100,15 @@ def goes_on(run: RunHandle, num_steps: int = 3) -> None:
     run.wait_until(lambda: len(train_steps(run.run_dir)) >= count, f"{num_steps} more steps", LIMIT_S)
 
 
-def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(start: Callable[..., RunHandle]) -> None:
-    whole = start("trial=whole")
+@pytest.mark.parametrize("reference", [STEADY, MOVING], ids=["steady", "moving"])
+def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
+    start: Callable[..., RunHandle], reference: list[str], request: pytest.FixtureRequest
+) -> None:
+    trial = request.node.callspec.id
+    whole = start(*reference, f"trial={trial}_whole")
     assert whole.wait(LIMIT_S) == 0, whole.output()
 
-    run = start("trial=struck")
+    run = start(*reference, f"trial={trial}_struck")
     goes_on(run)
     others = pids(run, (*TRAINERS, "generation_server/0", "gserver_manager/0", "rollout_worker/0"))
     for name, number in (
@@ -128,3 +138,25 @@ def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(sta
     one, other = train_steps(whole.run_dir), train_steps(run.run_dir)
     assert [step["kl/sequence_mean"] for step in one] == [step["kl/sequence_mean"] for step in other]
     assert abs(one[-1]["kl/sequence_mean"]) > 1e-4, "the reference is another model than the actor by then"
+
+
+def test_a_moving_reference_has_the_same_weights_in_the_gang_and_apart_and_after_a_resume(
+    start: Callable[..., RunHandle],
+) -> None:
+    steps = "train.max_steps=12"
+    together = start(*MOVING, "trial=together", "allocation=transformers.d1+d1", steps)
+    assert together.wait(LIMIT_S) == 0, together.output()
+    apart = [*MOVING, "trial=resumed", "allocation=transformers.d1+d1+ref_inf:d1", "checkpoint.every_steps=3", steps]
+    run = start(*apart)
+    run.wait_until(checkpoint_dir(run.run_dir, 1, 6).exists, "the second checkpoint", LIMIT_S)
+    run.close()
+    assert not (run.run_dir / "summary.json").exists(), "the run was over before it was killed"
+    command = [sys.executable, "-m", "asyncrl.launch.cli", "resume", str(run.run_dir)]
+    with RunHandle(command, run.run_dir) as again:
+        assert again.wait(LIMIT_S) == 0, again.output()
+    expected, weights = final_weights(together.run_dir), final_weights(run.run_dir)
+    assert [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)] == []
+    found = audit(run.run_dir)
+    assert (found.problems, found.complete, found.steps) == ([], True, 12)
+    assert [stretch.attempt for stretch in found.lineage] == [1, 2]
+    assert len(list(shared_dir(run.run_dir).iterdir())) <= 4, "what nobody needs is removed"

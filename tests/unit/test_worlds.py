@@ -27,12 +27,10 @@ def node(model: str, kind: str = "inference") -> MFCDef:
     return MFCDef(f"{model}_{kind}", model.partition("@")[0], kind, "x:y", ("tokens",), (), model)
 
 
-def worlds(
-    *placements: ModelPlacement, mode: str = "async", is_refreshed: bool = False, mfcs: list[MFCDef] | None = None
-) -> Worlds:
+def worlds(*placements: ModelPlacement, mode: str = "async", mfcs: list[MFCDef] | None = None) -> Worlds:
     nodes = mfcs or [node(p.name, "train_step" if p.name in ("actor", "critic") else "inference") for p in placements]
     num_workers = 1 + max(worker for p in placements for worker in p.workers)
-    return worlds_of(placements, nodes, num_workers=num_workers, mode=mode, is_refreshed=is_refreshed)
+    return worlds_of(placements, nodes, num_workers=num_workers, mode=mode)
 
 
 # ------------------------------------------------------------------------------------------------------------- who with whom
@@ -62,9 +60,6 @@ def test_whoever_shares_a_worker_with_training_is_of_the_gang_and_takes_others_w
 def test_what_is_trained_or_copied_is_of_the_gang_wherever_it_is() -> None:
     apart = worlds(placement("actor", 0), placement("actor@1", 1), placement("critic", 2), placement("critic@1", 3))
     assert apart == Worlds((0, 1, 2, 3))
-    assert worlds(placement("actor", 0), placement("ref", 1), is_refreshed=True).apart == ()
-    refreshed = worlds(placement("actor", 0), placement("ref", 1), placement("reward", 2), is_refreshed=True)
-    assert refreshed == Worlds((0, 1), ((2,),))
     trained = [node("actor", "train_step"), node("ref", "train_step")]
     assert worlds(placement("actor", 0), placement("ref", 1), mfcs=trained).apart == ()
 
@@ -80,7 +75,7 @@ def test_worlds_part_the_workers_and_no_model(seed: int) -> None:
     names = ["actor", *rng.sample(["ref", "ref@1", "reward", "reward@1", "critic", "actor@1"], rng.randint(0, 6))]
     placements = [placement(name, *sorted(rng.sample(range(7), rng.randint(1, 3)))) for name in names]
     nodes = [node(p.name, "train_step" if p.name in ("actor", "critic") else "inference") for p in placements]
-    found = worlds_of(placements, nodes, num_workers=7, mode="async", is_refreshed=rng.random() < 0.5)
+    found = worlds_of(placements, nodes, num_workers=7, mode="async")
     members = [worker for world in (found.gang, *found.apart) for worker in world]
     assert sorted(members) == list(range(7))
     for each in placements:
@@ -107,11 +102,7 @@ def test_the_configs_of_a_run_say_who_is_apart(tmp_path) -> None:
     for spec in plan(config, attempt=1, num_prompts=8):
         if spec.kind in ("master", "model_worker"):
             assert spec.config.apart == [[2]]
-    for overrides in (["train.ref.update_interval=2"], ["allocation=transformers.d1+d2"]):
-        assert (
-            worlds_of_run(load("allocation=transformers.d1+d2+ref_inf:d1", "train.ppo.kl_coef=0.1", *overrides)).apart
-            == ()
-        )
+    assert worlds_of_run(load("allocation=transformers.d1+d2", "train.ppo.kl_coef=0.1")).apart == ()
     with pytest.raises(ConfigError):
         load("allocation=transformers.d1+d2+ref_inf:d1")
 

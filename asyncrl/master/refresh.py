@@ -1,0 +1,140 @@
+"""Weights of models that are apart (asyncrl/worlds.py) and get the actor's every now and then: through the run's folder.
+
+    the actor's workers write theirs -> committed -> the model takes them -> share < 1: what it has become is written, committed
+                                        \\________ a piece of work: done again in the next life, from what was before ________/
+
+In a world they share, weights are copied by collectives (model/reallocate.py): with the same numbers, in float32. What a model has
+taken stays on disk until it has taken something else, and as long as a checkpoint names it: a new life begins with it, and so does
+a run that goes on. Files are those of a checkpoint (model/checkpoint.py): complete or absent, verified when they are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from asyncrl.checkpoints import checkpoint_dir, list_checkpoints, read_state, shared_dir
+from asyncrl.master.apart import ApartWorlds, Life
+from asyncrl.master.executor import WorkerCaller
+from asyncrl.messages import CallResult, CommitCheckpoint, LoadCheckpoint, Reallocate, ShareWeights, TakeWeights
+from asyncrl.topology import ModelPlacement
+from asyncrl.weights import WeightsError
+
+
+class Refresher:
+    """consumes: refreshes.  produces: folders with weights, and models that have taken them.
+
+    waits for: replies, each at most the limit of a call.  unblocked by: the workers of both models.
+    """
+
+    def __init__(
+        self,
+        placements: Mapping[str, ModelPlacement],
+        apart: ApartWorlds,
+        caller: WorkerCaller,
+        run_dir: Path,
+        attempt: int,
+    ) -> None:
+        self._placements, self._apart, self._caller = placements, apart, caller
+        self._run_dir, self._folder, self._attempt = run_dir, shared_dir(run_dir), attempt
+        self._taken: dict[str, str] = {}  # model -> the folder with the weights it has; none: those of its path
+        self._named: frozenset[str] = frozenset()  # by the checkpoint begun last, which may not be there yet
+        apart.prepare = self._prepare
+
+    def is_apart(self, model: str) -> bool:
+        return self._placements[model].workers[0] in self._apart.worlds.all_apart
+
+    def state(self) -> dict[str, str]:
+        """For a checkpoint: what its run has to know to go on."""
+        self._named = frozenset(self._taken.values())
+        return dict(self._taken)
+
+    async def refresh(self, body: Reallocate, version: int) -> None:
+        """target <- share * source + (1 - share) * target, as of the step that has made this version of the actor."""
+        target = self._placements[body.target]
+        source = f"{body.target}-a{self._attempt:04d}-v{version:08d}"
+        await self._share(body.source, source)
+
+        async def take(life: Life) -> str:
+            await self._take(life, target, source, body.share)
+            if body.share == 1.0:
+                return source
+            kept = f"{source}-taken-{life.number}"  # a life before may have got as far as this
+            await self._keep(life, target, kept)
+            return kept
+
+        what = f"{body.target} to take weights of {body.source}"
+        self._taken[body.target] = await self._apart.repeated(what, self._world(target), take)
+        await asyncio.to_thread(self._prune)
+
+    async def restore(self, state: Mapping[str, str], checkpoint: str, refreshed: Sequence[str]) -> None:
+        """Go on from a checkpoint, whatever layout it is of. state: what `state` gave; refreshed: models that are not for ever what
+        their paths hold. The gang has loaded what the checkpoint has of models in it."""
+        for model in refreshed:
+            placement, folder = self._placements[model], state.get(model) or state.get(self._placements[model].role, "")
+            if not self.is_apart(model):
+                if folder:
+                    body = TakeWeights(model=model, path=str(self._folder / folder))
+                    await self._caller.call(f"{model} to take its weights", placement.workers, body)
+                continue
+            take = partial(self._begin, placement, folder, checkpoint)
+            self._taken[model] = await self._apart.repeated(f"{model} to go on", self._world(placement), take)
+
+    # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _world(self, placement: ModelPlacement) -> tuple[int, ...]:
+        return self._apart.worlds.of(placement.workers[0])
+
+    async def _prepare(self, life: Life) -> None:
+        """A new life of a world: its models have been loaded from their paths."""
+        for model, folder in list(self._taken.items()):
+            if self._placements[model].workers[0] in life.world:
+                await self._take(life, self._placements[model], folder, 1.0)
+
+    async def _begin(self, model: ModelPlacement, folder: str, checkpoint: str, life: Life) -> str:
+        """Have a model as the run left it. Returns the folder that keeps these weights."""
+        if folder:
+            await self._take(life, model, folder, 1.0)
+            return folder
+        load = [LoadCheckpoint(path=checkpoint)] * len(life.world)  # it was in the gang, or had not been refreshed yet
+        await self._apart.call(f"{model.name} of a checkpoint to be loaded", life, life.world, load)
+        kept = f"{model.name}-a{self._attempt:04d}-begun-{life.number}"  # the checkpoint will be pruned
+        await self._keep(life, model, kept)
+        return kept
+
+    async def _take(self, life: Life, target: ModelPlacement, folder: str, share: float) -> None:
+        bodies = [TakeWeights(model=target.name, path=str(self._folder / folder), share=share)] * len(target.workers)
+        await self._apart.call(f"{target.name} to take weights", life, target.workers, bodies)
+
+    async def _share(self, model: str, folder: str) -> None:
+        """A model of the gang."""
+        workers, path = self._placements[model].workers, str(self._folder / folder)
+        body = ShareWeights(model=model, path=path)
+        replies = await self._caller.call(f"weights of {model} to be written", workers, body)
+        await self._caller.call(f"{folder} to be complete", workers[:1], _commit_of(path, replies))
+
+    async def _keep(self, life: Life, model: ModelPlacement, folder: str) -> None:
+        """A model that is apart."""
+        path, workers = str(self._folder / folder), model.workers
+        bodies = [ShareWeights(model=model.name, path=path)] * len(workers)
+        replies = await self._apart.call(f"weights of {model.name} to be written", life, workers, bodies)
+        await self._apart.call(f"{folder} to be complete", life, workers[:1], [_commit_of(path, replies)])
+
+    def _prune(self) -> None:
+        """Remove what nobody has and no checkpoint names. On a thread."""
+        needed = {*self._taken.values(), *self._named}
+        for attempt, step in list_checkpoints(self._run_dir):
+            try:
+                needed |= set(read_state(checkpoint_dir(self._run_dir, attempt, step)).shared.values())
+            except (WeightsError, OSError):
+                continue  # pruned meanwhile, or torn: nobody goes on from it
+        for folder in self._folder.iterdir():
+            if folder.name not in needed:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _commit_of(path: str, replies: Sequence[CallResult]) -> CommitCheckpoint:
+    return CommitCheckpoint(path=path, files=[file for reply in replies for file in reply.files], state={})
