@@ -6,18 +6,31 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
+from pathlib import Path
 from random import Random
 
 import pytest
 from test_executor import DATASET, LIMIT_S, NAMES, RUNTIME, Master, World, mfc, placement, ppo_graph
 
-from asyncrl.config import TrainConfig
+from asyncrl.checkpoints import shared_dir
+from asyncrl.config import RefConfig, TrainConfig
 from asyncrl.dataflow import DataflowGraph
 from asyncrl.master.apart import ApartWorlds, WorldEndedError
 from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.hooks import ParameterHooks
+from asyncrl.master.refresh import Refresher
 from asyncrl.master.tracker import StorageTracker
-from asyncrl.messages import CallResult, ClearData, ExecuteMFC, FetchData, Ping, Redistribute
+from asyncrl.messages import (
+    CallResult,
+    ClearData,
+    CommitCheckpoint,
+    ExecuteMFC,
+    FetchData,
+    Ping,
+    Redistribute,
+    ShareWeights,
+    TakeWeights,
+)
 from asyncrl.runtime.name_resolve import MemoryNameResolver
 from asyncrl.runtime.published import FencedError
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
@@ -28,6 +41,8 @@ from asyncrl.worlds import Worlds
 
 # Moments in the life of a reference: it is about to fetch its inputs, it has computed, its outputs are about to be fetched
 FETCHING, COMPUTED, FETCHED_FROM = "fetching", "computed", "fetched from"
+# And in that of one that is refreshed: it has taken weights, written what it has become, given that its name
+TAKEN, SHARED, COMMITTED = "taken", "shared", "committed"
 
 
 class ManyWorlds(World):
@@ -43,6 +58,9 @@ class ManyWorlds(World):
         self.beside = set()
         self.start = start
         self.serving, self.servers = {}, {}
+        self.weights = [float(index) for index in range(num_workers)]  # of the model of each worker: a number
+        self.expected = None  # weights that an MFC that is apart is to be computed with
+        self.written, self.files = {}, {}  # path -> worker -> weights; once committed
 
     async def serve(self, server, me):
         while True:
@@ -64,17 +82,31 @@ class ManyWorlds(World):
             for step in body.steps:
                 await self.move(step, me)
         elif isinstance(body, ExecuteMFC):
+            assert me in self.worlds.gang or self.weights[me] == self.expected or self.expected is None
             result = await self.run(body, me)
-            if me in self.worlds.all_apart:
-                await self.moment(COMPUTED, me)
+            await self.moment_apart(COMPUTED, me)
             return result
+        elif isinstance(body, ShareWeights):
+            self.written.setdefault(body.path, {})[me] = self.weights[me]
+            await self.moment_apart(SHARED, me)
+        elif isinstance(body, CommitCheckpoint):
+            self.commit(body.path)
+            await self.moment_apart(COMMITTED, me)
+        elif isinstance(body, TakeWeights):
+            (there,) = set(self.files[body.path].values())
+            self.weights[me] = body.share * there + (1 - body.share) * self.weights[me]
+            await self.moment_apart(TAKEN, me)
         elif isinstance(body, ClearData):
             self.held[me] = {pair for pair in self.held[me] if pair[0] not in body.ids}
         return CallResult()
 
+    def commit(self, path):
+        assert path not in self.files, "complete or absent"
+        self.files[path] = self.written[path]
+        Path(path).mkdir(parents=True)
+
     async def fetch(self, body, me):
-        if me in self.worlds.all_apart:
-            await self.moment(FETCHING, me)
+        await self.moment_apart(FETCHING, me)
         for part in body.parts:
             assert self.worlds.of(part.source) != self.worlds.of(me), "inside a world data is sent"
             if part.source in self.worlds.all_apart and (FETCHED_FROM, part.life) in self.ends:
@@ -87,8 +119,8 @@ class ManyWorlds(World):
             self.held[me] |= pairs
         return CallResult(num_bytes=len(body.parts))
 
-    async def moment(self, moment, me):
-        if (moment, self.lives[me]) in self.ends:
+    async def moment_apart(self, moment, me):
+        if me in self.worlds.all_apart and (moment, self.lives[me]) in self.ends:
             self.ends.remove((moment, self.lives[me]))
             await self.end_of(me)
 
@@ -102,6 +134,7 @@ class ManyWorlds(World):
         for member in world:
             self.lives[member] += 1
             self.held[member] = set()
+            self.weights[member] = float(world[0])  # as on disk
         task = asyncio.create_task(self.bring_back(world, self.lives[worker]))
         self.beside.add(task)
 
@@ -116,7 +149,7 @@ class ManyWorlds(World):
 
 
 @contextlib.asynccontextmanager
-async def running(graph, placements, num_workers, apart, *, rng=None, limit_s=LIMIT_S):
+async def running(graph, placements, num_workers, apart, *, rng=None, limit_s=LIMIT_S, train=None):
     transport = MemoryTransport()
 
     async def start(index):
@@ -145,7 +178,7 @@ async def running(graph, placements, num_workers, apart, *, rng=None, limit_s=LI
         )
         stack.push_async_callback(client.close)
         await client.start()
-        yield world, MasterOfWorlds(world, client, tracker, limit_s)
+        yield world, MasterOfWorlds(world, client, tracker, limit_s, train or TrainConfig())
         ended = [task for task in world.serving.values() if task.done() and not task.cancelled()]
         for task in [*ended, *world.beside]:
             await task  # an assertion of theirs
@@ -157,13 +190,13 @@ async def running(graph, placements, num_workers, apart, *, rng=None, limit_s=LI
 
 
 class MasterOfWorlds(Master):
-    def __init__(self, world, client, tracker, limit_s):
-        super().__init__(world, client, TrainConfig(), 64)
+    def __init__(self, world, client, tracker, limit_s, train):
+        super().__init__(world, client, train, 64)
         self.tracker = tracker
         self.caller._limit_s = limit_s
         self.apart = ApartWorlds(world.worlds, client, self.caller, limit_s)
         models = list(world.placements.values())
-        hooks = ParameterHooks(world.graph.mfcs.values(), TrainConfig())
+        hooks = ParameterHooks(world.graph.mfcs.values(), train)
         self.executor = FunctionExecutor(
             world.graph, models, self.buffer, tracker, self.caller, hooks, apart=self.apart
         )
@@ -239,6 +272,39 @@ async def test_a_world_of_several_is_asked_again_when_all_are_back():
             assert world.lives[0] == 3
             of_ref = {count for (name, _), count in num_calls(world).items() if name == "ref_inf"}
             assert max(of_ref) - min(of_ref) <= 3  # those that died with a call unread
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("moment", [TAKEN, SHARED, COMMITTED, FETCHING, COMPUTED])
+async def test_a_refreshed_one_has_in_every_life_the_weights_that_it_had(moment, share, tmp_path):
+    """Weights are numbers here: the actor's is its version, the reference's on disk is 2."""
+    graph = DataflowGraph(
+        [
+            mfc("ref_inf", "ref", ["tokens"], ["ref"]),
+            mfc("actor_train", "actor", ["tokens", "ref"], kind="train_step"),
+        ],
+        DATASET,
+    )
+    places = [placement("actor", "d2", [0, 1]), placement("ref", "d2", [2, 3])]
+    train = TrainConfig(ref=RefConfig(update_interval=2, update_share=share))
+    async with running(graph, places, 4, [[2, 3]], train=train) as (world, master):
+        world.weights = [0.0, 0.0, 2.0, 2.0]
+        master.executor.refresher = Refresher(world.placements, master.apart, master.caller, tmp_path, 1)
+        world.ends = {(moment, life) for life in range(3)}
+        world.expected = 2.0
+        for version in range(1, 9):
+            ticket = f"t{version}"
+            master.store(ticket, version, 0, 5)
+            world.weights[:2] = [float(version)] * 2
+            await master.step([ticket], version - 1)
+            if version % 2 == 0:
+                world.expected = share * version + (1 - share) * world.expected
+            if version in (3, 6):
+                world.begin_again(2)  # with nothing under way
+        assert world.lives[2] >= (2 if share == 1.0 and moment in (SHARED, COMMITTED) else 3)
+        assert world.weights[2:] == [world.expected] * 2
+        kept = {folder.name for folder in shared_dir(tmp_path).iterdir()}
+        assert kept == set(master.executor.refresher.state().values()), "what nobody needs is removed"
 
 
 async def test_an_error_there_ends_its_life_and_no_more():
