@@ -1,0 +1,49 @@
+"""The kernel kills a process for want of memory, for real: in a control group of its own, with a limit."""
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_BYTES = 400_000_000
+PARENT = """
+import subprocess, sys
+from pathlib import Path
+from asyncrl.launch.children import how_it_ended
+log = Path(sys.argv[1])
+with log.open("w") as file:
+    child = subprocess.Popen([sys.executable, "-c", "print('takes it all', flush=True); b'x' * (1 << 30)"], stdout=file)
+print(how_it_ended(child.wait(60), log))
+"""
+
+
+@pytest.fixture
+def group():
+    """A control group whose processes have LIMIT_BYTES together; version 1 or 2, whichever the machine has."""
+    of = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        of[controllers] = path.lstrip("/")
+    if "memory" in of:
+        made, limit = Path("/sys/fs/cgroup/memory") / of["memory"] / "asyncrl-test", "memory.limit_in_bytes"
+    else:
+        made, limit = Path("/sys/fs/cgroup/asyncrl-test"), "memory.max"
+    try:
+        made.mkdir(exist_ok=True)
+        (made / limit).write_text(str(LIMIT_BYTES))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here, which takes root: {error}")
+    yield made
+    with contextlib.suppress(OSError):  # one that is still going is removed by the next test
+        made.rmdir()
+
+
+def test_whom_the_kernel_kills_for_want_of_memory_is_told_as_that(group, tmp_path):
+    join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+    command = ["sh", "-c", join, "sh", sys.executable, "-c", PARENT, str(tmp_path / "log")]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "was killed by signal SIGKILL (by the kernel, for want of memory: " in told
+    assert f"the limit is {LIMIT_BYTES // 1_000_000}" in told
+    assert "takes it all" in told
