@@ -198,6 +198,7 @@ async def test_one_checkpoint_at_a_time_of_the_step_at_which_it_began(tmp_path):
         checkpoint=CheckpointConfig(every_steps=2, every_s=0.0, keep_last=1),
         worker=SimpleNamespace(run_dir=str(tmp_path)),
         num_model_workers=2,
+        apart=[],
         weights=WeightsConfig(),
         train=TrainConfig(),
     )

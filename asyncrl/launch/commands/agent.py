@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def agent(arguments: argparse.Namespace, console: Console) -> int:
     def say(text: str) -> None:
         console.print(f"agent {host}: {text}", markup=False, highlight=False, soft_wrap=True)
 
-    with _join(config, run_dir) as resolver:
+    with _join(config, run_dir, say) as resolver:
         config = replace(config, name_resolve=_names_at(config, run_dir) or config.name_resolve)
         towards = [endpoint.rpartition(":")[0] for endpoint in config.name_resolve.endpoints]
         address = arguments.address or address_of(host, towards=towards)
@@ -82,21 +83,25 @@ def agent(arguments: argparse.Namespace, console: Console) -> int:
     return code
 
 
-def _join(config: ExperimentConfig, run_dir: Path) -> NameResolver:
+def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None]) -> NameResolver:
     """Name resolve, as soon as it answers, and in a batch job as soon as the launcher of the same start is there. Waits for: the
     launcher, which may come later; at most network.agents_limit_s."""
     limit_s, start = config.network.agents_limit_s, own_start() if config.cluster == "slurm" else ""
     deadline = time.monotonic() + limit_s
-    met = f"there is no run in {run_dir} yet"
+    met, earlier = f"there is no run in {run_dir} yet", ""
     while True:
         names_at = _names_at(config, run_dir)
         if names_at is not None:
             try:
                 resolver = open_name_resolver(names_at, _TRY_S)
-                if not start or _start_led_at(resolver, config) == start:
+                led = _start_led_at(resolver, config) if start else ""
+                if led == start:
                     return resolver
-                met = f"that of job {start} is not there"
                 resolver.close()  # what it knows is of the job's start before, and may go at any time
+                met = f"that of job {start} (job.restarts) is not there"
+                if led not in ("", earlier):
+                    earlier = led
+                    say(f"a launcher of job {led} is still there; waiting for that of {start} (job.restarts)")
             except (NameResolveError, ValueError) as error:
                 met = str(error)
         if time.monotonic() > deadline:
