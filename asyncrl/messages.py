@@ -748,9 +748,7 @@ class LauncherRecord(Struct, frozen=True, kw_only=True):
     host: str
     run_dir: str
     attempt: int
-    start: str = (
-        ""  # of a batch job, which may have been started again: each start has agents and a launcher of its own
-    )
+    start: str = ""  # of a batch job, which may be queued again: each start has agents and a launcher of its own
     ends: bool = False  # the run is over: agents end
 
 

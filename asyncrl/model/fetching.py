@@ -31,9 +31,8 @@ from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
 
 PATH = "/held_data"
-LIMIT_S = (
-    10.0  # of all that one call fetches: who does not answer within it is given time by the master, who knows more
-)
+LIMIT_S = 10.0  # of an answer: who does not give it within that is given time by the master, who knows more
+_ANSWER_BYTES = 64_000_000  # that are quickly sent: a large batch takes many answers, each with the whole limit
 _RETRY_S = 0.1
 _TRIES = 4  # in a row: a connection may be lost, and one that is refused is refused again
 _MAX_IDS = 1024  # asked for at once
@@ -100,7 +99,7 @@ class HeldData:
 
     def __init__(self, store: DataStore, *, host: str, max_bytes: int) -> None:
         """max_bytes: of an answer; one group alone may have more, as it came here in one message."""
-        self._store, self._host, self._max_bytes = store, host, max_bytes
+        self._store, self._host, self._max_bytes = store, host, min(max_bytes, _ANSWER_BYTES)
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -145,7 +144,7 @@ class HeldData:
 class DataFetcher:
     """consumes: parts that a call names.  produces: copies in the store.
 
-    waits for: sources' answers, LIMIT_S for all of a call.  unblocked by: them, or that limit.
+    waits for: sources' answers, LIMIT_S for each.  unblocked by: them, or that limit.
     """
 
     def __init__(self, worker: Worker, store: DataStore) -> None:
@@ -164,14 +163,9 @@ class DataFetcher:
 
     async def fetch(self, parts: Sequence[FetchPart]) -> int:
         """Have all of them stored. Returns the bytes received. Raises FetchError; then some may have been stored."""
-        sources = ", ".join(f"model_worker/{part.source}" for part in parts)
         asking = [asyncio.create_task(self._fetch(part)) for part in parts]
         try:
-            fetched = asyncio.gather(*asking)
-            what = "data of another world"
-            return sum(await self._worker.board.bounded(fetched, what=what, on=sources, limit_s=LIMIT_S))
-        except WaitTimeoutError as error:
-            raise FetchError(str(error)) from error
+            return sum(await asyncio.gather(*asking))
         finally:
             for task in asking:
                 task.cancel()
@@ -180,18 +174,23 @@ class DataFetcher:
         """All of a part, a bounded answer at a time."""
         num_bytes, num_failures, left = 0, 0, list(part.ids)
         while left:  # each turn takes an id at least, or fails
+            answer, source = self._ask(part, left[:_MAX_IDS]), f"model_worker/{part.source}"
             try:
-                body = await self._ask(part, left[:_MAX_IDS])
+                body = await self._worker.board.bounded(
+                    answer, what="data of another world", on=source, limit_s=LIMIT_S
+                )
                 sample = await asyncio.to_thread(partial(unpack_sample, body, max_bytes=self._limit_of_body))
+            except WaitTimeoutError as error:
+                raise FetchError(str(error)) from error
             except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, ConnectionError, CodecError) as error:
                 num_failures += 1
                 if num_failures == _TRIES:
-                    raise FetchError(f"model_worker/{part.source} gives no data: {error!r}") from error
+                    raise FetchError(f"{source} gives no data: {error!r}") from error
                 await asyncio.sleep(_RETRY_S)
                 continue
             num_failures, come = 0, list(sample.ids)
             if not come or come != left[: len(come)] or set(sample.keys) != set(part.keys):
-                asked = f"model_worker/{part.source} was asked for {part.keys} of {left[:4]}"
+                asked = f"{source} was asked for {part.keys} of {left[:4]}"
                 raise FetchError(f"{asked}; there came {list(sample.keys)} of {come[:4]}")
             self._store.add_copies(sample)
             num_bytes, left = num_bytes + len(body), left[len(come) :]
