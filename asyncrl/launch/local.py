@@ -137,9 +137,7 @@ class LocalLauncher:
         self._renewal: _Renewal | None = None
         self._returning: dict[str, _Return] = {}  # by unit
         self._lives: dict[str, int] = {}  # by process: how often its world was started again in this attempt
-        self._failing: dict[
-            str, float
-        ] = {}  # by unit of several processes: when the first of it was seen to have failed
+        self._failing: dict[str, float] = {}  # by unit of several: since when one of it is seen to have failed
         self._lock: RunLock | None = None
         self._stop_signal: int | None = None
         self._told_to_stop = 0.0
@@ -469,17 +467,10 @@ class LocalLauncher:
         assert self._restarts is not None
         for unit, returning in list(self._returning.items()):
             members = [child for child in self._crew.children if child.name in returning.names]
-            if alive := [child for child in members if child.returncode is None]:
-                for child in alive:
-                    child.kill()
-                if time.monotonic() - returning.since > KILL_LIMIT_S:
-                    names = ", ".join(child.name for child in alive)
-                    raise LaunchError(f"{returning.how}; {names} cannot be started again: killed, and still not gone")
+            if not self._are_gone(members, returning):
                 continue
             del self._returning[unit]
             pause_s = max(0.0, returning.due - time.monotonic())
-            for child in members:
-                self._crew.forget(child)
             for name in returning.names:
                 self._lives[name] = self._lives.get(name, 0) + 1
                 self._restarts.expect(
@@ -492,21 +483,27 @@ class LocalLauncher:
         if renewal is None:
             return
         assert self._crew is not None
-        members = [child for child in self._crew.children if renewal.concerns(child)]
-        if alive := [child for child in members if child.returncode is None]:
-            for child in alive:
-                child.kill()
-            if time.monotonic() - renewal.since > KILL_LIMIT_S:
-                names = ", ".join(child.name for child in alive)
-                raise LaunchError(f"{renewal.how}; {names} cannot be started again: killed, and still not gone")
+        if not self._are_gone([child for child in self._crew.children if renewal.concerns(child)], renewal):
             return
-        for child in members:
-            self._crew.forget(child)
         if renewal.found is None:
             renewal.found = _on_thread(lambda: newest(self.run_dir, self._view.notice))
         if renewal.found.done() and time.monotonic() >= renewal.due:
             self._renewal = None
             self._begin_next_attempt(renewal, renewal.found.result())
+
+    def _are_gone(self, members: Sequence[Child], after: _Renewal | _Return) -> bool:
+        """Whether none of them lives; then they are forgotten, else killed."""
+        assert self._crew is not None
+        if alive := [child for child in members if child.returncode is None]:
+            for child in alive:
+                child.kill()
+            if time.monotonic() - after.since > KILL_LIMIT_S:
+                names = ", ".join(child.name for child in alive)
+                raise LaunchError(f"{after.how}; {names} cannot be started again: killed, and still not gone")
+            return False
+        for child in members:
+            self._crew.forget(child)
+        return True
 
     def _begin_next_attempt(self, renewal: _Renewal, checkpoint: Checkpoint | None) -> None:
         assert self._restarts is not None
