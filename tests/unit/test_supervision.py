@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config import load_experiment
+from asyncrl.launch.program import plan
+from asyncrl.launch.remote import RemoteChild
 from asyncrl.launch.supervision import (
     CALM_S,
     EVERYTHING,
@@ -234,3 +238,19 @@ def test_before_its_first_word_a_process_has_the_time_of_a_start() -> None:
     assert watch.turn(23.0, {2: 0}) == {}
     off = FreezeWatch(0.0, 20.0)
     assert not any(off.turn(float(second), {1: None, 2: 5}) for second in range(100))
+
+
+def test_a_process_that_was_lost_with_its_host_counts_as_one_that_could_run(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        f"experiment: e\nfileroot: {tmp_path}\nmodel_path: {tmp_path}\nprompts: {{path: {tmp_path}/p}}\n"
+        'rollout: {tasks: {default: {reward: "r:r"}}}\n'
+    )
+    spec = next(spec for spec in plan(load_experiment(file), attempt=1, num_prompts=9) if spec.name == "model_worker/0")
+    child = RemoteChild(spec, cast(Any, None), run_dir=tmp_path, life=1, agent="a", wish=cast(Any, None))
+    assert not child.was_running
+    child.lose("was lost with its host n2")
+    supervision = Supervision(3)
+    supervision.runs("master/0")
+    end = End(child.name, "was lost", "cause", child.was_running, child.is_fatal)
+    assert isinstance(supervision.decide(end, 0.0, 0.0), StartAgain)
