@@ -141,6 +141,7 @@ class FileNameResolver(NameResolver):
         self._read: dict[str, tuple[int, Version]] = {}  # by name: the last one that was read
         self._known: set[str] = set()  # all that were listed
         self._id = ""  # of the folder, as it was when we have put our entries
+        self._listed_id = ""  # of the folder that all we have read is from
         self._leases: dict[int, LeaseFile] = {}
         self._lease_files: dict[int, int] = {}
         self._own: dict[str, _Own] = {}
@@ -324,8 +325,22 @@ class FileNameResolver(NameResolver):
     # -------------------------------------------------------------------------------------------------------- looking
 
     def _list(self) -> dict[str, list[int]]:
-        self._changed("entries", self._store.entries_stat())  # has the file system look, too
+        if self._changed("list", self._store.entries_stat()):  # has the file system look, too
+            self._forget_other_folder()
         return self._store.list_entries()
+
+    def _forget_other_folder(self) -> None:
+        """Where somebody has emptied it, versions begin anew, and so may the numbers of files: what we know is of another one."""
+        folder_id = self._store.read_id()
+        if folder_id == self._listed_id:
+            return
+        self._listed_id = folder_id
+        self._read.clear()
+        self._known.clear()
+        self._superseded.clear()
+        self._lease_files.clear()
+        for entry in self._entries.values():
+            entry.number = 0  # whatever is there is news
 
     def _newest(self, stem: str, listing: dict[str, list[int]]) -> tuple[int, Version | None]:
         """Number and content of an entry's newest version; (0, None) where there is none, (number, None) of a broken one."""
@@ -439,7 +454,7 @@ class FileNameResolver(NameResolver):
                 watch._enqueue([event])
 
     def _changed(self, what: str, stat: Stat) -> bool:
-        """Whether a folder needs to be listed."""
+        """Whether a folder needs to be listed; for each use of its own, as the news is told once (and until it has settled)."""
         now = time.monotonic()
         before, since = self._stats.get(what, (None, now))
         if stat != before:
@@ -562,7 +577,8 @@ class FileNameResolver(NameResolver):
         if self._own or self._kept:
             self._restore_folders()
         self._refresh_kept()
-        if self._changed("entries", self._store.entries_stat()) or self._changed("leases", self._store.leases_stat()):
+        entries = self._changed("turn: entries", self._store.entries_stat())
+        if self._changed("turn: leases", self._store.leases_stat()) or entries:
             self._look()
         self._end_leases()
         self._put_again()
@@ -578,7 +594,6 @@ class FileNameResolver(NameResolver):
         self._store.make_folders()
         self._id = self._store.read_id()
         logger.warning("%s was emptied: leases and entries are restored", self._folder)
-        self._read.clear()
         for own in self._own.values():
             own.grant = _LOST
         for lease_id in self._kept:
@@ -707,7 +722,7 @@ class FileNameResolver(NameResolver):
     def _open(self) -> None:
         self._store.make_folders()
         with self._lock:
-            self._id = self._store.read_id()
+            self._id = self._listed_id = self._store.read_id()
             self._look()
 
     def _do(self, what: str, function: Callable[[], T], limit_s: float | None = None) -> T:

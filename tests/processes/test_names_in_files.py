@@ -201,6 +201,26 @@ def test_a_folder_that_is_emptied_is_filled_again(folder: Path, open_session: Op
     recorder.wait_for_state({"used": "1"})
 
 
+def test_who_was_not_looking_when_the_folder_was_emptied_reads_what_is_there_now(
+    folder: Path, open_session: OpenSession
+) -> None:
+    """Versions begin with 1 again, under a lease that was granted again."""
+    holder, other, watching = open_session(), open_session(), open_session()
+    lease = holder.grant_lease(30)
+    holder.add("used", "1", lease=lease.id)
+    assert other.get("used") == "1"
+    recorder = Recorder()
+    watching.watch("used", recorder)
+    with watching._lock:  # type: ignore[attr-defined]  # its poller stands still
+        shutil.rmtree(folder)
+        wait_until(lambda: _reads(holder, "used") == "1", "its holder has put it again")
+    assert other.get("used") == "1"
+    assert watching.get("used") == "1"
+    recorder.wait_for_state({"used": "1"})
+    holder.delete("used")
+    recorder.wait_for_state({})
+
+
 def _reads(names: object, key: str) -> str:
     try:
         return names.get(key)  # type: ignore[attr-defined, no-any-return]
