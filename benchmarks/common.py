@@ -42,7 +42,8 @@ Numbers = Mapping[str, float]  # case -> what was measured
 
 
 def parser(description: str, *, rounds: int = 5) -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
+    """The options that all benchmarks have. From here on SIGTERM is as Ctrl-C: what a benchmark has started ends with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--rounds", type=int, default=rounds, help=f"measured rounds, after a warm-up (default {rounds})"

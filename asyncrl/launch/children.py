@@ -84,6 +84,11 @@ class Child:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def could_run(self) -> bool:
+        """It has come through its start, or may have: what ended it with its host was no fault of its own."""
+        return self.was_running or bool(self.lost)
+
     def read_status(self) -> bool:
         """Take in what the pipe holds. False once the pipe has ended."""
         try:

@@ -325,7 +325,7 @@ class LocalLauncher:
         for child in self._crew.turn(_TURN_S):
             self._name_service.revoke(child.lease)
         for child in self._crew.children:
-            if child.was_running:
+            if child.could_run:
                 self._supervision.runs(child.name)
         self._name_service.turn()
         for process in self._left_out:
@@ -390,7 +390,7 @@ class LocalLauncher:
             units.setdefault(self._supervision.unit_of(child.name), []).append(child)
         self._failing = {unit: since for unit, since in self._failing.items() if unit in units}
         for unit in sorted(units, key=lambda unit: unit != GANG):  # which takes others with it
-            failed = [child for child in units[unit] if child in self._in_trouble()]
+            failed = [child for child in units[unit] if child in self._in_trouble()]  # still
             if not failed:
                 continue
             child = failed[0]
@@ -432,7 +432,7 @@ class LocalLauncher:
         assert self._restarts is not None
         self._failing.pop(self._supervision.unit_of(child.name), None)
         how = short_end(child).splitlines()[0]
-        end = End(child.name, how, first_cause(failed), child.was_running, child.is_fatal)
+        end = End(child.name, how, first_cause(failed), child.could_run, child.is_fatal)
         decision = self._supervision.decide(end, time.time(), time.monotonic())
         if isinstance(decision, EndRun):
             raise LaunchError(self._told(decision.cause, decision.tried))
@@ -543,7 +543,7 @@ class LocalLauncher:
             self._turn()
         failed = self._in_trouble()
         first = first_failed(failed)
-        end = End(first.name, "", first_cause(failed), first.was_running, fatal=True)
+        end = End(first.name, "", first_cause(failed), first.could_run, fatal=True)
         decision = self._supervision.decide(end, time.time(), time.monotonic())
         assert isinstance(decision, EndRun)
         return self._told(decision.cause, decision.tried)

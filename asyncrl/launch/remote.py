@@ -130,7 +130,6 @@ class RemoteChild(Child):
         if self.returncode is None:
             self.lost, self._how = how, how
             self.returncode, self.ended = _LOST, time.time()
-            self.was_running = True  # or would have been: what ended it is no fault of its own start
 
     def refuse(self, how: str) -> None:
         """There is no place for it."""

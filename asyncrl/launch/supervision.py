@@ -38,7 +38,7 @@ class End:
     name: str  # e.g. rollout_worker/1
     how: str  # in a line: was killed by signal SIGKILL
     cause: str  # all that a person is told: its error with the traceback, or the end of its log, and where that is
-    was_running: bool  # it had come through its start
+    could_run: bool  # Child.could_run
     fatal: bool = False  # WorkerStatus.fatal
 
 
@@ -151,7 +151,7 @@ class Supervision:
 
     def decide(self, end: End, wall_time: float, now: float) -> Decision:
         """now: monotonic seconds; wall_time: unix seconds, for what is told."""
-        if end.was_running:
+        if end.could_run:
             self._ran.add(end.name)
         if not self.outlives(end.name, fatal=end.fatal):
             return EndRun(end.cause, self._told(now))

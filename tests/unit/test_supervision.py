@@ -38,8 +38,8 @@ NAMES = [
 UNITS = {GANG if name.startswith(("master", "model_worker")) else name for name in NAMES}
 
 
-def end(name: str, number: int = 0, *, was_running: bool = True, fatal: bool = False) -> End:
-    return End(name, "was killed", f"{name} was killed, cause {number}", was_running, fatal)
+def end(name: str, number: int = 0, *, could_run: bool = True, fatal: bool = False) -> End:
+    return End(name, "was killed", f"{name} was killed, cause {number}", could_run, fatal)
 
 
 def decide(supervision: Supervision, ended: End, now: float = 0.0) -> Decision:
@@ -148,9 +148,9 @@ def test_what_came_much_later_has_a_cause_of_its_own() -> None:
 
 def test_what_could_only_end_again_ends_the_run() -> None:
     supervision = Supervision(3)
-    assert isinstance(decide(supervision, end("rollout_worker/0", was_running=False)), EndRun)
+    assert isinstance(decide(supervision, end("rollout_worker/0", could_run=False)), EndRun)
     supervision.runs("rollout_worker/1")
-    assert isinstance(decide(supervision, end("rollout_worker/1", was_running=False)), StartAgain)  # in a later start
+    assert isinstance(decide(supervision, end("rollout_worker/1", could_run=False)), StartAgain)  # in a later start
     assert isinstance(decide(supervision, end("rollout_worker/1", fatal=True)), EndRun)
     assert isinstance(decide(Supervision(0), end("rollout_worker/0")), EndRun)
 
@@ -178,11 +178,11 @@ def test_it_never_goes_on_for_ever_and_the_first_cause_survives(limit: int, step
     counts: dict[str, int] = {}
     ran: set[str] = set()
     rows: dict[str, tuple[int, float]] = {}  # ends in a row; when the pause after the last one was over
-    for number, (name, was_running, after_s) in enumerate(steps):
+    for number, (name, could_run, after_s) in enumerate(steps):
         now += after_s
-        ended = end(name, number, was_running=was_running)
+        ended = end(name, number, could_run=could_run)
         unit = supervision.unit_of(name)
-        if was_running:
+        if could_run:
             ran.add(name)
         decision = decide(supervision, ended, now)
         if now > WINDOW_S:
@@ -248,9 +248,9 @@ def test_a_process_that_was_lost_with_its_host_counts_as_one_that_could_run(tmp_
     )
     spec = next(spec for spec in plan(load_experiment(file), attempt=1, num_prompts=9) if spec.name == "model_worker/0")
     child = RemoteChild(spec, cast(Any, None), run_dir=tmp_path, life=1, agent="a", wish=cast(Any, None))
-    assert not child.was_running
+    assert not child.could_run
     child.lose("was lost with its host n2")
     supervision = Supervision(3)
     supervision.runs("master/0")
-    end = End(child.name, "was lost", "cause", child.was_running, child.is_fatal)
+    end = End(child.name, "was lost", "cause", child.could_run, child.is_fatal)
     assert isinstance(supervision.decide(end, 0.0, 0.0), StartAgain)
