@@ -6,14 +6,15 @@
 A run for each signal and phase; in it each target is struck in turn, the launcher last, and the next one only when the run trains
 again. A cell is `ok` when the process came back (or lived) and the run trained on; a run when it is complete, with exit code 0,
 nothing of it left, the audit clean, off-policyness within its bound, and the reward reached. Seconds: from the signal until a
-further train step was done. --write puts the table into docs/chaos-matrix.md (with SGLang: chaos-matrix-sglang.md). 45 minutes
-on two cores.
+further train step was done. --write puts the table into docs/chaos-matrix.md (with SGLang: chaos-matrix-sglang.md); rows that are
+there and were not measured now stay. 45 minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -80,31 +81,52 @@ def text_of(outcome: Outcome | None) -> str:
     return f"ok {outcome.useful_s or 0.0:.1f} s{late}"
 
 
-def table(rows: Sequence[Row], targets: Sequence[str]) -> str:
-    header = ["signal", "phase", *targets, "the run"]
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+def line(words: Sequence[str]) -> str:
+    return "| " + " | ".join(words) + " |"
+
+
+def header(targets: Sequence[str]) -> str:
+    return line(["signal", "phase", *targets, "the run"])
+
+
+def table(rows: Sequence[Row], targets: Sequence[str], written: str = "") -> str:
+    """written: where rows of the same targets may be that were not measured now; those stay."""
+    lines = {}
     for row in rows:
         cells = [text_of(row.outcomes.get(target)) for target in targets]
-        verdict = "ok" if row.ok else "FAILED"
-        lines.append("| " + " | ".join([SIGNALS[row.kind], row.phase.replace("_", " "), *cells, verdict]) + " |")
-    return "\n".join(lines)
+        lines[row.kind, row.phase] = line([*names_of(row.kind, row.phase), *cells, "ok" if row.ok else "FAILED"])
+    earlier = written.splitlines() if header(targets) in written else []
+    every = [(kind, phase) for kind in KINDS for phase in PHASES]
+    for kind, phase in every:
+        start = line(names_of(kind, phase)).removesuffix("|")
+        for known in earlier:
+            if known.startswith(start):
+                lines.setdefault((kind, phase), known)
+    found = [lines[cell] for cell in every if cell in lines]
+    return "\n".join([header(targets), "|" + "---|" * (len(targets) + 3), *found])
+
+
+def names_of(kind: Kind, phase: Phase) -> list[str]:
+    return [SIGNALS[kind], phase.replace("_", " ")]
 
 
 def write(rows: Sequence[Row], targets: Sequence[str], *, sglang: bool) -> None:
     where, extra, path = machine(), "", TABLE
     if sglang:
         extra, path = " --targets engine,generation_server --sglang-python PYTHON", SGLANG_TABLE
-    num = sum(len(row.outcomes) for row in rows)
+    measured = table(rows, targets, path.read_text(encoding="utf-8") if path.exists() else "")
+    num_rows = len(measured.splitlines()) - 2
+    size = f"{num_rows * len(targets)} cells in {num_rows} runs"
     text = f"""# Chaos matrix
 
-What `python benchmarks/chaos_matrix.py --write{extra}` found: {num} cells in {len(rows)} runs. In each run every kind of process is
+What `python benchmarks/chaos_matrix.py --write{extra}` found: {size}. In each run every kind of process is
 struck in turn, in the phase named, and the next one only when the run trains again. `ok 3.1 s`: the process came back, or lived,
 and a further train step was done 3.1 s after the signal (20 s of them frozen, for SIGSTOP). `the run`: it was complete, with exit
 code 0 and nothing of it left, each prompt trained exactly once in the lineage of the final weights (`asyncrl-launch audit`), none
 beyond `manager.max_head_offpolicyness`, the reward reached. Of a killed launcher everything ended within 10 s, and
 `asyncrl-launch resume` went on.
 
-{table(rows, targets)}
+{measured}
 
 {where["cpu"]}, {where["cores"]} cores, Python {where["python"]}, torch {where["torch"]}, {where["date"]}, commit {where["commit"]}.
 The phases, and how they are seen from outside: asyncrl/testing/faults/phases.py. About ten of these cells run in CI (tests/chaos).
@@ -131,6 +153,7 @@ def main() -> None:
     options.add_argument("--write", action="store_true", help="write the table into docs/")
     options.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the small run's config")
     args = options.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it has started ends with it
     targets, rows, began = words(args.targets), [], time.monotonic()
     overrides = [*args.overrides]
     if args.sglang_python:
