@@ -1,7 +1,8 @@
 """The small interface between a generation server and the engine that samples.
 
 The server (http.py, worker.py) speaks SGLang's protocol to the rest; an engine turns prompts into tokens with their logprobs.
-`transformers.py` is the embedded engine. Everything here is called from the server's event loop.
+`transformers.py` is the embedded engine, `sglang.py` the other; what both do with requests is in `queueing.py`. Everything here is
+called from the server's event loop.
 
 Life of a request: `submit` checks it and puts it in a bounded queue; it runs when the engine is not paused and has room; its
 future resolves once, with everything sampled so far, whether it stopped, was full or was aborted. Every token carries the weight

@@ -23,7 +23,6 @@ import itertools
 import logging
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,12 @@ from asyncrl.generation.checks import ModelLimits, ModelTensors, check_params, c
 from asyncrl.generation.engine import (
     EngineFailed,
     EngineRequest,
-    EngineStats,
     EngineUnavailable,
     Generated,
-    GenerationEngine,
     RequestRefused,
     WeightsRefused,
 )
+from asyncrl.generation.queueing import QueueingEngine
 from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import ServerLink
 from asyncrl.generation.sglang_receive import SGLangReceiver
@@ -63,7 +61,7 @@ _NOT_CHANGED = (
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
 
 
-class SGLangEngine(GenerationEngine):
+class SGLangEngine(QueueingEngine[GrowingResponse]):
     """See the module's docstring. All methods are called on the event loop; files are read in threads."""
 
     def __init__(
@@ -76,30 +74,21 @@ class SGLangEngine(GenerationEngine):
         on_tokens: Callable[[int, str], None] | None = None,
         trace: Tracer = OFF,
     ) -> None:
-        self._path, self._config, self._server = model_path, config, server
+        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace)
+        self._server = server
         self._limits = ModelLimits.of(model_path)
         self._tensors = ModelTensors(model_path, tied=self._limits.tied)
-        self._eos_token_ids = {*eos_token_ids, *self._limits.eos_token_ids}
+        self._eos_token_ids.update(self._limits.eos_token_ids)
         self._max_prompt = self._max_length = self._limits.max_length
-        self._on_tokens, self._trace = on_tokens, trace
         self._client = SGLangClient("", server.api_key)
         self._prefix, self._keys = uuid.uuid4().hex[:8], itertools.count()
-        self._waiting: OrderedDict[str, GrowingResponse] = OrderedDict()  # by rid
-        self._running: dict[str, GrowingResponse] = {}  # by key: what SGLang has
-        self._rids: set[str] = set()  # of both
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._update_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._paused = self._updating = self._closing = False
         self._held = False  # SGLang itself is paused, in place
         self._keeps_prefixes = self._overlaps = True
         self._num_ranks = 1  # tensor parallel
         self._receiver: SGLangReceiver | None = None
-        self._version: WeightVersion | None = None
         self._failure: BaseException | None = None
-        self._used_tokens: int | None = None  # as SGLang said last
-        self._num = dict.fromkeys(("requests", "aborted", "tokens", "prompt_tokens", "updates"), 0)
+        self._told_tokens: int | None = None  # that are in use, as SGLang said last
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
@@ -144,10 +133,10 @@ class SGLangEngine(GenerationEngine):
     async def close(self) -> None:
         if self._closing:
             return
-        self._closing = True
+        self._closing, had_some = True, bool(self._running)
         for pending in [*self._running.values(), *self._waiting.values()]:
             self._fail(pending, EngineUnavailable("the server is closing"))
-        if self._running and self._failure is None:  # somebody else's server, or one that is slow to end
+        if had_some and self._failure is None:  # somebody else's server, or one that is slow to end
             with contextlib.suppress(SGLangError):
                 await self._client.abort(limit_s=1.0)
         for task in self._tasks:
@@ -173,10 +162,10 @@ class SGLangEngine(GenerationEngine):
             ended = await self._how_it_ended()
             if ended is None:
                 try:
-                    self._used_tokens = await self._client.used_tokens(limit_s=_ASK_LIMIT_S)
+                    self._told_tokens = await self._client.used_tokens(limit_s=_ASK_LIMIT_S)
                     answered = time.monotonic()
                 except SGLangError as error:
-                    self._used_tokens = None
+                    self._told_tokens = None
                     ended = await self._how_it_ended()
                     if time.monotonic() - answered > _SILENT_LIMIT_S:
                         ended = f"the SGLang server has not answered for {_SILENT_LIMIT_S:g} s: {error}"
@@ -204,15 +193,10 @@ class SGLangEngine(GenerationEngine):
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def submit(self, request: EngineRequest) -> asyncio.Future[Generated]:
-        self._check_alive()
-        if self._version is None:
-            raise EngineUnavailable("no weight version has been loaded yet")
+    def _check(self, request: EngineRequest) -> None:
         check_params(request.params)
         if request.params.ignore_eos and request.params.stop_token_ids:
             raise RequestRefused("ignore_eos with stop_token_ids: SGLang would ignore those too; leave one of them out")
-        if request.rid in self._rids:
-            raise RequestRefused(f"rid {request.rid!r} is in flight already")
         check_prompt(
             request,
             vocab_size=self._limits.vocab_size,
@@ -220,33 +204,17 @@ class SGLangEngine(GenerationEngine):
             max_length=self._max_length,
             why="the model's max_position_embeddings, or SGLang's KV cache",
         )
-        if len(self._waiting) >= self._config.max_queue:
-            raise EngineUnavailable(f"the queue is full ({self._config.max_queue} requests wait)")
-        loop = asyncio.get_running_loop()
-        pending = GrowingResponse(key="", request=request, since=time.monotonic(), future=loop.create_future())
-        pending.future.add_done_callback(lambda future: self._cancelled(pending) if future.cancelled() else None)
-        self._rids.add(request.rid)
-        self._waiting[request.rid] = pending
-        if request.first:
-            self._waiting.move_to_end(request.rid, last=False)
-        self._num["requests"] += 1
-        self._num["prompt_tokens"] += len(request.input_ids)
-        self._admit()
-        return pending.future
 
-    def _admit(self) -> None:
-        """Waiting requests go to SGLang while there is room. Not while it is paused: one that came then could not be aborted."""
-        while (
-            self._waiting
-            and len(self._running) < self._config.max_running_requests
-            and self._version is not None
-            and not (self._paused or self._updating or self._closing)
-        ):
-            _, pending = self._waiting.popitem(last=False)
-            pending.sent_as(self._new_key())
-            self._running[pending.key] = pending
-            self._idle.clear()
-            self._in_background(self._run(pending, self._version), pending.key)
+    def _make(self, request: EngineRequest, since: float, future: asyncio.Future[Generated]) -> GrowingResponse:
+        return GrowingResponse(request, since, future)
+
+    def _new_key(self) -> str:
+        return f"{self._prefix}-{next(self._keys)}."  # ends in a dot: none is a prefix of another
+
+    def _begin(self, pending: GrowingResponse) -> None:
+        assert self._version is not None
+        pending.sent()
+        self._in_background(self._run(pending, self._version), pending.key)
 
     async def _run(self, pending: GrowingResponse, version: WeightVersion) -> None:
         """One request at SGLang, from its beginning to its end there.
@@ -284,18 +252,17 @@ class SGLangEngine(GenerationEngine):
 
     def _ended(self, pending: GrowingResponse, finish: FinishReason) -> None:
         """It has ended at SGLang."""
-        self._drop(pending)
+        pending.ended.set()
         if finish.type == "abort":
             finish = pending.natural_end(self._stop_ids(pending)) or finish
         elif finish.type == "length":
             finish = FinishReason(type="length", length=len(pending.token_ids))
         if finish.type == "abort" and pending.retracted and not pending.future.done():
-            pending.since = time.monotonic()
-            self._waiting[pending.request.rid] = pending
-            self._waiting.move_to_end(pending.request.rid, last=False)
+            self._stopped(pending)
+            self._put_back(pending)
         else:
-            self._deliver(pending, finish)
-        self._turn()
+            self._answer(pending, finish)
+        self._admit()
 
     async def _lost(self, pending: GrowingResponse, error: SGLangError) -> None:
         """No whole answer. If the server has died, everybody learns that at once; else this request has failed alone."""
@@ -304,7 +271,7 @@ class SGLangEngine(GenerationEngine):
             await self._server.wait_ended(_WATCH_S)
             if (ended := await self._how_it_ended()) is not None:
                 self._die(f"{ended}; {self._server.told()}")
-        self._drop(pending)
+        pending.ended.set()
         if error.status == 0 and self._failure is None:
             with contextlib.suppress(SGLangError):
                 await self._client.abort(pending.key, limit_s=_ASK_LIMIT_S)  # nobody reads it any more
@@ -314,39 +281,10 @@ class SGLangEngine(GenerationEngine):
             self._fail(pending, EngineUnavailable(str(error)))
         else:
             self._fail(pending, EngineFailed(str(error)))
-        self._turn()
-
-    def _drop(self, pending: GrowingResponse) -> None:
-        """SGLang has it no more."""
-        del self._running[pending.key]
-        pending.ended.set()
-
-    def _turn(self) -> None:
-        if not self._running:
-            self._idle.set()
         self._admit()
 
-    def _deliver(self, pending: GrowingResponse, finish: FinishReason) -> None:
-        self._rids.discard(pending.request.rid)
-        if finish.type == "abort":
-            self._num["aborted"] += 1
-        if not pending.future.done():
-            pending.future.set_result(Generated(pending.token_ids, pending.logprobs, finish, pending.spans))
-
-    def _fail(self, pending: GrowingResponse, error: Exception) -> None:
-        """Answer it with an error. What SGLang still has of it runs on, unread, until it is aborted."""
-        self._waiting.pop(pending.request.rid, None)
-        self._rids.discard(pending.request.rid)
-        if not pending.future.done():
-            pending.future.set_exception(error)
-
-    def _cancelled(self, pending: GrowingResponse) -> None:
-        """Its caller has gone."""
-        if self._waiting.get(pending.request.rid) is pending:
-            del self._waiting[pending.request.rid]
-            self._deliver(pending, FinishReason(type="abort"))
-            self._admit()
-        elif pending.key in self._running and not self._closing:
+    def _end_unread(self, pending: GrowingResponse) -> None:
+        if not self._closing:
             self._in_background(self._abort_quietly(pending), f"abort {pending.key}")
 
     # ------------------------------------------------------------------------------------------------ abort and pause
@@ -365,10 +303,6 @@ class SGLangEngine(GenerationEngine):
         for pending in list(self._waiting.values()):
             self._abort_waiting(pending)
         return count + await self._end_running()
-
-    def _abort_waiting(self, pending: GrowingResponse) -> None:
-        del self._waiting[pending.request.rid]
-        self._deliver(pending, FinishReason(type="abort", message="aborted"))
 
     async def _abort_quietly(self, pending: GrowingResponse) -> None:
         with contextlib.suppress(EngineFailed):
@@ -456,26 +390,19 @@ class SGLangEngine(GenerationEngine):
     async def _until_idle(self) -> None:
         if self._held:
             await self._let_go()
-        try:
-            await asyncio.wait_for(self._idle.wait(), self._config.load_timeout_s)
-        except asyncio.TimeoutError:
-            raise WeightsRefused(
-                f"{len(self._running)} requests still run after {self._config.load_timeout_s} s (generation.load_timeout_s); "
-                "pause with mode abort, or set abort_all_requests"
-            ) from None
+        await super()._until_idle()
 
     # ------------------------------------------------------------------------------------------------ weights and cache
 
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         async with self._update_lock:
             self._check_alive()
-            self._check_newer(version)
+            self.check_version(version)
             if self._receiver is not None:
                 await self._receiver.abandon()
             with self._trace.overlapping("verify weights", kind="engine", version=str(version)):
                 await asyncio.to_thread(self._tensors.verify, path, version)
-            self._updating = True
-            try:
+            with self._nothing_begins():
                 num_aborted = await self._end_running() if abort_running else 0
                 if not self._held:
                     await self._until_idle()
@@ -484,9 +411,6 @@ class SGLangEngine(GenerationEngine):
                 self._version, self._path = version, str(path)
                 self._num["updates"] += 1
                 return num_aborted
-            finally:
-                self._updating = False
-                self._admit()
 
     async def _load(self, path: Path, version: WeightVersion) -> None:
         """Have SGLang load it, and say which version it serves. What fails after it was told leaves weights that nobody knows."""
@@ -519,7 +443,7 @@ class SGLangEngine(GenerationEngine):
 
     def check_network_update(self, version: WeightVersion) -> bool:
         self._check_alive()
-        self._check_newer(version)
+        self.check_version(version)
         if not self._paused or (self._running and not self._held):
             raise WeightsRefused("pause generation before an update over the network, and continue after it")
         return self._keeps_prefixes and not self._held
@@ -530,12 +454,6 @@ class SGLangEngine(GenerationEngine):
 
     def fail(self, why: str) -> None:
         self._die(f"{why}; {self._server.told()}")
-
-    def _check_newer(self, version: WeightVersion) -> None:
-        if self._version is not None and version < self._version:
-            raise WeightsRefused(
-                f"version {version} is older than {self._version}, which is served; versions only grow"
-            )
 
     async def score(self, input_ids: list[int]) -> list[float]:
         self._check_alive()
@@ -551,70 +469,22 @@ class SGLangEngine(GenerationEngine):
             raise EngineFailed(str(error)) from error
         return scores
 
-    def forget_version(self) -> None:
-        self._version = None
-
-    async def flush_cache(self) -> bool:
-        async with self._update_lock:
-            self._check_alive()
-            if self._running:
-                return False
-            self._updating = True
-            try:
-                for _ in range(_FLUSH_TRIES):
-                    if await self._client.flush_cache(limit_s=_ASK_LIMIT_S):
-                        return True
-                    await asyncio.sleep(_FLUSH_PAUSE_S)
-                return False
-            except SGLangError as error:
-                raise EngineFailed(str(error)) from error
-            finally:
-                self._updating = False
-                self._admit()
+    async def _flush(self) -> bool:
+        try:
+            for _ in range(_FLUSH_TRIES):
+                if await self._client.flush_cache(limit_s=_ASK_LIMIT_S):
+                    return True
+                await asyncio.sleep(_FLUSH_PAUSE_S)
+            return False
+        except SGLangError as error:
+            raise EngineFailed(str(error)) from error
 
     # ----------------------------------------------------------------------------------------------------------- state
 
-    def expire_waiting(self) -> int:
-        too_old = time.monotonic() - self._config.max_wait_s
-        old = [pending for pending in self._waiting.values() if pending.since < too_old]
-        for pending in old:
-            if pending.token_ids:  # it was retracted: what it has is worth something
-                self._abort_waiting(pending)
-                continue
-            why = "while the server was paused" if self._paused else "for a free slot"
-            self._fail(pending, EngineUnavailable(f"waited longer than {self._config.max_wait_s} s {why}"))
-        return len(old)
-
-    def stats(self) -> EngineStats:
-        num = self._num
+    def _used_tokens(self) -> int:
         own = sum(len(pending.request.input_ids) + len(pending.token_ids) for pending in self._running.values())
-        return EngineStats(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            used_tokens=own if self._used_tokens is None else self._used_tokens,
-            paused=self._paused,
-            version="" if self._version is None else str(self._version),
-            num_requests=num["requests"],
-            num_aborted=num["aborted"],
-            num_tokens=num["tokens"],
-            num_prompt_tokens=num["prompt_tokens"],
-            num_steps=0,  # SGLang does not tell how many passes it makes
-            num_updates=num["updates"],
-        )
-
-    @property
-    def model_path(self) -> str:
-        return self._path
+        return own if self._told_tokens is None else self._told_tokens
 
     @property
     def failure(self) -> BaseException | None:
         return None if self._closing else self._failure
-
-    def _check_alive(self) -> None:
-        if self._closing:
-            raise EngineUnavailable("the server is closing")
-        if self._failure is not None:
-            raise EngineUnavailable(f"the engine has failed: {str(self._failure).splitlines()[0]}", retry_after_s=30.0)
-
-    def _new_key(self) -> str:
-        return f"{self._prefix}-{next(self._keys)}."  # ends in a dot: none is a prefix of another

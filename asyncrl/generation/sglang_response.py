@@ -7,29 +7,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.generation.engine import EngineRequest, Generated
+from asyncrl.generation.queueing import Pending
 from asyncrl.generation.sglang_http import Piece, SGLangError
 from asyncrl.messages import FinishReason, VersionSpan, WeightVersion
 
 
 @dataclass(eq=False, slots=True)
-class GrowingResponse:
+class GrowingResponse(Pending):
     """A request in flight, and what it has so far. It may be sent to SGLang several times, with that as its prefix."""
 
-    key: str  # SGLang's name for it; a new one each time that it is sent there
-    request: EngineRequest
-    since: float
-    future: asyncio.Future[Generated] = field(repr=False)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)  # of what has ended at SGLang
     begin: int = 0  # how many tokens it had when it was sent
     retracted: bool = False  # when it ends there, it is to wait here and go on
     ended: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # there, since it was sent
 
-    def sent_as(self, key: str) -> None:
+    def sent(self) -> None:
         """It goes to SGLang, from where it stands."""
-        self.key, self.begin, self.retracted, self.ended = key, len(self.token_ids), False, asyncio.Event()
+        self.begin, self.retracted, self.ended = len(self.token_ids), False, asyncio.Event()
 
     def take(self, piece: Piece) -> int:
         """Append what a piece brings; returns how many tokens. Raises SGLangError where its parts do not fit each other.

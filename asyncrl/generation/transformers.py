@@ -18,8 +18,6 @@ import contextlib
 import itertools
 import logging
 import math
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -45,15 +43,14 @@ from asyncrl.generation.engine import (
     INTERRUPT_MODES,
     EngineFailed,
     EngineRequest,
-    EngineStats,
     EngineUnavailable,
     Generated,
-    GenerationEngine,
     RequestRefused,
     WeightReceiver,
     WeightsRefused,
 )
 from asyncrl.generation.in_place import LiveTensors
+from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
 from asyncrl.runtime.trace import OFF, Tracer
@@ -246,21 +243,11 @@ class _Manager(ContinuousBatchingManager):
 
 
 @dataclass(eq=False, slots=True)
-class _Pending:
-    """A request in flight. `key` names it to the manager: our own, so that a rid may come again once it was answered.
+class _Pending(Pending):
+    """A request in flight. What it has is what it had when it was last retracted; the manager then sees a longer prompt."""
 
-    What it had generated when it was last retracted is in `token_ids` and `logprobs`; the manager then sees a longer prompt.
-    """
-
-    key: str
-    request: EngineRequest
-    sampling: tuple[float, float, int]  # temperature (0: greedy), top_p, top_k (0: all)
-    stop_ids: list[int]
-    since: float
-    future: asyncio.Future[Generated] = field(repr=False)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)  # of versions before the one that is served
+    sampling: tuple[float, float, int] = (1.0, 1.0, 0)  # temperature (0: greedy), top_p, top_k (0: all)
+    stop_ids: list[int] = field(default_factory=list)
 
     def close_span(self, version: WeightVersion | None, end: int) -> None:
         """What came after the last span, up to token `end`, was sampled by this version."""
@@ -272,7 +259,7 @@ class _Pending:
         self.spans.append(VersionSpan(version=str(version), start=start, end=end))
 
 
-class TransformersEngine(GenerationEngine):
+class TransformersEngine(QueueingEngine[_Pending]):
     """See the module's docstring. All methods are called on the event loop; only `_collect` and `_load` run elsewhere."""
 
     def __init__(
@@ -287,25 +274,13 @@ class TransformersEngine(GenerationEngine):
         trace: Tracer = OFF,
     ) -> None:
         _check_config(config)
-        self._initial_path, self._config, self._seed = model_path, config, seed
+        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace)
+        self._initial_path, self._seed = model_path, seed
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._eos_token_ids = set(eos_token_ids)
-        self._on_tokens = on_tokens
-        self._trace = trace
         self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")
         self._keys = itertools.count()
-        self._waiting: OrderedDict[str, _Pending] = OrderedDict()  # by rid
-        self._running: dict[str, _Pending] = {}  # by key
-        self._rids: set[str] = set()  # of both
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._update_lock = asyncio.Lock()
-        self._paused = self._updating = self._closing = False
         self._standstill = contextlib.ExitStack()  # holds the manager between two passes, after a pause in place
         self._stands_still = False
-        self._version: WeightVersion | None = None
-        self._path = model_path
-        self._num = dict.fromkeys(("requests", "aborted", "tokens", "prompt_tokens", "steps", "updates"), 0)
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
@@ -378,38 +353,8 @@ class TransformersEngine(GenerationEngine):
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def submit(self, request: EngineRequest) -> asyncio.Future[Generated]:
-        self._check_alive()
-        if self._version is None:
-            raise EngineUnavailable("no weight version has been loaded yet")
-        sampling = _check_params(request.params)
-        self._check_prompt(request)
-        if len(self._waiting) >= self._config.max_queue:
-            raise EngineUnavailable(f"the queue is full ({self._config.max_queue} requests wait)")
-        pending = _Pending(
-            key=str(next(self._keys)),
-            request=request,
-            sampling=sampling,
-            stop_ids=self._stop_ids(request.params),
-            since=time.monotonic(),
-            future=self._loop.create_future(),
-        )
-        pending.future.add_done_callback(lambda future: self._forget(pending) if future.cancelled() else None)
-        self._rids.add(request.rid)
-        self._waiting[request.rid] = pending
-        if request.first:
-            self._waiting.move_to_end(request.rid, last=False)
-        self._num["requests"] += 1
-        self._num["prompt_tokens"] += len(request.input_ids)
-        self._admit()
-        return pending.future
-
-    def _stop_ids(self, params: SamplingParams) -> list[int]:
-        return [*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids]
-
-    def _check_prompt(self, request: EngineRequest) -> None:
-        if request.rid in self._rids:
-            raise RequestRefused(f"rid {request.rid!r} is in flight already")
+    def _check(self, request: EngineRequest) -> None:
+        check_params(request.params)
         check_prompt(
             request,
             vocab_size=self._vocab_size,
@@ -418,25 +363,24 @@ class TransformersEngine(GenerationEngine):
             why="the model's max_position_embeddings or the KV cache, generation.num_blocks * page_size",
         )
 
-    def _admit(self) -> None:
-        """Waiting requests go to the manager while there is room."""
-        while (
-            self._waiting
-            and len(self._running) < self._config.max_running_requests
-            and not (self._paused or self._updating or self._closing or self._version is None)
-        ):
-            _, pending = self._waiting.popitem(last=False)
-            self._running[pending.key] = pending
-            self._idle.clear()
-            accepted = self._manager.add_request(
-                pending.request.input_ids + pending.token_ids,
-                request_id=pending.key,
-                max_new_tokens=pending.request.params.max_new_tokens - len(pending.token_ids),
-                eos_token_id=pending.stop_ids,
-                sampling=pending.sampling,
-            )
-            if accepted is None:
-                self._fail(pending, EngineFailed("the generation thread has ended"))
+    def _make(self, request: EngineRequest, since: float, future: asyncio.Future[Generated]) -> _Pending:
+        params = request.params
+        stop_ids = [*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids]
+        return _Pending(request, since, future, sampling=_sampling_of(params), stop_ids=stop_ids)
+
+    def _new_key(self) -> str:
+        return str(next(self._keys))
+
+    def _begin(self, pending: _Pending) -> None:
+        accepted = self._manager.add_request(
+            pending.request.input_ids + pending.token_ids,
+            request_id=pending.key,
+            max_new_tokens=pending.request.params.max_new_tokens - len(pending.token_ids),
+            eos_token_id=pending.stop_ids,
+            sampling=pending.sampling,
+        )
+        if accepted is None:
+            self._fail(pending, EngineFailed("the generation thread has ended"))
 
     def _on_results(self, outputs: list[Any]) -> None:
         """Results of one pass, from the generation thread. Runs on the event loop."""
@@ -458,34 +402,17 @@ class TransformersEngine(GenerationEngine):
 
     def _finish(self, pending: _Pending, tokens: list[int], logprobs: list[float], finish: FinishReason) -> None:
         """Answer it with what it had and these."""
-        self._forget(pending)
-        if not pending.future.done():
-            pending.token_ids.extend(tokens)
-            pending.logprobs.extend(logprobs)
-            pending.close_span(self._version, len(pending.token_ids))
-            pending.future.set_result(Generated(pending.token_ids, pending.logprobs, finish, pending.spans))
+        self._extend(pending, tokens, logprobs)
+        self._answer(pending, finish)
 
-    def _fail(self, pending: _Pending, error: Exception) -> None:
-        self._forget(pending)
-        if not pending.future.done():
-            pending.future.set_exception(error)
+    def _extend(self, pending: _Pending, tokens: list[int], logprobs: list[float]) -> None:
+        pending.token_ids.extend(tokens)
+        pending.logprobs.extend(logprobs)
+        pending.close_span(self._version, len(pending.token_ids))
 
-    def _forget(self, pending: _Pending) -> None:
-        """The request leaves our books; if the manager still has it (its caller has gone), the manager drops it."""
-        rid = pending.request.rid
-        if self._waiting.get(rid) is pending:
-            del self._waiting[rid]
-        elif self._running.pop(pending.key, None) is not None:
-            if pending.future.cancelled():
-                self._manager.cancel_request(pending.key)
-            if not self._running:
-                self._idle.set()
-        else:
-            return
-        self._rids.discard(rid)
-        if pending.future.cancelled():
-            self._num["aborted"] += 1
-            self._admit()
+    def _end_unread(self, pending: _Pending) -> None:
+        self._manager.cancel_request(pending.key)
+        self._answer(pending, FinishReason(type="abort", message="its caller has gone"))
 
     # ------------------------------------------------------------------------------------------------ abort and pause
 
@@ -533,17 +460,9 @@ class TransformersEngine(GenerationEngine):
         for pending in reversed(running):
             if pending.key not in self._running:
                 continue  # it has finished meanwhile
-            del self._running[pending.key]
-            tokens, logprobs = states.get(pending.key, ([], []))
-            pending.token_ids.extend(tokens)
-            pending.logprobs.extend(logprobs)
-            pending.close_span(self._version, len(pending.token_ids))
-            pending.key = str(next(self._keys))  # what the manager may still say about the old one is void
-            pending.since = time.monotonic()
-            self._waiting[pending.request.rid] = pending
-            self._waiting.move_to_end(pending.request.rid, last=False)
-        if not self._running:
-            self._idle.set()
+            self._extend(pending, *states.get(pending.key, ([], [])))
+            self._stopped(pending)
+            self._put_back(pending)
 
     def _stand_still(self) -> None:
         """In the control thread: the manager stops between two passes until `resume`."""
@@ -556,22 +475,13 @@ class TransformersEngine(GenerationEngine):
         self._stands_still = False
         self._standstill.close()
 
-    async def _until_idle(self) -> None:
-        try:
-            await asyncio.wait_for(self._idle.wait(), self._config.load_timeout_s)
-        except asyncio.TimeoutError:
-            raise WeightsRefused(
-                f"{len(self._running)} requests still run after {self._config.load_timeout_s} s (generation.load_timeout_s);"
-                " pause with mode abort, or set abort_all_requests"
-            ) from None
-
     async def _abort(self, rids: list[str]) -> int:
         """End these requests with what they have. What finishes by itself meanwhile is delivered as finished."""
         wanted = set(rids)
         count = 0
         for rid in rids:
             if rid in self._waiting:
-                self._abort_one(self._waiting[rid], [], [])
+                self._abort_waiting(self._waiting[rid])
                 count += 1
         running = [pending for pending in self._running.values() if pending.request.rid in wanted]
         if running:
@@ -579,14 +489,11 @@ class TransformersEngine(GenerationEngine):
             # Results of earlier passes were put on the loop before this line could run: what is still here did not finish.
             for pending in running:
                 if pending.key in self._running:
-                    self._abort_one(pending, *states.get(pending.key, ([], [])))
+                    tokens, logprobs = states.get(pending.key, ([], []))
+                    self._finish(pending, tokens, logprobs, FinishReason(type="abort", message="aborted"))
                     count += 1
             self._admit()
         return count
-
-    def _abort_one(self, pending: _Pending, tokens: list[int], logprobs: list[float]) -> None:
-        self._num["aborted"] += 1
-        self._finish(pending, tokens, logprobs, FinishReason(type="abort", message="aborted"))
 
     def _collect(self, keys: list[str]) -> dict[str, tuple[list[int], list[float]]]:
         """In the control thread: take requests out of the manager between two passes; returns their tokens and logprobs."""
@@ -626,12 +533,6 @@ class TransformersEngine(GenerationEngine):
     def weights_device(self) -> torch.device:
         return torch.device(self._device)
 
-    def check_version(self, version: WeightVersion) -> None:
-        if self._version is not None and version < self._version:
-            raise WeightsRefused(
-                f"version {version} is older than {self._version}, which is served; versions only grow"
-            )
-
     def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
         LiveTensors(self._model).check(specs, complete=complete)
 
@@ -646,8 +547,7 @@ class TransformersEngine(GenerationEngine):
         async with self._update_lock:
             self._check_alive()
             self.check_version(version)
-            self._updating = True
-            try:
+            with self._nothing_begins():
                 num_aborted = await self._abort([p.request.rid for p in self._running.values()]) if abort_running else 0
                 if not self._stands_still:
                     await self._until_idle()
@@ -658,9 +558,6 @@ class TransformersEngine(GenerationEngine):
                 self._version = version
                 self._num["updates"] += 1
                 return num_aborted
-            finally:
-                self._updating = False
-                self._admit()
 
     def _load(self, load: Callable[[], None], version: WeightVersion) -> dict[str, int]:
         """In the control thread, while no request is admitted, and none runs but those that stand still.
@@ -706,25 +603,13 @@ class TransformersEngine(GenerationEngine):
                 self._model.set_attn_implementation(attention)
         return [0.0, *logprobs_T.tolist()]
 
-    def forget_version(self) -> None:
-        self._version = None
+    async def _flush(self) -> bool:
+        def flush() -> None:
+            with self._manager.pause():
+                self._empty_cache()
 
-    async def flush_cache(self) -> bool:
-        async with self._update_lock:
-            self._check_alive()
-            if self._running:
-                return False
-            self._updating = True
-            try:
-                await self._in_control(self._flush)
-            finally:
-                self._updating = False
-                self._admit()
-            return True
-
-    def _flush(self) -> None:
-        with self._manager.pause():
-            self._empty_cache()
+        await self._in_control(flush)
+        return True
 
     def _empty_cache(self) -> None:
         """In the control thread, within a pause. Nothing of the old weights may be left to be matched as a prefix.
@@ -738,15 +623,7 @@ class TransformersEngine(GenerationEngine):
             self._manager.processor.offloading_manager.free_request_cpu_cache(state)
         self._manager.processor.cache.reset()
 
-    # ----------------------------------------------------------------------------------------------------------- watch
-
-    def expire_waiting(self) -> int:
-        too_old = time.monotonic() - self._config.max_wait_s
-        old = [pending for pending in self._waiting.values() if pending.since < too_old]
-        for pending in old:
-            why = "while the server was paused" if self._paused else "for a free slot"
-            self._fail(pending, EngineUnavailable(f"waited longer than {self._config.max_wait_s} s {why}"))
-        return len(old)
+    # ----------------------------------------------------------------------------------------------------------- state
 
     def _count_pass(self, num_new_tokens: int, num_query_tokens: int) -> None:
         """In the generation thread, once a pass."""
@@ -754,22 +631,6 @@ class TransformersEngine(GenerationEngine):
         self._num["tokens"] += num_new_tokens
         if self._on_tokens is not None:
             self._on_tokens(num_new_tokens, str(self._version))
-
-    def stats(self) -> EngineStats:
-        num = self._num
-        return EngineStats(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            used_tokens=self._used_tokens(),
-            paused=self._paused,
-            version="" if self._version is None else str(self._version),
-            num_requests=num["requests"],
-            num_aborted=num["aborted"],
-            num_tokens=num["tokens"],
-            num_prompt_tokens=num["prompt_tokens"],
-            num_steps=num["steps"],
-            num_updates=num["updates"],
-        )
 
     def _used_tokens(self) -> int:
         """Read beside the generation thread: a pass old at most."""
@@ -780,28 +641,17 @@ class TransformersEngine(GenerationEngine):
         return sum(int(state.position_offset) for state in states if state is not None)
 
     @property
-    def model_path(self) -> str:
-        return self._path
-
-    @property
     def failure(self) -> BaseException | None:
         if self._closing or self._manager.is_running():
             return None
         return self._manager.background_thread_status.fatal_error or RuntimeError("the generation thread has ended")
 
-    def _check_alive(self) -> None:
-        if self._closing:
-            raise EngineUnavailable("the server is closing")
-        if self.failure is not None:
-            raise EngineUnavailable(f"the engine has failed: {self.failure!r}", retry_after_s=30.0)
-
 
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def _check_params(params: SamplingParams) -> tuple[float, float, int]:
-    """(temperature, top_p, top_k) as the sampler wants them. Raises RequestRefused."""
-    check_params(params)
+def _sampling_of(params: SamplingParams) -> tuple[float, float, int]:
+    """(temperature, top_p, top_k) as the sampler wants them."""
     if params.temperature == 0.0:
         return (0.0, 1.0, 0)
     return (params.temperature, params.top_p, max(params.top_k, 0))

@@ -320,6 +320,19 @@ async def test_retracted_requests_go_on_under_the_new_weights(store: Store) -> N
     assert {only_version(result) for result in results[8:]} == {str(V1)}
 
 
+async def test_a_retracted_request_that_waits_too_long_is_answered_with_what_it_has(store: Store) -> None:
+    async with running(store, max_wait_s=0.0) as engine:
+        future = engine.submit(EngineRequest("x", make_prompt(random.Random(18), 10), LONG))
+        await until(engine, lambda: engine.stats().num_tokens > 3)
+        await engine.pause("retract")
+        assert engine.expire_waiting() == 1
+        result = await future
+        assert (result.finish.type, engine.stats().num_aborted) == ("abort", 1)
+        assert len(result.token_ids) == len(result.logprobs) > 3
+        await engine.resume()
+        assert not engine.expire_waiting()
+
+
 async def test_a_retracted_request_can_be_aborted_and_retracted_again(store: Store) -> None:
     prompt = make_prompt(random.Random(18), 10)
     async with running(store) as engine:

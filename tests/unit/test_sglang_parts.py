@@ -175,11 +175,9 @@ def test_preflight_looks_for_sglang(model_path, tmp_path):
 
 
 def response(tokens=0):
-    pending = GrowingResponse(
-        "k.", EngineRequest("r", [1], SamplingParams()), 0.0, future=None
-    )  # nobody is answered here
+    pending = GrowingResponse(EngineRequest("r", [1], SamplingParams()), 0.0, future=None)  # nobody is answered here
     pending.token_ids, pending.logprobs = [9] * tokens, [-1.0] * tokens
-    pending.sent_as("l.")
+    pending.sent()
     return pending
 
 

@@ -1,0 +1,264 @@
+"""What both engines do with requests: they wait in a bounded queue, run while there is room, and are answered once.
+
+    submit -> _check -> _waiting -> _admit -> _begin -> _running -> _answer, _fail -> future
+                           ^                               |
+                           +----- _put_back: retracted ----+
+
+An engine adds what it checks, and how a request begins and ends. While it is paused or updated nothing begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from asyncrl.config import GenerationConfig
+from asyncrl.generation.engine import (
+    EngineRequest,
+    EngineStats,
+    EngineUnavailable,
+    Generated,
+    GenerationEngine,
+    RequestRefused,
+    WeightsRefused,
+)
+from asyncrl.messages import FinishReason, VersionSpan, WeightVersion
+from asyncrl.runtime.trace import Tracer
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A request in flight, with what it has sampled so far (or had when it was retracted last)."""
+
+    request: EngineRequest
+    since: float  # monotonic seconds: it waits
+    future: asyncio.Future[Generated] = field(repr=False)
+    key: str = ""  # its name to what runs it, a new one each time: what is still said of an older one is void
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)  # of versions that have ended
+
+
+P = TypeVar("P", bound=Pending)
+
+
+class QueueingEngine(GenerationEngine, Generic[P]):
+    """See the module's docstring. All methods are called on the event loop."""
+
+    def __init__(
+        self,
+        model_path: str,
+        config: GenerationConfig,
+        *,
+        eos_token_ids: Iterable[int],
+        on_tokens: Callable[[int, str], None] | None,
+        trace: Tracer,
+    ) -> None:
+        self._path, self._config = model_path, config
+        self._eos_token_ids = set(eos_token_ids)
+        self._on_tokens, self._trace = on_tokens, trace
+        self._waiting: OrderedDict[str, P] = OrderedDict()  # by rid
+        self._running: dict[str, P] = {}  # by key
+        self._rids: set[str] = set()  # of both
+        self._idle = asyncio.Event()  # nothing runs
+        self._idle.set()
+        self._update_lock = asyncio.Lock()  # one change of the weights or the cache at a time
+        self._paused = self._updating = self._closing = False
+        self._version: WeightVersion | None = None
+        self._num = dict.fromkeys(("requests", "aborted", "tokens", "prompt_tokens", "steps", "updates"), 0)
+
+    # ------------------------------------------------------------------------------------------------ what engines add
+
+    @abstractmethod
+    def _check(self, request: EngineRequest) -> None:
+        """Raises RequestRefused."""
+
+    @abstractmethod
+    def _make(self, request: EngineRequest, since: float, future: asyncio.Future[Generated]) -> P: ...
+
+    @abstractmethod
+    def _new_key(self) -> str: ...
+
+    @abstractmethod
+    def _begin(self, pending: P) -> None:
+        """Have it run, with what it has as its prefix."""
+
+    @abstractmethod
+    def _end_unread(self, pending: P) -> None:
+        """It runs, and its caller has gone."""
+
+    @abstractmethod
+    def _used_tokens(self) -> int:
+        """EngineStats.used_tokens."""
+
+    @abstractmethod
+    async def _flush(self) -> bool:
+        """Empty the prefix cache; nothing runs. False: it could not be done."""
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def submit(self, request: EngineRequest) -> asyncio.Future[Generated]:
+        self._check_alive()
+        if self._version is None:
+            raise EngineUnavailable("no weight version has been loaded yet")
+        if request.rid in self._rids:
+            raise RequestRefused(f"rid {request.rid!r} is in flight already")
+        self._check(request)
+        if len(self._waiting) >= self._config.max_queue:
+            raise EngineUnavailable(f"the queue is full ({self._config.max_queue} requests wait)")
+        pending = self._make(request, time.monotonic(), asyncio.get_running_loop().create_future())
+        pending.future.add_done_callback(lambda future: self._cancelled(pending) if future.cancelled() else None)
+        self._rids.add(request.rid)
+        self._waiting[request.rid] = pending
+        if request.first:
+            self._waiting.move_to_end(request.rid, last=False)
+        self._num["requests"] += 1
+        self._num["prompt_tokens"] += len(request.input_ids)
+        self._admit()
+        return pending.future
+
+    def _admit(self) -> None:
+        """Waiting requests run while there is room. Not while it is paused: one that began then could not be ended."""
+        while (
+            self._waiting
+            and len(self._running) < self._config.max_running_requests
+            and self._version is not None
+            and not (self._paused or self._updating or self._closing)
+        ):
+            _, pending = self._waiting.popitem(last=False)
+            pending.key = self._new_key()
+            self._running[pending.key] = pending
+            self._idle.clear()
+            self._begin(pending)
+
+    def _stopped(self, pending: P) -> None:
+        """It runs no more."""
+        del self._running[pending.key]
+        if not self._running:
+            self._idle.set()
+
+    def _put_back(self, pending: P) -> None:
+        """It was retracted, and goes on before all others."""
+        pending.since = time.monotonic()
+        self._waiting[pending.request.rid] = pending
+        self._waiting.move_to_end(pending.request.rid, last=False)
+
+    def _forget(self, pending: P) -> None:
+        """It leaves the books, if it is in them still."""
+        if self._waiting.get(pending.request.rid) is pending:
+            del self._waiting[pending.request.rid]
+        elif self._running.get(pending.key) is pending:
+            self._stopped(pending)
+        else:
+            return
+        self._rids.discard(pending.request.rid)
+
+    def _answer(self, pending: P, finish: FinishReason) -> None:
+        """With what it has."""
+        self._forget(pending)
+        if finish.type == "abort":
+            self._num["aborted"] += 1
+        if not pending.future.done():
+            pending.future.set_result(Generated(pending.token_ids, pending.logprobs, finish, pending.spans))
+
+    def _fail(self, pending: P, error: Exception) -> None:
+        self._forget(pending)
+        if not pending.future.done():
+            pending.future.set_exception(error)
+
+    def _abort_waiting(self, pending: P) -> None:
+        self._answer(pending, FinishReason(type="abort", message="aborted"))
+
+    def _cancelled(self, pending: P) -> None:
+        """Its caller has gone."""
+        if self._waiting.get(pending.request.rid) is pending:
+            self._abort_waiting(pending)
+        elif self._running.get(pending.key) is pending:
+            self._end_unread(pending)
+        self._admit()
+
+    def expire_waiting(self) -> int:
+        too_old = time.monotonic() - self._config.max_wait_s
+        old = [pending for pending in self._waiting.values() if pending.since < too_old]
+        for pending in old:
+            if pending.token_ids:  # it was retracted: what it has is worth something
+                self._abort_waiting(pending)
+                continue
+            why = "while the server was paused" if self._paused else "for a free slot"
+            self._fail(pending, EngineUnavailable(f"waited longer than {self._config.max_wait_s} s {why}"))
+        return len(old)
+
+    # ------------------------------------------------------------------------------------------------ weights and cache
+
+    @contextmanager
+    def _nothing_begins(self) -> Iterator[None]:
+        """For a change of the weights or the cache. With _update_lock."""
+        self._updating = True
+        try:
+            yield
+        finally:
+            self._updating = False
+            self._admit()
+
+    async def _until_idle(self) -> None:
+        """Waits until nothing runs, for load_timeout_s at most; unblocked by the end of the last request."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), self._config.load_timeout_s)
+        except asyncio.TimeoutError:
+            raise WeightsRefused(
+                f"{len(self._running)} requests still run after {self._config.load_timeout_s} s (generation.load_timeout_s); "
+                "pause with mode abort, or set abort_all_requests"
+            ) from None
+
+    def check_version(self, version: WeightVersion) -> None:
+        """Raises WeightsRefused where it is older than what is served."""
+        if self._version is not None and version < self._version:
+            raise WeightsRefused(
+                f"version {version} is older than {self._version}, which is served; versions only grow"
+            )
+
+    def forget_version(self) -> None:
+        self._version = None
+
+    async def flush_cache(self) -> bool:
+        async with self._update_lock:
+            self._check_alive()
+            if self._running:
+                return False
+            with self._nothing_begins():
+                return await self._flush()
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def stats(self) -> EngineStats:
+        num = self._num
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            used_tokens=self._used_tokens(),
+            paused=self._paused,
+            version="" if self._version is None else str(self._version),
+            num_requests=num["requests"],
+            num_aborted=num["aborted"],
+            num_tokens=num["tokens"],
+            num_prompt_tokens=num["prompt_tokens"],
+            num_steps=num["steps"],
+            num_updates=num["updates"],
+        )
+
+    @property
+    def model_path(self) -> str:
+        return self._path
+
+    def _check_alive(self) -> None:
+        if self._closing:
+            raise EngineUnavailable("the server is closing")
+        if (failure := self.failure) is not None:
+            first = (str(failure) or repr(failure)).splitlines()[0]
+            raise EngineUnavailable(f"the engine has failed: {first}", retry_after_s=30.0)
