@@ -1,0 +1,42 @@
+"""Connections between processes: as many as are needed now, not as many as ever were."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from asyncrl.runtime.http_client import open_session
+
+
+async def test_calls_one_after_the_other_use_one_connection_however_many_there_are() -> None:
+    """So the others fall idle, and are closed by aiohttp."""
+    num_calls, all_there = 0, asyncio.Event()
+    ports: list[int] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal num_calls
+        num_calls += 1
+        assert request.transport is not None
+        ports.append(request.transport.get_extra_info("peername")[1])
+        if num_calls == 20:
+            all_there.set()
+        await all_there.wait()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/", answer)
+    async with TestServer(app) as server, open_session(max_connections=0) as session:
+
+        async def call() -> None:
+            async with session.post(server.make_url("/")) as response:
+                await response.read()
+
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(call() for _ in range(20)))
+            assert len(set(ports)) == 20
+            for _ in range(50):
+                await call()
+    assert len(ports) == 70
+    assert len(set(ports[20:])) == 1
