@@ -8,13 +8,15 @@ the round's time; then a fault comes every 5 to 15 s, by a seed: SIGKILL, or SIG
 share of the undisturbed rate of steps that is missing, the median of the rounds; only steps of the lineage that survives count. It
 fails where the run ends, or the audit finds something.
 --steps: nothing is done to it. Resident memory, file descriptors and threads of each process, and the run folder's bytes, are read
-every few seconds; `slope` is what each grows by in 1,000 steps, by least squares over what comes after the first fifth.
+every few seconds; `slope` is what each grows by in 1,000 steps, by least squares over what comes after the first fifth, and in
+brackets over the second half: what fills and is full then has one of about nothing. --samples FILE: what was read, as JSON lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import statistics
@@ -44,7 +46,7 @@ KINDS = ("kill", "stop")
 _LIMIT_S = 180.0
 _SAMPLE_S = 5.0
 _CALM = 1 / 6  # of a round
-_WARM_UP = 0.2  # of the samples: caches fill
+_WARM_UP, _LATE = 0.2, 0.5  # of the samples: caches fill
 _MB = 1e6
 
 
@@ -134,12 +136,16 @@ def newest_step(run: RunHandle) -> int:
 
 def undisturbed(args: argparse.Namespace) -> None:
     samples: dict[str, list[tuple[float, dict[str, float]]]] = defaultdict(list)
-    with scratch_run(args, [f"train.max_steps={args.steps}"]) as run:
+    with (
+        scratch_run(args, [f"train.max_steps={args.steps}"]) as run,
+        open(args.samples or os.devnull, "w", encoding="utf-8") as out,
+    ):
         run.wait_for_step(1, _LIMIT_S)
         while run.popen.poll() is None:
             step = float(newest_step(run))
             for name, figures in look(run.run_dir).items():
                 samples[name].append((step, figures))
+                print(json.dumps({"time": time.time(), "step": step, "name": name, **figures}), file=out, flush=True)
             with contextlib.suppress(psutil.TimeoutExpired):
                 psutil.Process(run.popen.pid).wait(_SAMPLE_S)
         if run.wait(_LIMIT_S) != 0:
@@ -147,10 +153,15 @@ def undisturbed(args: argparse.Namespace) -> None:
         found = audit(run.run_dir)
         if found.problems:
             raise SystemExit("\n".join(found.problems))
-    slopes = {name: slopes_of(seen) for name, seen in sorted(samples.items()) if len(seen) > 4}
+    enough = {name: seen for name, seen in sorted(samples.items()) if len(seen) > 8}
+    slopes = {name: slopes_of(seen, _WARM_UP) for name, seen in enough.items()}
+    late = {name: slopes_of(seen, _LATE) for name, seen in enough.items()}
     figures = sorted({figure for slope in slopes.values() for figure in slope})
-    rows = [[name, *(slope.get(figure, "") for figure in figures)] for name, slope in slopes.items()]
-    table(args, "grows by, in 1,000 steps (at the end)", ["", *figures], rows)
+    rows = [
+        [name, *(f"{slope[figure]:.2f} ({late[name][figure]:.2f})" if figure in slope else "" for figure in figures)]
+        for name, slope in slopes.items()
+    ]
+    table(args, "grows by, in 1,000 steps (in the second half)", ["", *figures], rows)
     finish(
         args,
         name="soak_steps",
@@ -158,6 +169,7 @@ def undisturbed(args: argparse.Namespace) -> None:
         unit="MB of resident memory in 1,000 steps, of the process that grows most",
         ratio={},
         slopes=slopes,
+        slopes_late=late,
         last={name: seen[-1][1] for name, seen in sorted(samples.items())},
         steps=args.steps,
         peers_missing=[],
@@ -184,9 +196,9 @@ def look(run_dir: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def slopes_of(samples: Sequence[tuple[float, dict[str, float]]]) -> dict[str, float]:
-    """By figure, what it grows by in 1,000 steps."""
-    later = samples[int(len(samples) * _WARM_UP) :]
+def slopes_of(samples: Sequence[tuple[float, dict[str, float]]], after: float) -> dict[str, float]:
+    """By figure, what it grows by in 1,000 steps, after that share of the samples."""
+    later = samples[int(len(samples) * after) :]
     steps = np.array([step for step, _ in later])
     return {
         figure: round(float(np.polyfit(steps, [figures[figure] for _, figures in later], 1)[0] * 1000), 3)
@@ -218,6 +230,7 @@ def main() -> None:
     what = options.add_mutually_exclusive_group(required=True)
     what.add_argument("--minutes", type=float, help="faults for so long")
     what.add_argument("--steps", type=int, help="so many steps, undisturbed")
+    options.add_argument("--samples", metavar="FILE", default="", help="of --steps: what was read, as JSON lines")
     options.add_argument("--seed", type=int, default=1, help="of the faults")
     options.add_argument("--every", metavar="A-B", default="5-15", help="seconds between two faults (default 5-15)")
     options.add_argument(
