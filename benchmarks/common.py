@@ -82,6 +82,30 @@ def worker_info(kind: str, folder: str) -> Any:
     )
 
 
+def make_manager(
+    folder: str, servers: Sequence[str], *, eta: int, batch_size: int, num_clients: int
+) -> tuple[Any, Any]:
+    """The manager, as the launcher would run it, but for name resolve in memory, where its servers' URLs are; and that."""
+    from asyncrl.config import GserverManagerConfig, ManagerConfig
+    from asyncrl.manager.worker import GserverManager
+    from asyncrl.runtime.name_resolve import open_name_resolver
+
+    info = worker_info("gserver_manager", folder)
+    config = GserverManagerConfig(
+        worker=info,
+        manager=ManagerConfig(max_head_offpolicyness=eta),
+        role="actor",
+        num_heads=2,
+        batch_size=batch_size,
+        num_rollout_workers=num_clients,
+    )
+    manager = GserverManager(config)
+    resolver = open_name_resolver(info.name_resolve)
+    for number, url in enumerate(servers):
+        resolver.add(manager.names.generation_server(number), url)
+    return manager, resolver
+
+
 # ------------------------------------------------------------------------------------------------------------- measuring
 
 

@@ -35,12 +35,12 @@ from common import (
     children,
     cpu_seconds,
     finish,
+    make_manager,
     parser,
     percentile,
     run_part,
     say,
     table,
-    worker_info,
 )
 
 CLIENTS = (1, 16, 64, 256)
@@ -57,27 +57,11 @@ _SERVED_POLL_S = 0.02  # seldom: it takes the interpreter's lock from what is me
 
 
 def part_asyncrl(parent: Parent, *, core: int, folder: str, servers: list[str], **_: Any) -> None:
-    """The manager, as the launcher would run it, but for name resolve in memory."""
-    from asyncrl.config import GserverManagerConfig, ManagerConfig
-    from asyncrl.manager.worker import GserverManager
     from asyncrl.messages import WeightVersion
-    from asyncrl.runtime.name_resolve import open_name_resolver
 
     _pin(core)
-    info = worker_info("gserver_manager", folder)
-    config = GserverManagerConfig(
-        worker=info,
-        manager=ManagerConfig(max_head_offpolicyness=ETA),
-        role="actor",
-        num_heads=2,
-        batch_size=BATCH_SIZE,
-        num_rollout_workers=max(CLIENTS),
-    )
-    manager = GserverManager(config)
-    resolver = open_name_resolver(info.name_resolve)
+    manager, resolver = make_manager(folder, servers, eta=ETA, batch_size=BATCH_SIZE, num_clients=max(CLIENTS))
     names = manager.names
-    for number, url in enumerate(servers):
-        resolver.add(names.generation_server(number), url)
 
     def obey() -> None:
         parent.send(url=resolver.wait(names.gserver_manager(), _START_LIMIT_S))

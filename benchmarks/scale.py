@@ -43,12 +43,12 @@ from common import (
     children,
     cpu_seconds,
     finish,
+    make_manager,
     parser,
     percentile,
     run_part,
     say,
     table,
-    worker_info,
 )
 
 from asyncrl.config import ManagerConfig
@@ -67,27 +67,11 @@ _START_LIMIT_S = 300.0
 
 
 def part_manager(parent: Parent, *, core: int, folder: str, **_: Any) -> None:
-    """The manager, as the launcher would run it, but for name resolve in memory."""
-    from asyncrl.config import GserverManagerConfig, ManagerConfig
-    from asyncrl.manager.worker import GserverManager
     from asyncrl.messages import WeightVersion
-    from asyncrl.runtime.name_resolve import open_name_resolver
 
     _prepare(core)
     urls = (parent.receive() or {})["urls"]
-    info = worker_info("gserver_manager", folder)
-    config = GserverManagerConfig(
-        worker=info,
-        manager=ManagerConfig(max_head_offpolicyness=ETA),
-        role="actor",
-        num_heads=2,
-        batch_size=BATCH_SIZE,
-        num_rollout_workers=max(CLIENTS),
-    )
-    manager = GserverManager(config)
-    resolver = open_name_resolver(info.name_resolve)
-    for number, url in enumerate(urls):
-        resolver.add(manager.names.generation_server(number), url)
+    manager, resolver = make_manager(folder, urls, eta=ETA, batch_size=BATCH_SIZE, num_clients=max(CLIENTS))
 
     def obey() -> None:
         url = resolver.wait(manager.names.gserver_manager(), _START_LIMIT_S)

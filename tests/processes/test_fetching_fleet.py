@@ -32,18 +32,9 @@ class Host(FakeServer):
         self.asked: list[tuple[str, bool]] = []  # version, whether it was paused then
         self.where: dict[str, str] = {}
 
-    async def start(self) -> str:
-        app = web.Application()
-        app.router.add_post("/fetch_weights", self._fetch)
-        app.router.add_post("/pause_generation", self._pause)
-        app.router.add_post("/continue_generation", self._continue)
-        app.router.add_post("/update_weights_from_disk", self._update)
-        app.router.add_get("/get_model_info", self._info)
-        app.router.add_get("/health", self._health)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        super().add_routes(router)
+        router.add_post("/fetch_weights", self._fetch)
 
     async def stop(self) -> None:
         await super().stop()

@@ -62,15 +62,18 @@ class FakeServer:
 
     async def start(self) -> str:
         app = web.Application()
-        app.router.add_post("/pause_generation", self._pause)
-        app.router.add_post("/continue_generation", self._continue)
-        app.router.add_post("/update_weights_from_disk", self._update)
-        app.router.add_get("/get_model_info", self._info)
-        app.router.add_get("/health", self._health)
+        self.add_routes(app.router)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/pause_generation", self._pause)
+        router.add_post("/continue_generation", self._continue)
+        router.add_post("/update_weights_from_disk", self._update)
+        router.add_get("/get_model_info", self._info)
+        router.add_get("/health", self._health)
 
     async def stop(self) -> None:
         await self._runner.cleanup()
