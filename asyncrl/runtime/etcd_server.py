@@ -239,7 +239,9 @@ class EtcdServer:
         heartbeat_ms, election_ms = self._election_ms
         command += ["--heartbeat-interval", str(heartbeat_ms), "--election-timeout", str(election_ms)]
         command += ["--log-level", "warn"]
-        command += ["--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"]
+        # Its memory has what it has not compacted, and the log since its last snapshot: each process puts its status every second
+        command += ["--auto-compaction-mode", "periodic", "--auto-compaction-retention", "10m"]
+        command += ["--snapshot-count", "10000"]
         command += ["--quota-backend-bytes", str(1 << 30)]
         if self._tls is not None:
             for prefix in ("", "peer-"):
