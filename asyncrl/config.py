@@ -407,7 +407,9 @@ class RuntimeConfig:
     push_credit_items: int = 64  # trajectories a pusher may have unacknowledged, per head
     push_credit_bytes: int = 256_000_000
     resend_after_s: float = 5.0
-    max_message_bytes: int = 1_000_000_000
+    max_message_bytes: int = (
+        256_000_000  # a larger message is refused; a trajectory has 22 bytes for each token of its group
+    )
     log_level: str = "INFO"
     fork_server: bool = (
         True  # import torch once and fork the workers (Linux); false: an interpreter of its own for each
@@ -1127,6 +1129,7 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("checkpoint.keep_last", config.checkpoint.keep_last),
         ("runtime.push_credit_items", config.runtime.push_credit_items),
         ("runtime.push_credit_bytes", config.runtime.push_credit_bytes),
+        ("runtime.max_message_bytes", config.runtime.max_message_bytes),
         ("generation.max_running_requests", config.generation.max_running_requests),
         ("generation.num_blocks", config.generation.num_blocks),
         ("generation.page_size", config.generation.page_size),

@@ -154,6 +154,9 @@ class StagedReceiver(WeightReceiver):
         if bucket.load_format != "flattened_bucket":
             raise WeightsRefused(f"load_format {bucket.load_format!r}: this engine takes flattened_bucket only")
         self._engine.check_tensors(bucket, complete=False)
+        # else a sender that repeats itself would fill the memory
+        if again := update.tensors.keys() & set(bucket.names):
+            raise WeightsRefused(f"{min(again)} came before in this update; call begin_weight_update for another one")
         update.group = bucket.group_name
         try:
             num_bytes = sum(map(num_bytes_of, map(dtype_of, bucket.dtypes), bucket.shapes))

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.messages import DECODE_ERRORS, FinishReason, LoadsReply, SamplingParams, VersionSpan
+from asyncrl.runtime.http_client import MAX_ANSWER_BYTES, BoundedResponse
 
 STREAM_INTERVAL = 16  # tokens a piece: fine enough for the journal, and a small share of SGLang's own work
 _CONNECT_LIMIT_S = 5.0
@@ -120,6 +121,7 @@ class SGLangClient:
     def open(self) -> None:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
+            response_class=BoundedResponse,
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
             headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else None,
@@ -241,10 +243,12 @@ class SGLangClient:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of server-sent events, however they are cut."""
+    """The data of server-sent events, however they are cut. Raises SGLangError for one that does not end."""
     rest = b""
     async for data in content.iter_any():
         *whole, rest = (rest + data).split(b"\n\n")
+        if len(rest) > MAX_ANSWER_BYTES:
+            raise SGLangError(f"/generate streams an event of more than {MAX_ANSWER_BYTES} bytes: {rest[:200]!r}")
         for event in whole:
             if event.startswith(b"data: "):
                 yield event[6:]

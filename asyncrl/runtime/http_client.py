@@ -1,7 +1,8 @@
 """HTTP sessions between processes of a run. Who calls another process gets its session here, so that faults can be put in, and a
 simulation can stand in.
 
-A session shows the run's token (security.py) with every request: it is for the run's own processes, and for nobody else.
+A session shows the run's token (security.py) with every request: it is for the run's own processes, and for nobody else. What it
+is answered is bounded (BoundedResponse), as what servers are asked is.
 
 suffer(faults, "master/0")    # sessions opened later have the faults of runtime.faults
 with replaced(make):          # asyncrl/testing/simulation
@@ -23,6 +24,29 @@ from asyncrl.config import FaultsConfig
 from asyncrl.runtime import security
 
 Maker = Callable[[int, dict[str, Any]], Any]
+
+MAX_ANSWER_BYTES = 64 << 20  # as much as a server of ours takes of a request; the largest answers are a few megabytes
+
+
+class BoundedResponse(aiohttp.ClientResponse):
+    """An answer whose body, decompressed, has at most MAX_ANSWER_BYTES. A longer one is a ClientPayloadError: for whoever asked, a
+    call that failed."""
+
+    async def read(self) -> bytes:
+        if self._body is None:
+            body = bytearray()
+            try:
+                async for some in self.content.iter_any():
+                    body += some
+                    if len(body) > MAX_ANSWER_BYTES:
+                        raise aiohttp.ClientPayloadError(
+                            f"{self.url} answers with more than {MAX_ANSWER_BYTES} bytes (runtime/http_client.py: MAX_ANSWER_BYTES)"
+                        )
+            except BaseException:
+                self.close()  # the rest must not be taken for the next answer
+                raise
+            self._body = bytes(body)
+        return await super().read()
 
 
 class HttpFaults:
@@ -77,7 +101,9 @@ def _real_session(max_connections: int, options: dict[str, Any]) -> aiohttp.Clie
     if secured is not None:
         options = {**options, "headers": {**secured.headers, **options.get("headers", {})}}
     middlewares = (_faults,) if _faults is not None else ()
-    return aiohttp.ClientSession(connector=connector, middlewares=middlewares, **options)
+    return aiohttp.ClientSession(
+        connector=connector, middlewares=middlewares, response_class=BoundedResponse, **options
+    )
 
 
 _make: Maker = _real_session

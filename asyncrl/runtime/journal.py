@@ -18,7 +18,7 @@ from asyncrl.messages import DECODE_ERRORS
 from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.metrics import JsonLinesWriter
 
-MAX_UNWRITTEN = 100_000  # records
+MAX_UNWRITTEN = 100_000  # records; of a few hundred bytes each
 _RETRY_S = 1.0
 _MOST_AT_ONCE = 1000
 _LONGEST_LINE = 65_536
@@ -74,6 +74,10 @@ class BackgroundJournal:
                     f"{self._path} could not be written: the disk does not answer, and {len(self._unwritten)} records wait"
                 )
         writing.result()
+        if len(self._unwritten) > self._max_unwritten:
+            raise StorageError(
+                f"{self._path} could not be written: the disk is slower than the work, and {len(self._unwritten)} records wait"
+            )
 
     def close(self) -> None:
         """Write what is left, if the disk takes it. Waits for the disk: call it on a thread."""

@@ -20,6 +20,7 @@ from asyncrl.runtime.wandb_writer import WandbWriter
 
 METRICS_FILE = "metrics.jsonl"
 _LAST_WORDS_S = 2.0  # of W&B, where the run ends before its time
+_BLOCK_BYTES = 1 << 16
 JOURNAL_BUCKET_S = 0.1  # generation servers write down the tokens of every tenth of a second
 
 
@@ -33,8 +34,8 @@ class JsonLinesWriter:
         self._path = path
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
-            whole = path.read_bytes().rfind(b"\n") + 1
+            self._file = path.open("a+b", buffering=0)
+            whole = _end_of_lines(self._file.fileno())
             if whole < path.stat().st_size:
                 self._file.truncate(whole)
 
@@ -145,6 +146,18 @@ def _without_torch() -> Iterator[None]:
     finally:
         if hide:
             del sys.modules["torch"]
+
+
+def _end_of_lines(file: int) -> int:
+    """Where the last whole line of a file ends. Read from its end: the journal of weeks may be larger than the memory."""
+    end = os.fstat(file).st_size
+    while end > 0:
+        start = max(0, end - _BLOCK_BYTES)
+        found = os.pread(file, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:

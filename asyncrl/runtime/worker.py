@@ -16,8 +16,10 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Literal, TypeVar
 
@@ -40,7 +42,7 @@ LEASE_ENV = "ASYNCRL_LEASE"
 STATUS_INTERVAL_S = 0.5
 LONG_WAIT_S = 20.0  # a wait longer than this is written to the log once, with what and on whom
 _SAY_AGAIN_S = 60.0
-_MAX_WATCH_EVENTS = 10_000
+_MAX_WATCH_EVENTS = 10_000  # that wait for the event loop; past it the newest of each key
 _MAX_ERROR_CHARS = 20_000  # a status line must fit into the pipe to the launcher
 _CLOCK_SLACK_S = 0.001  # the loop's timers may be early by its clock's resolution
 _PR_SET_PDEATHSIG = 1
@@ -212,16 +214,10 @@ class Worker:
 
     async def watch(self, key: str, *, subtree: bool = False) -> AsyncIterator[WatchEvent]:
         """Current state of a key (or subtree), then every change. Ends only by being closed."""
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[WatchEvent] = asyncio.Queue(_MAX_WATCH_EVENTS)
-
-        def deliver(event: WatchEvent) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
+        events = _Changes(asyncio.get_running_loop())
         limit_s = self.info.runtime.start_timeout_s
         with self.board.waiting(f"reading {key}", on="name resolve", limit_s=limit_s):
-            watch = await asyncio.to_thread(self.resolver.watch, key, deliver, subtree=subtree, limit_s=limit_s)
+            watch = await asyncio.to_thread(self.resolver.watch, key, events.put, subtree=subtree, limit_s=limit_s)
         try:
             while True:
                 yield await events.get()
@@ -328,6 +324,36 @@ class Worker:
             self.logger.warning("closing failed: %r", error)
         if self._failure is not None and self._failure.done() and not self._failure.cancelled():
             self._failure.exception()  # retrieved: it is raised by _live
+
+
+class _Changes:
+    """What a watch tells on a thread of name resolve, for the event loop. Past _MAX_WATCH_EVENTS, where the loop stands still, only
+    the newest change of each key is kept, as in the watch itself: nothing that is still true is lost."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._waiting: deque[WatchEvent] = deque()
+        self._news = asyncio.Event()
+
+    def put(self, event: WatchEvent) -> None:
+        with self._lock:
+            self._waiting.append(event)
+            if len(self._waiting) > _MAX_WATCH_EVENTS:
+                self._waiting = deque({event.key: event for event in self._waiting}.values())
+            is_first = len(self._waiting) == 1
+        if is_first:  # whoever takes it takes what comes meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                self._loop.call_soon_threadsafe(self._news.set)
+
+    async def get(self) -> WatchEvent:
+        """The oldest one. A cancelled wait changes nothing."""
+        while True:
+            self._news.clear()
+            with self._lock:
+                if self._waiting:
+                    return self._waiting.popleft()
+            await self._news.wait()
 
 
 class _StatusReporter:

@@ -292,6 +292,22 @@ async def test_the_protocol_refuses_what_comes_in_another_order(model_path: Path
         assert await client.version() == str(V0)
 
 
+async def test_a_sender_that_repeats_itself_fills_no_memory(model_path: Path) -> None:
+    """One that does not announce what will come: else it would be refused for that."""
+    async with served(model_path) as client, sender() as trainer:
+        buckets = held(V1).buckets
+        trainer.hold(Held(V1, [*buckets, buckets[0]]))
+        post = trainer._client.post
+
+        async def unannounced(target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
+            begins = path == "/begin_weight_update"
+            return await post(target, path, BeginWeightUpdate(weight_version=str(V1)) if begins else message)
+
+        trainer._client.post = unannounced  # type: ignore[method-assign]
+        reply = await send(trainer, V1, client)
+        assert f"{min(buckets[0].specs.names)} came before in this update" in reply.errors["here"]
+
+
 def when_sending_bucket(trainer: WeightSender, number: int, act: Callable[[], None]) -> None:
     """Before a server is asked to take bucket `number` (from 0) of the next broadcast: in the middle of it."""
     post, seen = trainer._client.post, itertools.count()

@@ -99,6 +99,45 @@ async def test_a_disk_that_stays_full_or_hangs_ends_the_work_in_bounded_memory(
     journal.close()
 
 
+async def test_a_disk_that_is_slower_than_the_work_ends_it_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_MOST_AT_ONCE", 5)
+    journal = BackgroundJournal(tmp_path / "x.jsonl", max_unwritten=20)
+    write = JsonLinesWriter.write_lines
+
+    def write_few(writer: JsonLinesWriter, lines: Sequence[bytes]) -> None:
+        write(writer, lines)
+        for n in range(10):  # the work has gone on meanwhile
+            journal.add({"n": n})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLinesWriter, "write_lines", write_few)
+        journal.add({"n": 0})
+        with pytest.raises(StorageError, match=r"the disk is slower than the work, and 2[1-9] records wait"):
+            await asyncio.wait_for(journal.run(), 20.0)
+    journal.close()
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"n": 2', b"x" * 200_000])
+@pytest.mark.parametrize("long", [1, 70_000, 131_072])
+def test_a_torn_line_is_cut_off_however_long_the_lines_are(tmp_path: Path, torn: bytes, long: int) -> None:
+    path = tmp_path / "x.jsonl"
+    whole = b'{"n":0}\n{"n":1,"text":"' + b"y" * long + b'"}\n'
+    path.write_bytes(whole + torn)
+    with JsonLinesWriter(path) as writer:
+        assert path.read_bytes() == whole
+        writer.write({"n": 2})
+    assert numbers(path) == [0, 1, 2]
+
+
+def test_a_file_of_one_torn_line_becomes_empty(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"x" * 200_000)
+    JsonLinesWriter(path).close()
+    assert path.read_bytes() == b""
+
+
 def test_lines_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = JsonLinesWriter(tmp_path / "x.jsonl")
     writer.write({"n": 0})
