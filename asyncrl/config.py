@@ -407,9 +407,7 @@ class RuntimeConfig:
     push_credit_items: int = 64  # trajectories a pusher may have unacknowledged, per head
     push_credit_bytes: int = 256_000_000
     resend_after_s: float = 5.0
-    max_message_bytes: int = (
-        256_000_000  # a larger message is refused; a trajectory has 22 bytes for each token of its group
-    )
+    max_message_bytes: int = 256_000_000  # a larger one is refused; a trajectory has 22 bytes a token of its group
     log_level: str = "INFO"
     fork_server: bool = (
         True  # import torch once and fork the workers (Linux); false: an interpreter of its own for each

@@ -328,19 +328,22 @@ class Worker:
 
 class _Changes:
     """What a watch tells on a thread of name resolve, for the event loop. Past _MAX_WATCH_EVENTS, where the loop stands still, only
-    the newest change of each key is kept, as in the watch itself: nothing that is still true is lost."""
+    the newest change of each key is kept, as in the watch itself: nothing that is still true is lost. (With that many keys, at most
+    two changes of each: sorting out costs little a change.)"""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
         self._waiting: deque[WatchEvent] = deque()
+        self._sort_out_at = _MAX_WATCH_EVENTS
         self._news = asyncio.Event()
 
     def put(self, event: WatchEvent) -> None:
         with self._lock:
             self._waiting.append(event)
-            if len(self._waiting) > _MAX_WATCH_EVENTS:
+            if len(self._waiting) > self._sort_out_at:
                 self._waiting = deque({event.key: event for event in self._waiting}.values())
+                self._sort_out_at = max(_MAX_WATCH_EVENTS, 2 * len(self._waiting))
             is_first = len(self._waiting) == 1
         if is_first:  # whoever takes it takes what comes meanwhile
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
