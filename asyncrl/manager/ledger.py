@@ -53,7 +53,7 @@ from asyncrl.messages import (
 from asyncrl.names import is_earlier
 
 MAX_COUNT = 4096  # tickets of one request
-_MAX_REQUESTS = 1024  # answers remembered per worker
+_MAX_REQUESTS = 16  # answers remembered per worker, which asks again only for the one that it has not got
 _MAX_DROPPED = 10_000
 _MAX_UNSEEN = 16_384  # rejections that the master has not recorded; past it nothing is admitted until it does
 _MAX_REASONS = 32  # different reasons counted; further ones count as `other`
@@ -126,7 +126,7 @@ class _Holder:
     last_seen: float
     last_heartbeat: float
     old_incarnations: set[str] = field(default_factory=set)
-    answers: OrderedDict[str, list[Ticket]] = field(default_factory=OrderedDict)
+    answers: OrderedDict[str, tuple[str, ...]] = field(default_factory=OrderedDict)  # by request: tickets
 
 
 class Ledger:
@@ -675,19 +675,18 @@ class Ledger:
         self.counters["granted", "eval"] += 1
         return live
 
-    def _repeat(self, tickets: Sequence[Ticket]) -> AllocateReply:
+    def _repeat(self, ticket_ids: Sequence[str]) -> AllocateReply:
         """The same answer again, without the tickets that have ended since."""
-        still = [
-            ticket
-            for ticket in tickets
-            if ticket.ticket_id in self._evals
-            or (ticket.ticket_id in self._live and self._live[ticket.ticket_id].state == "running")
-        ]
+        still = []
+        for ticket_id in ticket_ids:
+            live = self._evals.get(ticket_id) or self._live.get(ticket_id)
+            if live is not None and (live.ticket.kind == "eval" or live.state == "running"):
+                still.append(live.ticket)
         return AllocateReply(tickets=still, refusal="" if still else "expired", finished=self.finished)
 
     @staticmethod
     def _remember(holder: _Holder, request_id: str, tickets: list[Ticket]) -> None:
-        holder.answers[request_id] = tickets
+        holder.answers[request_id] = tuple(ticket.ticket_id for ticket in tickets)
         while len(holder.answers) > _MAX_REQUESTS:
             holder.answers.popitem(last=False)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.manager.ledger import Gate, Ledger, StaleAttemptError
+from asyncrl.manager.ledger import _MAX_REQUESTS, Gate, Ledger, StaleAttemptError
 from asyncrl.manager.prompts import PromptCursor, TicketId
 from asyncrl.manager.routing import ServerTable
 from asyncrl.messages import (
@@ -284,6 +284,17 @@ def test_the_same_request_gets_the_same_tickets() -> None:
     desk.finish(tickets[0], tickets[2])
     reply = desk.ask(3, request_id="r")
     assert (reply.tickets, reply.refusal) == ([], "expired")
+
+
+def test_answers_are_remembered_for_as_long_as_somebody_may_ask_again() -> None:
+    """Not their tickets, nor all that there ever were: a thousand workers get millions of them."""
+    desk = Desk(batch_size=50, eta=1)
+    tickets = [desk.take(1, request_id=f"r{number}")[0] for number in range(60)]
+    answers = desk.ledger._holders["rollout_worker/0"].answers
+    assert len(answers) == _MAX_REQUESTS
+    for number in range(60 - _MAX_REQUESTS, 60):
+        assert desk.ask(1, request_id=f"r{number}").tickets == [tickets[number]]
+    assert {type(ticket_id) for answer in answers.values() for ticket_id in answer} == {str}
 
 
 def test_a_request_that_got_nothing_may_be_repeated() -> None:
