@@ -63,7 +63,15 @@ def test_the_life_that_came_after_is_measured(module, tmp_path):
 
 def test_slopes_leave_out_the_warm_up(module):
     samples = [(float(step), {"memory_mb": 500.0 if step < 100 else 1000 + 0.02 * step}) for step in range(0, 500, 10)]
-    assert module("soak").slopes_of(samples) == {"memory_mb": 20.0}
+    soak = module("soak")
+    assert soak.slopes_of(samples, soak._WARM_UP) == {"memory_mb": 20.0}
+
+
+def test_what_fills_and_is_full_has_no_late_slope(module):
+    samples = [(float(step), {"descriptors": min(step, 200.0)}) for step in range(0, 500, 10)]
+    soak = module("soak")
+    assert soak.slopes_of(samples, soak._WARM_UP)["descriptors"] > 100
+    assert soak.slopes_of(samples, soak._LATE) == {"descriptors": 0.0}
 
 
 def test_faults_of_a_soak_are_one_schedule_cut_into_rounds(module):
