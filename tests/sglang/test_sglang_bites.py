@@ -136,7 +136,16 @@ async def test_5_an_update_without_a_pause_waits_for_running_requests(
     async with raw(sglang_url) as client, attached(sglang_url, store, sglang_config) as engine:
         future = engine.submit(EngineRequest("r", [1, 2], LONG))
         await counter_of(engine).reaches(20)
-        await client.update_weights_from_disk(str(store.path(V0)), str(V0), flush_cache=True, limit_s=60.0)
+        for tries_left in reversed(
+            range(5)
+        ):  # its scheduler may count a request that it has answered (sglang.py does the same)
+            try:
+                await client.update_weights_from_disk(str(store.path(V0)), str(V0), flush_cache=True, limit_s=60.0)
+                break
+            except SGLangError as error:
+                if not tries_left or "Weights were updated, but the cache was not flushed" not in str(error):
+                    raise
+                await asyncio.sleep(0.05)
         assert len((await within(future)).token_ids) == LONG.max_new_tokens
     async with attached(sglang_url, store, sglang_config, load_timeout_s=0.2) as engine:
         future = engine.submit(EngineRequest("r", [1, 2], LONG))
