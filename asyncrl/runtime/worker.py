@@ -85,9 +85,15 @@ class StatusBoard:
         self._progress = 0
         self._queues: dict[str, int] = {}
         self.state: State = "starting"
+        self.entered = asyncio.Event()  # another state
         self.version = ""
         self.error = ""
         self.fatal = False
+
+    def enter(self, state: State) -> None:
+        """Be in this state, and have that told at once."""
+        self.state = state
+        self.entered.set()
 
     def progress(self) -> None:
         """Count one turn of the worker's loop."""
@@ -262,10 +268,10 @@ class Worker:
         await reporter.start()
         try:
             is_over = await self._live()
-            self.board.state = "done" if is_over else "stopped"
+            self.board.enter("done" if is_over else "stopped")
         except BaseException as error:
             shown = out_of_files(error) or error
-            self.board.state = "error"
+            self.board.enter("error")
             self.board.error = told(shown)[-_MAX_ERROR_CHARS:]
             self.board.fatal = is_fatal(shown)
             raise
@@ -294,7 +300,7 @@ class Worker:
         try:
             ends: set[asyncio.Future[Any]] = {stop, life, self._failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            self.board.state = "stopping"
+            self.board.enter("stopping")
             if self._failure.done():
                 self._failure.result()
             if life.done():
@@ -307,7 +313,7 @@ class Worker:
         http_client.suffer(self.info.runtime.faults, self.name)
         await self._open_name_resolve()
         await self.setup()
-        self.board.state = "running"
+        self.board.enter("running")
         self.logger.info("running")
         await self.run()
 
@@ -360,7 +366,8 @@ class _Changes:
 
 
 class _StatusReporter:
-    """Sends the board twice a second: to the launcher's pipe, or without a launcher to name resolve under an own lease."""
+    """Sends the board twice a second, and whenever its state changes: a run that is told to stop asks for a checkpoint of a master
+    of which it knows that it runs. To the launcher's pipe, or without a launcher to name resolve under an own lease."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -385,14 +392,18 @@ class _StatusReporter:
             await self._send(self._worker.board.snapshot())
 
     async def _loop(self) -> None:
+        board = self._worker.board
         while True:
-            self._worker.board.progress()
+            board.progress()
             self._worker.trace.flush()
+            board.entered.clear()
             try:
-                await self._send(self._worker.board.snapshot())
+                await self._send(board.snapshot())
             except Exception as error:
                 self._worker.logger.debug("status not sent: %r", error)
-            await asyncio.sleep(STATUS_INTERVAL_S)
+            alarm = asyncio.get_running_loop().call_later(STATUS_INTERVAL_S, board.entered.set)
+            await board.entered.wait()
+            alarm.cancel()
 
     async def _send(self, status: WorkerStatus) -> None:
         line = msgspec.json.encode(status)

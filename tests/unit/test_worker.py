@@ -187,3 +187,22 @@ async def test_the_last_status_in_the_pipe_is_the_error(monkeypatch):
         last = msgspec.json.decode(pipe.read().splitlines()[-1], type=WorkerStatus)
     assert (last.worker, last.state) == ("rollout_worker/1", "error")
     assert "for the launcher" in last.error
+
+
+async def test_another_state_is_told_at_once(monkeypatch):
+    """Else a run told to stop right after its start has no master of which it knows that it runs, and writes no checkpoint."""
+    reader, writer = os.pipe()
+    monkeypatch.setenv(STATUS_FD_ENV, str(writer))
+    monkeypatch.setattr("asyncrl.runtime.worker.STATUS_INTERVAL_S", 3600.0)
+    loop = asyncio.get_running_loop()
+    told = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), os.fdopen(reader, "rb"))
+
+    async def heard(worker):
+        state = ""
+        while state != "running":
+            line = await asyncio.wait_for(told.readline(), 30)
+            state = msgspec.json.decode(line, type=WorkerStatus).state
+
+    await Recorder(heard).main()
+    os.close(writer)
