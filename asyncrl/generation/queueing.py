@@ -1,4 +1,4 @@
-"""What both engines do with requests: they wait in a bounded queue, run while there is room, and are answered once.
+"""What all engines do with requests: they wait in a bounded queue, run while there is room, and are answered once.
 
     submit -> _check -> _waiting -> _admit -> _begin -> _running -> _answer, _fail -> future
                            ^                               |
@@ -172,13 +172,18 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         if not pending.future.done():
             pending.future.set_exception(error)
 
-    def _abort_waiting(self, pending: P) -> None:
+    def _fail_all(self, error: Exception) -> None:
+        for pending in [*self._running.values(), *self._waiting.values()]:
+            self._fail(pending, error)
+
+    def _abort_pending(self, pending: P) -> None:
+        """With what it has."""
         self._answer(pending, FinishReason(type="abort", message="aborted"))
 
     def _cancelled(self, pending: P) -> None:
         """Its caller has gone."""
         if self._waiting.get(pending.request.rid) is pending:
-            self._abort_waiting(pending)
+            self._abort_pending(pending)
         elif self._running.get(pending.key) is pending:
             self._end_unread(pending)
         self._admit()
@@ -188,7 +193,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         old = [pending for pending in self._waiting.values() if pending.since < too_old]
         for pending in old:
             if pending.token_ids:  # it was retracted: what it has is worth something
-                self._abort_waiting(pending)
+                self._abort_pending(pending)
                 continue
             why = "while the server was paused" if self._paused else "for a free slot"
             self._fail(pending, EngineUnavailable(f"waited longer than {self._config.max_wait_s} s {why}"))

@@ -134,8 +134,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         if self._closing:
             return
         self._closing, had_some = True, bool(self._running)
-        for pending in [*self._running.values(), *self._waiting.values()]:
-            self._fail(pending, EngineUnavailable("the server is closing"))
+        self._fail_all(EngineUnavailable("the server is closing"))
         if had_some and self._failure is None:  # somebody else's server, or one that is slow to end
             with contextlib.suppress(SGLangError):
                 await self._client.abort(limit_s=1.0)
@@ -187,8 +186,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._failure = EngineFailed(why)
         logger.error("%s", why)
         first = why.splitlines()[0]
-        for pending in [*self._running.values(), *self._waiting.values()]:
-            self._fail(pending, EngineFailed(first))
+        self._fail_all(EngineFailed(first))
         self._version = None
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -291,7 +289,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
 
     async def abort(self, rid: str) -> bool:
         if rid in self._waiting:
-            self._abort_waiting(self._waiting[rid])
+            self._abort_pending(self._waiting[rid])
             return True
         for pending in self._running.values():
             if pending.request.rid == rid:
@@ -301,7 +299,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     async def abort_all(self) -> int:
         count = len(self._waiting)
         for pending in list(self._waiting.values()):
-            self._abort_waiting(pending)
+            self._abort_pending(pending)
         return count + await self._end_running()
 
     async def _abort_quietly(self, pending: GrowingResponse) -> None:

@@ -345,8 +345,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
             await self._in_control(self._move_on)
             await self._in_control(lambda: self._manager.stop(hard_stop=True, timeout=_STOP_TIMEOUT_S))
         self._control.shutdown(wait=False)
-        for pending in [*self._running.values(), *self._waiting.values()]:
-            self._fail(pending, EngineUnavailable("the server is closing"))
+        self._fail_all(EngineUnavailable("the server is closing"))
 
     async def _in_control(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._control, function)
@@ -481,7 +480,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         count = 0
         for rid in rids:
             if rid in self._waiting:
-                self._abort_waiting(self._waiting[rid])
+                self._abort_pending(self._waiting[rid])
                 count += 1
         running = [pending for pending in self._running.values() if pending.request.rid in wanted]
         if running:

@@ -55,11 +55,9 @@ class PacedServer(Worker):
         self._journal = TokenJournal(journal_path(self.info.run_dir, self.info.index))
         self._engine = PacedEngine(
             LongTail(pace.seed, pace.prompt_tokens),
-            slots=config.generation.max_running_requests,
+            config.generation,
             tokens_per_s=pace.tokens_per_s,
             load_s=pace.load_s,
-            max_queue=config.generation.max_queue,
-            max_wait_s=config.generation.max_wait_s,
             on_tokens=self._journal.add,
         )
         self._http = GenerationHTTP(self._engine, engine_name="paced", settings=msgspec.to_builtins(pace))

@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from asyncrl.config import GenerationConfig
 from asyncrl.generation.engine import EngineRequest, EngineUnavailable, Generated, RequestRefused, WeightsRefused
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.messages import GenerateRequest, SamplingParams, WeightVersion
@@ -36,7 +37,9 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[WeightVersio
 async def serving(
     versions: Callable[[WeightVersion], Path], *, slots: int = 2, tokens_per_s: float = FAST, max_queue: int = 4
 ) -> AsyncIterator[PacedEngine]:
-    engine = PacedEngine(TAIL, slots=slots, tokens_per_s=tokens_per_s, max_queue=max_queue)
+    engine = PacedEngine(
+        TAIL, GenerationConfig(max_running_requests=slots, max_queue=max_queue), tokens_per_s=tokens_per_s
+    )
     await engine.start()
     await engine.load_weights(versions(V0), V0)
     yield engine

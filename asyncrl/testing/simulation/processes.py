@@ -187,11 +187,9 @@ class SimGenerationServer(GenerationServer):
         scenario = here().world.scenario
         return SimEngine(
             _Tail(scenario.seed % 2**32, PROMPT_TOKENS),
-            slots=scenario.slots,
+            self._config.generation,
             tokens_per_s=scenario.tokens_per_s,
             load_s=scenario.load_s,
-            max_queue=self._config.generation.max_queue,
-            max_wait_s=self._config.generation.max_wait_s,
         )
 
     @contextlib.contextmanager
