@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from asyncrl.config import load_experiment, max_head_offpolicyness
+from asyncrl.config import max_head_offpolicyness
+from asyncrl.config_file import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.lineage import audit
 from asyncrl.testing.faults.injector import Injector

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncrl.config import load_experiment
+from asyncrl.config_file import load_experiment
 from asyncrl.launch.rundir import configs_dir, logs_dir
 from asyncrl.testing.paced_agent import FIRST_MEMBER
 from asyncrl.testing.paced_engine import LongTail

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from asyncrl.config import load_experiment
+from asyncrl.config_file import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.rundir import RUN_DIR_ENV, is_running
 from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines

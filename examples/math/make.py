@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from final_answer import number
 
-from asyncrl.config import load_experiment
+from asyncrl.config_file import load_experiment
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "word_problems"))  # the small model is made as there
 from chat_model import make_tokenizer, read_lines, render, save, system, user, write_lines

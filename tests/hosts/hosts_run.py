@@ -10,7 +10,7 @@ from pathlib import Path
 
 import readme
 
-from asyncrl.config import load_experiment
+from asyncrl.config_file import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.testing.namespaces import Hosts, NetworkHost
 from asyncrl.testing.runs import RunHandle

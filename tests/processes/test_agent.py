@@ -10,7 +10,8 @@ import msgspec
 import psutil
 import pytest
 
-from asyncrl.config import NameResolveConfig, load_experiment
+from asyncrl.config import NameResolveConfig
+from asyncrl.config_file import load_experiment
 from asyncrl.launch.program import config_text, plan, run_directory
 from asyncrl.messages import AgentRecord, HostReport, LauncherRecord, WantedProcess
 from asyncrl.names import Names, incarnation

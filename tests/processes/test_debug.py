@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import NameResolveConfig, load_experiment
+from asyncrl.config import NameResolveConfig
+from asyncrl.config_file import load_experiment
 from asyncrl.launch.commands import debug as debug_command
 from asyncrl.launch.program import plan, save_config, with_name_resolve
 from asyncrl.testing.runs import make_tiny_run

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.config import ExperimentConfig, NameResolveConfig, load_experiment
+from asyncrl.config import ExperimentConfig, NameResolveConfig
+from asyncrl.config_file import load_experiment
 from asyncrl.launch.etcd_group import EtcdGroup
 from asyncrl.launch.etcd_member import MEMBERS_FOLDER, EtcdMember
 from asyncrl.launch.private_etcd import PrivateEtcd

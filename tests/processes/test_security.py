@@ -15,7 +15,8 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from asyncrl.config import ConfigError, NameResolveConfig, NetworkConfig, RuntimeConfig, load_experiment
+from asyncrl.config import ConfigError, NameResolveConfig, NetworkConfig, RuntimeConfig
+from asyncrl.config_file import load_experiment
 from asyncrl.launch.agent import _Correspondent
 from asyncrl.launch.agent_rules import Tether
 from asyncrl.launch.name_service import NameService

@@ -20,7 +20,8 @@ import torch
 from test_sglang_engine import LONG, attached, close_to, counter_of, make_prompt, within
 from weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, WeightStore
 
-from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig, validate
+from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig
+from asyncrl.config_checks import validate
 from asyncrl.generation.engine import EngineRequest, RequestRefused, WeightsRefused
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError, sglang_params

@@ -16,7 +16,7 @@ import readme
 from slurm_cluster import GPU_NODES, SlurmCluster
 
 from asyncrl.checkpoints import list_checkpoints
-from asyncrl.config import load_experiment
+from asyncrl.config_file import load_experiment
 from asyncrl.launch import cli
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.slurm import job_state, read_job

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from asyncrl.config import ConfigError, load_experiment
+from asyncrl.config import ConfigError
+from asyncrl.config_file import load_experiment
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.launch import model_files
 from asyncrl.launch.preflight import preflight

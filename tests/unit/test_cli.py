@@ -7,7 +7,8 @@ import stat
 
 import pytest
 
-from asyncrl.config import ConfigError, load_experiment
+from asyncrl.config import ConfigError
+from asyncrl.config_file import load_experiment
 from asyncrl.launch import cli
 from asyncrl.launch.commands import check as check_command
 from asyncrl.launch.commands import run as run_command

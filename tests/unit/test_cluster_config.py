@@ -15,8 +15,8 @@ from asyncrl.config import (
     RuntimeConfig,
     TaskConfig,
     WeightsConfig,
-    validate,
 )
+from asyncrl.config_checks import validate
 from asyncrl.launch.hosts import address_of, own_host, refuses
 
 CONFIG = ExperimentConfig(

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import ConfigError, authenticates, load_experiment
+from asyncrl.config import ConfigError, authenticates
+from asyncrl.config_file import load_experiment
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
 from asyncrl.runtime.devices import visible_devices

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import ConfigError, GenerationServerConfig, load_experiment
+from asyncrl.config import ConfigError, GenerationServerConfig
+from asyncrl.config_file import load_experiment
 from asyncrl.generation.verify import LogprobCheck, LogprobMismatch
 from asyncrl.launch.program import plan
 from asyncrl.messages import WeightVersion

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 import asyncrl
-from asyncrl.config import ConfigError, RuntimeConfig, load_experiment
+from asyncrl.config import ConfigError, RuntimeConfig
+from asyncrl.config_file import load_experiment
 from asyncrl.data.codec import CodecError, decode_sample
 from asyncrl.launch.program import load_process_config, parse_process_config
 from asyncrl.messages import DECODE_ERRORS, MasterReport, TrajectoryMeta

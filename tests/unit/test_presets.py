@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import ConfigError, ExperimentConfig, PPOConfig, load_experiment
+from asyncrl.config import ConfigError, ExperimentConfig, PPOConfig
+from asyncrl.config_file import load_experiment
 from asyncrl.presets import ALGORITHMS, CORRECTIONS
 
 REPOSITORY = Path(__file__).parents[2]

@@ -24,9 +24,9 @@ from asyncrl.config import (
     PromptSourceConfig,
     TaskConfig,
     TrainConfig,
-    load_experiment,
-    validate,
 )
+from asyncrl.config_checks import validate
+from asyncrl.config_file import load_experiment
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch import cli
 from asyncrl.launch.program import plan, save_config, with_absolute_paths, writes_checkpoints

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
+from asyncrl.config import ConfigError, ExperimentConfig
+from asyncrl.config_file import load_experiment
 from asyncrl.launch import scaling as scaling_module
 from asyncrl.launch.children import Child
 from asyncrl.launch.commands.scale import crowding

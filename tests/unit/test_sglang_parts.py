@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig, TaskConfig, validate
+from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig, TaskConfig
 from asyncrl.config import PromptSourceConfig as Prompts
 from asyncrl.config import RolloutConfig as Rollout
+from asyncrl.config_checks import validate
 from asyncrl.generation.checks import ModelLimits, ModelTensors
 from asyncrl.generation.engine import EngineRequest, WeightsRefused
 from asyncrl.generation.sglang_environment import find_sglang

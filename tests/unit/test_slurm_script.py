@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import ConfigError, load_experiment
+from asyncrl.config import ConfigError
+from asyncrl.config_file import load_experiment
 from asyncrl.launch import cli
 from asyncrl.launch.commands.resume import config_to_resume
 from asyncrl.launch.program import run_directory, save_config

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import load_experiment
+from asyncrl.config_file import load_experiment
 from asyncrl.launch.program import plan
 from asyncrl.launch.remote import RemoteChild
 from asyncrl.launch.supervision import (

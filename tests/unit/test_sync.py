@@ -2,7 +2,8 @@
 
 import pytest
 
-from asyncrl.config import ConfigError, PPOConfig, TrainConfig, allocation_of, load_experiment
+from asyncrl.config import ConfigError, PPOConfig, TrainConfig, allocation_of
+from asyncrl.config_file import load_experiment
 from asyncrl.dataflow import GENERATE_MFC, TRAJECTORY_KEYS, build_dataflow, without_generation
 from asyncrl.launch.commands.common import sizes, sizes_text
 from asyncrl.launch.doctor import judge_num_gpus

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
+from asyncrl.config import ConfigError, ExperimentConfig
+from asyncrl.config_file import load_experiment
 from asyncrl.dataflow import MFCDef
 from asyncrl.launch.program import plan, worlds_of_run
 from asyncrl.master.apart import Repeats, UnfetchedError, WorldEndedError

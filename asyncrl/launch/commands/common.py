@@ -15,13 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.config import (
-    ConfigError,
-    ExperimentConfig,
-    ModelWorkerConfig,
-    load_experiment,
-    max_head_offpolicyness,
-)
+from asyncrl.config import ConfigError, ExperimentConfig, ModelWorkerConfig, max_head_offpolicyness
+from asyncrl.config_file import load_experiment
 from asyncrl.launch.hosts import refuses
 from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact

@@ -15,7 +15,8 @@ from typing import Protocol
 import msgspec
 from rich.console import Console
 
-from asyncrl.config import ConfigError, ExperimentConfig, load_experiment
+from asyncrl.config import ConfigError, ExperimentConfig
+from asyncrl.config_file import load_experiment
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.launch.commands.common import (
     FAILED,
