@@ -5,12 +5,10 @@ Torch-free: everything is read from config.json, generation_config.json and the 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -18,40 +16,11 @@ from asyncrl import weights
 from asyncrl.generation.engine import EngineRequest, RequestRefused, WeightsRefused
 from asyncrl.messages import SamplingParams, TensorSpecs, WeightVersion
 
-UNLIMITED = 1 << 30
 _FLOATING = frozenset({"F32", "F16", "BF16", "float32", "float16", "bfloat16"})  # in files, and as torch calls them
 _SHOWN = 5  # problems of a version that are named
 
 
 # ------------------------------------------------------------------------------------------------------------- requests
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """What a model's folder says of the requests that it can take."""
-
-    vocab_size: int
-    max_length: int  # positions, for prompt and response
-    eos_token_ids: frozenset[int]
-    tied: bool  # the output layer is the embedding
-
-    @classmethod
-    def of(cls, model_path: str | Path) -> ModelLimits:
-        folder = Path(model_path)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text: dict[str, Any] = config.get("text_config") or config  # of a model that also sees or hears
-        defaults: dict[str, Any] = {}
-        if (folder / "generation_config.json").is_file():
-            defaults = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-        eos: set[int] = set()
-        for found in (config.get("eos_token_id"), text.get("eos_token_id"), defaults.get("eos_token_id")):
-            eos.update([found] if isinstance(found, int) else found or [])
-        return cls(
-            vocab_size=int(text["vocab_size"]),
-            max_length=int(text.get("max_position_embeddings") or UNLIMITED),
-            eos_token_ids=frozenset(eos),
-            tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        )
 
 
 def check_params(params: SamplingParams) -> None:

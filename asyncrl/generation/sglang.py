@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import INTERRUPT_MODES, ConfigError, GenerationConfig
-from asyncrl.generation.checks import ModelLimits, ModelTensors, check_params, check_prompt
+from asyncrl.generation.checks import ModelTensors, check_params, check_prompt
 from asyncrl.generation.engine import (
     EngineFailed,
     EngineRequest,
@@ -43,6 +43,7 @@ from asyncrl.generation.sglang_process import ServerLink
 from asyncrl.generation.sglang_receive import SGLangReceiver
 from asyncrl.generation.sglang_response import GrowingResponse
 from asyncrl.messages import FinishReason, TensorSpecs, WeightVersion
+from asyncrl.model_limits import ModelLimits
 from asyncrl.runtime.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)

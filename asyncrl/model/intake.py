@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from asyncrl.dataflow import TRAJECTORY_KEYS
 from asyncrl.groups.trajectory import MAX_LOGPROB
 from asyncrl.messages import StoreVerdict, TrajectoryMeta
 from asyncrl.model.store import DUPLICATE, FULL, DataStore
+from asyncrl.model_limits import ModelLimits
 from asyncrl.runtime.push_pull import MetaPusher, NameResolvingZmqPuller, Pulled
 from asyncrl.runtime.worker import Worker
 
@@ -36,14 +37,14 @@ class Intake:
     """
 
     def __init__(
-        self, worker: Worker, store: DataStore, *, head: int, vocab_size: Callable[[], int], verdict_limit_s: float
+        self, worker: Worker, store: DataStore, *, head: int, limits: ModelLimits, verdict_limit_s: float
     ) -> None:
-        """vocab_size: asked once trajectories come, when the model is known."""
+        """limits: of the model that is trained."""
         self.store = store
         self.metas: dict[str, TrajectoryMeta] = {}  # of what is in the store
         self._worker = worker
         self._head = head
-        self._vocab_size = vocab_size
+        self._limits = limits
         self._verdict_limit_s = verdict_limit_s
         self._room = asyncio.Event()  # set when the store has given something up
         runtime, attempt = worker.info.runtime, worker.info.attempt
@@ -130,10 +131,10 @@ class Intake:
             return f"wrong_attempt: it is of attempt {meta.attempt}, this is attempt {attempt}"
         if meta.head != self._head:
             return f"wrong_head: it is for head {meta.head}, this is head {self._head}"
-        return trajectory_error(meta, sample, vocab_size=self._vocab_size())
+        return trajectory_error(meta, sample, limits=self._limits)
 
 
-def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, vocab_size: int) -> str:
+def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, limits: ModelLimits) -> str:
     """How metadata and tensors of a trajectory contradict each other, or what would break training; "" if nothing."""
     missing = [key for key in TRAJECTORY_KEYS if key not in sample.keys]
     if missing:
@@ -148,9 +149,11 @@ def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, vocab_size
         return f"bad_meta: lengths {meta.seqlens}, tensors {lengths}"
     if not lengths or min(lengths) < 2:
         return f"bad_lengths: {lengths}; a group has sequences of a prompt and a response"
+    if max(lengths) > limits.max_length:
+        return f"bad_lengths: {lengths}; the model has {limits.max_length} positions for prompt and response"
     ids = sample.data["packed_input_ids"]
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        return f"bad_tokens: ids from {ids.min()} to {ids.max()}, the vocabulary has {vocab_size}"
+    if ids.min() < 0 or ids.max() >= limits.vocab_size:
+        return f"bad_tokens: ids from {ids.min()} to {ids.max()}, the vocabulary has {limits.vocab_size}"
     response_lengths = np.add.reduceat(sample.data["loss_mask"].astype(np.int64), sample.cu_seqlens()[:-1])
     for name, claimed, found in (
         ("rewards", meta.rewards, sample.data["rewards"]),

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from asyncrl.config import RecorderConfig
 from asyncrl.data.trajectories import (
     Entry,
@@ -27,6 +25,7 @@ from asyncrl.data.trajectories import (
 from asyncrl.messages import CallResult, ClearData, ExecuteMFC, WeightVersion, WriteWeights
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
+from asyncrl.model_limits import ModelLimits
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import RunEndedError, Worker
@@ -58,8 +57,8 @@ class Recorder(Worker):
 
     async def setup(self) -> None:
         config, runtime = self.config, self.info.runtime
-        size = read_vocab_size(config.model_path)
-        self.intake = Intake(self, self.store, head=0, vocab_size=lambda: size, verdict_limit_s=config.call_timeout_s)
+        limits = ModelLimits.of(config.model_path)
+        self.intake = Intake(self, self.store, head=0, limits=limits, verdict_limit_s=config.call_timeout_s)
         self.server = NameResolvingReplyServer(
             self.resolver,
             self.names,
@@ -131,13 +130,3 @@ class Recorder(Worker):
                 version=WeightVersion.parse(body.weight_version),
                 fsync=self.config.weights.fsync,
             )
-
-
-def read_vocab_size(model_path: str) -> int:
-    """The vocabulary of a model's folder, from its config.json. Raises ValueError where that does not say."""
-    file = Path(model_path).expanduser() / "config.json"
-    config = msgspec.json.decode(file.read_bytes(), type=dict)
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    if not isinstance(size, int):
-        raise ValueError(f"{file} says no vocab_size")
-    return size

@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -66,6 +67,7 @@ from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
 from asyncrl.model.world import World, choose_device
+from asyncrl.model_limits import ModelLimits
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker
@@ -126,7 +128,7 @@ class ModelWorker(Worker):
                 self,
                 self.store,
                 head=self.first.heads.index(index),
-                vocab_size=lambda: self.engines[self.first.name].vocab_size,
+                limits=self._limits(),
                 verdict_limit_s=self.config.train.call_timeout_s,
             )
             self.metas = self.intake.metas
@@ -389,6 +391,11 @@ class ModelWorker(Worker):
         await self._on_compute(join, f"the {self.world.size} workers to meet", limit_s=limit_s)
         make = partial(self.world.meshes, list(self.placements.values()), device)
         return await self._on_compute(make, "process groups of the models", limit_s=limit_s)
+
+    def _limits(self) -> ModelLimits:
+        """Of what every model of the run can read."""
+        limits = {model.name: ModelLimits.of(model.path) for model in self.config.models}
+        return replace(limits[self.first.name], max_length=min(one.max_length for one in limits.values()))
 
     def _make_recorder(self) -> BackgroundRecorder:
         return BackgroundRecorder(self._files(recording_dir(Path(self.info.run_dir), self.info.attempt)))

@@ -22,8 +22,8 @@ from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.worker_main import end_process
 from asyncrl.messages import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, WeightVersion
 from asyncrl.model.intake import Intake
-from asyncrl.model.recorder import read_vocab_size
 from asyncrl.model.store import DataStore
+from asyncrl.model_limits import ModelLimits
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker
@@ -100,9 +100,9 @@ class PacedTrainer(Worker):
 
     async def setup(self) -> None:
         config, runtime = self._config, self.info.runtime
-        size = read_vocab_size(config.model_path)
         limit_s = config.train.call_timeout_s
-        self._intake = Intake(self, self._store, head=0, vocab_size=lambda: size, verdict_limit_s=limit_s)
+        limits = ModelLimits.of(config.model_path)
+        self._intake = Intake(self, self._store, head=0, limits=limits, verdict_limit_s=limit_s)
         self._server = NameResolvingReplyServer(
             self.resolver,
             self.names,

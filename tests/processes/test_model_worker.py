@@ -58,6 +58,7 @@ from asyncrl.model.intake import trajectory_error
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.worker import ModelWorker
 from asyncrl.model.world import interface_of
+from asyncrl.model_limits import ModelLimits
 from asyncrl.names import Names
 from asyncrl.runtime.name_resolve import NameResolver, open_name_resolver
 from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
@@ -281,13 +282,17 @@ def changed_sample(sample: SequenceSample, key: str, value: float) -> SequenceSa
 
 def test_trajectory_error():
     meta, sample = trajectory("t")
-    assert trajectory_error(meta, sample, vocab_size=64) == ""
-    assert trajectory_error(meta, sample, vocab_size=5).startswith("bad_tokens")
-    assert trajectory_error(meta, changed_sample(sample, "packed_logprobs", np.nan), vocab_size=64).startswith("not_fi")
-    assert trajectory_error(meta, changed_sample(sample, "loss_mask", False), vocab_size=64).startswith(
-        "bad_meta: resp"
-    )
-    assert trajectory_error(meta, sample.select_keys(["packed_input_ids"]), vocab_size=64).startswith("missing_keys")
+    longest = max(meta.seqlens)
+    fits = ModelLimits(vocab_size=64, max_length=longest)
+    for limits, changed, problem in (
+        (ModelLimits(vocab_size=5, max_length=longest), sample, "bad_tokens"),
+        (ModelLimits(vocab_size=64, max_length=longest - 1), sample, f"bad_lengths: {meta.seqlens}; the model has"),
+        (fits, changed_sample(sample, "packed_logprobs", np.nan), "not_fi"),
+        (fits, changed_sample(sample, "loss_mask", False), "bad_meta: resp"),
+        (fits, sample.select_keys(["packed_input_ids"]), "missing_keys"),
+    ):
+        assert trajectory_error(meta, changed, limits=limits).startswith(problem)
+    assert trajectory_error(meta, sample, limits=fits) == ""
 
 
 async def test_a_full_store_takes_more_when_the_master_clears_it(memory, tmp_path, model_path):

@@ -9,7 +9,7 @@ from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig, Task
 from asyncrl.config import PromptSourceConfig as Prompts
 from asyncrl.config import RolloutConfig as Rollout
 from asyncrl.config_checks import validate
-from asyncrl.generation.checks import ModelLimits, ModelTensors
+from asyncrl.generation.checks import ModelTensors
 from asyncrl.generation.engine import EngineRequest, WeightsRefused
 from asyncrl.generation.sglang_environment import find_sglang
 from asyncrl.generation.sglang_http import Finish, Piece, PieceMeta, SGLangError, sglang_params
@@ -24,6 +24,7 @@ from asyncrl.launch.logs import EntryParser, select_workers, worker_of
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan
 from asyncrl.messages import FinishReason, SamplingParams, VersionSpan, WeightVersion
+from asyncrl.model_limits import ModelLimits
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import publish_folder
 

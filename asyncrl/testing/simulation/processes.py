@@ -39,6 +39,7 @@ from asyncrl.messages import (
 )
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
+from asyncrl.model_limits import UNLIMITED, ModelLimits
 from asyncrl.redistribution import transfers
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
@@ -99,7 +100,7 @@ def decode_sample(header: bytes, frames: Sequence[Any], *, max_bytes: int) -> Si
     return SimSample((ticket,), int(length), int(start), int(end))
 
 
-def trajectory_error(meta: Any, sample: SimSample, *, vocab_size: int) -> str:
+def trajectory_error(meta: Any, sample: SimSample, *, limits: ModelLimits) -> str:
     return "" if sample.ids == (meta.ticket_id,) else "bad_meta"
 
 
@@ -249,7 +250,7 @@ class SimModelWorker(Worker):
                 self,
                 self.store,
                 head=self._first.heads.index(index),
-                vocab_size=lambda: 10,
+                limits=ModelLimits(vocab_size=10, max_length=UNLIMITED),
                 verdict_limit_s=self.config.train.call_timeout_s,
             )
             await self.intake.open()

@@ -1,0 +1,42 @@
+"""What a model's folder says of the sequences that the model can take. Torch-free: it is read from config.json and
+generation_config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What a model can take."""
+
+    vocab_size: int
+    max_length: int  # tokens of a sequence, prompt and response
+    eos_token_ids: frozenset[int] = frozenset()
+    tied: bool = False  # the output layer is the embedding
+
+    @classmethod
+    def of(cls, model_path: str | Path) -> ModelLimits:
+        """From a model's folder. Raises ValueError where that does not say."""
+        folder = Path(model_path).expanduser()
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text: dict[str, Any] = config.get("text_config") or config  # of a model that also sees or hears
+        defaults: dict[str, Any] = {}
+        if (folder / "generation_config.json").is_file():
+            defaults = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        eos: set[int] = set()
+        for found in (config.get("eos_token_id"), text.get("eos_token_id"), defaults.get("eos_token_id")):
+            eos.update([found] if isinstance(found, int) else found or [])
+        if "vocab_size" not in text:
+            raise ValueError(f"{folder / 'config.json'} says no vocab_size")
+        return cls(
+            vocab_size=int(text["vocab_size"]),
+            max_length=int(text.get("max_position_embeddings") or UNLIMITED),
+            eos_token_ids=frozenset(eos),
+            tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        )
