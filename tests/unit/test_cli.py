@@ -221,7 +221,7 @@ def test_a_dry_run_goes_where_it_is_told(config, call, tmp_path):
     code, out, _ = call("run", config, "--dry-run", "--output", tmp_path / "there")
     assert code == 0
     assert "model_worker/0" in out
-    assert f"7 resolved configs are in {tmp_path / 'there'}; nothing was started".replace("7", "6") in out
+    assert f"6 resolved configs are in {tmp_path / 'there'}; nothing was started" in out
     assert not (tmp_path / "runs").exists()
     (tmp_path / "file").write_text("")
     code, out, _ = call("run", config, "--dry-run", "--output", tmp_path / "file")
