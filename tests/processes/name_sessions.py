@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
 
 from asyncrl.config import NameResolveConfig
+from asyncrl.runtime.etcd_store import EtcdStore
 from asyncrl.runtime.name_resolve import NameResolver, WatchEvent, open_name_resolver
 
 LIMIT_S = 30.0  # of waits for what should come within a second or two, on a busy machine
@@ -40,13 +45,44 @@ class Recorder:
         self._wait(lambda: len(self.events) >= len(expected))
         assert self.events == list(expected)
 
-    def wait_for_state(self, expected: dict[str, str]) -> None:
-        self._wait(lambda: self.state == expected)
-        assert self.state == expected, self.events
+    def wait_for_turns(self, key: str, value: str, turns: int) -> None:
+        """Until a key whose holder lives and stands still in turn has come and gone so often at least: an odd number, it is there.
+        More often, where its holder stood still without being told to, as any process does on a busy machine."""
+        assert self._wait(lambda: len(self.events) >= turns and len(self.events) % 2 == turns % 2), self.events
+        events = list(self.events)
+        assert events == ([put(key, value), gone(key)] * len(events))[: len(events)]
 
-    def _wait(self, condition: Callable[[], bool]) -> None:
+    def wait_for_state(self, expected: dict[str, str]) -> None:
+        assert self._wait(lambda: self.state == expected), self.events
+
+    def _wait(self, condition: Callable[[], bool]) -> bool:
         with self._condition:
-            self._condition.wait_for(condition, timeout=LIMIT_S)
+            return self._condition.wait_for(condition, timeout=LIMIT_S)
+
+
+class Refreshes:
+    """How often etcd has answered for leases that they live on; for tests in which they must not end by a process's standing still,
+    and so live for long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._answers: Counter[int] = Counter()
+        self._condition = threading.Condition()
+        refresh = EtcdStore.refresh
+
+        def counted(store: EtcdStore, lease_ids: Sequence[int]) -> dict[int, int]:
+            ttls = refresh(store, lease_ids)
+            with self._condition:
+                self._answers.update(lease_id for lease_id, ttl_s in ttls.items() if ttl_s > 0)
+                self._condition.notify_all()
+            return ttls
+
+        monkeypatch.setattr(EtcdStore, "refresh", counted)
+
+    def wait_for_another(self, lease_id: int) -> None:
+        """Twice: the first answer may be that of a question before."""
+        with self._condition:
+            least = self._answers[lease_id] + 2
+            assert self._condition.wait_for(lambda: self._answers[lease_id] >= least, timeout=LIMIT_S)
 
 
 def put(key: str, value: str) -> WatchEvent:
@@ -57,11 +93,16 @@ def gone(key: str) -> WatchEvent:
     return WatchEvent("delete", key)
 
 
+def patient(config: NameResolveConfig) -> NameResolveConfig:
+    """Of a session whose own limit is not what is tested: a store that is started again may need longer on a busy machine."""
+    return replace(config, timeout_s=LIMIT_S)
+
+
 def sessions(config: NameResolveConfig) -> Iterator[OpenSession]:
     opened: list[NameResolver] = []
 
     def open_one() -> NameResolver:
-        opened.append(open_name_resolver(config))
+        opened.append(open_name_resolver(patient(config)))
         return opened[-1]
 
     yield open_one

@@ -10,17 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from name_sessions import Recorder, gone, put
+from name_sessions import LIMIT_S, Recorder, Refreshes, gone, patient, put
 
 from asyncrl.config import NameResolveConfig
+from asyncrl.runtime import etcd_cluster, name_resolve
 from asyncrl.runtime.certificates import CertificateError, make_certificate
 from asyncrl.runtime.etcd import EtcdNameResolver
-from asyncrl.runtime.etcd_cluster import EtcdCluster, EtcdTls
+from asyncrl.runtime.etcd_cluster import EtcdCluster, EtcdTls, Member
 from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError
 from asyncrl.runtime.name_resolve import NameResolveTimeout, open_name_resolver
 
 pytestmark = pytest.mark.timeout(240)
 FAST = ["--unsafe-no-fsync"]
+START_LIMIT_S = 90.0  # etcd changes no cluster whose members have not all been connected for 5 s
 
 
 @dataclass
@@ -35,7 +37,11 @@ class Three:
             ca_file=self.tls.ca_file,
             cert_file=self.tls.cert_file,
             key_file=self.tls.key_file,
+            timeout_s=LIMIT_S,
         )
+
+    def members(self, index: int = 0) -> list[Member]:
+        return EtcdCluster([self.servers[index].endpoint], self.tls).members(LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +68,25 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
 
 
 @pytest.fixture
+def slow_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is asked in vain is to say why, however long a busy machine takes for it."""
+    monkeypatch.setattr(etcd_cluster, "_ASK_LIMIT_S", LIMIT_S)
+
+
+@pytest.fixture
 def root() -> str:
     return f"test/{uuid.uuid4().hex}"
 
 
 def test_servers_that_join_have_a_vote(three: Three) -> None:
-    members = EtcdCluster([three.servers[0].endpoint], three.tls).members()
+    members = three.members()
     assert [(bool(member.name), member.is_learner) for member in members] == [(True, False)] * 3
 
 
-def test_keys_live_when_a_server_is_killed(three: Three, root: str) -> None:
+def test_keys_live_when_a_server_is_killed(three: Three, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is, the one that the session talks to and the first included; and for good."""
+    monkeypatch.setattr(name_resolve, "_LONGEST_REFRESH_S", 0.5)
+    refreshes = Refreshes(monkeypatch)
     config = three.config
     with (
         open_name_resolver(replace(config, endpoints=config.endpoints[:1])) as names,
@@ -80,7 +94,7 @@ def test_keys_live_when_a_server_is_killed(three: Three, root: str) -> None:
     ):
         assert isinstance(names, EtcdNameResolver)
         names.use_also(config.endpoints)  # as the launcher, whose session is older than the second server
-        lease = names.grant_lease(5)
+        lease = names.grant_lease(30)
         recorder = Recorder()
         other.watch(root, recorder, subtree=True)
         names.add(f"{root}/held", "1", lease=lease.id)
@@ -91,8 +105,9 @@ def test_keys_live_when_a_server_is_killed(three: Three, root: str) -> None:
             assert other.get(f"{root}/without") == str(index)
             told.append(put(f"{root}/without", str(index)))
             recorder.wait_for(*told)
+            refreshes.wait_for_another(lease.id)
             assert lease.alive
-            server.start()
+            server.start(START_LIMIT_S)
         assert names.compare_and_swap(f"{root}/without", "2", "done")
         recorder.wait_for(*told, put(f"{root}/without", "done"))
         lease.revoke()
@@ -107,13 +122,14 @@ def test_a_server_that_has_lost_its_data_joins_again(three: Three, root: str, in
         names.add(f"{root}/a", "1")
         server.kill()
         shutil.rmtree(server.data_dir)
-        server.start()
-        members = EtcdCluster([server.endpoint], three.tls).members()
+        server.start(START_LIMIT_S)
+        members = three.members(index)
         assert [member.is_learner for member in members] == [False] * 3
         with open_name_resolver(replace(three.config, endpoints=[server.endpoint])) as at_it:
             assert at_it.get(f"{root}/a") == "1"
 
 
+@pytest.mark.usefixtures("slow_answers")
 def test_strangers_neither_read_nor_join(three: Three, tmp_path: Path) -> None:
     strange = make_certificate(tmp_path, "strange", ["127.0.0.1"])
     config = replace(three.config, timeout_s=1.0)
@@ -129,24 +145,25 @@ def test_strangers_neither_read_nor_join(three: Three, tmp_path: Path) -> None:
     )
     with pytest.raises(EtcdServerError, match=r"cannot join .*certificate verify failed"):
         joins.start(2.0)
-    assert len(EtcdCluster([three.servers[0].endpoint], three.tls).members()) == 3
+    assert len(three.members()) == 3
 
 
+@pytest.mark.usefixtures("slow_answers")
 def test_a_server_alone_waits_for_nobody_who_does_not_come(tmp_path: Path, root: str) -> None:
     """Somebody is taken in and never starts: a learner has no vote, and the next one takes its place."""
     with EtcdServer(tmp_path / "first", tmp_path / "log", extra_args=FAST, grows=True) as first:
         cluster = EtcdCluster([first.endpoint])
-        never, _ = cluster.add_learner("never", "http://127.0.0.1:1", 10.0)
-        with open_name_resolver(NameResolveConfig(endpoints=[first.endpoint])) as names:
+        never, _ = cluster.add_learner("never", "http://127.0.0.1:1", LIMIT_S)
+        with open_name_resolver(patient(NameResolveConfig(endpoints=[first.endpoint]))) as names:
             names.add(f"{root}/a", "1")
             assert names.get(f"{root}/a") == "1"
         assert not cluster.promote(never)
         second = EtcdServer(tmp_path / "second", tmp_path / "log2", extra_args=FAST, join=[first.endpoint])
         with pytest.raises(EtcdServerError, match="too many learner"):
             second.start(1.0)
-        cluster.remove(never)
-        cluster.remove(never)
-        with second, open_name_resolver(NameResolveConfig(endpoints=[second.endpoint])) as names:
+        cluster.remove(never, LIMIT_S)
+        cluster.remove(never, LIMIT_S)
+        with second, open_name_resolver(patient(NameResolveConfig(endpoints=[second.endpoint]))) as names:
             assert names.get(f"{root}/a") == "1"
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
-from name_sessions import LIMIT_S, OpenSession, Recorder, gone, put, sessions
+from name_sessions import LIMIT_S, OpenSession, Recorder, gone, patient, put, sessions
 
 from asyncrl.config import ExperimentConfig, NameResolveConfig, RuntimeConfig
 from asyncrl.launch import private_etcd
@@ -32,9 +32,10 @@ from asyncrl.names import Names
 from asyncrl.runtime import etcd_leases, etcd_watch
 from asyncrl.runtime.etcd_server import EtcdServer
 from asyncrl.runtime.etcd_store import EtcdStore
-from asyncrl.runtime.name_resolve import LeaseNotFound, NameResolver, NameResolveTimeout, open_name_resolver
+from asyncrl.runtime.name_resolve import Lease, LeaseNotFound, NameResolver, NameResolveTimeout, open_name_resolver
 
 pytestmark = pytest.mark.timeout(120)
+NOT_A_HANG_S = 12.0  # gRPC takes 15 s to give a frozen server up by itself
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +90,9 @@ def test_everything_survives_a_killed_server(server: EtcdServer, open_etcd: Open
 
 
 def test_leases_entries_and_watches_come_back_from_lost_data(
-    server: EtcdServer, open_etcd: OpenSession, root: str
+    server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(etcd_watch, "SETTLE_S", 15.0)  # on a busy machine
     holder, user, other = open_etcd(), open_etcd(), open_etcd()
     lease = holder.grant_lease(30)  # far longer than the test: what is lost is noticed, not waited for
     holder.add(f"{root}/held", "1", lease=lease.id)
@@ -152,14 +154,14 @@ def test_a_session_that_was_frozen_takes_its_lease_again(server: EtcdServer, roo
     )
     child = subprocess.Popen([sys.executable, "-c", program, server.endpoint, f"{root}/a"], stdin=subprocess.PIPE)
     try:
-        with open_name_resolver(NameResolveConfig(endpoints=[server.endpoint])) as names:
-            assert names.wait(f"{root}/a", LIMIT_S) == "here"
+        with open_name_resolver(patient(NameResolveConfig(endpoints=[server.endpoint]))) as names:
             recorder = Recorder()
             names.watch(f"{root}/a", recorder)
+            recorder.wait_for_turns(f"{root}/a", "here", 1)
             child.send_signal(signal.SIGSTOP)
-            recorder.wait_for(put(f"{root}/a", "here"), gone(f"{root}/a"))
+            recorder.wait_for_turns(f"{root}/a", "here", 2)
             child.send_signal(signal.SIGCONT)
-            recorder.wait_for(put(f"{root}/a", "here"), gone(f"{root}/a"), put(f"{root}/a", "here"))
+            recorder.wait_for_turns(f"{root}/a", "here", 3)
         child.communicate(timeout=LIMIT_S)
         assert child.returncode == 0
     finally:
@@ -224,10 +226,10 @@ def test_a_frozen_server_is_an_error_not_a_hang(server: EtcdServer, open_etcd: O
             before = time.monotonic()
             with pytest.raises(TimeoutError, match=r"within 0.3 s.*Deadline Exceeded"):
                 operation()
-            assert time.monotonic() - before < 2.0
+            assert time.monotonic() - before < NOT_A_HANG_S
         before = time.monotonic()
         names.close()
-        assert time.monotonic() - before < 5.0
+        assert time.monotonic() - before < NOT_A_HANG_S
     finally:
         os.kill(server.pid, signal.SIGCONT)
     watching.add(f"{root}/a", "2", replace=True)
@@ -243,15 +245,16 @@ def test_a_lease_that_expires_under_a_frozen_server(
     """It is granted again, and everybody's entries come back, before anybody who watches has taken them for gone."""
     monkeypatch.setattr(etcd_watch, "SETTLE_S", LIMIT_S)  # on a busy machine
     holder, user, other = open_etcd(), open_etcd(), open_etcd()
-    lease = holder.grant_lease(2)
+    lease = holder.grant_lease(10)
     holder.add(f"{root}/held", "1", lease=lease.id)
     user.add(f"{root}/used", "2", lease=lease.id)
     recorder = Recorder()
-    other.watch(root, recorder, subtree=True)
+    watch = other.watch(root, recorder, subtree=True)
     told = list(recorder.events)
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        time.sleep(20.0)  # a session takes 15 s to say that a server is frozen; the lease is over by then
+        time.sleep(12.0)  # the lease is over by then
+        wait_until(lambda: watch._revision == 0, "its stream is given up")  # type: ignore[attr-defined]  # within 15 s
     finally:
         os.kill(server.pid, signal.SIGCONT)
     watching = open_etcd()
@@ -305,7 +308,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 def test_an_entry_of_somebody_who_is_gone_is_looked_after(
     server: EtcdServer, open_etcd: OpenSession, root: str
 ) -> None:
-    with open_name_resolver(NameResolveConfig(endpoints=[server.endpoint])) as visitor:
+    with open_name_resolver(patient(NameResolveConfig(endpoints=[server.endpoint]))) as visitor:
         visitor.add(f"{root}/wish", "2")
     resident, other = open_etcd(), open_etcd()
     resident.look_after(f"{root}/wish", "2")
@@ -317,9 +320,9 @@ def test_deletes_of_an_outage_are_told_once_they_are_certain(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not before: whoever follows a server's address must not take it for gone because etcd was."""
-    monkeypatch.setattr(etcd_watch, "SETTLE_S", 2.0)
+    monkeypatch.setattr(etcd_watch, "SETTLE_S", 10.0)  # on a busy machine
     stays, other = open_etcd(), open_etcd()
-    leaves = open_name_resolver(NameResolveConfig(endpoints=[server.endpoint]))
+    leaves = open_name_resolver(patient(NameResolveConfig(endpoints=[server.endpoint])))
     stays.add(f"{root}/stays", "1", lease=stays.grant_lease(30).id)
     leaves.add(f"{root}/leaves", "1", lease=leaves.grant_lease(30).id)
     recorder = Recorder()
@@ -366,7 +369,7 @@ def test_starting_in_an_outage(server: EtcdServer, root: str) -> None:
         with open_name_resolver(config, limit_s=LIMIT_S) as names:
             names.watch(root, recorder, subtree=True, limit_s=LIMIT_S)
             names.publish(f"{root}/a", "1", lease=77, limit_s=LIMIT_S)
-            recorder.wait_for(put(f"{root}/a", "1"))
+            recorder.wait_for_state({f"{root}/a": "1"})  # a put whose answer took too long is made again
 
     server.kill()
     try:
@@ -377,7 +380,7 @@ def test_starting_in_an_outage(server: EtcdServer, root: str) -> None:
             time.sleep(1.0)
             assert not started.done()
             server.start()
-            with open_name_resolver(config, limit_s=LIMIT_S) as holder:
+            with open_name_resolver(patient(config)) as holder:
                 with pytest.raises(LeaseNotFound):
                     holder.publish(f"{root}/b", "1", lease=77, limit_s=0.3)
                 holder.grant_lease(30, lease_id=77)
@@ -427,7 +430,7 @@ def test_a_private_etcd_that_freezes_for_good_is_replaced(tmp_path: Path) -> Non
     names = Names("e", "t")
     with private_service(tmp_path) as (service, notices):
         lease = service.grant_lease()
-        with open_name_resolver(NameResolveConfig(endpoints=service.endpoints)) as worker:
+        with open_name_resolver(patient(NameResolveConfig(endpoints=service.endpoints))) as worker:
             worker.add(names.gserver_manager(), "http://here", lease=lease.id)
             recorder = Recorder()
             worker.watch(names.root, recorder, subtree=True)
@@ -450,12 +453,13 @@ def test_a_private_etcd_that_loses_its_data_begins_anew(tmp_path: Path, harm: st
         lease = service.grant_lease()
         status = WorkerStatus(worker="master/0", pid=1, attempt=1, state="running", time=1.0, progress=1)
         service.publish({lease.id: status})
-        with open_name_resolver(NameResolveConfig(endpoints=service.endpoints)) as worker:
+        with open_name_resolver(patient(NameResolveConfig(endpoints=service.endpoints))) as worker:
             worker.add(names.gserver_manager(), "http://here", lease=lease.id)
             assert worker.wait(names.status("master/0"), LIMIT_S)
             assert service._etcd is not None
             data = service._etcd._server.data_dir
             os.kill(pid_of(service), signal.SIGSTOP)  # so that it cannot die before its data has
+            wait_until_frozen(pid_of(service))
             if harm == "gone":
                 shutil.rmtree(data)
             else:
@@ -480,22 +484,35 @@ def test_a_private_etcd_that_ends_again_and_again_ends_the_run(tmp_path: Path, m
             wait_until_long(lambda: bool(service.turn()), "the end is told")
 
 
-def test_leases_of_the_dead_are_revoked_after_an_outage(tmp_path: Path) -> None:
+def test_leases_of_the_dead_are_revoked_after_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them, and not only the first that was tried: the session would keep the others alive for ever."""
     with EtcdServer(tmp_path / "data", tmp_path / "log", extra_args=["--unsafe-no-fsync"]) as server:
         config = ExperimentConfig(
-            experiment="e", trial="t", name_resolve=NameResolveConfig(endpoints=[server.endpoint], timeout_s=0.3)
+            experiment="e", trial="t", name_resolve=patient(NameResolveConfig(endpoints=[server.endpoint]))
         )
+        failed = threading.Event()
+
+        def revoke(lease: Lease) -> None:
+            try:
+                revoke_it(lease)
+            except NameResolveTimeout:
+                failed.set()
+                raise
+
+        revoke_it = Lease.revoke
+        monkeypatch.setattr(Lease, "revoke", revoke)
         service = NameService(config, tmp_path, tmp_path / "etcd.log", print)
         service.open()
         try:
             leases = [service.grant_lease() for _ in range(3)]
+            session: EtcdStore = service.resolver._store  # type: ignore[attr-defined]
+            session._connection._timeout_s = 0.3  # from now on
             server.kill()
             for lease in leases:
                 service.revoke(lease)
-            time.sleep(1.0)
+            assert failed.wait(LIMIT_S), "no revocation has failed"
             server.start()
-            with open_name_resolver(NameResolveConfig(endpoints=[server.endpoint])) as other:
+            with open_name_resolver(patient(NameResolveConfig(endpoints=[server.endpoint]))) as other:
                 store: EtcdStore = other._store  # type: ignore[attr-defined]
                 wait_until(lambda: all(store.lease_keys(lease.id) is None for lease in leases), "all are revoked")
         finally:
