@@ -110,7 +110,6 @@ class Connection:
         deadline = time.monotonic() + limit_s
         failures: dict[str, str] = {}
         attempt = 0
-        renewed = False
         while True:
             if self._closed.is_set():
                 raise NameResolverClosed(f"name resolver was closed during {what}")
@@ -124,8 +123,8 @@ class Connection:
                 result = function(stubs, share_s)
             except self._api.grpc.RpcError as error:
                 if error.code() not in self._outage:
-                    if not renewed and self.login.is_stale(error, token):  # which changed nothing
-                        renewed = True
+                    # which changed nothing; the token that follows may be over, too, before it has been used
+                    if self.login.is_stale(error, token) and time.monotonic() < deadline:
                         continue
                     raise
                 failures[stubs.endpoint] = f"{error.code().name}: {error.details()}"

@@ -9,12 +9,13 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from name_sessions import LIMIT_S, OpenSession, Recorder, gone, put, sessions
+from name_sessions import LIMIT_S, OpenSession, Recorder, Refreshes, gone, patient, put, sessions
 
 from asyncrl.config import NameResolveConfig
-from asyncrl.runtime.etcd_access import EtcdAccess
+from asyncrl.runtime.etcd_access import EtcdAccess, Login
 from asyncrl.runtime.etcd_cluster import EtcdTls
 from asyncrl.runtime.etcd_server import EtcdServer, find_etcd
 from asyncrl.runtime.name_resolve import (
@@ -73,8 +74,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 def etcdctl(endpoint: str, *arguments: str) -> None:
-    program = str(Path(find_etcd()).with_name("etcdctl"))
-    subprocess.run([program, "--endpoints", endpoint, *arguments], check=True, capture_output=True, timeout=60)
+    program = [str(Path(find_etcd()).with_name("etcdctl")), "--dial-timeout", "30s", "--command-timeout", "30s"]
+    subprocess.run([*program, "--endpoints", endpoint, *arguments], check=True, capture_output=True, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +93,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EtcdServ
         password = folder / "password"
         password.write_text("pass:w@rd\n")
         password.chmod(0o600)
-        yield (
-            server,
-            NameResolveConfig(
-                endpoints=[server.endpoint], prefix="team/alice", user="alice", password_file=str(password)
-            ),
+        config = NameResolveConfig(
+            endpoints=[server.endpoint], prefix="team/alice", user="alice", password_file=str(password)
         )
+        yield server, patient(config)
 
 
 @pytest.fixture
@@ -131,7 +130,9 @@ def test_a_user_with_a_password_and_a_prefix(
     assert names.clear_subtree(root) == 1
     one.wait_for(put(f"{root}/a", "1"), put(f"{root}/a", "2"), gone(f"{root}/a"))
     assert [event.key.startswith(root) for event in recorder.events] == [True] * len(recorder.events)
+    recorder.wait_for_state({})
     names.add(f"{root}/held", "4", lease=lease.id)
+    recorder.wait_for_state({f"{root}/held": "4"})
     lease.revoke()
     recorder.wait_for_state({})
     names.add(f"{root}/plain", "5")
@@ -141,14 +142,15 @@ def test_a_user_with_a_password_and_a_prefix(
 
 
 def test_tokens_that_a_server_forgets_are_renewed(
-    guarded: tuple[EtcdServer, NameResolveConfig], open_alice: OpenSession, root: str
+    guarded: tuple[EtcdServer, NameResolveConfig], open_alice: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When they have not been used for the server's auth-token-ttl (2 s here), and when it restarts. Leases and watches live on."""
     server = guarded[0]
+    refreshes = Refreshes(monkeypatch)
     names, other = open_alice(), open_alice()
     recorder = Recorder()
     other.watch(root, recorder, subtree=True)
-    lease = names.grant_lease(3)
+    lease = names.grant_lease(30)
     names.add(f"{root}/held", "1", lease=lease.id)
     told = [put(f"{root}/held", "1")]
     for value in ("idle", "restarted"):
@@ -159,6 +161,7 @@ def test_tokens_that_a_server_forgets_are_renewed(
         names.add(f"{root}/{value}", value)
         told.append(put(f"{root}/{value}", value))
         recorder.wait_for(*told)
+        refreshes.wait_for_another(lease.id)
         assert lease.alive
     with_threads = [threading.Thread(target=names.add, args=(f"{root}/{index}", "x")) for index in range(8)]
     server.restart()
@@ -167,6 +170,24 @@ def test_tokens_that_a_server_forgets_are_renewed(
     for thread in with_threads:
         thread.join(LIMIT_S)
     assert len(other.get_subtree(root)) == 11
+
+
+def test_tokens_that_are_over_before_they_were_used(
+    open_alice: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that stands still for longer than they live; more than once in a call."""
+    names = open_alice()
+    enter, ends = Login.enter, iter(range(3))
+
+    def enter_late(login: Login, *arguments: Any) -> None:
+        enter(login, *arguments)
+        if next(ends, None) is not None:
+            login.token = f"{login.token}ended"
+
+    monkeypatch.setattr(Login, "enter", enter_late)
+    names.add(f"{root}/a", "1")
+    assert next(ends, None) is None
+    assert names.get(f"{root}/a") == "1"
 
 
 def test_refusals_say_what_to_do(guarded: tuple[EtcdServer, NameResolveConfig], tmp_path: Path) -> None:
@@ -178,7 +199,11 @@ def test_refusals_say_what_to_do(guarded: tuple[EtcdServer, NameResolveConfig], 
     readable.write_text("pass:w@rd")
     readable.chmod(0o644)
     cases = [
-        (NameResolveError, r"asks for a user; set name_resolve\.user", NameResolveConfig(endpoints=[server.endpoint])),
+        (
+            NameResolveError,
+            r"asks for a user; set name_resolve\.user",
+            patient(NameResolveConfig(endpoints=[server.endpoint])),
+        ),
         (NameResolveError, r"'alice': wrong name or password; see", replace(config, password_file=str(wrong))),
         (
             NameResolveError,
@@ -225,7 +250,7 @@ def test_tls_with_client_certificates(certificates: Certificates, tmp_path: Path
             ca_file=certificates.ca_crt,
             cert_file=certificates.client_crt,
             key_file=certificates.client_key,
-            timeout_s=2.0,
+            timeout_s=LIMIT_S,
         )
         recorder = Recorder()
         with open_name_resolver(config) as names, open_name_resolver(config) as other:
