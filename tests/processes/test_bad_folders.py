@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from name_sessions import LIMIT_S, patient
 
 from asyncrl.config import ExperimentConfig, NameResolveConfig
 from asyncrl.launch.name_service import NameService
@@ -39,10 +40,9 @@ OTHER = Names("another", "run")
 
 @contextmanager
 def name_service(run_dir: Path, *endpoints: str) -> Iterator[NameService]:
-    """Opened as the launcher does it."""
-    config = ExperimentConfig(
-        experiment="e", trial="t", name_resolve=NameResolveConfig(endpoints=list(endpoints), timeout_s=0.5)
-    )
+    """Opened as the launcher does it. Endpoints are of what is no etcd, and will never answer."""
+    name_resolve = NameResolveConfig(endpoints=list(endpoints), timeout_s=0.5 if endpoints else LIMIT_S)
+    config = ExperimentConfig(experiment="e", trial="t", name_resolve=name_resolve)
     run_dir.mkdir(parents=True, exist_ok=True)
     service = NameService(config, run_dir, run_dir / "etcd.log", lambda text: None)
     try:
@@ -58,7 +58,7 @@ def name_service(run_dir: Path, *endpoints: str) -> Iterator[NameService]:
 def leave_data_of_another_run(data: Path) -> None:
     with (
         EtcdServer(data, data.with_name("old.log")) as server,
-        open_name_resolver(NameResolveConfig(endpoints=[server.endpoint])) as resolver,
+        open_name_resolver(patient(NameResolveConfig(endpoints=[server.endpoint]))) as resolver,
     ):
         resolver.add(OTHER.model_version("actor"), "a0007-v00000009")
 
@@ -74,7 +74,7 @@ def test_data_of_an_etcd_before_is_not_read(tmp_path: Path, leave: Callable[[Pat
     leave(tmp_path / "run" / "etcd")
     with (
         name_service(tmp_path / "run") as service,
-        open_name_resolver(NameResolveConfig(endpoints=service.endpoints)) as resolver,
+        open_name_resolver(patient(NameResolveConfig(endpoints=service.endpoints))) as resolver,
     ):
         assert resolver.get_subtree(OTHER.root) == {}
 
