@@ -33,6 +33,7 @@ from asyncrl.messages import (
     WeightVersion,
 )
 
+LIMIT_S = 60.0  # of waits for what should come at once, on a busy machine
 VOCABULARY = 50  # ids 1..49; 0 is EOS and is only sampled where `eos_at` says so
 
 
@@ -88,8 +89,8 @@ class FakeGenerationServer(HttpService):
         self.requests: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.in_flight = self.most_in_flight = 0
-        self.hold = asyncio.Event()  # cleared: requests wait, but for the first hold_after ones
-        self.hold_after = 0
+        self.hold = asyncio.Event()  # cleared: requests wait whose input is longer than hold_beyond tokens
+        self.hold_beyond = 0
         self.abort_after = 5  # tokens that one has that is aborted while it waits
         self._held: dict[str, asyncio.Event] = {}  # set: it was aborted
         self.hold.set()
@@ -117,14 +118,13 @@ class FakeGenerationServer(HttpService):
         request = msgspec.json.decode(await http.read(), type=GenerateRequest)
         assert request.return_logprob
         self.requests.append(request)
-        number = len(self.requests)
         event = self.script.popleft() if self.script else None
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         async with self.arrived:
             self.arrived.notify_all()
         try:
-            if number > self.hold_after and await self._was_aborted(request.rid):
+            if len(request.input_ids) > self.hold_beyond and await self._was_aborted(request.rid):
                 event = self.abort_after
         finally:
             self.in_flight -= 1
@@ -145,7 +145,7 @@ class FakeGenerationServer(HttpService):
         aborted = self._held[rid] = asyncio.Event()
         waits = [asyncio.ensure_future(event.wait()) for event in (self.hold, aborted)]
         try:
-            await asyncio.wait(waits, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=2 * LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._held[rid]
             for wait in waits:
@@ -213,12 +213,12 @@ class FakeManager(HttpService):
 
     async def wait_for_results(self, count: int) -> None:
         async with self.changed:
-            await asyncio.wait_for(self.changed.wait_for(lambda: len(self.results) >= count), 20)
+            await asyncio.wait_for(self.changed.wait_for(lambda: len(self.results) >= count), LIMIT_S)
 
     async def wait_for_heartbeat(self, held: set[str]) -> None:
         async with self.changed:
             await asyncio.wait_for(
-                self.changed.wait_for(lambda: bool(self.heartbeats) and set(self.heartbeats[-1].held) == held), 20
+                self.changed.wait_for(lambda: bool(self.heartbeats) and set(self.heartbeats[-1].held) == held), LIMIT_S
             )
 
     async def _allocate(self, http: web.Request) -> web.Response:

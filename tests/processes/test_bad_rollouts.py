@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from rollout_fakes import LIMIT_S
 from test_rollout_worker import Stage
 
 from asyncrl.config import RolloutConfig, TaskConfig
@@ -77,7 +78,8 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     made = Stage(tmp_path)
     made.rollout = replace(
         made.rollout,
-        reward_timeout_s=0.5,
+        reward_timeout_s=LIMIT_S,
+        rollout_timeout_s=LIMIT_S,
         tasks={
             "default": TaskConfig(reward=f"{__name__}:reward"),
             "hanging": TaskConfig(reward=f"{__name__}:reward", agent=f"{__name__}:HangingAgent"),
@@ -90,10 +92,14 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
 
 
 async def outcomes_of(stage: Stage, rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """(outcome, reason, detail) of a rollout of each row, one after another, and of a sound one at the end."""
+    """(outcome, reason, detail) of a rollout of each row, one after another, and of a sound one at the end. What is to hang has a
+    rollout_timeout_s of its own: whatever else takes long does so because the machine is busy."""
     stage.rows = [{"prompt": f"{i}12", "answer": 0.5, "task": "default", **row} for i, row in enumerate([*rows, {}])]
     await stage.start()
-    for position in range(len(stage.rows)):
+    config = stage.worker.config
+    for position, row in enumerate(stage.rows):
+        limit_s = row.get("rollout_timeout_s", stage.rollout.rollout_timeout_s)
+        stage.worker.config = replace(config, rollout=replace(stage.rollout, rollout_timeout_s=limit_s))
         await stage.grant(stage.ticket(position))
         await stage.results(position + 1)
     await stage.end()
@@ -114,8 +120,9 @@ async def test_whatever_a_reward_function_does_costs_its_own_rollout_only(stage:
         "list": ("reward_not_finite", ""),
         "array": ("reward_not_finite", ""),
         "complex": ("reward_not_finite", ""),
-        "hang": ("reward_timeout", "reward took more than 0.5 s"),
+        "hang": ("reward_timeout", "reward took more than 3 s"),
     }
+    stage.rollout = replace(stage.rollout, reward_timeout_s=3.0)
     found = await outcomes_of(stage, [{"answer": answer} for answer in expected])
     assert [(outcome, reason) for outcome, reason, _ in found] == [
         ("rejected", reason) for reason, _ in expected.values()
@@ -135,8 +142,8 @@ async def test_the_value_that_is_no_reward_is_shown(stage: Stage, answer: str, t
 
 
 async def test_an_agent_that_hangs_is_rejected_after_rollout_timeout_s(stage: Stage) -> None:
-    stage.rollout = replace(stage.rollout, rollout_timeout_s=0.3)
-    rows = [{"task": "hanging"}, {"task": "hanging"}, {"task": "hanging", "answer": "exit"}]
+    hangs = {"task": "hanging", "rollout_timeout_s": 0.3}
+    rows = [hangs, hangs, {"task": "hanging", "answer": "exit"}]
     assert await outcomes_of(stage, rows) == [
         ("rejected", "rollout_timeout", "the agent of task 'hanging' took more than 0.3 s"),
         ("rejected", "rollout_timeout", ""),
@@ -197,7 +204,7 @@ async def test_what_would_end_or_stop_a_worker_ends_a_judge(stage: Stage) -> Non
     dangerous = TaskConfig(reward=f"{judge}:reward")
     isolation = RolloutConfig().reward_isolation
     stage.rollout = replace(
-        stage.rollout, reward_isolation=isolation, reward_timeout_s=2.0, tasks={"default": dangerous}
+        stage.rollout, reward_isolation=isolation, reward_timeout_s=6.0, tasks={"default": dangerous}
     )
     expected = {
         "exit": ("rejected", "reward_died"),
@@ -271,7 +278,6 @@ class OddAgent(SingleStepAgent):
 async def test_whatever_an_agent_does_costs_its_own_rollout_only(stage: Stage) -> None:
     stage.rollout = replace(
         stage.rollout,
-        rollout_timeout_s=1.0,
         tasks={"default": TaskConfig(reward=f"{__name__}:reward", agent=f"{__name__}:OddAgent")},
     )
     expected: list[tuple[dict[str, Any], str, str]] = [
@@ -284,7 +290,11 @@ async def test_whatever_an_agent_does_costs_its_own_rollout_only(stage: Stage) -
         ({"does": "give", "what": []}, "agent_declined", ""),
         ({"does": "give twice"}, "agent_error", ""),
         ({"does": "reason"}, "the_prompt_1212_has_a_reason_of_its_own_", ""),
-        ({"does": "hold on"}, "rollout_timeout", "the agent of task 'default' took more than 1 s"),
+        (
+            {"does": "hold on", "rollout_timeout_s": 1.0},
+            "rollout_timeout",
+            "the agent of task 'default' took more than 1 s",
+        ),
     ]
     found = await outcomes_of(stage, [row for row, _, _ in expected])
     assert found == [("rejected", reason, detail) for _, reason, detail in expected]
@@ -322,7 +332,6 @@ class OddEnv(RewardEnv):
 async def test_whatever_an_environment_does_costs_its_own_rollout_only(stage: Stage) -> None:
     stage.rollout = replace(
         stage.rollout,
-        rollout_timeout_s=0.5,
         tasks={"default": TaskConfig(reward=f"{__name__}:reward", env=f"{__name__}:OddEnv")},
     )
     reasons = {
@@ -337,7 +346,9 @@ async def test_whatever_an_environment_does_costs_its_own_rollout_only(stage: St
         "hang": "rollout_timeout",
         "hang in close": "rollout_timeout",
     }
-    found = await outcomes_of(stage, [{"answer": answer} for answer in reasons])
+    hangs = {"rollout_timeout_s": 0.5}
+    rows = [{"answer": answer, **(hangs if why == "rollout_timeout" else {})} for answer, why in reasons.items()]
+    found = await outcomes_of(stage, rows)
     assert [(outcome, reason) for outcome, reason, _ in found] == [("rejected", why) for why in reasons.values()]
     assert found[0][2] == "the agent raised RuntimeError('OddError: in init')"
 

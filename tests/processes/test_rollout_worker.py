@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from rollout_fakes import FakeGenerationServer, FakeManager, continuation, logprob_of
+from rollout_fakes import LIMIT_S, FakeGenerationServer, FakeManager, continuation, logprob_of
 
 from asyncrl.config import (
     NameResolveConfig,
@@ -31,6 +31,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow import TRAJECTORY_KEYS
 from asyncrl.messages import Locator, ScheduleReply, StoreVerdict, Ticket, WeightVersion
 from asyncrl.names import Names
+from asyncrl.rollout import worker as worker_module
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.worker import RolloutWorker
@@ -78,7 +79,7 @@ class Stage:
         self.names = Names("e", "t")
         self.server = FakeGenerationServer(eos_at=EOS_AT)
         self.manager = FakeManager()
-        self.runtime = RuntimeConfig(start_timeout_s=20.0, stop_timeout_s=5.0)
+        self.runtime = RuntimeConfig(start_timeout_s=LIMIT_S, stop_timeout_s=5.0)
         self.puller = NameResolvingZmqPuller(self.resolver, self.names, puller_index=0, runtime=self.runtime)
         self.pulled: list[Pulled] = []
         self.verdict = StoreVerdict(verdict="stored")
@@ -90,7 +91,7 @@ class Stage:
             sampling=SamplingConfig(max_new_tokens=32),
             new_tokens_per_chunk=4,
             max_concurrent_per_worker=4,
-            request_timeout_s=20.0,
+            request_timeout_s=LIMIT_S,
             reward_isolation="thread",  # rewards here count in a variable of this process
             tasks={
                 "default": TaskConfig(reward=f"{__name__}:reward"),
@@ -183,7 +184,7 @@ class Stage:
             await self.manager.notify()
         else:
             self.worker.stopping.set()
-        await asyncio.wait_for(self._life, 20)
+        await asyncio.wait_for(self._life, LIMIT_S)
 
     async def close(self) -> None:
         if self._life is not None and not self._life.done():
@@ -199,7 +200,7 @@ class Stage:
 
 async def until(condition: Callable[[], bool]) -> None:
     """What no event tells: looked at every 5 ms."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         await asyncio.sleep(0.005)
@@ -305,14 +306,14 @@ async def test_a_new_manager_is_told_at_once_what_is_held(stage: Stage) -> None:
     stage.manager.heartbeat_s = 1000.0
     await stage.start()
     await stage.grant(stage.ticket(0), stage.ticket(1))
-    await until(lambda: len(stage.server.requests) == 6)
+    await stage.server.wait_for_requests(6)
     new = FakeManager()
     await new.start()
     stage.resolver.add(stage.names.gserver_manager(), new.url, replace=True)
     await new.wait_for_heartbeat({"ticket-0", "ticket-1"})
-    await until(lambda: len(new.asked) == 1)  # the request for tickets that the old one holds back
+    await until(lambda: bool(new.asked))  # the request for tickets that the old one holds back
     stage.server.hold.set()
-    await asyncio.wait_for(new.wait_for_results(2), 20)
+    await asyncio.wait_for(new.wait_for_results(2), LIMIT_S)
     assert not stage.manager.results
     new.finished = True
     await new.notify()
@@ -369,7 +370,8 @@ async def test_a_revoked_ticket_is_cancelled_and_released(stage: Stage) -> None:
     await stage.end()
 
 
-async def test_a_stopped_worker_releases_what_it_holds(stage: Stage) -> None:
+async def test_a_stopped_worker_releases_what_it_holds(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_STOP_REPORT_S", LIMIT_S)  # past it nothing is told
     stage.server.hold.clear()
     await stage.start()
     await stage.grant(stage.ticket(0), stage.ticket(1))
@@ -451,7 +453,7 @@ async def test_an_error_of_the_worker_itself_ends_it(stage: Stage, caplog: pytes
         await stage.grant(stage.ticket(99))  # there is no such prompt: manager and worker disagree on the data
         assert stage._life is not None
         with pytest.raises(ValueError, match="there is no prompt at epoch 0, position 99"):
-            await asyncio.wait_for(stage._life, 20)
+            await asyncio.wait_for(stage._life, LIMIT_S)
 
 
 async def test_a_worker_whose_place_is_taken_ends(stage: Stage) -> None:
@@ -459,4 +461,4 @@ async def test_a_worker_whose_place_is_taken_ends(stage: Stage) -> None:
     await stage.start()
     assert stage._life is not None
     with pytest.raises(RuntimeError, match="another process runs as rollout_worker/0"):
-        await asyncio.wait_for(stage._life, 20)
+        await asyncio.wait_for(stage._life, LIMIT_S)
