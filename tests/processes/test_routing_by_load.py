@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -27,6 +28,7 @@ from asyncrl.weights import version_dir, write_version
 LOGGER = logging.getLogger("test_routing_by_load")
 SERVERS = ["generation_server/0", "generation_server/1"]
 PROMPT = [5, 6, 7, 8]
+LONG = 900  # tokens of responses that go on when their server is told to leave; eight fit a server
 WORKER = "rollout_worker/0"
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,7 +38,7 @@ pytestmark = pytest.mark.timeout(120)
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("model")
-    make_tiny_model(path, hidden_size=32, intermediate_size=64, num_layers=1)
+    make_tiny_model(path, hidden_size=32, intermediate_size=64, num_layers=1, max_positions=2048)
     return path
 
 
@@ -120,14 +122,13 @@ async def beat(setup: Setup, client: PartialRolloutManager, tickets: Sequence[Ti
         await asyncio.sleep(0.05)
 
 
-async def keep_busy(setup: Setup, url: str) -> None:
-    """Somebody else's long responses, one after the other."""
-    number = 0
-    while True:
+async def keep_busy(setup: Setup, url: str, first: int) -> None:
+    """Somebody else's long responses, one after the other; the first one shorter, so that those of several do not end together."""
+    for number in itertools.count():
         body = {
             "input_ids": PROMPT,
-            "rid": f"other {asyncio.current_task()} {(number := number + 1)}",
-            "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},
+            "rid": f"other {asyncio.current_task()} {number}",
+            "sampling_params": {"max_new_tokens": 400 if number else first, "ignore_eos": True},
         }
         async with setup.session.post(f"{url}/generate", data=msgspec.json.encode(body)) as response:
             assert response.status == 200
@@ -147,7 +148,7 @@ async def test_a_loaded_server_gets_fewer_groups(tmp_path: Path, model_path: Pat
     ):
         table = setup.manager.table
         assert [load.num_total_tokens for load in (await loads(setup, urls[0])).loads] == [0]
-        others = [asyncio.create_task(keep_busy(setup, urls[0])) for _ in range(8)]
+        others = [asyncio.create_task(keep_busy(setup, urls[0], 50 * (n + 1))) for n in range(8)]
         await setup.poll(lambda: table.servers[SERVERS[0]].used_tokens > 200)
         (load,) = (await loads(setup, urls[0])).loads
         assert 1 <= load.num_running_reqs <= 8
@@ -157,9 +158,8 @@ async def test_a_loaded_server_gets_fewer_groups(tmp_path: Path, model_path: Pat
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await setup.poll(
-            lambda: table.servers[SERVERS[0]].used_tokens == 0
-        )  # a client that goes away ends its requests
+        # a client that goes away ends its requests; and what the other was promised is in what it says by now
+        await setup.poll(lambda: not any(s.used_tokens + s.promised_tokens for s in table.servers.values()))
         assert {ticket.server for ticket in (await setup.allocate(2)).tickets} == set(SERVERS)
 
 
@@ -192,7 +192,7 @@ async def test_a_server_that_leaves_hands_its_groups_over_and_loses_no_token(tmp
     ):
         tickets = (await setup.allocate(2)).tickets
         (leaving,) = [ticket for ticket in tickets if ticket.server == SERVERS[1]]
-        sampling = SamplingConfig(max_new_tokens=450, greedy=True)
+        sampling = SamplingConfig(max_new_tokens=LONG, greedy=True)
         beating = asyncio.create_task(beat(setup, client, tickets))
         routes = [Route(ticket) for ticket in tickets]
         generating = [asyncio.ensure_future(client.generate(route, [PROMPT] * 4, sampling, [])) for route in routes]
@@ -213,8 +213,8 @@ async def test_a_server_that_leaves_hands_its_groups_over_and_loses_no_token(tmp
         groups: list[list[Response]] = await asyncio.wait_for(asyncio.gather(*generating), 60)
         beating.cancel()
         assert {route.server for route in routes} == {SERVERS[0]}
-        assert [len(response.output_ids) for group in groups for response in group] == [450] * 8
-        assert (client.counts.moved, client.counts.tokens) == (1, 450 * 8)  # none was generated twice, none thrown away
+        assert [len(response.output_ids) for group in groups for response in group] == [LONG] * 8
+        assert (client.counts.moved, client.counts.tokens) == (1, LONG * 8)  # none generated twice, none thrown away
         assert setup.manager.ledger.counters["moved", "drained"] == 1
         await setup.finish(*[ticket.ticket_id for ticket in tickets])
         assert leaving.server != routes[0].server
