@@ -52,7 +52,7 @@ V0, V1, V2 = WeightVersion(1, 0), WeightVersion(1, 1), WeightVersion(1, 2)
 GENERATION = GenerationConfig(max_running_requests=8, max_batch_tokens=128, num_blocks=32, page_size=16)
 LIMIT_S = 30.0
 START_LIMIT_S = 90.0  # of a process that imports torch, on a busy machine
-SEND_LIMIT_S = 5.0  # of a broadcast that cannot succeed: waited for once
+SEND_LIMIT_S = 10.0  # of a broadcast that cannot succeed, which comes to its middle within it: waited for once
 PROMPT = [3, 1, 4, 1, 5]
 _spaces = itertools.count()
 
@@ -193,12 +193,14 @@ async def sender(limit_s: float = LIMIT_S) -> AsyncIterator[WeightSender]:
         await made.close()
 
 
-async def send(sender: WeightSender, version: WeightVersion, *clients: Client) -> BroadcastReply:
+async def send(
+    sender: WeightSender, version: WeightVersion, *clients: Client, limit_s: float = LIMIT_S
+) -> BroadcastReply:
     """As the manager does: pause, send, and continue where it succeeded."""
     for client in clients:
         await client.pause()
     targets = [client.target for client in clients]
-    request = BroadcastRequest(weight_version=str(version), targets=targets, limit_s=LIMIT_S)
+    request = BroadcastRequest(weight_version=str(version), targets=targets, limit_s=limit_s)
     reply = await asyncio.wait_for(sender.broadcast(request), LIMIT_S)
     for client in clients:
         if client.name not in reply.errors:
@@ -323,15 +325,15 @@ def when_sending_bucket(trainer: WeightSender, number: int, act: Callable[[], No
 async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:
     """SIGSTOP: the trainer answers within the limit, the other server and, later, the stopped one recover from disk."""
     child, url = process
-    async with served(model_path) as client, sender(SEND_LIMIT_S) as trainer:
+    async with served(model_path) as client, sender() as trainer:
         other = Client(client.session, "there", url, model_path)
         await other.load(V0)
         trainer.hold(held(V1))
         when_sending_bucket(trainer, 2, lambda: os.kill(child.pid or 0, signal.SIGSTOP))
         began = time.monotonic()
-        reply = await send(trainer, V1, client, other)
+        reply = await send(trainer, V1, client, other, limit_s=SEND_LIMIT_S)
         try:
-            assert time.monotonic() - began < SEND_LIMIT_S + 3.0
+            assert time.monotonic() - began < SEND_LIMIT_S + 15.0
             assert set(reply.errors) == {"here", "there"}
             assert "sending bucket 2 of" in reply.errors["there"]
             assert await client.version() == str(V0)
@@ -351,7 +353,7 @@ async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, pr
 async def test_one_that_dies_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:
     """SIGKILL: noticed at once, long before the limit."""
     child, url = process
-    async with served(model_path) as client, sender() as trainer:
+    async with served(model_path) as client, sender(3 * LIMIT_S) as trainer:
         other = Client(client.session, "there", url, model_path)
         await other.load(V2)
         trainer.hold(held(V2))
@@ -359,9 +361,9 @@ async def test_one_that_dies_in_the_middle_holds_nobody_up(model_path: Path, pro
         began = time.monotonic()
         await client.pause()
         await other.pause()
-        request = BroadcastRequest(weight_version=str(V2), targets=[client.target, other.target], limit_s=LIMIT_S)
+        request = BroadcastRequest(weight_version=str(V2), targets=[client.target, other.target], limit_s=3 * LIMIT_S)
         reply = await trainer.broadcast(request)
-        assert time.monotonic() - began < LIMIT_S / 3
+        assert time.monotonic() - began < LIMIT_S
         assert set(reply.errors) == {"here", "there"}
         await client.load(V2)
         await client.resume()

@@ -111,13 +111,13 @@ async def managed(*names: str) -> AsyncIterator[Managed]:
     table = ServerTable("round_robin", dead_after_s=LIMIT_S, attempt=1)
     fleet = Fleet(
         table,
-        UpdatePlan(table, update_timeout_s=10.0),
+        UpdatePlan(table, update_timeout_s=4 * LIMIT_S),
         path_of=lambda version: Path("/nowhere") / str(version),
         on_change=change.set,
         probe_every_s=LIMIT_S,
         probe_limit_s=LIMIT_S,
         verify_limit_s=LIMIT_S,
-        broadcast_limit_s=5.0,
+        broadcast_limit_s=4 * LIMIT_S,  # a quarter of which servers wait for each other
         logger=logging.getLogger("test"),
     )
     await fleet.start()

@@ -203,7 +203,7 @@ async def test_scoring_between_the_passes_leaves_running_requests_exact(trainer:
     try:
         await engine.load_weights(trainer.write(V0), V0)
         probe = trainer.probe.measure(trainer.engine)
-        prompt, params = [5, 6, 7], engine_module.SamplingParams(max_new_tokens=60, ignore_eos=True)
+        prompt, params = [5, 6, 7], engine_module.SamplingParams(max_new_tokens=300, ignore_eos=True)
         running = engine.submit(engine_module.EngineRequest("a", prompt, params))
         scores = []
         while not running.done():
