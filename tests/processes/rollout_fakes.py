@@ -85,6 +85,7 @@ class FakeGenerationServer(HttpService):
         self.script: deque[Any] = (
             deque()
         )  # int: interrupt after so many tokens; str: `disconnect`, `garbage`; web.Response; a function: the answer's body
+        self.script_beyond = 0  # requests take from it whose input is longer
         self.version_after_interrupt = 0
         self.requests: list[GenerateRequest] = []
         self.aborted: list[str] = []
@@ -118,7 +119,8 @@ class FakeGenerationServer(HttpService):
         request = msgspec.json.decode(await http.read(), type=GenerateRequest)
         assert request.return_logprob
         self.requests.append(request)
-        event = self.script.popleft() if self.script else None
+        takes = bool(self.script) and len(request.input_ids) > self.script_beyond
+        event = self.script.popleft() if takes else None
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         async with self.arrived:

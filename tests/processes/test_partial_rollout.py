@@ -206,7 +206,8 @@ async def test_a_full_queue_is_waited_for_and_then_left(
 ) -> None:
     monkeypatch.setattr(client_module, "_BUSY_DELAYS_S", (0.0, 0.0))
     first, second = servers
-    first.script.extend([None, None, *(web.Response(status=503) for _ in range(6))])
+    first.script.extend(web.Response(status=503) for _ in range(6))
+    first.script_beyond = 1 + len(PROMPT)  # second pieces
     chooser.servers = [second]
     client = await make_client()
     route = Route(ticket_at(first))
