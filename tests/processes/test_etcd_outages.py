@@ -198,8 +198,15 @@ def test_adds_are_done_once_through_an_outage(server: EtcdServer, open_etcd: Ope
 def wait_until_frozen(pid: int) -> None:
     """Each of its threads stops when it is next scheduled: on a busy machine one of them may still answer."""
     tasks = Path(f"/proc/{pid}/task")
+
+    def runs(task: Path) -> bool:
+        try:
+            return (task / "stat").read_text().rpartition(")")[2].split()[0] != "T"
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile: look again at what is there
+            return True
+
     deadline = time.monotonic() + LIMIT_S
-    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+    while any(runs(task) for task in tasks.iterdir()):
         assert time.monotonic() < deadline, f"{LIMIT_S:g} s went by before process {pid} stood still"
         time.sleep(0.01)
 
@@ -396,7 +403,9 @@ def test_starting_in_an_outage(server: EtcdServer, root: str) -> None:
 def private_service(run_dir: Path, **runtime: Any) -> Iterator[tuple[NameService, list[str]]]:
     """As the launcher has it, and what a person is told."""
     notices: list[str] = []
-    config = ExperimentConfig(experiment="e", trial="t", runtime=RuntimeConfig(**runtime))
+    config = ExperimentConfig(
+        experiment="e", trial="t", runtime=RuntimeConfig(**runtime), name_resolve=patient(NameResolveConfig())
+    )
     service = NameService(config, run_dir, run_dir / "etcd.log", notices.append)
     try:
         service.open()
