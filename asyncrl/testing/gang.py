@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 # Loaded before the fork, which is most of a rank's start; importing them starts no threads.
 PRELOAD = ["asyncrl.model.engine", "transformers.models.qwen2.modeling_qwen2", "torch.testing"]
+_END_LIMIT_S = 30.0  # of a process whose pipe has ended
 _GRACE_S = 2.0  # after the first failure: time for the other ranks to fail too, before they are taken to be stuck
 
 
@@ -89,9 +90,18 @@ class Gang:
             self._connections.append(ours)
 
     def run(
-        self, function: Callable[..., T], *args: Any, num_ranks: int | None = None, limit_s: float | None = None
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        num_ranks: int | None = None,
+        limit_s: float | None = None,
+        grace_s: float = _GRACE_S,
     ) -> list[T]:
-        """function(rank, *args) on the first num_ranks ranks (default: all); what they return, in rank order."""
+        """function(rank, *args) on the first num_ranks ranks (default: all); what they return, in rank order.
+
+        grace_s: what the other ranks are given once one has failed. More for a call that all are to fail: on a busy machine
+        they do not fail together.
+        """
         self.start()
         count = self.num_ranks if num_ranks is None else num_ranks
         for rank in range(count):
@@ -113,7 +123,7 @@ class Gang:
                 try:
                     ok, value, error = self._connections[rank].recv()
                 except (EOFError, ConnectionResetError):
-                    self._processes[rank].join(_GRACE_S)
+                    self._processes[rank].join(_END_LIMIT_S)
                     told[rank] = f"died with exit code {self._processes[rank].exitcode}"
                     continue
                 if ok:
@@ -123,7 +133,7 @@ class Gang:
                 if error is not None:
                     errors[rank] = error
             if told:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
         if waiting or any(not process.is_alive() for process in self._processes):
             self.close()
         if told or waiting:

@@ -218,7 +218,7 @@ def test_a_torn_checkpoint_is_refused_by_all(gang, model_path, saved, tmp_path, 
     with pytest.raises(CheckpointError, match=message):
         checkpoint.verify(path)
     with pytest.raises(GangError, match=message) as caught:
-        gang.run(load, model_path, "d2", "d1", str(path), 2)
+        gang.run(load, model_path, "d2", "d1", str(path), 2, grace_s=120.0)
     errors = caught.value.errors
     assert [type(errors[rank]) for rank in sorted(errors)] == [CheckpointError] * 2
 

@@ -113,7 +113,7 @@ def test_another_model_is_refused_everywhere(gang, model_path, tmp_path):
     with pytest.raises(
         GangError, match=r"tensor model\.embed_tokens\.weight has the shape \(63, 24\) in the source, \(64, 24\)"
     ) as caught:
-        gang.run(move, (model_path, str(tmp_path)), ("d2", [0, 1]), ("m2", [1, 2]), 1.0, 1)
+        gang.run(move, (model_path, str(tmp_path)), ("d2", [0, 1]), ("m2", [1, 2]), 1.0, 1, grace_s=120.0)
     assert [type(error) for _, error in sorted(caught.value.errors.items())] == [ShardError] * 3
 
 
