@@ -18,12 +18,14 @@ import pytest
 
 from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
+from asyncrl.groups import judges
+from asyncrl.groups import reward as reward_module
 from asyncrl.groups.loading import load_object
 from asyncrl.groups.outcome import RolloutRejected
 from asyncrl.groups.reward import Completion, Reward
 from asyncrl.runtime.worker import StatusBoard
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 LOGGER = logging.getLogger("test_rewards")
 PROMPT = Prompt(prompt_id="e0-p0", text="2+2=", input_ids=[1], answer="4", task="sum", row={"level": 3}, too_long=False)
 RIGHT, WRONG, CUT = Completion("4", True), Completion("5", True), Completion("4", False)
@@ -110,7 +112,7 @@ def board() -> StatusBoard:
 def make_isolated(path: Path, board: StatusBoard) -> Iterator[Callable[..., Reward]]:
     made: list[Reward] = []
 
-    def make_one(isolation: str, name: str, timeout_s: float = 20.0, **limits: Any) -> Reward:
+    def make_one(isolation: str, name: str, timeout_s: float = LIMIT_S, **limits: Any) -> Reward:
         made.append(
             Reward(f"{path}:{name}", timeout_s=timeout_s, isolation=isolation, board=board, logger=LOGGER, **limits)
         )
@@ -152,8 +154,9 @@ async def test_async_functions_and_callable_objects(make: Callable[..., Reward])
 
 
 async def test_a_fast_function_judges_a_group_in_one_thread_away_from_the_loop(
-    make_in_thread: Callable[..., Reward], path: Path
+    make_in_thread: Callable[..., Reward], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reward_module, "_SLOW_CALL_S", LIMIT_S)  # a busy machine makes no slow function of it
     reward = make_in_thread("exact")
     await reward.score(PROMPT, [RIGHT])  # tells that it is fast
     threads: set[str] = load_object(f"{path}:threads", "threads")
@@ -268,8 +271,12 @@ def dangerous(prompt, completion, answer):
 
 
 @pytest.fixture
-def dangerous(path: Path, make_in_process: Callable[..., Reward]) -> Callable[..., Reward]:
+def dangerous(
+    path: Path, make_in_process: Callable[..., Reward], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Reward]:
     path.write_text(DANGEROUS)
+    monkeypatch.setattr(judges, "_DEATH_LIMIT_S", LIMIT_S)  # the nursery may be slow to tell how a judge has ended,
+    monkeypatch.setattr(judges, "_END_LIMIT_S", LIMIT_S)  # and to end what judges have started
     return partial(make_in_process, "dangerous")
 
 
@@ -306,14 +313,20 @@ async def test_what_ends_a_process_ends_a_judge_and_another_takes_its_place(
 async def test_a_judge_that_holds_the_gil_for_ever_is_killed_and_holds_up_nobody(
     dangerous: Callable[..., Reward],
 ) -> None:
-    reward = dangerous(timeout_s=1.0)
+    reward = dangerous()
     spinning = asyncio.ensure_future(ask(reward, "spin"))
     for _ in range(20):
         assert await ask(reward, "") == 0.5
     assert not spinning.done()
+    spinning.cancel()
+    await asyncio.wait({spinning})
+
+    judge = int(await ask(reward, "pid"))
+    reward._timeout_s = 1.0
     with pytest.raises(RolloutRejected) as caught:
-        await spinning
+        await ask(reward, "spin")
     assert caught.value.reason == "reward_timeout"
+    await wait_until_gone(judge)
 
 
 async def test_a_fork_that_comes_back_into_our_code_ends_there(dangerous: Callable[..., Reward]) -> None:
@@ -368,7 +381,14 @@ async def test_arguments_that_no_process_can_be_given(make_in_process: Callable[
 
 async def wait_until_gone(*pids: int) -> None:
     for _ in range(int(LIMIT_S / 0.02)):
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        if not any(lives(pid) for pid in pids):
             return
         await asyncio.sleep(0.02)
-    raise AssertionError(f"of {pids} there still are {[pid for pid in pids if psutil.pid_exists(pid)]}")
+    raise AssertionError(f"of {pids} there still are {[pid for pid in pids if lives(pid)]}")
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
