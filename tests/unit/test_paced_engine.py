@@ -20,7 +20,7 @@ from asyncrl.weights import publish_folder, version_dir
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 TAIL = LongTail(seed=1, prompt_tokens=3)
-NEVER, FAST = 1e-6, 1e5  # tokens a second
+NEVER, SLOW, FAST = 1e-6, 5.0, 1e5  # tokens a second; slow: what has begun is not over for a while
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +150,8 @@ async def test_a_request_says_over_http_that_it_was_begun(versions: Callable[[We
 async def test_an_abort_answers_with_what_there_is_and_the_rest_comes_under_the_new_version(
     versions: Callable[[WeightVersion], Path],
 ) -> None:
-    async with serving(versions, tokens_per_s=200) as engine:
-        ids = prompt(60)
+    async with serving(versions, tokens_per_s=SLOW) as engine:
+        ids = prompt(100)
         first = ask(engine, "a", ids)
         await until_tokens(engine, 5)
         assert await engine.pause("abort") == 1
@@ -161,6 +161,7 @@ async def test_an_abort_answers_with_what_there_is_and_the_rest_comes_under_the_
         late = ask(engine, "b", ids + had.token_ids)
         await engine.load_weights(versions(V1), V1)
         assert engine.stats().running == 0  # paused: it waits
+        engine._tokens_per_s = FAST
         await engine.resume()
         rest = await late
         assert len(had.token_ids) + len(rest.token_ids) == TAIL.length(ids)
@@ -171,14 +172,15 @@ async def test_an_abort_answers_with_what_there_is_and_the_rest_comes_under_the_
 async def test_a_request_that_stays_has_tokens_of_both_versions(
     versions: Callable[[WeightVersion], Path], mode: str
 ) -> None:
-    async with serving(versions, tokens_per_s=200) as engine:
-        ids = prompt(60)
+    async with serving(versions, tokens_per_s=SLOW) as engine:
+        ids = prompt(100)
         answer = ask(engine, "a", ids)
         await until_tokens(engine, 5)
         await engine.pause(mode)
         used = engine.stats().used_tokens
         await engine.load_weights(versions(V1), V1)
         assert engine.stats().used_tokens == used
+        engine._tokens_per_s = FAST
         await engine.resume()
         whole = await answer
         assert len(whole.token_ids) == TAIL.length(ids)
