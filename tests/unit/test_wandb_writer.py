@@ -160,7 +160,7 @@ def test_while_it_hangs_nobody_waits(tmp_path, fake, caplog, monkeypatch):
     assert "4 records were dropped" in caplog.text  # 3, and the one that says that it is over
     start = time.monotonic()
     metrics.close()
-    assert time.monotonic() - start < 1.0  # it has been given up
+    assert time.monotonic() - start < LIMIT_S / 2  # it has been given up
     release.set()
 
 
