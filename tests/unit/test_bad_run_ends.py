@@ -42,7 +42,7 @@ from asyncrl.runtime.name_resolve import open_name_resolver
 from asyncrl.runtime.worker import WaitTimeoutError, told
 from asyncrl.testing.runs import journal
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 def ledger(*, rejected: list[RejectedPrompt] | None = None, exhausted: bool = False, served: int = 0) -> LedgerView:

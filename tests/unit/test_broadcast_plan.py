@@ -14,7 +14,7 @@ from asyncrl.manager.update_plan import Update
 from asyncrl.manager.wave import Wave
 from asyncrl.messages import BroadcastReply
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan

@@ -28,7 +28,7 @@ from asyncrl.runtime.channel_wire import pack, unpack
 from asyncrl.runtime.transport import Faults, MemoryTransport, ZmqTransport
 
 LIMITS = ChannelLimits(
-    credit_items=8, credit_bytes=100_000, resend_after_s=0.01, max_message_bytes=50_000, start_timeout_s=5.0
+    credit_items=8, credit_bytes=100_000, resend_after_s=0.01, max_message_bytes=50_000, start_timeout_s=60.0
 )
 PATIENT = dataclasses.replace(LIMITS, resend_after_s=100.0)  # for tests in which nothing is sent again
 
@@ -337,7 +337,7 @@ async def turns(num=20):
 async def test_header_frames_and_verdict(net):
     receiver, endpoint = await net.receiver()
     sender = await net.sender(endpoint)
-    sending = await running(sender.send(b"head", [b"one", memoryview(b"two"), b""], timeout_s=5, what="it"))
+    sending = await running(sender.send(b"head", [b"one", memoryview(b"two"), b""], timeout_s=60, what="it"))
     delivery = await receiver.receive()
     assert (delivery.header, [bytes(frame) for frame in delivery.frames]) == (b"head", [b"one", b"two", b""])
     assert (delivery.sender, delivery.seq) == ("sender", 0)
@@ -358,7 +358,7 @@ async def test_faults_lose_and_repeat_nothing(net, seed):
     consumer = await running(settle_all(receiver, seen))
     work = [(sender, b"%d" % i) for i in range(60) for sender in senders]
     verdicts = await asyncio.gather(
-        *(sender.send(body, [b"x" * 10], timeout_s=20, what=body.decode()) for sender, body in work)
+        *(sender.send(body, [b"x" * 10], timeout_s=60, what=body.decode()) for sender, body in work)
     )
     await stop(consumer)
     assert verdicts == [b"ok:" + body for _, body in work]
@@ -377,7 +377,7 @@ async def test_ordered_comes_in_order_in_spite_of_faults(net, seed):
     seen = []
     consumer = await running(settle_all(receiver, seen))
     bodies = [b"%d" % i for i in range(100)]
-    await asyncio.gather(*(sender.send(body, timeout_s=20, what=body.decode()) for body in bodies))
+    await asyncio.gather(*(sender.send(body, timeout_s=60, what=body.decode()) for body in bodies))
     await stop(consumer)
     assert [body for _, body in seen] == bodies
 
@@ -389,7 +389,7 @@ async def test_without_faults_nothing_is_sent_twice(net):
     before = net.transport.num_sent
     seen = []
     consumer = await running(settle_all(receiver, seen))
-    await asyncio.gather(*(sender.send(b"%d" % i, timeout_s=5, what="it") for i in range(100)))
+    await asyncio.gather(*(sender.send(b"%d" % i, timeout_s=60, what="it") for i in range(100)))
     await stop(consumer)
     assert sender.num_resent == 0
     assert 100 < net.transport.num_sent - before <= 200  # a message each, and their verdicts, some of them together
@@ -407,9 +407,9 @@ async def test_a_held_message_is_probed_but_not_sent_again(net):
     net.transport = Tampering(count)
     receiver, endpoint = await net.receiver()
     sender = await net.sender(endpoint)
-    sending = await running(sender.send(b"slow", [b"frame"], timeout_s=5, what="it"))
+    sending = await running(sender.send(b"slow", [b"frame"], timeout_s=60, what="it"))
     delivery = await receiver.receive()
-    await asyncio.wait_for(enough.wait(), 5)
+    await asyncio.wait_for(enough.wait(), 60)
     assert sum(len(frames) > 1 for frames in messages) == 1
     assert sender.num_resent == 0
     assert receiver.num_queued == 0
@@ -420,7 +420,7 @@ async def test_a_held_message_is_probed_but_not_sent_again(net):
 async def test_credit_runs_out_when_nobody_receives(net):
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
-    sends = [asyncio.create_task(sender.send(b"%d" % i, [b"x" * 100], timeout_s=5, what="it")) for i in range(30)]
+    sends = [asyncio.create_task(sender.send(b"%d" % i, [b"x" * 100], timeout_s=60, what="it")) for i in range(30)]
     await turns()
     assert receiver.num_queued == PATIENT.credit_items
     assert sender.num_pending == 30
@@ -437,7 +437,7 @@ async def test_credit_runs_out_when_nobody_receives(net):
 async def test_credit_in_bytes(net):
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
-    sends = [asyncio.create_task(sender.send(b"", [b"x" * 40_000], timeout_s=5, what="it")) for _ in range(5)]
+    sends = [asyncio.create_task(sender.send(b"", [b"x" * 40_000], timeout_s=60, what="it")) for _ in range(5)]
     await turns()
     assert receiver.num_queued == 2
     assert sender.pending_bytes == 80_000
@@ -452,7 +452,7 @@ async def test_the_receiver_stops_reading_when_its_queue_is_full(net):
     receiver, endpoint = await net.receiver(PATIENT)
     senders = [await net.sender(endpoint, PATIENT, name=f"s{i}") for i in range(4)]
     sends = [
-        asyncio.create_task(sender.send(b"%d" % i, timeout_s=5, what="it"))
+        asyncio.create_task(sender.send(b"%d" % i, timeout_s=60, what="it"))
         for i in range(PATIENT.credit_items)
         for sender in senders
     ]
@@ -468,7 +468,7 @@ async def test_the_receiver_stops_reading_when_its_queue_is_full(net):
 async def test_a_timed_out_send_says_why_and_leaves_no_backlog(net):
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
-    held = [asyncio.create_task(sender.send(b"a", timeout_s=5, what="it")) for _ in range(PATIENT.credit_items)]
+    held = [asyncio.create_task(sender.send(b"a", timeout_s=60, what="it")) for _ in range(PATIENT.credit_items)]
     await turns()
     with pytest.raises(TimeoutError, match=r"waited 0.01 s for receiver to settle ticket 7; still without credit: 8"):
         await sender.send(b"b", timeout_s=0.01, what="ticket 7")
@@ -500,7 +500,7 @@ async def test_a_cancelled_receive_changes_nothing(net):
     for _ in range(5):
         await stop(await running(receiver.receive()))
     consumer = await running(settle_all(receiver, seen := []))
-    await sender.send(b"x", timeout_s=5, what="it")
+    await sender.send(b"x", timeout_s=60, what="it")
     await stop(consumer)
     assert seen == [("sender", b"x")]
 
@@ -508,7 +508,7 @@ async def test_a_cancelled_receive_changes_nothing(net):
 async def test_a_restarted_receiver_gets_what_the_old_one_had_not_settled(net):
     old, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
-    sends = [asyncio.create_task(sender.send(b"%d" % i, timeout_s=5, what="it")) for i in range(12)]
+    sends = [asyncio.create_task(sender.send(b"%d" % i, timeout_s=60, what="it")) for i in range(12)]
     deliveries = [await old.receive() for _ in range(8)]
     for i in (1, 2, 5):
         deliveries[i].ack(b"old")
@@ -531,7 +531,7 @@ async def test_messages_for_an_earlier_holder_of_the_address_are_not_delivered(n
     receiver, endpoint = await net.receiver()
     stale = type(endpoint)(endpoint.address, "receiver.before", endpoint.max_message_bytes)
     sender = await net.sender(stale)
-    sending = await running(sender.send(b"x", timeout_s=5, what="it"))
+    sending = await running(sender.send(b"x", timeout_s=60, what="it"))
     await turns()
     assert receiver.num_queued == 0
     sender.connect(endpoint)
@@ -545,7 +545,7 @@ async def test_a_restarted_sender_begins_anew(net):
     for life in range(3):
         sender = await net.sender(endpoint)
         for i in range(3):
-            await sender.send(b"%d.%d" % (life, i), timeout_s=5, what="it")
+            await sender.send(b"%d.%d" % (life, i), timeout_s=60, what="it")
         await sender.close()
     await stop(consumer)
     assert [body for _, body in seen] == [b"%d.%d" % (life, i) for life in range(3) for i in range(3)]
@@ -582,7 +582,7 @@ async def test_a_receiver_that_never_answered_is_no_restart(net):
 async def test_refusals_reach_the_sender(net):
     receiver, endpoint = await net.receiver()
     sender = await net.sender(endpoint)
-    sending = await running(sender.send(b"bad", timeout_s=5, what="it"))
+    sending = await running(sender.send(b"bad", timeout_s=60, what="it"))
     (await receiver.receive()).refuse("not to my taste")
     with pytest.raises(ChannelRefused, match="not to my taste"):
         await sending
@@ -592,11 +592,11 @@ async def test_oversized_is_refused_before_it_is_sent(net):
     _, endpoint = await net.receiver()
     sender = await net.sender(endpoint)
     with pytest.raises(ChannelRefused, match=r"50003 bytes to receiver: runtime.max_message_bytes is 50000"):
-        await sender.send(b"123", [b"x" * 50_000], timeout_s=5, what="it")
+        await sender.send(b"123", [b"x" * 50_000], timeout_s=60, what="it")
     _, small = await net.receiver(dataclasses.replace(LIMITS, max_message_bytes=100))
     sender.connect(small)
     with pytest.raises(ChannelRefused, match="is 100"):
-        await sender.send(b"", [b"x" * 101], timeout_s=5, what="it")
+        await sender.send(b"", [b"x" * 101], timeout_s=60, what="it")
     assert sender.num_pending == 0
 
 
@@ -604,7 +604,7 @@ async def test_oversized_is_refused_by_a_receiver_that_was_not_asked(net):
     receiver, endpoint = await net.receiver(dataclasses.replace(LIMITS, max_message_bytes=100))
     sender = await net.sender(type(endpoint)(endpoint.address, endpoint.incarnation, 1 << 40))
     with pytest.raises(ChannelRefused, match="101 bytes"):
-        await sender.send(b"", [b"x" * 101], timeout_s=5, what="it")
+        await sender.send(b"", [b"x" * 101], timeout_s=60, what="it")
     assert receiver.num_queued == 0
 
 
@@ -621,8 +621,8 @@ async def test_malformed_frames_are_refused_with_a_reason(net, tamper):
     receiver, endpoint = await net.receiver(ordered=True)
     sender = await net.sender(endpoint, on_restart="fail")
     with pytest.raises(ChannelRefused, match="malformed: frames of"):
-        await sender.send(b"x", [b"frame"], timeout_s=5, what="it")
-    sending = await running(sender.send(b"good", timeout_s=5, what="it"))  # has only one frame
+        await sender.send(b"x", [b"frame"], timeout_s=60, what="it")
+    sending = await running(sender.send(b"good", timeout_s=60, what="it"))  # has only one frame
     (await receiver.receive()).ack()
     await sending
 
@@ -632,7 +632,7 @@ async def test_what_never_arrives_is_not_sent_for_ever(net):
     receiver, endpoint = await net.receiver(dataclasses.replace(LIMITS, resend_after_s=0.001))
     sender = await net.sender(endpoint, dataclasses.replace(LIMITS, resend_after_s=0.001))
     with pytest.raises(ChannelRefused, match="never got the message"):
-        await sender.send(b"x", [b"frame"], timeout_s=10, what="it")
+        await sender.send(b"x", [b"frame"], timeout_s=60, what="it")
     assert receiver.num_malformed == MAX_SENDS
     assert sender.num_pending == 0
 
@@ -657,7 +657,7 @@ async def test_junk_on_the_socket_is_counted_and_survived(net, junk):
     sender = await net.sender(endpoint)
     for address in list(net.transport.pulls):
         net.transport.connect_push(address, queue_messages=10).send_nowait([junk])
-    sending = await running(sender.send(b"x", timeout_s=5, what="it"))
+    sending = await running(sender.send(b"x", timeout_s=60, what="it"))
     (await receiver.receive()).ack()
     await sending
     assert receiver.num_malformed == 1
@@ -668,7 +668,7 @@ async def test_dedupe_memory_is_bounded(net):
     sender = await net.sender(endpoint, PATIENT)
     consumer = await running(settle_all(receiver, []))
     for i in range(1000):
-        await sender.send(b"%d" % i, timeout_s=5, what="it")
+        await sender.send(b"%d" % i, timeout_s=60, what="it")
     assert receiver.num_remembered <= 1
     await stop(consumer)
 
@@ -678,7 +678,7 @@ async def test_senders_long_silent_are_forgotten(net, monkeypatch):
     receiver, endpoint = await net.receiver(PATIENT)
     for i in range(12):
         sender = await net.sender(endpoint, PATIENT, name=f"s{i}")
-        sending = await running(sender.send(b"x", timeout_s=5, what="it"))
+        sending = await running(sender.send(b"x", timeout_s=60, what="it"))
         (await receiver.receive()).ack()
         await sending
     assert receiver.num_remembered <= 4
@@ -687,7 +687,7 @@ async def test_senders_long_silent_are_forgotten(net, monkeypatch):
 async def test_close_fails_what_is_pending_and_what_comes_after(net):
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
-    sends = [asyncio.create_task(sender.send(b"x", timeout_s=5, what="it")) for _ in range(20)]
+    sends = [asyncio.create_task(sender.send(b"x", timeout_s=60, what="it")) for _ in range(20)]
     await turns()
     receiving = [await running(receiver.receive()) for _ in range(12)]
     await sender.close()
@@ -695,7 +695,7 @@ async def test_close_fails_what_is_pending_and_what_comes_after(net):
     results = await asyncio.gather(*sends, return_exceptions=True)
     assert all(isinstance(result, ChannelClosed) for result in results)
     with pytest.raises(ChannelClosed):
-        await sender.send(b"x", timeout_s=5, what="it")
+        await sender.send(b"x", timeout_s=60, what="it")
     await receiver.close()
     results = await asyncio.gather(*receiving, return_exceptions=True)
     assert sum(isinstance(result, ChannelClosed) for result in results) == 4
@@ -710,7 +710,7 @@ async def test_a_socket_that_breaks_fails_the_sends_and_receives(net):
     for pull in list(net.transport.pulls.values()):
         pull.fail(OSError("the socket is broken"))
     with pytest.raises(ChannelError, match="cannot read the verdicts of receiver: OSError"):
-        await sender.send(b"x", timeout_s=5, what="it")
+        await sender.send(b"x", timeout_s=60, what="it")
     with pytest.raises(OSError, match="the socket is broken"):
         await receiver.receive()
 
@@ -738,7 +738,7 @@ async def test_verdicts_of_one_turn_travel_together_and_the_last_does_not_wait(n
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
     await sender.wait_answered()
-    sends = [await running(sender.send(b"x", timeout_s=5, what="it")) for _ in range(5)]
+    sends = [await running(sender.send(b"x", timeout_s=60, what="it")) for _ in range(5)]
     deliveries = [await receiver.receive() for _ in sends]
     before = net.transport.num_sent
     for delivery in deliveries[:-1]:
@@ -753,7 +753,7 @@ async def test_verdicts_of_one_turn_travel_together_and_the_last_does_not_wait(n
 async def test_a_verdict_does_not_wait_for_messages_that_are_still_worked_on(net):
     receiver, endpoint = await net.receiver(PATIENT)
     sender = await net.sender(endpoint, PATIENT)
-    sends = [await running(sender.send(b"%d" % i, timeout_s=5, what="it")) for i in range(2)]
+    sends = [await running(sender.send(b"%d" % i, timeout_s=60, what="it")) for i in range(2)]
     first, second = await receiver.receive(), await receiver.receive()
     first.ack(b"one")
     assert await sends[0] == b"one"
@@ -776,7 +776,7 @@ async def test_a_paused_socket_delivers_what_came_meanwhile_when_it_is_resumed()
     async def until(count):
         while len(seen) < count:
             came.clear()
-            await asyncio.wait_for(came.wait(), 10)
+            await asyncio.wait_for(came.wait(), 60)
 
     try:
         assert push.send_nowait([b"0"])  # arrives before anybody listens

@@ -267,7 +267,8 @@ def test_an_endpoint_that_is_silent_has_a_limit():
     assert "accepts connections" in finding.value
 
 
-def test_an_endpoint_tells_its_version():
+def test_an_endpoint_tells_its_version(monkeypatch):
+    monkeypatch.setattr(doctor, "ENDPOINT_LIMIT_S", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
@@ -279,8 +280,8 @@ def test_an_endpoint_tells_its_version():
         thread = threading.Thread(target=answer)
         thread.start()
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-        (finding,) = doctor.find_endpoints(NameResolveConfig(endpoints=[endpoint]))
-        thread.join(10.0)
+        (finding,) = doctor.find_endpoints(NameResolveConfig(endpoints=[endpoint], timeout_s=60.0))
+        thread.join(60.0)
     assert finding.value == f"{endpoint}: etcd 3.5.1"
 
 

@@ -29,7 +29,7 @@ from asyncrl.topology import ModelPlacement, ParallelGrid, build_handler_routing
 
 RUNTIME = RuntimeConfig(start_timeout_s=10.0)
 NAMES = Names("e", "t")
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 DATASET = ("tokens", "rewards")
 
 

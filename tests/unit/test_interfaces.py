@@ -127,7 +127,7 @@ Engines = dict[str, FakeEngine]  # by role
 
 def fake_ranks(n: int) -> list[Engines]:
     """Ranks that are threads: they must make the same collective calls, or it fails here."""
-    barrier, slots = Barrier(n, timeout=10), [("", None)] * n
+    barrier, slots = Barrier(n, timeout=60), [("", None)] * n
 
     def make(rank: int) -> Engines:
         def exchange(what: str, value: Any) -> list[Any]:

@@ -31,7 +31,7 @@ from asyncrl.master.worker import MasterWorker
 from asyncrl.messages import LoadCheckpoint, Locator, Ping
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def reference(values: list[float], mask: list[bool], eps: float) -> list[float]:
 
 def sum_over_threads(n: int) -> list[Callable[[list[float]], np.ndarray]]:
     """all_reduce_sum of n ranks that are threads."""
-    barrier, slots = Barrier(n, timeout=10), [np.zeros(0)] * n
+    barrier, slots = Barrier(n, timeout=60), [np.zeros(0)] * n
 
     def make(rank: int) -> Callable[[list[float]], np.ndarray]:
         def all_reduce_sum(values: list[float]) -> np.ndarray:

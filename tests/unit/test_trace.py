@@ -112,7 +112,7 @@ def test_threads_share_a_tracer(tmp_path: Path) -> None:
     start = threading.Barrier(4)
 
     def work(number: int) -> None:
-        start.wait(10)
+        start.wait(60)
         for _ in range(200):
             with tracer.span(f"work {number}", track=f"thread {number}"):
                 pass
@@ -123,7 +123,7 @@ def test_threads_share_a_tracer(tmp_path: Path) -> None:
     for _ in range(20):
         tracer.flush()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     tracer.close()
     events = events_of(tmp_path)
     tracks = {event["args"]["name"]: event["tid"] for event in named(events, "thread_name")}

@@ -137,7 +137,7 @@ def test_value_norm_does_not_depend_on_the_layout_of_ranks() -> None:
     returns = torch.randn(20) * 3 + 7
     alone = ValueNorm(0.9)
     alone.update(returns)
-    barrier, slots = Barrier(3, timeout=10), [np.zeros(0)] * 3
+    barrier, slots = Barrier(3, timeout=60), [np.zeros(0)] * 3
 
     def run(rank: int, part: Tensor) -> ValueNorm:
         def all_reduce_sum(values: list[float]) -> npt.NDArray[np.float64]:
