@@ -105,7 +105,7 @@ async def client(tmp_path: Path) -> AsyncIterator[PartialRolloutManager]:
         NoOtherServer(),
         board=StatusBoard(info("rollout_worker", tmp_path), LOGGER),
         logger=LOGGER,
-        new_tokens_per_chunk=64,
+        new_tokens_per_chunk=8,  # the engine gets no further ahead of a slow client: all would have ended before the update
         request_timeout_s=60.0,
         max_requests=2 * GROUP,
     )

@@ -4,20 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 from served_engine import V1, NoOtherServer, forward_logprobs, serve
 
 from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.groups.trajectory import Episode, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.worker import StatusBoard
 
 LOGGER = logging.getLogger("test_rollout_generation")
+LIMIT_S = 60.0
+PASSES = 12  # before the update: every response that has begun is in its first piece, and few have ended
 
 
-async def test_an_update_in_mid_sequence_keeps_tokens_logprobs_and_versions(tmp_path: Path) -> None:
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set after so many passes; then the engine stands still until it is to pause. However slow the client is, the update comes in
+    the middle of a piece."""
+    reached, paused = threading.Event(), threading.Event()
+    count_pass, pause = TransformersEngine._count_pass, TransformersEngine.pause
+
+    def count_and_wait(engine: TransformersEngine, num_new_tokens: int, num_query_tokens: int) -> None:
+        count_pass(engine, num_new_tokens, num_query_tokens)
+        if engine._num["steps"] >= PASSES:
+            reached.set()
+            assert paused.wait(LIMIT_S)
+
+    async def pause_and_tell(engine: TransformersEngine, mode: str = "abort") -> int:
+        paused.set()
+        return await pause(engine, mode)
+
+    monkeypatch.setattr(TransformersEngine, "_count_pass", count_and_wait)
+    monkeypatch.setattr(TransformersEngine, "pause", pause_and_tell)
+    return reached
+
+
+async def test_an_update_in_mid_sequence_keeps_tokens_logprobs_and_versions(
+    tmp_path: Path, reached: threading.Event
+) -> None:
     info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig())
     client = PartialRolloutManager(
         NoOtherServer(),
@@ -33,8 +62,7 @@ async def test_an_update_in_mid_sequence_keeps_tokens_logprobs_and_versions(tmp_
         await client.start()
         try:
             generating = asyncio.ensure_future(client.generate(Route(served.ticket()), [prompt] * 16, sampling, []))
-            while not client.counts.tokens and not generating.done():  # noqa: ASYNC110
-                await asyncio.sleep(0)
+            assert await asyncio.to_thread(reached.wait, LIMIT_S)
             await served.update_in_a_pause(V1)
             responses = await generating
         finally:
