@@ -32,7 +32,7 @@ EOS = TOKENIZER.eos_token_id
 VERSION = WeightVersion(1, 3).pack()
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Pieces:
@@ -238,9 +238,12 @@ async def test_the_end_of_a_rollout_reaches_the_client_and_is_kept(stage: Stage)
 
 
 async def test_the_end_of_a_rollout_in_mid_stream(stage: Stage) -> None:
-    stage.policy.say("Hello", RolloutReleased("server_lost", "gone"))
+    stage.policy.say("Hello")
+    chunks = aiter(await stage.ask(stream=True))
+    assert (await asyncio.wait_for(anext(chunks), LIMIT_S)).choices[0].delta.content == "Hell"
+    stage.policy.say(RolloutReleased("server_lost", "gone"))
     with pytest.raises(openai.APIError, match="server_lost: gone"):
-        async for _ in await stage.ask(stream=True):
+        async for _ in chunks:
             pass
 
 
