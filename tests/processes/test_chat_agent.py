@@ -278,13 +278,13 @@ async def test_a_blocking_client_on_the_event_loop_is_told_of() -> None:
             told.set()
 
     def stand_still() -> None:
+        watch.start()  # here, so that it finds the loop nowhere else
         assert told.wait(LIMIT_S)
 
     handler = Teller()
     LOGGER.addHandler(handler)
     watch = LoopWatch(LOGGER, limit_s=0.05, hint=" (write `def chat`)")
     try:
-        watch.start()
         stand_still()
     finally:
         watch.close()
