@@ -30,6 +30,12 @@ IDS = [f"g{number}" for number in range(6)]
 SOURCE, ME = 0, 4
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """What is asked here answers, also on a busy machine."""
+    monkeypatch.setattr(fetching, "LIMIT_S", 100.0)
+
+
 def worker(max_message_bytes: int = 1_000_000) -> Worker:
     runtime = RuntimeConfig(host="127.0.0.1", max_message_bytes=max_message_bytes)
     made = Worker(WorkerInfo("model_worker", ME, 5, "e", "t", 1, "/nowhere", 1, NameResolveConfig(), runtime))
