@@ -37,7 +37,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType
 from typing import Literal
@@ -241,6 +241,9 @@ class SandboxPool:
                 self._ready.popleft().close()
 
     def _try(self) -> None:
+        recipe, limits = self._recipe, self._recipe.limits
+        # How long a program may take is no word on isolation: a machine that is busy for a moment has it all the same
+        self._recipe = replace(recipe, limits=replace(limits, wall_s=max(limits.wall_s, START_LIMIT_S)))
         try:
             result = self.run(Program({"main.py": "print(6 * 7)"}))
         except IsolationMissing:
@@ -250,6 +253,7 @@ class SandboxPool:
                 raise
             raise IsolationMissing(f"{error}. {_REMEDY}") from error
         finally:
+            self._recipe = recipe
             self.close()  # nothing made ahead is for the processes that are forked from this one
         if not result.ok or result.stdout != "42\n":
             raise IsolationMissing(
@@ -343,7 +347,7 @@ class Sandbox:
             self._info = os.dup(told.fileno())
         self._inner = -1  # a descriptor of the first process inside
         code = marshal.dumps(_stage_code())
-        with contextlib.suppress(BrokenPipeError):  # wait_until_ready says what it was
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # wait_until_ready says what it was
             self._control.settimeout(START_LIMIT_S)
             self._control.sendall(_framed(code) + self._recipe.setup)
 
