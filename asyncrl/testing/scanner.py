@@ -27,7 +27,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 LIMIT_S = 1.0  # of each question
-_SILENCE_S = 0.3
+HANDSHAKE_S = 1.0  # ZeroMQ's; one that is refused ends before
+STORE_S = 1.0  # of each question to what may be a store of torch
+_SILENCE_S = 0.3  # after which nothing more is said
 _AT_ONCE = 32
 _REFUSALS = (400, 401, 403, 404, 405, 408, 411, 413, 415, 426, 431, 501, 505)
 _PATHS = (
@@ -40,6 +42,13 @@ _PATHS = (
 _BODIES = {"/v3/kv/range": b'{"key":"AA==","range_end":"AA=="}'}
 _ZMTP_SIGNATURE = b"\xff\x00\x00\x00\x00\x00\x00\x00"
 _ZMTP_GREETING_BYTES = 64
+_LET_IN = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
 # torch's TCPStore: "I am a client" (a magic number), then "how many keys are there?" and "are you there?"
 _TCP_STORE_HELLO = b"\x00" + struct.pack("<I", 0x3C85F7CE)
 _TCP_STORE_QUESTIONS = {"number of keys": b"\x0a", "ping": b"\x0d" + struct.pack("<I", 7)}
@@ -124,8 +133,7 @@ def _http_answers(host: str, port: int) -> Iterator[str]:
 
 def _store_answers(host: str, port: int) -> Iterator[str]:
     for what, question in _TCP_STORE_QUESTIONS.items():
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=LIMIT_S) as connection:
-            connection.settimeout(_SILENCE_S)
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=STORE_S) as connection:
             connection.sendall(_TCP_STORE_HELLO + question)
             answer = connection.recv(64)
             if answer and not answer.startswith((b"\xff", b"HTTP/")):
@@ -143,10 +151,9 @@ def _zmq_answers(host: str, port: int) -> Iterator[str]:
         elif name == "CURVE":
             push.curve_publickey, push.curve_secretkey = zmq.curve_keypair()
             push.curve_serverkey = zmq.curve_keypair()[0]
-        monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor = push.get_monitor_socket(_LET_IN | _REFUSED)
         push.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-        if monitor.poll(int(_SILENCE_S * 1000)):
-            recv_monitor_message(monitor)
+        if monitor.poll(int(HANDSHAKE_S * 1000)) and recv_monitor_message(monitor)["event"] == _LET_IN:
             yield f"ZeroMQ {name}: let in"
         push.disable_monitor()
         monitor.close(linger=0)

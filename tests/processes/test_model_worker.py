@@ -299,7 +299,10 @@ async def test_a_full_store_takes_more_when_the_master_clears_it(memory, tmp_pat
     async with worker_here(worker_config(memory, tmp_path, model_path, capacity=1)) as (worker, world):
         await world.push(*trajectory("first"))
         second = asyncio.create_task(world.push(*trajectory("second")))
-        await world.call(Ping())
+        deadline = time.monotonic() + LIMIT_S
+        while "room in the store" not in {wait.what for wait in worker.board.snapshot().waits}:
+            assert time.monotonic() < deadline, "it does not wait"
+            await asyncio.sleep(0.01)
         await world.call(ClearData(ids=["first"]))
         assert await second == STORED
         assert worker.store.ids() == ["second"]

@@ -1,13 +1,15 @@
 """The kernel kills a process for want of memory, for real: in a control group of its own, with a limit."""
 
-import contextlib
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 LIMIT_BYTES = 400_000_000
+GONE_LIMIT_S = 60.0
 PARENT = """
 import subprocess, sys
 from pathlib import Path
@@ -22,22 +24,25 @@ print(how_it_ended(child.wait(60), log))
 @pytest.fixture
 def group():
     """A control group whose processes have LIMIT_BYTES together; version 1 or 2, whichever the machine has."""
-    of = {}
+    of, name = {}, f"asyncrl-test-{os.getpid()}"  # nobody else's: tests of another process may run beside
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         of[controllers] = path.lstrip("/")
     if "memory" in of:
-        made, limit = Path("/sys/fs/cgroup/memory") / of["memory"] / "asyncrl-test", "memory.limit_in_bytes"
+        made, limit = Path("/sys/fs/cgroup/memory") / of["memory"] / name, "memory.limit_in_bytes"
     else:
-        made, limit = Path("/sys/fs/cgroup/asyncrl-test"), "memory.max"
+        made, limit = Path("/sys/fs/cgroup") / name, "memory.max"
     try:
-        made.mkdir(exist_ok=True)
+        made.mkdir()
         (made / limit).write_text(str(LIMIT_BYTES))
     except OSError as error:
         pytest.skip(f"no control group can be made here, which takes root: {error}")
     yield made
-    with contextlib.suppress(OSError):  # one that is still going is removed by the next test
-        made.rmdir()
+    deadline = time.monotonic() + GONE_LIMIT_S
+    while (made / "cgroup.procs").read_text():
+        assert time.monotonic() < deadline, "its processes have not ended"
+        time.sleep(0.05)
+    made.rmdir()
 
 
 def test_whom_the_kernel_kills_for_want_of_memory_is_told_as_that(group, tmp_path):
