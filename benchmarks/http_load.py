@@ -11,6 +11,7 @@ allocate_rollout, finish_rollout, a heartbeat every two seconds each, and a mast
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import time
@@ -226,13 +227,17 @@ class Generator:
         for number, client in enumerate(self._clients):
             client.send("allocate_rollout", self._rollouts.allocate(number), now)
         self._load = Load()
-        counting_from, end = now + warm_up_s, now + warm_up_s + duration_s
+        counting_from, end = now + warm_up_s, math.inf
         began, cpu = 0.0, 0.0
-        while (now := time.monotonic()) < end:
+        while (now := time.monotonic()) < end or not self._load.num_requests:
             if not began and now >= counting_from:
                 warm = self._load
                 self._load, began, cpu = Load(num_all=warm.num_requests), now, time.process_time()
-            for number, client, body in self._answers(end - now):
+                end = began + duration_s  # whenever that was: this process may have stood still
+            if now > end + _LIMIT_S:
+                raise LoadFailed(f"no request was answered within {now - began:.0f} s")
+            next_s = (end if began else counting_from) - now
+            for number, client, body in self._answers(next_s if next_s > 0 else 0.1):
                 if number == len(self._clients):
                     self._master_idle()
                     continue

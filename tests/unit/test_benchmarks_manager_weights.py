@@ -33,7 +33,7 @@ def end_to_end(monkeypatch):
 def test_manager_measures_capacity_and_latency(tmp_path):
     found = last_line(
         BENCHMARKS / "manager.py",
-        *("--rounds", 1, "--clients", 4, "--seconds", 0.2, "--open-seconds", 0.9, "--version-mb", 1),
+        *("--rounds", 1, "--clients", 4, "--seconds", 1, "--open-seconds", 3, "--version-mb", 1),
         *("--folder", tmp_path, "--json-only"),
     )
     assert found["name"] == "manager"
