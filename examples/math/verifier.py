@@ -30,7 +30,7 @@ MAX_PROCESSES = 4  # of a rollout worker; as many as are needed at the same time
 MAX_CHARS = 1000  # of a formula
 
 _READY = b"ready\n"
-_DEATH_S = 0.5  # between the end of a process's output and its end
+_DEATH_S = 5.0  # between the end of a process's output and its end
 
 
 class VerifierError(RuntimeError):
