@@ -16,7 +16,6 @@ from asyncrl.testing import scanner
 from asyncrl.testing.scanner import scan
 from asyncrl.update_group import serve_store
 
-
 PATIENT_S = 10.0  # for an answer that comes, from a server that is slow
 
 

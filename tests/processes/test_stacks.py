@@ -79,7 +79,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Iterator[dict[str, Stacks]]:
-    """What processes say that hang in these ways. The one that says only a part has a folder of its own: it is waited for in vain."""
+    """What processes say that hang in these ways. One that says only a part has a folder of its own: it is waited for in vain."""
     silent = folder / "silent"
     silent.mkdir()
 
