@@ -94,13 +94,13 @@ async def serve(run_dir: Path, tokenizer: Any = None) -> AsyncIterator[Served]:
     life = asyncio.create_task(server.main())
     resolver = open_name_resolver(name_resolve)
     try:
-        url = await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), 30.0)
+        url = await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), 60.0)
         made = Served(url, run_dir, models)
         await made.update(V0)
         yield made
     finally:
         server.stopping.set()
-        await asyncio.wait_for(life, 30)
+        await asyncio.wait_for(life, 60)
         resolver.close()
 
 

@@ -16,13 +16,13 @@ from asyncrl.redistribution import plan_redistribution, transfers
 from asyncrl.testing.gang import Gang, GangError
 
 NUM_WORKERS = 4
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 SHORT_S = 1.0
 
 
 @pytest.fixture(scope="module")
 def gang():
-    with Gang(NUM_WORKERS, limit_s=60.0) as gang:
+    with Gang(NUM_WORKERS, limit_s=100.0) as gang:
         yield gang
 
 

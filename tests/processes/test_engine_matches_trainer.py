@@ -92,7 +92,7 @@ async def server_url(model_path: Path, tmp_path: Path, resolver: NameResolver) -
     life = asyncio.create_task(server.main())
     yield await asyncio.to_thread(resolver.wait, NAMES.generation_server(0), 60.0)
     server.stopping.set()
-    await asyncio.wait_for(life, 30)
+    await asyncio.wait_for(life, 60)
 
 
 @pytest.fixture
@@ -217,8 +217,8 @@ async def through_the_stream(sample: SequenceSample, resolver: NameResolver) -> 
     await puller.start()
     await pusher.start()
     try:
-        pushing = asyncio.ensure_future(pusher.push(meta, sample, head=0, timeout_s=30.0))
-        pulled = await asyncio.wait_for(puller.pull(), 30)
+        pushing = asyncio.ensure_future(pusher.push(meta, sample, head=0, timeout_s=60.0))
+        pulled = await asyncio.wait_for(puller.pull(), 60)
         pulled.ack(StoreVerdict(verdict="stored"))
         assert (await pushing).verdict == "stored"
     finally:

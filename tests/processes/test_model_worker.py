@@ -73,7 +73,7 @@ TRAIN = TrainConfig(
     max_tokens_per_mb=100,
     optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0),
     ppo=PPOConfig(minibatches=2, temperature=1.0, kl_coef=0.05),
-    call_timeout_s=60.0,
+    call_timeout_s=100.0,
 )
 LIMIT_S = 60.0
 STORED = StoreVerdict(verdict="stored")

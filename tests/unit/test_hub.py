@@ -223,6 +223,8 @@ def ask(endpoint: str, home: Path, *names: str) -> tuple[dict[str, str], list[st
         name: value for name, value in os.environ.items() if name not in hidden and not name.lower().endswith("_proxy")
     }
     env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    # A file that comes late is not asked for again
+    env |= {"HF_HUB_ETAG_TIMEOUT": "60", "HF_HUB_DOWNLOAD_TIMEOUT": "60"}
     done = subprocess.run(
         [sys.executable, "-c", ASK, *names], env=env, capture_output=True, text=True, timeout=100, check=False
     )
