@@ -97,20 +97,25 @@ def assert_each_prompt_trained_once(run_dir: Path, num_steps: int, batch_size: i
 
 
 def assert_nobody_left_behind(run_dir: Path, eta: int) -> None:
-    """Prompts that were handed out and never trained can only be those that were still live at the end, within their time.
+    """Prompts that were handed out and never trained can only be those that were still live at the end, within their time: all
+    whose newest ticket may not wait beyond the last step were trained, long responses as well as short ones.
 
-    Prompts are handed out in order, so what came before the first ticket that may wait beyond the last step was trained, to
-    the last one: long responses as well as short ones.
+    What was handed out the manager has written down. Which tickets may wait what was trained does not say: where a version was
+    never served, those of the next one are granted all at once, and a later one may be done first.
     """
-    groups = [group for event in trained_events(run_dir) for group in event["groups"]]
+    trained = set(trained_prompts(run_dir))
     num_steps = len(trained_events(run_dir))
-    batch_size = len(groups) // num_steps
-    may_wait = [group["prompt"][1] for group in groups if min_version(group["ticket"]) + eta >= num_steps]
-    positions = {group["prompt"][1] for group in groups}
-    first_that_may_wait = min(may_wait, default=max(positions) + 1)
-    assert positions.issuperset(range(first_that_may_wait))
-    assert max(positions) < len(groups) + eta * batch_size
-    assert first_that_may_wait >= (num_steps - eta) * batch_size  # so many had been trained when it was granted
+    batch_size = len(trained) // num_steps
+    admitted = [event for event in journal(run_dir, "gserver_manager") if event["event"] == "admitted"]
+    tickets = {
+        tuple(event["prompt"]): event["ticket"] for event in admitted if event["attempt"] == 1
+    }  # the newest of each
+    may_wait = {prompt for prompt, ticket in tickets.items() if min_version(ticket) + eta >= num_steps}
+    assert sorted(tickets) == [(0, position) for position in range(len(tickets))]  # in order, none left out
+    assert tickets.keys() - may_wait <= trained <= tickets.keys()
+    assert max(trained) < (0, len(trained) + eta * batch_size)
+    first_that_may_wait = min(may_wait, default=(0, len(tickets)))
+    assert first_that_may_wait >= (0, (num_steps - eta) * batch_size)  # so many had been trained when it was granted
 
 
 def min_version(ticket_id: str) -> int:
