@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,14 +12,35 @@ from asyncrl.messages import WeightVersion
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights import verify_version, version_dir
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 4
+
+# Training would go on beside the updates, and a server that is held up then goes from a version to the next but one. Here each step
+# waits inside the trainers until the version before it is everywhere; rollouts are under way meanwhile.
+_WAITING = """\
+import re
+import time
+from pathlib import Path
+
+num_steps = 0
+
+def everywhere(engine, sample, train):
+    global num_steps
+    num_steps += 1
+    for server in range(2):
+        log = Path("{logs}", f"generation_server_{{server}}.log")
+        while len(re.findall("weights .* verified", log.read_text())) < num_steps:
+            time.sleep(0.02)
+    return sample.derive({{"waited": sample.data["packed_input_ids"]}})
+"""
 
 
 def test_a_run_with_broadcasts(tmp_path: Path) -> None:
     """Two servers, two trainers of which one sends; verify_logprobs compares each server with the trainer after each update."""
     config = make_tiny_run(tmp_path)
+    logs = tmp_path / "runs" / "tiny" / "t0" / "logs" / "latest"
+    (tmp_path / "waiting.py").write_text(_WAITING.format(logs=logs))
     overrides = (
         "allocation=transformers.d2+d2",
         f"train.max_steps={STEPS}",
@@ -27,11 +49,16 @@ def test_a_run_with_broadcasts(tmp_path: Path) -> None:
         "weights.verify_logprobs=true",
         f"weights.keep={STEPS + 1}",
         "eval.at_end=false",
+        "train.extra_mfcs.wait.interface=waiting:everywhere",
+        "train.extra_mfcs.wait.input_keys=[packed_input_ids]",
+        "train.extra_mfcs.wait.output_keys=[waited]",
+        "train.extra_train_keys=[waited]",
     )
-    with launch(config, *overrides) as run:
-        assert run.wait(240) == 0, run.output()
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with launch(config, *overrides, env={"PYTHONPATH": paths}) as run:
+        assert run.run_dir / "logs" / "latest" == logs
+        assert run.wait(400) == 0, run.output()
     assert len(train_steps(run.run_dir)) == STEPS
-    logs = run.run_dir / "logs" / "latest"
     sent = re.findall(r"weights (\S+) sent to (.*) \(", (logs / "model_worker_0.log").read_text())
     versions = [str(WeightVersion(1, number)) for number in range(STEPS + 1)]
     # A wave may part, so that servers get a version one after the other. The last one comes when everybody is leaving already.
