@@ -22,12 +22,17 @@ from asyncrl.lineage import audit
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights import tensor_files
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
-STEPS, BATCH, LIMIT_S = 40, 4, 200.0
+STEPS, BATCH, LIMIT_S = 40, 4, 400.0
+# So many steps there can be before each strike, after the last one, and in the end: on a machine of any speed the run is there to
+# be struck, and has steps left to go on with.
+ALLOWED = (12, 22, 32, 38, STEPS)
 TRAINERS = ("master/0", "model_worker/0")
 REFERENCE = ("model_worker/1", "model_worker/2")  # one world of two ranks
 EXACT = [
+    "prompts.shuffle=false",
+    "rollout.reward_timeout_s=1000",
     "allocation=transformers.d1+d1+ref_inf:d2",
     "manager.max_head_offpolicyness=0",
     "rollout.group_size=1",
@@ -49,17 +54,33 @@ STEADY: list[str] = []
 MOVING = ["train.ref.update_interval=2", "train.ref.update_share=0.5"]  # the reference follows the actor
 
 
-def reward_of_its_own(folder: Path) -> None:
-    """That something is learned."""
-    text = "(7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10"
-    (folder / "reward.py").write_text(f"def reward(prompt, completion, answer):\n    return {text}\n")
+_REWARD = """\
+import time
+from pathlib import Path
+
+def reward(prompt, completion, answer):
+    while int(prompt) // {batch} >= int(Path("{allowed}").read_text()):
+        time.sleep(0.02)
+    return (7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10
+"""
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunHandle]]:
-    folder = tmp_path_factory.mktemp("apart")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("apart")
+
+
+def allow(folder: Path, num_steps: int) -> None:
+    """What belongs to later steps has no reward before the next call. Prompts are in order."""
+    (folder / "next").write_text(str(num_steps))
+    (folder / "next").replace(folder / "allowed")
+
+
+@pytest.fixture(scope="module")
+def start(folder: Path) -> Iterator[Callable[..., RunHandle]]:
+    """Rewards are of another kind than usual, so that something is learned, and come when they may."""
     config = make_tiny_run(folder, num_prompts=STEPS * BATCH)
-    reward_of_its_own(folder)
+    (folder / "reward.py").write_text(_REWARD.format(batch=BATCH, allowed=folder / "allowed"))
     runs: list[RunHandle] = []
 
     def start_run(*overrides: str) -> RunHandle:
@@ -102,12 +123,15 @@ def goes_on(run: RunHandle, num_steps: int = 3) -> None:
 
 @pytest.mark.parametrize("reference", [STEADY, MOVING], ids=["steady", "moving"])
 def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
-    start: Callable[..., RunHandle], reference: list[str], request: pytest.FixtureRequest
+    start: Callable[..., RunHandle], folder: Path, reference: list[str], request: pytest.FixtureRequest
 ) -> None:
     trial = request.node.callspec.id
+    allow(folder, STEPS)
     whole = start(*reference, f"trial={trial}_whole")
     assert whole.wait(LIMIT_S) == 0, whole.output()
 
+    allowed = iter(ALLOWED)
+    allow(folder, next(allowed))
     run = start(*reference, f"trial={trial}_struck")
     goes_on(run)
     others = pids(run, (*TRAINERS, "generation_server/0", "gserver_manager/0", "rollout_worker/0"))
@@ -117,8 +141,10 @@ def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
         ("model_worker/2", signal.SIGKILL),
     ):
         strike(run, name, number)
+        allow(folder, next(allowed))
         goes_on(run)
     assert pids(run, tuple(others)) == others, "nobody else was started again"
+    allow(folder, next(allowed))
     assert run.wait(LIMIT_S) == 0, run.output()
 
     told = " ".join(run.output().split())
@@ -142,15 +168,18 @@ def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
 
 
 def test_a_moving_reference_has_the_same_weights_in_the_gang_and_apart_and_after_a_resume(
-    start: Callable[..., RunHandle],
+    start: Callable[..., RunHandle], folder: Path
 ) -> None:
     steps = "train.max_steps=12"
+    allow(folder, 12)
     together = start(*MOVING, "trial=together", "allocation=transformers.d1+d1", steps)
     assert together.wait(LIMIT_S) == 0, together.output()
     apart = [*MOVING, "trial=resumed", "allocation=transformers.d1+d1+ref_inf:d1", "checkpoint.every_steps=3", steps]
+    allow(folder, 9)
     run = start(*apart)
     run.wait_until(checkpoint_dir(run.run_dir, 1, 6).exists, "the second checkpoint", LIMIT_S)
     run.close()
+    allow(folder, 12)
     assert not (run.run_dir / "summary.json").exists(), "the run was over before it was killed"
     command = [sys.executable, "-m", "asyncrl.launch.cli", "resume", str(run.run_dir)]
     with RunHandle(command, run.run_dir) as again:
