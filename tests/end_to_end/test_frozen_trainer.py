@@ -6,7 +6,7 @@ import re
 import signal
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,13 @@ import psutil
 import pytest
 from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, launch_sorter
 
-from asyncrl.config import NameResolveConfig
 from asyncrl.launch.rundir import read_record
-from asyncrl.names import Names
+from asyncrl.messages import WeightVersion
+from asyncrl.names import ACTOR, Names
 from asyncrl.runtime.name_resolve import open_name_resolver
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
 
-STEPS, BATCH, ETA = 24, 16, 2
+STEPS, BATCH, ETA = 36, 16, 2
 CAPACITY = (1 + ETA) * BATCH
 MASTER_FROZEN_S, TRAINER_FROZEN_S = 8.0, 30.0
 MAX_GROWTH_BYTES = 8_000_000  # measured: some kilobytes
@@ -40,12 +40,12 @@ def test_a_run_survives_a_frozen_master_and_frozen_trainers(sorter: Path, tmp_pa
         "runtime.frozen_after_s=0",
     ) as run:
         run.wait_for_step(3, limit_s=300)
-        manager = manager_url(run)
+        manager = entry(run, Names.gserver_manager)
         master = run.worker("master/0")
         trainers = [run.worker("model_worker/0"), run.worker("model_worker/1")]
         with frozen([master]):
             stands_still(run, manager, MASTER_FROZEN_S)
-        run.wait_for_step(train_steps(run.run_dir)[-1]["step"] + 3, limit_s=120)
+        run.wait_for_step(train_steps(run.run_dir)[-1]["step"] + 3, limit_s=300)
         with frozen(trainers):
             stands_still(run, manager, TRAINER_FROZEN_S)
         assert train_steps(run.run_dir)[-1]["step"] < STEPS  # it was in mid-run
@@ -69,19 +69,26 @@ def frozen(processes: list[psutil.Process]) -> Iterator[None]:
 
 def stands_still(run: RunHandle, manager: str, seconds: float) -> None:
     """While the trainer is frozen: admission stops at the bound, then nothing moves and nothing grows."""
-    began = time.monotonic()
-    run.wait_until(lambda: Ledger.of(manager).is_full, f"{CAPACITY} tickets are live", limit_s=60)
-    for half, until in enumerate((began + seconds / 2, began + seconds)):
-        early, before = memory(run), Ledger.of(manager)
-        while (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, 0.5))  # time is what this is about
-            now = Ledger.of(manager)
+    run.wait_until(lambda: has_come_to_rest(run, Ledger.of(manager)), f"{CAPACITY} tickets are live", limit_s=120)
+    for half in range(2):
+        early, before, until = memory(run), Ledger.of(manager), time.monotonic() + seconds / 2
+        while True:
+            left, now = until - time.monotonic(), Ledger.of(manager)
             assert now.live + BATCH * now.num_behind <= CAPACITY
-        if half == 1:  # in the first one, weights that were written before the freeze may still arrive
+            if left <= 0:
+                break
+            time.sleep(min(left, 0.5))  # time is what this is about
+        if half == 1:  # in the first one, weights that were on their way to name resolve may still arrive
             assert now == before
             assert now.is_full
         for name, rss in memory(run).items():
             assert rss < early[name] + MAX_GROWTH_BYTES, f"{name} grew from {early[name]} to {rss} bytes"
+
+
+def has_come_to_rest(run: RunHandle, ledger: Ledger) -> bool:
+    """As many tickets are out as may be, and what was published is served, which takes as long as it takes."""
+    published = entry(run, lambda names: names.model_version(ACTOR))
+    return ledger.is_full and ledger.served == WeightVersion.parse(published).version
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,9 @@ def memory(run: RunHandle) -> dict[str, int]:
     return {name: run.worker(name).memory_info().rss for name in names}
 
 
-def manager_url(run: RunHandle) -> str:
+def entry(run: RunHandle, key: Callable[[Names], str]) -> str:
+    """What name resolve says."""
     record = read_record(run.run_dir)
     assert record is not None
-    with open_name_resolver(NameResolveConfig(endpoints=record.endpoints)) as resolver:
-        return resolver.get(Names(record.experiment, record.trial).gserver_manager())
+    with open_name_resolver(record.names_at) as resolver:
+        return resolver.get(key(Names(record.experiment, record.trial)))
