@@ -43,7 +43,7 @@ from common import Rounds, alternate, finish, parser, table
 
 from asyncrl.testing.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run, response_lengths
 from asyncrl.testing.paced_workers import Pace
-from asyncrl.testing.runs import RunHandle, journal, processes_of, train_steps
+from asyncrl.testing.runs import journal, processes_of, train_steps
 
 ETAS = (0, 1, 2, 4, 8)
 QUOTED_ETA = 4
@@ -54,7 +54,7 @@ _FILLED = 1.5  # times the slots are filled by what is rolled out at a time
 _FILL_STEPS = 2  # and eta: not measured at the beginning
 _SPARE_STEPS = 1  # after the last measured one
 _SLACK = 20.0  # a run may take so many times its ideal time, and _START_S
-_START_S = 60.0
+_START_S = 180.0
 
 COLUMNS = {
     "share": "share of ideal",
@@ -126,24 +126,21 @@ class Overlap:
         ]
         with launch_paced(self._config, pace, *overrides) as run:
             run.wait_for_step(first, limit_s)
-            before = cpu_seconds(run)
+            before = {process: cpu_seconds(process) for process in processes_of(run.run_dir)}
             run.wait_for_step(last, limit_s)
-            used_s = cpu_seconds(run) - before
+            used_s = sum(max(0.0, cpu_seconds(process) - then) for process, then in before.items())
             if code := run.wait(limit_s):
                 raise SystemExit(f"the run at eta {eta} ended with code {code}:\n{run.output()[-4000:]}")
             return {**measure(run.run_dir, first, last, pace, self.slots), "cpu_s": used_s}
 
 
-def cpu_seconds(run: RunHandle) -> float:
-    """CPU time so far of all processes of the run, the paced ones and the launcher included."""
-    total = 0.0
-    for process in processes_of(run.run_dir):
-        try:
-            times = process.cpu_times()
-        except psutil.Error:  # gone
-            continue
-        total += times.user + times.system
-    return total
+def cpu_seconds(process: psutil.Process) -> float:
+    """CPU time of a process so far; 0 where it is gone. The run may end while we look: those that we started can be asked still."""
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
 
 
 def measure(run_dir: Path, first: int, last: int, pace: Pace, slots: int) -> dict[str, float]:

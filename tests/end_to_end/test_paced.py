@@ -18,7 +18,7 @@ from asyncrl.testing.runs import assert_nothing_left, processes_of, train_steps
 BATCH, GROUP, STEPS, SEED = 4, 2, 3, 1
 FILL, SPARE = 2, 1  # steps before and after the measured ones
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def result(folder: Path) -> Mapping[str, Any]:
     options = f"--json-only --rounds 1 --etas 0 4 --scenarios balanced --steps {STEPS} --step-s 0.4"
     size = f"--batch {BATCH} --group {GROUP} --servers 1 --slots 4 --folder {folder}"
     command = [sys.executable, str(ROOT / "benchmarks" / "overlap.py"), *options.split(), *size.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     found: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
