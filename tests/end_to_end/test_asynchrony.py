@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from whole_runs import (
@@ -40,7 +41,10 @@ def run(long_tail: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 def test_tokens_are_generated_during_train_steps(run: RunHandle) -> None:
     spans = [(event["start"], event["end"]) for event in trained_events(run.run_dir)]
     assert len(spans) == STEPS
-    assert busy_share(busy_buckets(run.run_dir), spans) >= 0.80
+    busy = busy_buckets(run.run_dir)
+    # The mean over steps, not over time: where something holds the trainer up for long, generation ends what may be admitted, as it
+    # should, and waits. That is one step.
+    assert mean(busy_share(busy, [span]) for span in spans) >= 0.80
 
 
 def test_the_timeline_shows_all_processes_on_one_clock(run: RunHandle) -> None:
@@ -74,8 +78,11 @@ def test_the_timeline_shows_all_processes_on_one_clock(run: RunHandle) -> None:
         assert len(spans(name, "rollout_worker")) >= num_trained
     assert any(event.get("cat") == "wait" and event["args"]["on"] for event in events if event["ph"] == "b")
     passes = sorted(spans("forward", "generation_server"))
-    busy = sum(max(0, min(end, stop) - max(begin, start)) for start, stop in steps for begin, end in passes)
-    assert busy > 0.3 * sum(stop - start for start, stop in steps)  # of two servers, on two cores shared with training
+    shares = [
+        sum(max(0, min(end, stop) - max(begin, start)) for begin, end in passes) / (stop - start)
+        for start, stop in steps
+    ]
+    assert mean(shares) > 0.3  # of two servers, on two cores shared with training
 
 
 def test_trains_on_older_versions_within_the_bound(run: RunHandle) -> None:
