@@ -244,14 +244,19 @@ def test_an_agent_of_openais_client(tmp_path: Path) -> None:
             sample.slices(key) for key in ("packed_input_ids", "loss_mask", "prompt_mask")
         )
         for ids, loss, given, reward in zip(ids_of, loss_of, prompt_of, sample.data["rewards"].tolist(), strict=True):
-            said_ids = [text for _, text in said_by(loss, ids)]
-            turns = [tokenizer.decode(text, skip_special_tokens=True) for text in said_ids]
-            is_whole = said_ids[0][-1] == tokenizer.eos_token_id  # one that was cut calls nothing, whatever it holds
-            said = parse_tool_calls(turns[0]) if is_whole else Said(turns[0])
-            assert reward == float(final_number(turns[-1]) == answer)
-            results = "".join(f"\n<|im_start|>tool\n{calculate(call.arguments)}<|im_end|>" for call in said.tool_calls)
+            turns = [said_in(tokenizer, text) for _, text in said_by(loss, ids)]
+            assert reward == float(final_number(turns[-1].content) == answer)
+            results = "".join(
+                f"\n<|im_start|>tool\n{calculate(call.arguments)}<|im_end|>" for call in turns[0].tool_calls
+            )
             between = [tokenizer.decode(text) for _, text in said_by(~loss & ~given, ids)]
             assert between == [f"{results}\n<|im_start|>assistant\n"] * (len(turns) - 1)
             assert len(turns) == 1 + bool(results)
             called += bool(results)
     assert called > 0
+
+
+def said_in(tokenizer: Any, ids: np.ndarray) -> Said:
+    """An answer as the agent sees it. One that was cut calls nothing, whatever it holds."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return parse_tool_calls(text) if ids[-1] == tokenizer.eos_token_id else Said(text)
