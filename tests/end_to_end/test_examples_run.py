@@ -225,7 +225,7 @@ def test_math_on_a_cpu(tmp_path: Path) -> None:
 
 def test_an_agent_of_openais_client(tmp_path: Path) -> None:
     """Both turns are one sequence: a call, what the calculator says to it (which nobody trains), an answer."""
-    made = make("openai_agent", tmp_path, "--steps", "60")
+    made = make("openai_agent", tmp_path, "--steps", "120")
     with launch_example("openai_agent/config.yaml", made, tmp_path / "runs") as run:
         assert run.wait(300) == 0, run.output()
     assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == {}
