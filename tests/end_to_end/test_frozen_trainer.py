@@ -6,19 +6,17 @@ import re
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, launch_sorter
+from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, entry, launch_sorter
 
-from asyncrl.launch.rundir import read_record
 from asyncrl.messages import WeightVersion
 from asyncrl.names import ACTOR, Names
-from asyncrl.runtime.name_resolve import open_name_resolver
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
 
 STEPS, BATCH, ETA = 36, 16, 2
@@ -122,11 +120,3 @@ class Ledger:
 def memory(run: RunHandle) -> dict[str, int]:
     names = ("gserver_manager/0", "rollout_worker/0", "rollout_worker/1")
     return {name: run.worker(name).memory_info().rss for name in names}
-
-
-def entry(run: RunHandle, key: Callable[[Names], str]) -> str:
-    """What name resolve says."""
-    record = read_record(run.run_dir)
-    assert record is not None
-    with open_name_resolver(record.names_at) as resolver:
-        return resolver.get(key(Names(record.experiment, record.trial)))

@@ -15,14 +15,11 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, trained_events
+from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, entry, trained_events
 
 from asyncrl.launch import cli
-from asyncrl.launch.rundir import read_record
 from asyncrl.lineage import audit
 from asyncrl.messages import WeightVersion, WorkerStatus
-from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import open_name_resolver
 from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run, train_steps
 
@@ -101,10 +98,7 @@ def left_for_dead(run: RunHandle) -> set[str]:
 
 def is_waited_for(run: RunHandle, server: str, since: float) -> bool:
     """Whether a response has been waited for at the server for AT_WORK_S, and was at a time that long after `since`."""
-    record = read_record(run.run_dir)
-    assert record is not None
-    with open_name_resolver(record.names_at) as resolver:
-        told = resolver.get(Names(record.experiment, record.trial).status("rollout_worker/0"))
+    told = entry(run, lambda names: names.status("rollout_worker/0"))
     status = msgspec.json.decode(told, type=WorkerStatus)
     waited = max((wait.since_s for wait in status.waits if wait.on == server), default=0.0)
     return waited >= AT_WORK_S and status.time >= since + AT_WORK_S
@@ -186,8 +180,8 @@ def test_the_only_server_is_waited_for_and_too_many_deaths_end_the_run(
     run.wait_for_step(10, LIMIT_S)
 
     def seen_in_status() -> bool:
-        assert cli.main(["status", str(run.run_dir)]) == 0
-        return "running, restart 2" in " ".join(capsys.readouterr().out.split())
+        code = cli.main(["status", str(run.run_dir)])  # 1: name resolve did not answer in time
+        return code == 0 and "running, restart 2" in " ".join(capsys.readouterr().out.split())
 
     run.wait_until(seen_in_status, "`status` told of the restarts", LIMIT_S)
     run.worker("generation_server/0").kill()

@@ -1,13 +1,17 @@
 """Runs of the examples, as several tests launch them, and what they read from them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.launch.rundir import read_record
+from asyncrl.names import Names
+from asyncrl.runtime.name_resolve import open_name_resolver
 from asyncrl.testing.runs import RunHandle, journal, launch
 from asyncrl.weights import tensor_files
 
@@ -62,6 +66,14 @@ def launch_synchronous(sorter: Path, fileroot: Path, *overrides: str) -> RunHand
         f"weights.keep={STEPS + 1}",
         *overrides,
     )
+
+
+def entry(run: RunHandle, key: Callable[[Names], str]) -> str:
+    """What name resolve says, which may take its time on a busy machine."""
+    record = read_record(run.run_dir)
+    assert record is not None
+    with open_name_resolver(replace(record.names_at, timeout_s=60.0)) as resolver:
+        return resolver.get(key(Names(record.experiment, record.trial)))
 
 
 def weights_dir(run_dir: Path, version: int) -> Path:
