@@ -14,6 +14,7 @@ from asyncrl.testing.simulation.scenario import NUM_STEPS, scenario_of
 JOBS = min(4, os.cpu_count() or 1)
 SEEDS = 300
 BUG_SEEDS = 1000  # each known bug is found within so many
+FAILED_ONCE = [201191]  # a restart that waited for the end of an outage, which then was prolonged, never came
 
 
 def run(first, count, **options):
@@ -27,6 +28,11 @@ def test_seeds_are_clean_and_long_enough():
     assert done.failed is None, f"asyncrl-launch simulate --trace {done.failed.seed}: {done.failed.violation}"
     assert done.num_seeds == SEEDS
     assert done.num_steps >= NUM_STEPS * SEEDS
+
+
+@pytest.mark.parametrize("seed", FAILED_ONCE)
+def test_a_seed_that_failed_once_is_clean(seed):
+    assert run(seed, 1).failed is None
 
 
 @pytest.mark.timeout(300)

@@ -126,7 +126,13 @@ class Supervisor:
         if run.names.down:
             if name not in self._coming:
                 self._coming.add(name)
-                run.scheduler.at(run.names.down_until + 0.1, self._start, name, launch)
+                run.scheduler.at(run.names.down_until + 0.1, self._start_late, name, launch)
             return
         self._coming.discard(name)
         run.start_again(name)
+
+    def _start_late(self, name: str, launch: int) -> None:
+        """When the outage was to be over, which may have been prolonged."""
+        if launch == self._launch:
+            self._coming.discard(name)
+        self._start(name, launch)
