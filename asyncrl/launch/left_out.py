@@ -11,8 +11,8 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from asyncrl.launch.program import ProcessSpec, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir
 from asyncrl.messages import DECODE_ERRORS, Wait, WorkerStatus
 from asyncrl.runtime.name_resolve import WatchEvent
+
+_MAX_NEWS = 1000  # statuses that the launcher has not taken in: minutes of them; past it the oldest go
 
 
 class LeftOut:
@@ -36,8 +38,7 @@ class LeftOut:
         self.command = debug_command(spec, self.config_path)
         self._wait_s = wait_s
         self._notice = notice
-        self._lock = threading.Lock()
-        self._newest: WorkerStatus | None = None  # None: it is not there
+        self._news: deque[WorkerStatus | None] = deque(maxlen=_MAX_NEWS)  # None: it is not there
         self._status: WorkerStatus | None = None
         self._since = time.monotonic()  # it has been missing
         notice(f"{self.name} is left to you: start it within {wait_s:g} s, in another terminal, with\n{self.command}")
@@ -54,15 +55,20 @@ class LeftOut:
     def observe(self, event: WatchEvent) -> None:
         """Its status in name resolve has changed, or is gone with its lease."""
         with contextlib.suppress(*DECODE_ERRORS):
-            status = msgspec.json.decode(event.value, type=WorkerStatus) if event.kind == "put" else None
-            with self._lock:
-                self._newest = status
+            self._news.append(msgspec.json.decode(event.value, type=WorkerStatus) if event.kind == "put" else None)
 
     def turn(self) -> None:
-        """Take in what was observed. Raises LaunchError where it failed, or did not come."""
-        before = self._status
-        with self._lock:
-            self._status = status = self._newest
+        """Take in what was observed, all of it: a short life may be over between two turns. Raises LaunchError where it failed, or
+        did not come."""
+        for _ in range(len(self._news)):
+            self._take_in(self._news.popleft())
+        if self._status is None and time.monotonic() - self._since > self._wait_s and not self.is_done:
+            raise LaunchError(
+                f"{self.name} was not started within {self._wait_s:g} s (debug.wait_s). Start it with\n{self.command}"
+            )
+
+    def _take_in(self, status: WorkerStatus | None) -> None:
+        before, self._status = self._status, status
         if status is not None and before is None:
             self._notice(f"{self.name} has come (process {status.pid})")
         if status is not None and status.error:
@@ -71,10 +77,6 @@ class LeftOut:
             self._since = time.monotonic()
             if before.state != "done":
                 self._notice(f"{self.name} has ended; the run waits for it to be started again")
-        if status is None and time.monotonic() - self._since > self._wait_s and not self.is_done:
-            raise LaunchError(
-                f"{self.name} was not started within {self._wait_s:g} s (debug.wait_s). Start it with\n{self.command}"
-            )
 
     @property
     def is_done(self) -> bool:

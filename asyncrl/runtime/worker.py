@@ -45,6 +45,7 @@ _SAY_AGAIN_S = 60.0
 _MAX_WATCH_EVENTS = 10_000  # that wait for the event loop; past it the newest of each key
 _MAX_ERROR_CHARS = 20_000  # a status line must fit into the pipe to the launcher
 _CLOCK_SLACK_S = 0.001  # the loop's timers may be early by its clock's resolution
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -259,7 +260,7 @@ class Worker:
         """The whole life. Raises what made the worker fail."""
         loop = asyncio.get_running_loop()
         self._failure = loop.create_future()
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in _STOP_SIGNALS:
             with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):  # not on the main thread: a test
                 loop.add_signal_handler(signum, self.stopping.set)
         loop.set_exception_handler(self._on_loop_error)
@@ -472,4 +473,6 @@ def _end_loop(loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
     if tasks:
         loop.run_until_complete(asyncio.wait(tasks, timeout=limit_s))
     loop.run_until_complete(asyncio.wait([loop.create_task(loop.shutdown_asyncgens())], timeout=limit_s))
+    # Its handlers go with the loop. Who asks this process to stop now, having not heard yet that it is over, must not kill it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     loop.close()

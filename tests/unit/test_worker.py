@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -206,3 +209,25 @@ async def test_another_state_is_told_at_once(monkeypatch):
 
     await Recorder(heard).main()
     os.close(writer)
+
+
+LATE_SIGNAL = """
+import os, signal, sys
+from test_worker import Recorder
+from asyncrl.runtime.worker import run_worker
+
+async def nothing(worker):
+    pass
+
+code = run_worker(Recorder(nothing))
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(code)
+"""
+
+
+def test_who_asks_it_to_stop_when_it_is_over_does_not_kill_it():
+    """A launcher that has not heard yet that a process left to somebody is done: that one ends well all the same."""
+    done = subprocess.run(
+        [sys.executable, "-c", LATE_SIGNAL], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

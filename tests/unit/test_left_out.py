@@ -1,0 +1,64 @@
+"""A process that somebody else starts, as the launcher sees it: by what is in name resolve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.config import ExperimentConfig, PromptSourceConfig
+from asyncrl.launch.left_out import LeftOut
+from asyncrl.launch.program import plan
+from asyncrl.launch.rundir import LaunchError
+from asyncrl.messages import WorkerStatus
+from asyncrl.runtime.name_resolve import WatchEvent
+
+NAME = "rollout_worker/0"
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def left_out(tmp_path: Path, told: list[str]) -> LeftOut:
+    config = ExperimentConfig(fileroot=str(tmp_path), model_path="/model", prompts=PromptSourceConfig(path="/p.jsonl"))
+    specs = {spec.name: spec for spec in plan(config, attempt=1, num_prompts=8, devices=[])}
+    (tmp_path / "configs" / "attempt_1").mkdir(parents=True)
+    made = LeftOut(specs[NAME], tmp_path, wait_s=60.0, notice=told.append)
+    told.clear()
+    return made
+
+
+def put(state: str, error: str = "") -> WatchEvent:
+    status = WorkerStatus(worker=NAME, pid=7, attempt=1, state=state, time=0.0, progress=0, waits=[], error=error)
+    return WatchEvent("put", "status", msgspec.json.encode(status).decode())
+
+
+GONE = WatchEvent("delete", "status", "")
+
+
+def test_a_life_that_is_over_between_two_looks_is_told(left_out: LeftOut, told: list[str]) -> None:
+    for event in (put("starting"), put("running"), put("done"), GONE):
+        left_out.observe(event)
+    left_out.turn()
+    assert told == [f"{NAME} has come (process 7)"]
+
+
+def test_one_that_ends_too_early_is_waited_for(left_out: LeftOut, told: list[str]) -> None:
+    for event in (put("running"), GONE):
+        left_out.observe(event)
+        left_out.turn()
+    assert told == [
+        f"{NAME} has come (process 7)",
+        f"{NAME} has ended; the run waits for it to be started again",
+    ]
+
+
+def test_its_failure_is_told_even_if_it_is_gone_by_then(left_out: LeftOut) -> None:
+    left_out.observe(put("error", "ValueError: no"))
+    left_out.observe(GONE)
+    with pytest.raises(LaunchError, match="which you started, failed\n\nValueError: no"):
+        left_out.turn()
