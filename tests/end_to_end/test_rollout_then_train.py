@@ -20,9 +20,18 @@ BATCHES, BATCH = 3, 2
 LIMIT_S = 300.0
 
 
+# Four random tokens are mostly four different ones: were that the reward, no group might have anything to learn from.
+REWARD = """\
+def reward(prompt, completion, answer):
+    return sum(map(ord, completion)) / 1000
+"""
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    return make_tiny_run(tmp_path_factory.mktemp("tiny"), num_prompts=50)
+    config = make_tiny_run(tmp_path_factory.mktemp("tiny"), num_prompts=50)
+    (config.parent / "reward.py").write_text(REWARD)
+    return config
 
 
 @pytest.fixture(scope="module")
