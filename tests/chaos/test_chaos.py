@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.checkpoints import list_checkpoints
 from asyncrl.launch import cli
-from asyncrl.lineage import audit
-from asyncrl.runtime.metrics import read_json_lines
+from asyncrl.lineage import audit, read_attempts
 from asyncrl.testing.chaos import Cell, ChaosRun, make_chaos_run
 from asyncrl.testing.runs import assert_nothing_left, journal
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1200)
+
+START_LIMIT_S = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +52,16 @@ def test_killed_in_the_middle_of_what_they_do(config: Path, tmp_path: Path, caps
         Cell("etcd", "kill", "weight_write"),
         Cell("master", "kill", "weight_write"),
     ]
-    with ChaosRun(config, f"fileroot={tmp_path}") as run:
+    # nobody is frozen here: who stands still on a busy machine is not to die as well
+    with ChaosRun(config, f"fileroot={tmp_path}", "runtime.frozen_after_s=120") as run:
+        run.handle.wait_until(lambda: list_checkpoints(run.run_dir), "a checkpoint", START_LIMIT_S)
         assert_survives(run, cells)
-    found = audit(run.run_dir)
-    assert [stretch.attempt for stretch in found.lineage] == [1, 2, 3]  # the training side died twice
+    attempts = read_attempts(run.run_dir)
+    assert [attempt.number for attempt in attempts] == [1, 2, 3]  # the training side died twice
+    _, second, third = (attempt.parent for attempt in attempts)
+    assert second is not None
+    assert third is not None  # and went on from a checkpoint: the second attempt's, unless it died before it had one
+    assert [stretch.attempt for stretch in audit(run.run_dir).lineage] == sorted({1, third[0], 3})
     assert cli.main(["audit", str(run.run_dir)]) == 0
     assert "ok: each of these prompts once, nothing is wrong" in capsys.readouterr().out
 
@@ -61,7 +69,7 @@ def test_killed_in_the_middle_of_what_they_do(config: Path, tmp_path: Path, caps
 def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: Path) -> None:
     """What is frozen too long is killed; what wakes up before is told what has changed. Messages are lost, doubled and damaged."""
     cells = [
-        Cell("generation_server", "stop", "generation", stop_s=20.0),
+        Cell("generation_server", "stop", "generation", stop_s=60.0),  # by then it is killed
         Cell("rollout_worker", "stop", "push", stop_s=5.0),
         Cell("gserver_manager", "restart", "idle"),
         Cell("launcher", "kill", "train_step"),
@@ -79,17 +87,20 @@ def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: 
         if "was damaged on its way" in line or "the checksum does not fit" in line
     ]
     assert damaged
-    assert read_json_lines(run.run_dir / "journal" / "master.jsonl")[-1]["event"] == "ended"
+    # a group that is finished too late may still be taken in while the master ends
+    *_, last = (event for event in journal(run.run_dir) if event["event"] != "stored")
+    assert last["event"] == "ended"
 
 
 def test_the_command(config: Path, tmp_path: Path) -> None:
+    config.with_name("pace").touch()  # rewards take their time: the run is not over before it is struck
     command = [sys.executable, "-m", "asyncrl.launch.cli", "chaos", str(config), "--json", "--seed", "3"]
     command += ["--every", "1-2", "--for", "5", "--targets", "rollout_worker", "--kinds", "kill"]
     done = subprocess.run(
         [*command, f"fileroot={tmp_path}", "train.max_steps=30"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     told = json.loads(done.stdout)
