@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ from asyncrl.runtime.name_resolve import NameResolveError, open_name_resolver
 _STOP_LIMIT_S = 30.0
 _JOB_LIMIT_S = 60.0
 _LOOK_S = 1.0
-_SECOND_TIME_S = 1.2  # sooner it would count as the same one
+_AGAIN_S = 1.2  # sooner it would count as the same one
 
 _DESCRIPTION = """Stop a run, as Ctrl-C in its terminal would, and wait until nothing of it is left.
 
@@ -58,17 +59,17 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
             print_json({"run_dir": str(run_dir), "was_running": False, "running": False})
         return 0
     limit_s = _STOP_LIMIT_S + (record.on_stop_s if record is not None and not arguments.now else 0.0)
-    for again in range(2 if arguments.now else 1):
-        time.sleep(again * _SECOND_TIME_S)
-        if record is not None and elsewhere:
-            if not again or goes_on(run_dir, record):
-                _wish(record)
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
     where = f" on {record.host}" if record is not None and elsewhere else ""
-    deadline = time.monotonic() + limit_s
+    deadline, ask_at = time.monotonic() + limit_s, 0.0
     while goes_on(run_dir, record) if elsewhere else is_running(run_dir):
+        if time.monotonic() > ask_at:
+            if record is not None and elsewhere:
+                _wish(record)
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            # more than twice, if need be: two that a busy launcher finds together are one to it
+            ask_at = time.monotonic() + _AGAIN_S if arguments.now else math.inf
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"the launcher, process {pid}{where}, did not stop within {limit_s:g} s; `kill -9 {pid}`{where} ends it, "

@@ -1,0 +1,38 @@
+"""`asyncrl-launch stop` and a launcher that is slow to hear."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from asyncrl.launch import cli
+
+# A launcher that stood still while it was signalled: of signals that wait together the system keeps one.
+LAUNCHER = """
+import signal, sys
+from pathlib import Path
+from asyncrl.launch.rundir import RunLock
+
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire()
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+print("ready", flush=True)
+while len(told) < int(sys.argv[2]):
+    signal.sigtimedwait([], 0.1)
+lock.release()
+"""
+
+
+def test_now_asks_until_it_is_heard(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path), "3"], stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            assert launcher.stdout is not None
+            assert launcher.stdout.readline() == "ready\n"
+            assert cli.main(["stop", str(tmp_path), "--now"]) == 0
+            assert launcher.wait(60) == 0
+        finally:
+            launcher.kill()
