@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from whole_runs import Gate
 
 from asyncrl.launch import cli
 from asyncrl.testing.runs import (
@@ -21,36 +22,33 @@ from asyncrl.testing.runs import (
     read_json_lines,
 )
 
-NUM_PROMPTS = 60
-LIMIT_S = 100.0
+NUM_PROMPTS, BATCH = 60, 2
+LIMIT_S = 200.0
 
-pytestmark = pytest.mark.timeout(300)
-
-# No response is judged while there is a file `closed`: so the run waits for what the test does to it.
-REWARD = """\
-import asyncio
-from pathlib import Path
-
-CLOSED = Path(__file__).parent / "closed"
-
-
-async def reward(prompt, completion, answer):
-    while CLOSED.exists():
-        await asyncio.sleep(0.05)
-    return float(len(set(completion)))
-"""
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunHandle]:
-    config = make_tiny_run(tmp_path, num_prompts=NUM_PROMPTS)
-    (tmp_path / "reward.py").write_text(REWARD)
+def config(tmp_path: Path) -> Path:
+    return make_tiny_run(tmp_path, num_prompts=NUM_PROMPTS)
+
+
+@pytest.fixture
+def gate(config: Path) -> Gate:
+    """The run waits at it for what the test does to it."""
+    return Gate(config, BATCH, "float(len(set(completion)))")
+
+
+@pytest.fixture
+def run(config: Path, gate: Gate) -> Iterator[RunHandle]:
     overrides = (
+        Gate.OVERRIDE,
         "train.max_steps=0",
-        "rollout.reward_timeout_s=300",
+        f"train.batch_size={BATCH}",
         "manager.heartbeat_s=0.5",
         "manager.drain_timeout_s=1",
     )
+    gate.let(5)
     with launch(config, *overrides) as handle:
         yield handle
 
@@ -75,31 +73,35 @@ def scale(run: RunHandle, count: int, capsys: pytest.CaptureFixture[str]) -> dic
     return answer
 
 
+def shown(run: RunHandle, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Servers that `status` knows of. A thread of the launcher takes out those that have left, a moment after it is told."""
+    assert cli.main(["status", str(run.run_dir), "--json"]) == 0
+    workers = [worker["worker"] for worker in json.loads(capsys.readouterr().out)["workers"]]
+    return [name for name in workers if name.startswith("generation_server")]
+
+
 def test_servers_join_and_leave_a_run_and_no_sample_is_lost(
-    run: RunHandle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunHandle, gate: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gate = tmp_path / "closed"
     run.wait_for_step(1, LIMIT_S)
-    gate.touch()
     assert scale(run, 3, capsys) == {"before": 1, "wanted": 3, "there": 1}
     assert cli.main(["status", str(run.run_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["generation_wanted"] == 3
     run.wait_until(lambda: len(serving(run)) == 3, "the new servers serve", LIMIT_S)
-    gate.unlink()
+    gate.let(25)
     run.wait_until(lambda: sampled_by(run, 1) and sampled_by(run, 2), "the new servers have sampled", LIMIT_S)
-    gate.touch()
+    gate.let(0)
 
+    run.worker("generation_server/2").suspend()  # else it might have left before it is killed
     assert scale(run, 1, capsys) == {"before": 3, "wanted": 1, "there": 3}
     run.wait_for_output("generation servers: 3 -> 1", LIMIT_S)
     run.worker("generation_server/2").send_signal(signal.SIGKILL)  # gone is gone
     run.wait_for_output("generation_server/2 has left the run", LIMIT_S)
     run.wait_for_output("generation_server/1 has left the run", LIMIT_S)  # its groups are the other server's now
     assert serving(run) == ["generation_server_0.yaml"]
-    assert cli.main(["status", str(run.run_dir), "--json"]) == 0
-    workers = [worker["worker"] for worker in json.loads(capsys.readouterr().out)["workers"]]
-    assert [name for name in workers if name.startswith("generation_server")] == ["generation_server/0"]
+    run.wait_until(lambda: shown(run, capsys) == ["generation_server/0"], "`status` showed who is left", LIMIT_S)
 
-    gate.unlink()
+    gate.open()
     assert run.wait(LIMIT_S) == 0, run.output()
     assert_nothing_left(run.run_dir)
     events = journal(run.run_dir)

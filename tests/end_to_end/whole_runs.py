@@ -1,7 +1,8 @@
 """Runs of the examples, as several tests launch them, and what they read from them."""
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.config_file import load_experiment
+from asyncrl.data.prompts import PromptSource
 from asyncrl.launch.rundir import read_record
+from asyncrl.messages import Locator
 from asyncrl.names import Names
 from asyncrl.runtime.name_resolve import open_name_resolver
 from asyncrl.testing.runs import RunHandle, journal, launch
@@ -74,6 +78,63 @@ def entry(run: RunHandle, key: Callable[[Names], str]) -> str:
     assert record is not None
     with open_name_resolver(replace(record.names_at, timeout_s=60.0)) as resolver:
         return resolver.get(key(Names(record.experiment, record.trial)))
+
+
+_JUDGE = """\
+import asyncio
+from pathlib import Path
+
+HELD = Path(__file__).with_name("held")
+
+
+def held():
+    try:
+        return HELD.read_text().split()
+    except FileNotFoundError:
+        return []
+
+
+async def reward(prompt, completion, answer):
+    while prompt in held():
+        await asyncio.sleep(0.05)
+    return {reward}
+"""
+
+
+class Gate:
+    """Lets the run of a config come to a step, and no further: what a test does to a run then finds it at work, however fast the
+    run is and however slow the test. It is shut by the reward function, which judges no response to the prompts behind the gate;
+    the config's runs want `Gate.OVERRIDE`, and `reward` where the config has another one."""
+
+    OVERRIDE = "rollout.reward_timeout_s=600"
+
+    def __init__(self, config: Path, batch_size: int, reward: str) -> None:
+        """reward: an expression of prompt and completion. Open at first."""
+        self._batch_size = batch_size
+        self._held = config.with_name("held")
+        options = load_experiment(config)
+        source = PromptSource(options.prompts, None, options.seed)
+        self._prompts = [source.get(Locator(0, position)).text for position in range(len(source))]
+        config.with_name("reward.py").write_text(_JUDGE.format(reward=reward))
+        self.reward = f"{config.with_name('reward.py')}:reward"
+
+    def let(self, step: int) -> None:
+        """Steps up to this one."""
+        temporary = self._held.with_name(".held")
+        temporary.write_text("\n".join(self._prompts[step * self._batch_size :]))
+        temporary.rename(self._held)
+
+    def open(self) -> None:
+        self._held.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def shut(self, step: int) -> Iterator[None]:
+        """Behind this step, as long as the block lasts."""
+        self.let(step)
+        try:
+            yield
+        finally:
+            self.open()
 
 
 def weights_dir(run_dir: Path, version: int) -> Path:
