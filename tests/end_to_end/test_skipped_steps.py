@@ -19,7 +19,7 @@ from asyncrl.messages import WeightVersion
 from asyncrl.testing.runs import RunHandle, launch, make_tiny_run, train_steps
 from asyncrl.weights import list_versions, version_dir
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 POISON = """
 import json, os
@@ -79,8 +79,15 @@ def replay(capsys: pytest.CaptureFixture[str]) -> Replay:
 
 @pytest.fixture(scope="module")
 def run(tiny: Path) -> Iterator[RunHandle]:
-    """Over. A response of step 2 is bad, whose prompts are 0002 and 0003, each a minibatch; five steps in all."""
-    overrides = (*OVERRIDES, "train.max_steps=5", "train.ppo.minibatches=2", "record.trajectories=true")
+    """Over. A response of step 2 is bad, whose prompts are 0002 and 0003, each a minibatch; five steps in all. With eta = 0: else
+    whichever two of the first four are judged first would be step 1."""
+    overrides = (
+        *OVERRIDES,
+        "manager.max_head_offpolicyness=0",
+        "train.max_steps=5",
+        "train.ppo.minibatches=2",
+        "record.trajectories=true",
+    )
     with launch(tiny, *overrides, env=environment(tiny, "0003")) as run:
         assert run.wait(300) == 0, run.output()
         yield run
