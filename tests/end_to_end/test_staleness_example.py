@@ -10,7 +10,7 @@ from whole_runs import ROOT
 
 SCRIPT = ROOT / "examples" / "staleness" / "run.py"
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 
 def sweep(out: Path, sorter: Path, *arguments: str) -> str:
@@ -21,7 +21,7 @@ def sweep(out: Path, sorter: Path, *arguments: str) -> str:
         f"prompts.path={sorter / 'data' / 'train.jsonl'}",
         "train.batch_size=16",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
