@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from whole_runs import Gate
 
 from asyncrl.checkpoints import checkpoint_dir, list_checkpoints
 from asyncrl.launch import cli
@@ -52,22 +53,20 @@ EXACT = [
     f"checkpoint.every_steps={EVERY}",
     "checkpoint.every_s=0",
     "runtime.start_timeout_s=300",
+    Gate.OVERRIDE,
 ]
-
-
-REWARD = """\
-def reward(prompt, completion, answer):
-    return (7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10
-"""
+REWARD = "(7 * sum(map(ord, prompt)) + sum(map(ord, completion))) % 11 / 10"  # that something is learned
 
 
 @dataclass(frozen=True)
 class Runs:
     config: Path
+    gate: Gate  # shut only while a run is about to be stopped or killed
     whole: Path  # never interrupted
     killed: Path  # resumed where it was killed
     elsewhere: Path  # a copy of it as it was killed, its newest checkpoint torn, resumed in another layout
     torn: int  # step of that checkpoint
+    whole_one: int  # step of the one before
     said: str
     said_elsewhere: str
 
@@ -89,28 +88,35 @@ def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return {name: x for file in tensor_files(run_dir / "checkpoints" / "final") for name, x in load_file(file).items()}
 
 
+def written(run_dir: Path) -> list[int]:
+    """Steps whose checkpoint the master says it has had written."""
+    return [event["step"] for event in journal(run_dir) if event["event"] == "checkpoint"]
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    made = make_tiny_run(folder, num_prompts=STEPS * BATCH)
-    (folder / "reward.py").write_text(REWARD)  # that something is learned
-    return made
+    return make_tiny_run(tmp_path_factory.mktemp("resume"), num_prompts=STEPS * BATCH)
 
 
 @pytest.fixture(scope="module")
-def runs(config: Path) -> Iterator[Runs]:
+def gate(config: Path) -> Gate:
+    return Gate(config, BATCH, REWARD)
+
+
+@pytest.fixture(scope="module")
+def runs(config: Path, gate: Gate) -> Iterator[Runs]:
     with launch(config, *EXACT, "trial=whole") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         whole = run.run_dir
-    with launch(config, *EXACT, "trial=killed") as run:
+    with gate.shut(STEPS - 1), launch(config, *EXACT, "trial=killed") as run:
         killed = run.run_dir
-        run.wait_until(checkpoint_dir(killed, 1, 2 * EVERY).exists, "the second checkpoint", LIMIT_S)
+        run.wait_until(lambda: len(list_checkpoints(killed)) >= 2, "the second checkpoint", LIMIT_S)
         kill_everything(run)
         assert_nothing_left(killed)
     assert not (killed / "summary.json").exists(), "the run was over before it was killed"
     elsewhere = killed.with_name("elsewhere")
     shutil.copytree(killed, elsewhere, symlinks=True)
-    torn = list_checkpoints(elsewhere)[-1][1]
+    (_, whole_one), (_, torn) = list_checkpoints(elsewhere)[-2:]
     part = next(checkpoint_dir(elsewhere, 1, torn).glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1])
     with resumed(killed) as run:
@@ -118,7 +124,7 @@ def runs(config: Path) -> Iterator[Runs]:
         said = run.output()
     with resumed(elsewhere, "allocation=transformers.d1+d2p1m1") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
-        yield Runs(config, whole, killed, elsewhere, torn, said, run.output())
+        yield Runs(config, gate, whole, killed, elsewhere, torn, whole_one, said, run.output())
 
 
 def test_it_ends_with_the_weights_of_a_run_that_was_not_interrupted(runs: Runs) -> None:
@@ -134,9 +140,9 @@ def test_it_ends_with_the_weights_of_a_run_that_was_not_interrupted(runs: Runs) 
 def test_it_trains_each_prompt_once(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     step = audit(runs.killed).lineage[0].last
     assert step is not None
-    assert step % EVERY == 0
+    assert step == runs.torn  # the newest when it was killed
     assert f"going on from step {step} of attempt 1 (recover=off begins anew)" in runs.said
-    for run_dir, first in ((runs.killed, step), (runs.elsewhere, runs.torn - EVERY)):
+    for run_dir, first in ((runs.killed, step), (runs.elsewhere, runs.whole_one)):
         assert cli.main(["audit", str(run_dir)]) == 0
         told = capsys.readouterr().out
         assert f"lineage   attempt 1 to step {first}, then attempt 2 from step {first + 1}\n" in told
@@ -144,7 +150,7 @@ def test_it_trains_each_prompt_once(runs: Runs, capsys: pytest.CaptureFixture[st
         found = audit(run_dir)
         trained_in_all = sum(event["event"] == "trained" for event in journal(run_dir))
         assert (found.voided_steps, found.complete) == (trained_in_all - STEPS, True)
-    assert audit(runs.elsewhere).voided_steps >= EVERY
+    assert audit(runs.elsewhere).voided_steps >= runs.torn - runs.whole_one > 0
 
 
 def test_its_curves_show_each_step_once(runs: Runs) -> None:
@@ -159,7 +165,7 @@ def test_another_layout_goes_on_from_the_checkpoint_before_a_torn_one(runs: Runs
         f"warning: the checkpoint of step {runs.torn}, attempt 1, is torn, the one before is taken"
         in runs.said_elsewhere
     )
-    assert f"going on from step {runs.torn - EVERY} of attempt 1" in runs.said_elsewhere
+    assert f"going on from step {runs.whole_one} of attempt 1" in runs.said_elsewhere
     found = final_weights(runs.elsewhere)
     for name, tensor in final_weights(runs.whole).items():
         torch.testing.assert_close(
@@ -170,7 +176,7 @@ def test_another_layout_goes_on_from_the_checkpoint_before_a_torn_one(runs: Runs
 def test_a_run_that_is_told_to_stop_writes_a_checkpoint_first(runs: Runs) -> None:
     """No schedule would have written one: what it had trained when it was told is there when it goes on."""
     options = [*EXACT, "trial=stopped", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
-    with launch(runs.config, *options) as run:
+    with runs.gate.shut(STEPS - 1), launch(runs.config, *options) as run:
         stopped = run.run_dir
         run.wait_for_step(3, LIMIT_S)
         assert not list_checkpoints(stopped)
@@ -192,7 +198,8 @@ def test_a_run_that_is_told_to_stop_writes_a_checkpoint_first(runs: Runs) -> Non
 
 
 def test_told_to_stop_now_it_writes_none(runs: Runs) -> None:
-    with launch(runs.config, *EXACT, "trial=now", "checkpoint.every_steps=0", "checkpoint.every_s=3600") as run:
+    options = [*EXACT, "trial=now", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
+    with runs.gate.shut(STEPS - 1), launch(runs.config, *options) as run:
         run.wait_for_step(1, LIMIT_S)
         run.worker("master/0").suspend()  # else it might be quicker than the second signal
         assert cli.main(["stop", str(run.run_dir), "--now"]) == 0
@@ -201,8 +208,12 @@ def test_told_to_stop_now_it_writes_none(runs: Runs) -> None:
 
 
 def test_few_checkpoints_are_kept(runs: Runs) -> None:
+    """The last two: one is due every three steps, and taken a step later where the one before is still being written."""
     for run_dir in (runs.whole, runs.killed, runs.elsewhere):
-        assert [step for _, step in list_checkpoints(run_dir)] == [STEPS - EVERY, STEPS]
+        done = written(run_dir)
+        assert done[0] == EVERY
+        assert len(done) > 2
+        assert [step for _, step in list_checkpoints(run_dir)] == done[-2:]
         assert len(list((run_dir / "checkpoints" / "recover").iterdir())) == 2
 
 
@@ -223,7 +234,7 @@ def test_a_complete_run_begins_anew(runs: Runs) -> None:
 # ------------------------------------------------------------------------------------------- mode=sync, and several models
 
 
-def test_mode_sync_with_a_critic_and_a_moving_reference_goes_on_as_well(config: Path) -> None:
+def test_mode_sync_with_a_critic_and_a_moving_reference_goes_on_as_well(config: Path, gate: Gate) -> None:
     """Generation on workers of its own has a copy of the actor, which no checkpoint holds; the reference is a model of its own by
     then. The KL coefficient and the units of the values go on, too."""
     overrides = [
@@ -241,9 +252,9 @@ def test_mode_sync_with_a_critic_and_a_moving_reference_goes_on_as_well(config: 
     with launch(config, *overrides, "trial=sync_whole") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         whole = run.run_dir
-    with launch(config, *overrides, "trial=sync_killed") as run:
+    with gate.shut(11), launch(config, *overrides, "trial=sync_killed") as run:
         killed = run.run_dir
-        run.wait_until(checkpoint_dir(killed, 1, EVERY).exists, "the first checkpoint", LIMIT_S)
+        run.wait_until(lambda: list_checkpoints(killed), "the first checkpoint", LIMIT_S)
         kill_everything(run)
     with resumed(killed) as run:
         assert run.wait(LIMIT_S) == 0, run.output()
