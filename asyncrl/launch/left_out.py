@@ -40,6 +40,7 @@ class LeftOut:
         self._notice = notice
         self._news: deque[WorkerStatus | None] = deque(maxlen=_MAX_NEWS)  # None: it is not there
         self._status: WorkerStatus | None = None
+        self._ending: psutil.Process | None = None
         self._since = time.monotonic()  # it has been missing
         notice(f"{self.name} is left to you: start it within {wait_s:g} s, in another terminal, with\n{self.command}")
 
@@ -95,11 +96,22 @@ class LeftOut:
     def ask_to_stop(self) -> None:
         """The run is over. It is asked, not killed: its terminal may be in a debugger."""
         status = self._status
-        if status is None or status.state in ("done", "stopped", "error"):
+        if status is None or status.state == "error":  # that one may be looked at with pdb
             return
         with contextlib.suppress(psutil.Error, OSError):  # gone already, or on another machine
-            if str(self.config_path) in psutil.Process(status.pid).cmdline():
-                os.kill(status.pid, signal.SIGTERM)
+            process = psutil.Process(status.pid)
+            if str(self.config_path) in process.cmdline():
+                self._ending = process
+                if status.state not in ("done", "stopped"):
+                    os.kill(status.pid, signal.SIGTERM)
+
+    @property
+    def is_gone(self) -> bool:
+        """After `ask_to_stop`: whether there is no process any more."""
+        try:
+            return self._ending is None or self._ending.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
 
 def debug_command(spec: ProcessSpec, config_path: Path) -> str:

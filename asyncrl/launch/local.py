@@ -614,6 +614,7 @@ class LocalLauncher:
                 process.ask_to_stop()
             if self._crew is not None:
                 self._crew.stop(self.config.runtime.stop_timeout_s * _ASK_SHARE, lambda: self._impatient)
+            self._wait_for_left_out()
             if isinstance(self._crew, RemoteCrew):  # by name resolve its agents are told
                 self._crew.close()
             if self._name_service is not None:
@@ -622,6 +623,18 @@ class LocalLauncher:
             if isinstance(self._crew, Crew):
                 self._crew.close()
             remove_secrets(self.run_dir)
+
+    def _wait_for_left_out(self) -> None:
+        """Before their name resolve is taken away: they would find it emptied, and restore what was theirs.
+
+        Waits for: their ends. Unblocked by: those, runtime.stop_timeout_s, impatience.
+        """
+        deadline = time.monotonic() + self.config.runtime.stop_timeout_s
+        while left := [process.name for process in self._left_out if not process.is_gone]:
+            if self._impatient or time.monotonic() > deadline:
+                self._view.notice(f"{', '.join(left)}, which you started, still runs")
+                return
+            time.sleep(_TURN_S / 2)
 
     def _merge_timelines(self) -> None:
         """With trace=true: what the processes recorded, a file an attempt. A failure here must not hide how the run ended."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -32,8 +35,8 @@ def left_out(tmp_path: Path, told: list[str]) -> LeftOut:
     return made
 
 
-def put(state: str, error: str = "") -> WatchEvent:
-    status = WorkerStatus(worker=NAME, pid=7, attempt=1, state=state, time=0.0, progress=0, waits=[], error=error)
+def put(state: str, error: str = "", pid: int = 7) -> WatchEvent:
+    status = WorkerStatus(worker=NAME, pid=pid, attempt=1, state=state, time=0.0, progress=0, waits=[], error=error)
     return WatchEvent("put", "status", msgspec.json.encode(status).decode())
 
 
@@ -62,3 +65,19 @@ def test_its_failure_is_told_even_if_it_is_gone_by_then(left_out: LeftOut) -> No
     left_out.observe(GONE)
     with pytest.raises(LaunchError, match="which you started, failed\n\nValueError: no"):
         left_out.turn()
+
+
+def test_it_is_asked_to_stop_and_seen_to_be_gone(left_out: LeftOut) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)", str(left_out.config_path)]
+    with subprocess.Popen(command) as process:
+        try:
+            left_out.observe(put("running", pid=process.pid))
+            left_out.turn()
+            process.send_signal(signal.SIGSTOP)  # so that it does not end before it was looked at
+            left_out.ask_to_stop()
+            assert not left_out.is_gone
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(60) == -signal.SIGTERM
+            assert left_out.is_gone
+        finally:
+            process.kill()
