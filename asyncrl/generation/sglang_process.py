@@ -5,6 +5,9 @@
 SGLang runs with the interpreter of its own environment: its pins of torch and transformers never meet the trainer's. It listens
 on loopback, talks to us alone, and dies with us: the kernel kills it when the thread that started it ends (parent-death signal),
 and its children when it ends, as SGLang asks for that itself; what is left of its process group is killed with it.
+
+SGLang never removes the file of its load in /dev/shm, and its name is random. What it has open there is noted while it lives,
+for that is the only time when it can be told whose a file is; after its end what was noted is removed, by us or by the guard.
 """
 
 from __future__ import annotations
@@ -45,6 +48,10 @@ _START_TRIES = 3  # somebody may take a port between its choice and its use
 _POLL_S = 0.1
 _TRACKER_LIMIT_S, _SWEEP_S = 2.0, 0.05
 _TMP_PREFIX = "asyncrl-sglang-"
+_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_PREFIXES = ("sglang_loads_", "sgl_shm_")  # SGLang's own: the load of its schedulers, messages between its ranks
+_NOTED = "shared_memory"  # in the temporary folder: an empty file for each of them, of its name
+_NOTE_S = 1.0  # while it starts, which may fail at any time
 _KEY_BYTES = 32
 _SPAWN_LIMIT_S = 30.0
 _KILL_LIMIT_S = 10.0
@@ -66,12 +73,18 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
-# A process beside SGLang: kills its group when this process has ended, however that ends. SGLang's children ask for a death with
-# their parent, but only once they have imported what they need.
+# A process beside SGLang: kills its group when this process has ended, however that ends, and removes its shared memory. SGLang's
+# children ask for a death with their parent, but only once they have imported what they need.
 _GUARD = """
 import os, signal, sys
+from contextlib import suppress
 sys.stdin.read()
-os.killpg(int(sys.argv[1]), signal.SIGKILL)
+group, noted, shared_memory = sys.argv[1:]
+with suppress(ProcessLookupError):
+    os.killpg(int(group), signal.SIGKILL)
+for name in os.listdir(noted):
+    with suppress(OSError):
+        os.unlink(os.path.join(shared_memory, name))
 """
 
 
@@ -260,6 +273,10 @@ class SGLangProcess:
         return self._process.pid
 
     @property
+    def _noted(self) -> Path:
+        return Path(self._tmp) / _NOTED
+
+    @property
     def children(self) -> list[psutil.Process]:
         """SGLang's own processes: schedulers and detokenizer. Known once it is ready."""
         return list(self._children)
@@ -269,6 +286,7 @@ class SGLangProcess:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers()
         self._tmp = tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{os.getpid()}-")
+        self._noted.mkdir()
         for tries_left in reversed(range(_START_TRIES)):
             began_at = self._log.stat().st_size if self._log.exists() else 0
             (self._port,) = free_ports(LOOPBACK, 1)
@@ -342,6 +360,7 @@ class SGLangProcess:
     async def close(self) -> None:
         """SIGTERM; after a moment SIGKILL. The thread that owns it sees to what it leaves."""
         if self._process is not None and not self._exited.is_set():
+            await asyncio.to_thread(_note_shared_memory, self.pid, self._noted)
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)  # one that is stopped could not end
             await self.wait_ended(self._grace_s)
@@ -365,7 +384,7 @@ class SGLangProcess:
                 out.write(f'api-key: "{self.api_key}"\n')
             command += ["--config", str(file)]
         wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), *command]
-        environment = self._environment(self._tmp)
+        environment, noted = self._environment(self._tmp), self._noted
         self._exited, self._ended, self._process, self._children = threading.Event(), asyncio.Event(), None, []
         spawned, failure = threading.Event(), list[OSError]()
 
@@ -391,7 +410,7 @@ class SGLangProcess:
                 return
             spawned.set()
             guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid)],
+                [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid), str(noted), str(_SHARED_MEMORY)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -402,6 +421,7 @@ class SGLangProcess:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self._ended.set)
             _end_group(process.pid)  # before its number is given back: afterwards it may be another's
+            _remove_shared_memory(noted)
             guard.kill()
             guard.communicate()
             process.wait()
@@ -413,12 +433,15 @@ class SGLangProcess:
             raise ConfigError(f"generation.python={self._python!r}: its process could not be made: {why}")
 
     async def _until_ready(self, is_ready: IsReady, deadline: float) -> bool:
-        """False if it has exited or the time is over."""
-        while time.monotonic() < deadline and not self._ended.is_set():
-            if await is_ready(self.url):
-                return True
-            await self.wait_ended(_POLL_S)
-        return False
+        """False if it has exited or the time is over. Its shared memory is noted on the way, all of it at the end."""
+        note_at, ready = 0.0, False
+        while not ready and time.monotonic() < deadline and not self._ended.is_set():
+            if not (ready := await is_ready(self.url)):
+                await self.wait_ended(_POLL_S)
+            if ready or time.monotonic() > note_at:
+                await asyncio.to_thread(_note_shared_memory, self.pid, self._noted)
+                note_at = time.monotonic() + _NOTE_S
+        return ready
 
 
 def _end_group(leader: int) -> None:
@@ -445,11 +468,32 @@ def _members(group: int) -> list[tuple[psutil.Process, bool]]:
     return found
 
 
+def _note_shared_memory(server: int, noted: Path) -> None:
+    """Write down which of SGLang's files in shared memory a server and its children have open: those are its own."""
+    with contextlib.suppress(psutil.Error):
+        main = psutil.Process(server)
+        for process in (main, *main.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                for file in (Path(opened.path) for opened in process.open_files()):
+                    if file.parent == _SHARED_MEMORY and file.name.startswith(_SHARED_PREFIXES):
+                        (noted / file.name).touch()
+
+
+def _remove_shared_memory(noted: Path) -> None:
+    """Of a server that has ended: what was noted while it lived."""
+    with contextlib.suppress(FileNotFoundError):
+        for note in list(noted.iterdir()):
+            with contextlib.suppress(OSError):
+                (_SHARED_MEMORY / note.name).unlink(missing_ok=True)
+
+
 def _remove_leftovers() -> None:
-    """Folders of servers whose owner was killed."""
+    """Folders of servers whose owner was killed, and their shared memory if their guard was killed, too."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TMP_PREFIX}*-*"):
         owner = folder.name.removeprefix(_TMP_PREFIX).partition("-")[0]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            with contextlib.suppress(PermissionError):  # somebody else's folder
+                _remove_shared_memory(folder / _NOTED)
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,20 +1,34 @@
-"""A process that is started as SGLang would be, with children that ask for no death of their own: none is left of it."""
+"""A process that is started as SGLang would be, with children that ask for no death of their own: none is left of it, nor of what
+they had in shared memory."""
 
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from asyncrl.generation import sglang_process
+
+LIMIT_S = 60.0  # of a wait, on a busy machine
 PROGRAM = """
-import multiprocessing, time
+import multiprocessing, os, time
+
+def hold(opened):
+    with open(os.environ["HELD"], "w"):
+        opened.send(True)
+        time.sleep(1000)
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     lock = context.Semaphore(1)
-    context.Process(target=time.sleep, args=(1000,)).start()
+    reader, writer = context.Pipe()
+    context.Process(target=hold, args=(writer,)).start()
+    reader.recv()
     print("[now] ready", flush=True)
     time.sleep(1000)
 """
@@ -44,30 +58,79 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-@pytest.mark.parametrize("how", ["closed", "killed"])
-def test_nothing_is_left_of_it(tmp_path: Path, how: str) -> None:
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{LIMIT_S:g} s went by before {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def in_shared_memory() -> Iterator[Callable[[], Path]]:
+    """Makes files with names as SGLang gives them."""
+    made = []
+
+    def make() -> Path:
+        handle, path = tempfile.mkstemp(prefix="sglang_loads_", suffix=".shm", dir="/dev/shm")
+        os.close(handle)
+        made.append(Path(path))
+        return made[-1]
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("how", ["closed", "killed", "SGLang killed"])
+def test_nothing_is_left_of_it(tmp_path: Path, in_shared_memory: Callable[[], Path], how: str) -> None:
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()
     (tmp_path / "sglang" / "launch_server.py").write_text(PROGRAM)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(temporary)},
-    ) as owner:
+    held, of_another = in_shared_memory(), in_shared_memory()
+    with (
+        of_another.open(),
+        subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(temporary), "HELD": str(held)},
+        ) as owner,
+    ):
         assert owner.stdin is not None
         assert owner.stdout is not None
         members = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
         assert len(members) == 3  # it, its child, and Python's resource tracker
-        if how == "closed":
+        assert held.exists()
+        if how == "killed":
+            owner.kill()
+        elif how == "SGLang killed":
+            next(member for member in members if member.ppid() == owner.pid).kill()
+            wait_for(lambda: not held.exists(), "the owner had removed what SGLang had in shared memory")
+        if how != "killed":
             owner.stdin.write("\n")
             owner.stdin.flush()
-            assert owner.wait(30) == 0
+            assert owner.wait(LIMIT_S) == 0
+            assert not held.exists()
             assert list(temporary.iterdir()) == []
-        else:
-            owner.kill()
-    _, alive = psutil.wait_procs(members, timeout=10)
+    _, alive = psutil.wait_procs(members, timeout=LIMIT_S)
     assert alive == []
+    wait_for(lambda: not held.exists(), "its guard had removed what SGLang had in shared memory")
+    assert of_another.exists()
+
+
+def test_the_next_one_removes_what_an_owner_left_that_was_killed_with_its_guard(
+    tmp_path: Path, in_shared_memory: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    files = {}
+    for owner in (2**22 + 1, os.getpid()):  # the first is more than a process's number can be
+        noted = tmp_path / f"asyncrl-sglang-{owner}-abc" / "shared_memory"
+        noted.mkdir(parents=True)
+        files[owner] = in_shared_memory()
+        (noted / files[owner].name).touch()
+    sglang_process._remove_leftovers()
+    assert [file.exists() for file in files.values()] == [False, True]
+    assert [folder.name for folder in tmp_path.iterdir()] == [f"asyncrl-sglang-{os.getpid()}-abc"]
