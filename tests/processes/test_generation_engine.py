@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import random
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +34,7 @@ CONFIG = GenerationConfig(
     max_running_requests=64, max_batch_tokens=512, num_blocks=256, page_size=16, load_timeout_s=20.0, max_queue=200
 )
 V0, V1, V2 = (WeightVersion(1, v) for v in range(3))
+LIMIT_S = 30.0  # of a wait, on a busy machine
 
 
 class Store:
@@ -102,21 +105,23 @@ def make_prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(1, 64) for _ in range(length)]
 
 
-async def until(engine: TransformersEngine, condition: Callable[[], bool]) -> None:
-    """Let the engine work until something holds; looked at after every pass."""
-    passed, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    async def wait() -> None:
-        while not condition():
-            await passed.wait()
-            passed.clear()
+async def until(engine: TransformersEngine, condition: Callable[[], bool]) -> threading.Event:
+    """Let the engine work until something holds; looked at after every pass. Then its thread stands still, however late the test
+    acts, until it is asked to pause (most of what the engine does to requests and weights asks for that), or this is set."""
+    go_on, holds, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
+    asked_to_pause = engine._manager.background_thread_status.is_pause_requested
+    deadline = time.monotonic() + 2 * LIMIT_S
 
     def on_tokens(tokens: int, version: str) -> None:
-        loop.call_soon_threadsafe(passed.set)
+        if condition():
+            engine._on_tokens = None
+            loop.call_soon_threadsafe(holds.set)
+            while not go_on.wait(0.002) and not asked_to_pause() and time.monotonic() < deadline:
+                pass
 
     engine._on_tokens = on_tokens
-    await asyncio.wait_for(wait(), 20)
-    engine._on_tokens = None
+    await asyncio.wait_for(holds.wait(), LIMIT_S)
+    return go_on
 
 
 def only_version(result: Generated) -> str:
@@ -230,7 +235,7 @@ async def test_more_requests_than_the_cache_holds(store: Store) -> None:
         params = SamplingParams(max_new_tokens=40, ignore_eos=True)
         futures = [engine.submit(EngineRequest(str(i), prompt, params)) for i, prompt in enumerate(prompts)]
         for prompt, future in zip(prompts, futures, strict=True):
-            result = await asyncio.wait_for(future, 30)
+            result = await asyncio.wait_for(future, LIMIT_S)
             close_to(result.logprobs, store.logprobs(V0, prompt, result.token_ids))
             assert len(result.token_ids) == len(result.logprobs) == 40
 
@@ -356,9 +361,10 @@ async def test_wait_lets_running_requests_finish(store: Store) -> None:
     params = SamplingParams(max_new_tokens=30, temperature=0.8, ignore_eos=True)
     async with running(store) as engine:
         first = engine.submit(EngineRequest("first", prompt, params))
-        await until(engine, lambda: engine.stats().num_tokens > 3)
+        go_on = await until(engine, lambda: engine.stats().num_tokens > 3)
         pausing = asyncio.ensure_future(engine.pause("wait"))
         await asyncio.sleep(0)
+        go_on.set()
         second = engine.submit(EngineRequest("second", prompt, params))
         assert await pausing == 1
         assert first.done()
@@ -368,11 +374,12 @@ async def test_wait_lets_running_requests_finish(store: Store) -> None:
         assert (await first).finish.length == 30
         assert only_version(await second) == str(V1)
         slow = engine.submit(EngineRequest("slow", prompt, LONG))
-        await until(engine, lambda: engine.stats().running == 1)
+        go_on = await until(engine, lambda: engine.stats().running == 1)
         engine._config = dataclasses.replace(engine._config, load_timeout_s=0.05)
         with pytest.raises(WeightsRefused, match="1 requests still run"):
             await engine.pause("wait")
         slow.cancel()
+        go_on.set()
 
 
 async def test_in_place_keeps_the_kv_cache(store: Store) -> None:
@@ -415,8 +422,11 @@ async def test_an_update_without_a_pause(store: Store) -> None:
             engine.submit(EngineRequest(str(i), prompt, SamplingParams(max_new_tokens=30, ignore_eos=True)))
             for i in range(4)
         ]
-        await until(engine, lambda: engine.stats().num_tokens > 0)  # two of them run
-        assert await engine.load_weights(store.path(V1), V1) == 0
+        go_on = await until(engine, lambda: engine.stats().num_tokens > 0)  # two of them run
+        updating = asyncio.ensure_future(engine.load_weights(store.path(V1), V1))
+        await asyncio.sleep(0)
+        go_on.set()
+        assert await updating == 0
         results = await asyncio.gather(*futures)
         for result in results:
             assert result.finish.type != "abort"
@@ -457,7 +467,7 @@ async def test_a_caller_that_leaves_frees_its_slot(store: Store) -> None:
         first = engine.submit(EngineRequest("first", prompt, LONG))
         second = engine.submit(EngineRequest("second", prompt, SamplingParams(max_new_tokens=2)))
         first.cancel()
-        assert (await asyncio.wait_for(second, 10)).token_ids
+        assert (await asyncio.wait_for(second, LIMIT_S)).token_ids
         stats = engine.stats()
         assert (stats.running, stats.waiting, stats.num_aborted) == (0, 0, 1)
 
@@ -469,7 +479,7 @@ async def test_what_was_begun_goes_before_what_waits(store: Store) -> None:
             request = EngineRequest(rid, prompt, SamplingParams(max_new_tokens=4, ignore_eos=True), first)
             futures.append(engine.submit(request))
             futures[-1].add_done_callback(lambda _, rid=rid: order.append(rid))
-        await asyncio.wait_for(asyncio.gather(*futures), 20)
+        await asyncio.wait_for(asyncio.gather(*futures), LIMIT_S)
     assert order == ["runs", "resumed", "new", "newer"]
 
 
