@@ -180,14 +180,28 @@ def config(tmp_path_factory):
     return make_tiny_run(tmp_path_factory.mktemp("tiny"))
 
 
-def fork_servers(run):
-    return [process for process in processes_of(run.run_dir) if "asyncrl.launch.fork_server" in process.cmdline()]
+ENDLESS = "train.max_steps=0", "train.num_epochs=1000"
+
+
+def cmdline(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended since it was found
+        return []
+
+
+def fork_servers(run, *kinds):
+    return [
+        process
+        for process in processes_of(run.run_dir)
+        if (shown := cmdline(process)) and "asyncrl.launch.fork_server" in shown and {*kinds} <= {*shown}
+    ]
 
 
 def test_a_killed_fork_server_is_the_first_cause(config, tmp_path):
     with launch(config, f"fileroot={tmp_path}") as run:
-        servers = run.wait_until(lambda: fork_servers(run), "there was a fork server", LIMIT_S)
-        next(server for server in servers if "computing" in server.cmdline()).kill()
+        (server,) = run.wait_until(lambda: fork_servers(run, "computing"), "there was a fork server", LIMIT_S)
+        server.kill()
         assert run.wait(LIMIT_S) == 1
         assert "failed: the fork server of the computing processes was killed by signal SIGKILL" in run.output()
         assert "fork_server_computing.log" in run.output()
@@ -197,7 +211,7 @@ def test_a_killed_fork_server_is_the_first_cause(config, tmp_path):
 
 def test_they_live_as_long_as_the_run_and_are_not_needed(config, tmp_path):
     """They cost no time of a processor; without them who is started again is an interpreter of its own."""
-    with launch(config, f"fileroot={tmp_path}", "train.max_steps=0", "train.num_epochs=1000") as run:
+    with launch(config, f"fileroot={tmp_path}", *ENDLESS) as run:
         run.wait_for_step(1, LIMIT_S)
         servers = fork_servers(run)
         assert len(servers) == len(PRELOADS)
@@ -218,7 +232,7 @@ def test_they_live_as_long_as_the_run_and_are_not_needed(config, tmp_path):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_nothing_is_left_when_the_launcher_ends_while_they_import(config, tmp_path, number, code):
-    with launch(config, f"fileroot={tmp_path}") as run:
+    with launch(config, f"fileroot={tmp_path}", *ENDLESS) as run:
         run.wait_until(lambda: len(fork_servers(run)) == len(PRELOADS), "there were fork servers", LIMIT_S)
         run.signal(number)
         assert run.wait(LIMIT_S) == code, run.output()
