@@ -45,7 +45,7 @@ from asyncrl.names import Names
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.name_resolve import open_name_resolver
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0  # of a wait, on a busy machine
 LONG = SamplingParams(
     max_new_tokens=600, ignore_eos=True
 )  # a second or two: it still runs when a busy test comes to act
@@ -519,8 +519,8 @@ async def test_its_own_server_in_place_then_death(
     try:
         await within(engine.start(), START_LIMIT_S + 30)
         processes = [psutil.Process(server.pid), *server.children]
-        named = [process.cmdline()[0] for process in server.children]
-        assert named == ["sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"]
+        named = sorted(process.cmdline()[0] for process in server.children)  # they come by their pids, which begin anew
+        assert named == ["sglang::detokenizer", "sglang::scheduler_TP0", "sglang::scheduler_TP1"]
         assert "PYTHONPATH" not in processes[0].environ()
         assert engine.pause_modes == ("abort", "retract", "wait", "in_place")
         await engine.load_weights(store.path(V0), V0)
@@ -530,13 +530,13 @@ async def test_its_own_server_in_place_then_death(
         dying = [asyncio.ensure_future(engine.submit(EngineRequest(f"d{i}", [1, 2], LONG))) for i in range(40)]
         await counter.reaches(counter.count + 100)
         processes[0].send_signal(signal.SIGKILL)
-        ends = await within(asyncio.gather(*dying, return_exceptions=True), 10)
+        ends = await within(asyncio.gather(*dying, return_exceptions=True))
         assert all(isinstance(end, EngineFailed) for end in ends)
         assert "was killed by signal SIGKILL" in str(ends[0])
         assert "was killed by signal SIGKILL" in str(engine.failure)
         with pytest.raises(EngineUnavailable, match="the engine has failed"):
             engine.submit(EngineRequest("after", [1], LONG))
-        _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 10)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, processes, LIMIT_S)
         assert alive == []
     finally:
         await engine.close()

@@ -7,6 +7,7 @@ when SGLang must not outlive it. What was trained is checked token by token agai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -64,7 +65,26 @@ def run(store: WeightStore, sglang_python: str, tmp_path: Path) -> Iterator[RunH
 
 def sglang_servers(run: RunHandle) -> list[psutil.Process]:
     """SGLang's main processes of the run, orphans too."""
-    return [process for process in processes_of(run.run_dir) if "sglang.launch_server" in process.cmdline()]
+    return [process for process in processes_of(run.run_dir) if "sglang.launch_server" in cmdline(process)]
+
+
+def sglang_with_its_owner(run: RunHandle) -> bool:
+    """There is a SGLang server whose generation server lives: an orphan has another parent."""
+    owners = [
+        process.pid
+        for process in processes_of(run.run_dir)
+        if any(Path(argument).name == "generation_server_0.yaml" for argument in cmdline(process))
+    ]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(server.ppid() in owners for server in sglang_servers(run))
+    return False
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended since it was found
+        return []
 
 
 def test_a_run_outlives_sglang_killed_in_mid_generation_and_its_server_killed_in_an_update(
@@ -80,7 +100,8 @@ def test_a_run_outlives_sglang_killed_in_mid_generation_and_its_server_killed_in
     # The pause before its restart depends on whether it had lived for a minute.
     again = r"generation_server/0 .*; it is started again (at once|in 1 s) \(2 of 3\)"
     run.wait_until(lambda: re.search(again, run.output()), "its second restart was told", LIMIT_S)
-    run.wait_for_step(10, LIMIT_S)
+    run.wait_for_step(10, LIMIT_S)  # which may be made of samples that were there before
+    run.wait_until(lambda: sglang_with_its_owner(run), "SGLang was started again", LIMIT_S)
     assert len(sglang_servers(run)) == 1  # none has outlived its owner
     run.signal(signal.SIGINT)
     assert run.wait(LIMIT_S) == 130, run.output()

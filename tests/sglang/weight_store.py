@@ -16,6 +16,9 @@ from asyncrl.weights import version_dir, write_version
 V0, V1, V2, V3 = (WeightVersion(1, v) for v in range(4))
 MAX_POSITIONS = 1024
 EXACT = 1e-5  # SGLang and transformers compute the same, in float32
+_TELLING = (
+    8  # tokens: their logprobs under two versions differ by much on average; of one token they may happen to be near
+)
 
 
 class WeightStore:
@@ -75,5 +78,6 @@ class WeightStore:
                 if version == labelled:
                     assert worst < EXACT, (span, worst)
                 else:
-                    assert mean > 0.05, (span, version, mean)
+                    assert worst > 10 * EXACT, (span, version, worst)
+                    assert mean > 0.05 or span.end - span.start < _TELLING, (span, version, mean)
         return {span.version for span in generated.spans}
