@@ -491,10 +491,11 @@ def _remove_leftovers() -> None:
     """Folders of servers whose owner was killed, and their shared memory if their guard was killed, too."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TMP_PREFIX}*-*"):
         owner = folder.name.removeprefix(_TMP_PREFIX).partition("-")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            with contextlib.suppress(PermissionError):  # somebody else's folder
+        with contextlib.suppress(FileNotFoundError):
+            is_ours = folder.stat().st_uid == os.getuid()  # what it says is to be removed is no word of a stranger
+            if is_ours and owner.isdigit() and not psutil.pid_exists(int(owner)):
                 _remove_shared_memory(folder / _NOTED)
-            shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_sglang(process: psutil.Process) -> bool:
