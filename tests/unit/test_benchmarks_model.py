@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from test_benchmarks import check, last_line
+from test_benchmarks import LIMIT_S, check, last_line
 
 pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 100)
 
 
 def test_logprobs() -> None:
