@@ -473,6 +473,10 @@ def _end_loop(loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
     if tasks:
         loop.run_until_complete(asyncio.wait(tasks, timeout=limit_s))
     loop.run_until_complete(asyncio.wait([loop.create_task(loop.shutdown_asyncgens())], timeout=limit_s))
-    # Its handlers go with the loop. Who asks this process to stop now, having not heard yet that it is over, must not kill it.
+    # Its handlers go with the loop. Who asks this process to stop now, having not heard yet that it is over, must not kill it: that
+    # is held back, and ignored from then on, by whatever threads there are.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     loop.close()
+    for signum in _STOP_SIGNALS:
+        with contextlib.suppress(ValueError):  # not on the main thread: a test
+            signal.signal(signum, signal.SIG_IGN)

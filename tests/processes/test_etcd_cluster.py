@@ -69,8 +69,9 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
 
 @pytest.fixture
 def slow_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is asked in vain is to say why, however long a busy machine takes for it."""
-    monkeypatch.setattr(etcd_cluster, "_ASK_LIMIT_S", LIMIT_S)
+    """Whoever is asked in vain is to say why, however long a busy machine takes for it. Not as long as all may take: what is asked
+    too soon after a change of members is never answered, and has to be asked again."""
+    monkeypatch.setattr(etcd_cluster, "_ASK_LIMIT_S", LIMIT_S / 6)
 
 
 @pytest.fixture

@@ -212,12 +212,12 @@ async def test_another_state_is_told_at_once(monkeypatch):
 
 
 LATE_SIGNAL = """
-import os, signal, sys
+import asyncio, os, signal, sys
 from test_worker import Recorder
 from asyncrl.runtime.worker import run_worker
 
 async def nothing(worker):
-    pass
+    await asyncio.to_thread(int)  # the thread that did it is there still when all is over
 
 code = run_worker(Recorder(nothing))
 os.kill(os.getpid(), signal.SIGTERM)
