@@ -36,7 +36,8 @@ class SimTransport(Transport):
 
     def bind_pull(self, host: str, *, queue_messages: int, max_frame_bytes: int) -> PullSocket:
         world = self.world
-        address = f"sim://{self.process.name}:{len(world.pulls)}"
+        world.num_pulls += 1  # of all that ever were: an address is nobody else's later
+        address = f"sim://{self.process.name}:{world.num_pulls}"
         pull = world.pulls[address] = SimPull(self.process, address, queue_messages)
         return pull
 

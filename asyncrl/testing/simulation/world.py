@@ -135,6 +135,7 @@ class World:
         self.count: Counter[str] = Counter()
         self._num_lives: Counter[str] = Counter()
         self._num_sites = 0
+        self.num_pulls = 0
 
     @property
     def now(self) -> float:
