@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import machine
+from common import BenchmarkParser, machine
 
 from asyncrl.testing.chaos import Cell, ChaosRun, Outcome, make_chaos_run
 from asyncrl.testing.faults.schedule import KINDS, PHASES, Kind, Phase
@@ -143,7 +143,8 @@ def words(text: str) -> list[str]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = BenchmarkParser(__doc__ or "", quick={"kinds": "kill", "phases": "train_step"})
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--kinds", default=",".join(KINDS))
     options.add_argument("--phases", default=",".join(PHASES))
     options.add_argument("--targets", default=",".join(TARGETS))

@@ -41,10 +41,29 @@ Numbers = Mapping[str, float]  # case -> what was measured
 # ------------------------------------------------------------------------------------------------------------ the command
 
 
-def parser(description: str, *, rounds: int = 5) -> argparse.ArgumentParser:
-    """The options that all benchmarks have. From here on SIGTERM is as Ctrl-C: what a benchmark has started ends with it."""
+class BenchmarkParser(argparse.ArgumentParser):
+    """Adds `--quick`, which replaces the defaults of other options. Options on the command line still win."""
+
+    def __init__(self, description: str, quick: Mapping[str, Any]) -> None:
+        super().__init__(description=description)
+        self._quick = {"rounds": 2, **quick}
+        values = ", ".join(f"{name}={value}" for name, value in self._quick.items())
+        self.add_argument("--quick", action="store_true", help=f"see that it works: no warm-up, {values}")
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        words = sys.argv[1:] if args is None else args
+        if "--quick" in words:
+            self.set_defaults(**self._quick)
+        return super().parse_known_args(words, namespace)
+
+
+def parser(description: str, *, rounds: int = 5, quick: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
+    """The options that all benchmarks have; `quick`: defaults that --quick replaces, by the names of their options.
+
+    From here on SIGTERM acts as Ctrl-C, so that every process which a benchmark has started ends with it.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    parser = argparse.ArgumentParser(description=description)
+    parser = BenchmarkParser(description, quick or {})
     parser.add_argument(
         "--rounds", type=int, default=rounds, help=f"measured rounds, after a warm-up (default {rounds})"
     )
@@ -147,7 +166,9 @@ class Rounds:
 
 
 def alternate(args: argparse.Namespace, sides: Mapping[str, Callable[[], Numbers]], *, warm_up: int = 1) -> Rounds:
-    """Each side once a round, in the order given, for warm_up + args.rounds rounds. The warm-up is not counted."""
+    """Each side once a round, in the order given, for warm_up + args.rounds rounds. A warm-up does not count; --quick has none."""
+    if args.quick:
+        warm_up = 0
     if args.rounds < 1:
         raise SystemExit(f"--rounds is {args.rounds}; at least 1 is needed (5 for a figure to quote)")
     values: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
@@ -230,6 +251,8 @@ def finish(
     figure = None if value is None else _digits(value)  # None: there is none, and the result says why
     result = {"name": name, "value": figure, "unit": unit, "ratio": ratio, "rounds": args.rounds, **more}
     result["machine"] = machine()
+    if args.write_baseline and args.quick:
+        raise SystemExit("--write-baseline: the figures of --quick are no baseline; leave one of the two out")
     if args.write_baseline:
         kept = f"{name}_{variant}" if variant else name
         BASELINES.mkdir(exist_ok=True)

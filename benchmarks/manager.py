@@ -178,7 +178,7 @@ def _pin(core: int) -> None:
 
 
 class Bench:
-    """The processes that stay: the generation servers and the load generator. A side's server starts afresh every time."""
+    """The process that stays: the load generator. A manager and its generation servers start afresh every time."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
@@ -186,10 +186,7 @@ class Bench:
         cores = sorted(os.sched_getaffinity(0))
         self.server_core, self.load_core = (cores[0], cores[-1]) if len(cores) > 1 else (-1, -1)
         self._cleanup = contextlib.ExitStack()
-        self._servers, self._load = self._cleanup.enter_context(
-            children(__file__, "generation_servers", "load", core=self.load_core)
-        )
-        self._server_urls = self._servers.receive(_START_LIMIT_S)["urls"]
+        (self._load,) = self._cleanup.enter_context(children(__file__, "load", core=self.load_core))
         self._answers: dict[str, str] = {}  # the manager's, for the bare handler
         self._num_started = 0
         self.shares: dict[str, list[float]] = {"generator": [], "asyncrl": [], "bare_aiohttp": []}
@@ -281,7 +278,12 @@ class Bench:
         self._num_started += 1
         folder = self._folder / str(self._num_started)
         folder.mkdir()
-        with children(__file__, "asyncrl", core=core, folder=str(folder), servers=self._server_urls) as (manager,):
+        with contextlib.ExitStack() as stack:
+            # A manager never moves servers back, so each one gets servers that have no version yet.
+            (servers,) = stack.enter_context(children(__file__, "generation_servers", core=self.load_core))
+            urls = servers.receive(_START_LIMIT_S)["urls"]
+            settings = {"core": core, "folder": str(folder), "servers": urls}
+            (manager,) = stack.enter_context(children(__file__, "asyncrl", **settings))
             url = manager.receive(_START_LIMIT_S)["url"]
             self._current = folder
             self._file = folder / "bytes"
@@ -321,7 +323,7 @@ class Bench:
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0])
+    options = parser(__doc__.split("\n")[0], quick={"seconds": 0.5, "open_seconds": 2.0, "version_mb": 20})
     options.add_argument("--clients", type=int, nargs="+", default=list(CLIENTS), help="numbers of rollout workers")
     options.add_argument("--seconds", type=float, default=2.0, help="of each closed loop (default 2)")
     options.add_argument("--open-seconds", type=float, default=6.0, help="of each open loop (default 6)")

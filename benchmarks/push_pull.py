@@ -466,7 +466,7 @@ def train_steps(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    options = parser(__doc__ or "")
+    options = parser(__doc__ or "", quick={"seconds": 0.2})
     options.add_argument("--seconds", type=float, default=1.0, help="how long each side sends each case (default 1)")
     options.add_argument("--cases", default=",".join(CASES), help="cases, separated by commas")
     options.add_argument("--peers", help=f"peers, separated by commas (default {','.join(PEERS)}; with --curve: plain)")

@@ -131,7 +131,7 @@ class Account:
 async def measure(args: argparse.Namespace, folder: Path) -> tuple[Rounds, list[int]]:
     """A warm-up step, then a step a round. Returns bytes, and the tokens of each step."""
     transformers.logging.disable_progress_bar()
-    make_tiny_model(folder / "model", hidden_size=32, intermediate_size=64)
+    make_tiny_model(folder / "model", hidden_size=32, intermediate_size=64, max_positions=_PROMPT + args.longest)
     train, given = train_config(), models(folder / "model")
     graph = DataflowGraph([replace(mfc, model=mfc.role) for mfc in build_dataflow(train).mfcs.values()])
     mfcs = [mfc.placed(mfc.model) for mfc in graph.mfcs.values()]
@@ -187,7 +187,7 @@ def _overhear(side: TrainingSide) -> list[ExecuteMFC]:
 
 
 def main() -> None:
-    options = parser(__doc__ or "")
+    options = parser(__doc__ or "", quick={"prompts": 8})
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--prompts", type=int, default=32, help="groups of a step")
     options.add_argument("--group-size", type=int, default=4, help="sequences of a group")

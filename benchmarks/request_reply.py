@@ -201,7 +201,7 @@ def alone(part: str, calls: int) -> Callable[[], dict[str, float]]:
 
 
 def main() -> None:
-    options = parser(__doc__ or "")
+    options = parser(__doc__ or "", quick={"calls": 200})
     options.add_argument("--calls", type=int, default=2000, help="calls a round and side (default 2000)")
     options.add_argument("--peers", help=f"peers, separated by commas (default {','.join(PEERS)}; with --curve: plain)")
     options.add_argument("--curve", action="store_true", help="ours authenticated and encrypted, beside ours plain")

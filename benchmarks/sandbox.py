@@ -91,7 +91,7 @@ def sides(args: argparse.Namespace, cpu_ms: dict[str, dict[str, float]]) -> dict
 
 
 def main() -> None:
-    options = parser(__doc__ or "")
+    options = parser(__doc__ or "", quick={"programs": 20})
     options.add_argument("--programs", type=int, default=200, help="a round and case (default 200)")
     options.add_argument("--inputs", type=int, default=5, help="of each program in the case `inputs` (default 5)")
     options.add_argument(

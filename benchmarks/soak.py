@@ -224,10 +224,10 @@ def stop(run: RunHandle) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__ or "")
+    options = parser(__doc__ or "", quick={"minutes": 1.0, "every": "3-6"})
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart_cpu.yaml")
-    what = options.add_mutually_exclusive_group(required=True)
+    what = options.add_mutually_exclusive_group()
     what.add_argument("--minutes", type=float, help="faults for so long")
     what.add_argument("--steps", type=int, help="so many steps, undisturbed")
     options.add_argument("--samples", metavar="FILE", default="", help="of --steps: what was read, as JSON lines")
@@ -238,6 +238,8 @@ def main() -> None:
     )
     options.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the config's fields")
     args = options.parse_args()
+    if not args.minutes and not args.steps:
+        options.error("give --minutes or --steps (or --quick)")
     args.config = args.config.absolute()
     if args.write_baseline and args.steps:
         raise SystemExit("--write-baseline: --steps is one run, and no baseline")

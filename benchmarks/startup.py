@@ -92,7 +92,8 @@ def phases(run_dir: Path, began: float) -> dict[str, float]:
     said = _log_lines(logs_dir(run_dir, record.attempt))
     (first,) = (line for line in read_json_lines(run_dir / "journal" / "master.jsonl") if line.get("step") == 1)
     imported = {
-        kind: max(when for who, text, when in said if who == kind and text in _IMPORTED[kind]) for kind in KINDS
+        kind: max(when for who, text, when in said if who == kind and text.startswith(_IMPORTED[kind]))
+        for kind in KINDS
     }
     ends = {
         "launcher": (run_dir / "config.yaml").stat().st_mtime,
@@ -112,7 +113,7 @@ def phases(run_dir: Path, began: float) -> dict[str, float]:
 
 
 # What a process says when it has imported what it needs.
-_IMPORTED = {**dict.fromkeys(KINDS, ("setting up",)), "generation_server": ("loading the model",)}
+_IMPORTED = {**dict.fromkeys(KINDS, "setting up"), "generation_server": "loading the model"}
 
 
 def _log_lines(folder: Path) -> list[tuple[str, str, float]]:

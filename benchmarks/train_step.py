@@ -296,7 +296,7 @@ class Bench:
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0])
+    options = parser(__doc__.split("\n")[0], quick={"prompts": 8, "steps": 1})
     options.add_argument("--prompts", type=int, default=64)
     options.add_argument("--group-size", type=int, default=8)
     options.add_argument("--max-tokens", type=int, default=4096, help="budget of a micro-batch, padding included")

@@ -1,0 +1,139 @@
+"""Runs the benchmarks one after the other and writes one table of their figures, with the commit and the machine.
+
+    python benchmarks/all.py                      # the true defaults; the table goes to benchmarks/results.md
+    python benchmarks/all.py --quick              # each with --quick: shows that all of them work; writes nothing
+    python benchmarks/all.py manager startup      # only these; their rows replace those in the table
+
+`soak`, `scale` and `chaos_matrix` take hours and are part of --quick only, unless they are named. A benchmark that fails is
+reported with the end of its output; the others still run, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.md"
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "push_pull": ("push_pull.py",),
+    "push_pull_curve": ("push_pull.py", "--curve"),
+    "request_reply": ("request_reply.py",),
+    "request_reply_curve": ("request_reply.py", "--curve"),
+    "manager": ("manager.py",),
+    "weights": ("weights.py",),
+    "redistribute": ("redistribute.py",),
+    "train_step": ("train_step.py",),
+    "logprobs": ("logprobs.py",),
+    "generation": ("generation.py",),
+    "sandbox": ("sandbox.py",),
+    "startup": ("startup.py",),
+    "recovery": ("recovery.py",),
+    "end_to_end": ("end_to_end.py",),
+    "overlap": ("overlap.py",),
+    "scale": ("scale.py",),
+    "soak": ("soak.py",),
+    "chaos_matrix": ("chaos_matrix.py",),
+}
+LONG = ("scale", "soak", "chaos_matrix")
+_QUICK_LIMIT_S = 300.0  # of one benchmark
+_LIMIT_S = 6 * 3600.0
+_TITLE = "| benchmark | value | unit | ratios | rounds | minutes | commit | date |"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one benchmark printed as its last line; `result` is empty where it failed."""
+
+    name: str
+    result: dict[str, Any]
+    seconds: float
+    error: str = ""
+
+
+def run(name: str, *, quick: bool, baselines: bool) -> Outcome:
+    options = ["--quick"] if quick else ["--write-baseline"] if baselines else []
+    command = [sys.executable, str(HERE / COMMANDS[name][0]), *COMMANDS[name][1:], *options]
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=HERE.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=_QUICK_LIMIT_S if quick else _LIMIT_S)
+    except subprocess.TimeoutExpired:
+        output = f"{name} did not end in time"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)  # a benchmark ends its own processes on SIGTERM
+            output, _ = process.communicate(timeout=60)
+    seconds = time.monotonic() - began
+    if process.returncode:
+        return Outcome(name, {}, seconds, f"exit code {process.returncode}\n" + "\n".join(output.splitlines()[-20:]))
+    return Outcome(name, json.loads(output.splitlines()[-1]), seconds)
+
+
+def row(outcome: Outcome) -> str:
+    """A line of the table."""
+    result = outcome.result
+    ratios = ", ".join(f"{peer} {_ratio(found)}" for peer, found in result.get("ratio", {}).items())
+    machine = result["machine"]
+    value = "" if result.get("value") is None else f"{result['value']:g}"
+    cells = [outcome.name, value, result.get("unit", ""), ratios, str(result.get("rounds", 1))]
+    cells += [f"{outcome.seconds / 60:.1f}", machine["commit"], machine["date"]]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _ratio(found: Any) -> str:
+    if isinstance(found, dict):
+        return "(" + ", ".join(f"{case} {value:g}" for case, value in found.items()) + ")"
+    return f"{found:g}"
+
+
+def table(outcomes: list[Outcome], written: str) -> str:
+    """Markdown; rows of `written` that were not measured now stay."""
+    rows = {line.split("|")[1].strip(): line for line in written.splitlines() if line.startswith("| ")}
+    rows |= {outcome.name: row(outcome) for outcome in outcomes if outcome.result}
+    machine = next(outcome.result["machine"] for outcome in outcomes if outcome.result)
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}, Python {machine['python']}"
+    lines = [_TITLE, "|" + "---|" * _TITLE.count(" | ") + "---|", *(rows[name] for name in COMMANDS if name in rows)]
+    text = "\n".join(lines)
+    return f"""# Results
+
+`python benchmarks/all.py` wrote this table. Medians; `ratios` are asyncrl over the peer. Spreads and single cases:
+`baselines/<benchmark>.json`. Machine: {where}, torch {machine["torch"]}.
+
+{text}
+"""
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("names", nargs="*", metavar="BENCHMARK", help=f"default: all; of {', '.join(COMMANDS)}")
+    options.add_argument("--quick", action="store_true", help="each benchmark with --quick; nothing is written")
+    args = options.parse_args()
+    if unknown := [name for name in args.names if name not in COMMANDS]:
+        options.error(f"there is no benchmark {unknown[0]}; there are {', '.join(COMMANDS)}")
+    names = args.names or [name for name in COMMANDS if args.quick or name not in LONG]
+    outcomes = []
+    for name in names:
+        outcome = run(name, quick=args.quick, baselines=name not in LONG)
+        outcomes.append(outcome)
+        print(f"{name}: {outcome.error or row(outcome)} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)
+    failed = [outcome.name for outcome in outcomes if not outcome.result]
+    if not args.quick and len(failed) < len(outcomes):
+        RESULTS.write_text(table(outcomes, RESULTS.read_text() if RESULTS.exists() else ""), encoding="utf-8")
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    print(f"{len(outcomes)} benchmarks in {seconds / 60:.1f} min; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
