@@ -235,20 +235,24 @@ def test_sglang_for_gpus_elsewhere(call, tmp_path):
     assert "--gpu is not known" in call.output
 
 
-def test_tests_run_in_the_repository(call, clone, tmp_path):
+def test_the_fast_tier_runs_in_the_repository(call, clone, tmp_path):
     lines = call("run_tests.sh", cwd=tmp_path)
+    assert lines[-4:-1] == [f"{clone}: -m ruff check .", f"{clone}: -m ruff format --check .", f"{clone}: -m mypy"]
+    assert lines[-1].startswith(f"{clone}: -m pytest ")
+    assert "not full and not alone" in lines[-1]
+    assert not any(".venv-sglang" in line for line in lines)
+
+
+def test_the_full_tier_makes_sglangs_environment(call, clone, tmp_path):
+    lines = call("run_tests.sh", "--all", cwd=tmp_path)
     assert any(f"-m venv --clear {clone}/.venv-sglang" in line for line in lines)
-    checks = [
-        f"{clone}: -m ruff check .",
-        f"{clone}: -m ruff format --check .",
-        f"{clone}: -m mypy",
-    ]
-    assert [line for line in lines if line in checks] == checks
-    whole_runs = ["tests/end_to_end", "tests/sglang", "tests/chaos", "tests/hosts"]
-    halves = {
-        f"{clone}: -m pytest -m not alone {' '.join(f'--ignore={folder}' for folder in whole_runs)}",
-        f"{clone}: -m pytest -m not alone {' '.join(whole_runs)}",
-    }
-    assert set(lines[-3:-1]) == halves  # SGLang's environment, made beside the checks, is there
-    assert lines[-1] == f"{clone}: -m pytest -m alone tests/end_to_end"
+    everything, alone, oracle = lines[-3:]
+    assert everything.startswith(f"{clone}: -m pytest ")
+    assert everything.endswith(" -m not alone")
+    assert alone == f"{clone}: -m pytest -m alone tests/end_to_end"
+    assert oracle == f"{clone}: tests/oracle/check.py"
+
+
+def test_arguments_of_the_test_script_are_pytests(call, clone, tmp_path):
+    call("run_tests.sh", "tests/unit", cwd=tmp_path)
     assert call("run_tests.sh", "tests/unit", "-k", "a b", cwd=tmp_path) == [f"{clone}: -m pytest tests/unit -k a b"]
