@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any, BinaryIO
 
 import msgspec
@@ -18,25 +17,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from asyncrl.launch.curves import number
-from asyncrl.launch.pace import Pace, bottom_line
+from asyncrl.launch.pace import WINDOW, bottom_line, duration_text, seconds_left, step_text
 from asyncrl.launch.recording import recording_lines, recording_rows
 from asyncrl.messages import Wait, WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE
 from asyncrl.runtime.worker import LONG_WAIT_S
 
 _MAX_NAMED = 8  # processes of one kind of news named in a line
-_REWARD_WINDOW = 5  # steps that the shown reward is the mean of
 _QUIET_S = 2.0  # without a step for longer, a person wants to know what for
 
 
 class RunView:
     """Everything that `asyncrl-launch run` prints between its start and its summary.
 
-    A line per train step and evaluation. On a terminal there is one more line, at the bottom, which changes: who is starting and
-    at what; then steps, time left, reward and evaluations. Elsewhere the start is a line per change, and each step's line ends
-    with the time left. At any time: who waits for whom for longer than 20 s.
+    It prints a line per train step and evaluation. On a terminal a step's line leaves out fields that do not fit, and one more
+    line, at the bottom, changes: the processes that are starting, then step, remaining time, reward and evaluations. Elsewhere
+    each change of the start has a line, and a step's line is complete and ends with the remaining time. Waits of more than
+    20 s have a line of their own.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class RunView:
         self._console = console
         self._clock = clock
         self._tail = MetricsTail(run_dir)
-        self._training = TrainingProgress(total_steps, clock())
+        self._began = clock()
+        self._training = TrainingProgress(total_steps)
         self._long_waits = LongWaits()
         self._skipped = SkippedSteps(run_dir)
         self._starting = True
@@ -58,11 +59,12 @@ class RunView:
         for record in self._tail.new_records():
             self._starting = False
             self._training.add(record, now)
-            line = format_record(record, self._training.total_steps) + escape(self._training.note(record))
-            if is_evaluation(record) or self._console.is_terminal:
-                self._print(line)
+            if is_evaluation(record):
+                self._print(evaluation_line(record) + escape(self._training.note(record)))
+            elif self._console.is_terminal:
+                self._print(step_line(record, self._training.total_steps, self._console.width))
             else:
-                self._print(f"{line}  {self._training.time_text(now)}")
+                self._print(step_line(record, self._training.total_steps) + self._training.left_text())
             if (text := self._skipped.news(record)) is not None:
                 self.notice(text)
         if statuses:
@@ -88,9 +90,9 @@ class RunView:
 
     def _show(self, statuses: Sequence[WorkerStatus], now: float) -> None:
         """What goes on, besides what lines have said."""
-        start = f"{self._training.elapsed_s(now):5.1f} s  {start_text(statuses)}"
+        start = f"{now - self._began:5.1f} s  {start_text(statuses)}"
         if self._console.is_terminal:
-            text = start if self._starting else self._training.text(statuses, now)
+            text = start if self._starting else self._training.bottom_text(statuses, now)
             line = bottom_line(text, self._console)
             if self._live is None:
                 self._live = self._console.status(line, refresh_per_second=4)
@@ -103,7 +105,7 @@ class RunView:
                 self._print(escape(start))
         elif self._training.lingers(now) and not self._said_done:
             self._said_done = True
-            self._print(escape(self._training.text(statuses, now)))
+            self._print(escape(self._training.bottom_text(statuses, now)))
 
     def _print(self, markup: str) -> None:
         try:
@@ -113,63 +115,63 @@ class RunView:
 
 
 class TrainingProgress:
-    """Where training is, and when it will be done. Told of every record of metrics.jsonl; pure."""
+    """How far training has come, and when it will end, from the records of metrics.jsonl (pure)."""
 
-    def __init__(self, total_steps: int, now: float) -> None:
+    def __init__(self, total_steps: int) -> None:
+        """total_steps: 0 if unknown."""
         self.total_steps = total_steps
-        self._pace = Pace(total_steps, now)
-        self._rewards: deque[float] = deque(maxlen=_REWARD_WINDOW)
-        self._newest = now
+        self.step = 0
+        self.reward = math.nan  # of the newest step
+        self._newest = -math.inf  # when it was added
+        self._durations: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, record: Mapping[str, Any], now: float) -> None:
+        """Of steps that are done again, from a checkpoint, the newer record counts."""
         if is_evaluation(record):
             return
-        step, seconds = number(record, "step"), number(record, "time/step_s")
-        self._newest = now
-        if step <= self._pace.done:  # the training side goes on from a checkpoint before
-            for _ in range(min(self._pace.done - int(step) + 1, len(self._rewards))):
-                self._rewards.pop()
-            self._pace.go_back(int(step) - 1)
-        steps = int(step) - self._pace.done
-        self._pace.advance(now, steps=steps, step_s=seconds if math.isfinite(seconds) else None)
-        self._rewards.append(number(record, "reward/mean"))
+        self.step, self.reward, self._newest = int(number(record, "step")), number(record, "reward/mean"), now
+        if math.isfinite(seconds := number(record, "time/step_s")):
+            self._durations.append(seconds)
 
-    def text(self, statuses: Sequence[WorkerStatus], now: float) -> str:
-        """The bottom line of a terminal: `step 12/60, 20 %, 0:11 elapsed, 0:40 left  reward 0.350 (last 5)  ...`."""
-        parts = [f"step {self._pace.text(now)}" if not self._is_done() else self._done_text(now)]
-        rewards = [reward for reward in self._rewards if math.isfinite(reward)]
-        if rewards:
-            parts.append(f"reward {fmean(rewards):.3f} (last {len(rewards)})")
+    @property
+    def left_s(self) -> float | None:
+        return seconds_left(self._durations, self.total_steps - self.step)
+
+    def left_text(self) -> str:
+        """`  0:40 left`, for the end of a step's line."""
+        return f"  {duration_text(self.left_s)} left" if self.left_s else ""
+
+    def text(self) -> str:
+        """`step 12/60, 20 %, 0:40 left, reward 0.350`."""
+        steps = (
+            f"all {self.total_steps} steps done"
+            if self._is_done()
+            else f"step {step_text(self.step, self.total_steps, self._durations)}"
+        )
+        return f"{steps}, reward {self.reward:.3f}" if math.isfinite(self.reward) else steps
+
+    def bottom_text(self, statuses: Sequence[WorkerStatus], now: float) -> str:
+        """What the bottom line of a terminal shows: the same, evaluations, and what the master waits for."""
+        parts = [self.text()]
         running = sum(status.queues.get("evaluations", 0) for status in statuses)
         if running:
             parts.append(f"{running} evaluation{'s' if running > 1 else ''} running")
         wait = _master_wait(statuses)
-        if wait and now - self._newest > _QUIET_S:  # nothing to be seen for a while: why
+        if wait and now - self._newest > _QUIET_S:
             parts.append(f"master/0 waits: {wait}")
         return "  ".join(parts)
 
     def note(self, record: Mapping[str, Any]) -> str:
-        """Training goes on beside an evaluation, and so does what is printed: which of the steps above it belongs to."""
-        later = self._pace.done - int(number(record, "step"))
-        if not is_evaluation(record) or later <= 0:
-            return ""
-        return f"  (of step {record['step']}, {later} step{'s' if later > 1 else ''} ago)"
-
-    def time_text(self, now: float) -> str:
-        return self._pace.time_text(now)
-
-    def elapsed_s(self, now: float) -> float:
-        return self._pace.elapsed_s(now)
+        """To which of the steps above an evaluation belongs: steps go on, and are printed, beside it."""
+        later = self.step - int(number(record, "step"))
+        return f"  (of step {record['step']}, {later} step{'s' if later > 1 else ''} ago)" if later > 0 else ""
 
     def lingers(self, now: float) -> bool:
-        """All steps are done and the run is not, for longer than a person would not wonder."""
+        """Whether all steps are done and the run has not ended for a while."""
         return self._is_done() and now - self._newest > _QUIET_S
 
     def _is_done(self) -> bool:
-        return self._pace.done >= self.total_steps
-
-    def _done_text(self, now: float) -> str:
-        return f"all {self.total_steps} steps done, {self._pace.time_text(now)}"
+        return 0 < self.total_steps <= self.step
 
 
 def start_text(statuses: Sequence[WorkerStatus]) -> str:
@@ -292,37 +294,43 @@ class SkippedSteps:
         )
 
 
-def format_record(record: Mapping[str, Any], total_steps: int) -> str:
-    """A train step or an evaluation as one line, with markup. What is not in the record is not in the line."""
-    if is_evaluation(record):
-        scores = "  ".join(
-            f"{mode} {number(record, key):.3f}{_version_range(record, mode)}"
-            for mode in ("sampled", "greedy")
-            if (key := f"eval/{mode}_reward") in record
-        )
-        return f"[bold cyan]eval  step {record['step']:>4}  reward {scores}[/]"
-    parts = [f"[bold]step {record['step']:>4}/{total_steps}[/]"]
-    parts += [
-        text.format(*(number(record, key) for key in keys))
-        for text, *keys in _STEP_PARTS
-        if all(key in record for key in keys)
-    ]
-    return "  ".join(parts)
+def evaluation_line(record: Mapping[str, Any]) -> str:
+    """An evaluation as one line, with markup."""
+    scores = "  ".join(
+        f"{mode} {number(record, key):.3f}{_version_range(record, mode)}"
+        for mode in ("sampled", "greedy")
+        if (key := f"eval/{mode}_reward") in record
+    )
+    return f"[bold cyan]eval  step {record['step']:>4}  reward {scores}[/]"
 
 
+def step_line(record: Mapping[str, Any], total_steps: int, width: int | None = None) -> str:
+    """A train step as one line, with markup. A field that is not in the record is not in the line.
+
+    width: of a terminal. The least important fields are left out until the line fits.
+    """
+    parts = {0: f"[bold]step {record['step']:>4}/{total_steps}[/]"}
+    for rank, text, keys in _STEP_PARTS:
+        if all(key in record for key in keys):
+            parts[rank] = text.format(*(number(record, key) for key in keys))
+    while len(parts) > 1 and width is not None and Text.from_markup("  ".join(parts.values())).cell_len > width:
+        del parts[max(parts)]
+    return "  ".join(parts.values())
+
+
+# (rank, text, its keys) in the order of the line; a narrow terminal shows those of the lowest ranks
 _STEP_PARTS = (
-    ("version {:>4.0f}", "version"),
-    ("[green]reward {:.3f}[/]", "reward/mean"),
+    (7, "version {:>4.0f}", ("version",)),
+    (1, "[green]reward {:.3f}[/]", ("reward/mean",)),
     (
+        5,
         "off-policy head {:.2f} (max {:.0f}) tail {:.2f}",
-        "offpolicy/head_mean",
-        "offpolicy/head_max",
-        "offpolicy/tail_mean",
+        ("offpolicy/head_mean", "offpolicy/head_max", "offpolicy/tail_mean"),
     ),
-    ("{:>6.0f} tokens/s", "throughput/tokens_per_s"),
-    ("waited data {:.2f} s", "time/wait_data_s"),
-    ("train {:.2f} s", "time/train_s"),
-    ("weights {:.2f} s", "time/wait_weights_s"),
+    (3, "{:>6.0f} tokens/s", ("throughput/tokens_per_s",)),
+    (4, "waited data {:.2f} s", ("time/wait_data_s",)),
+    (2, "train {:.2f} s", ("time/train_s",)),
+    (6, "weights {:.2f} s", ("time/wait_weights_s",)),
 )
 
 

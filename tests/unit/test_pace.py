@@ -1,4 +1,4 @@
-"""How far something has come, and how long it will still take: all by times that the test passes in."""
+"""Remaining time, and the progress line of scripts, with a clock that the test moves."""
 
 import io
 
@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.launch.pace import LineTimer, Pace, StepProgress, duration_text
+from asyncrl.launch.pace import WINDOW, StepProgress, duration_text, seconds_left, step_text
 
 
 class Clock:
@@ -26,62 +26,25 @@ def test_durations(seconds, text):
     assert duration_text(seconds) == text
 
 
-def test_steps_that_wait_now_and_then_count():
-    """Two quick ones and one that waits, again and again: the median would promise a third of the time."""
-    pace = Pace(100, 0.0)
-    now = 0.0
-    for step_s in [1.0, 1.0, 7.0] * 10:
-        now += step_s
-        pace.advance(now)
-    assert pace.left_s(now) == pytest.approx(70 * 3.0, rel=0.15)
+def test_the_remaining_time_is_the_median_of_the_newest_steps_times_the_steps_left():
+    assert seconds_left([], 10) is None
+    assert seconds_left([10.0, 2.0, 2.0, 2.0, 2.0], 95) == 95 * 2.0  # a slow first step does not count
+    assert seconds_left([2.0], 0) == 0.0
+    assert seconds_left([2.0], -1) == 0.0  # more steps than were planned
 
 
-def test_one_slow_step_does_not_spoil_the_time_left():
-    pace = Pace(100, 0.0)
-    assert pace.left_s(5.0) is None
-    pace.advance(10.0)  # a slow first one
-    for i in range(1, 5):
-        pace.advance(10.0 + 2 * i)
-    assert pace.left_s(18.0) == 95 * 2.0
-    assert pace.left_s(19.0) == 95 * 2.0 - 1.0
-    assert pace.left_s(60.0) == 94 * 2.0  # a step that takes long is one step
-    assert pace.text(18.0) == "5/100, 5 %, 0:18 elapsed, 3:10 left"
-
-
-def test_the_pace_follows_a_change():
-    pace = Pace(1000, 0.0)
-    now = 0.0
-    for step_s in [1.0] * 60 + [3.0] * 40:
-        now += step_s
-        pace.advance(now)
-    assert pace.left_s(now) == 900 * 3.0
-
-
-def test_several_steps_at_once_and_given_durations():
-    pace = Pace(10, 0.0)
-    pace.advance(4.0, steps=2)
-    assert pace.left_s(4.0) == 8 * 2.0
-    pace.advance(4.0, steps=0)  # none
-    assert pace.done == 2
-    pace = Pace(10, 0.0)
-    pace.advance(20.0, step_s=0.5)  # it began when the processes ran
-    assert pace.left_s(20.0) == 4.5
-
-
-def test_after_the_last_step_nothing_is_left():
-    pace = Pace(1, 0.0)
-    pace.advance(3.0)
-    assert pace.left_s(9.0) == 0.0
-    assert pace.text(3.0) == "1/1, 100 %, 0:03 elapsed"
-    pace.advance(6.0)  # more than was foreseen
-    assert pace.text(6.0) == "2/1, 100 %, 0:06 elapsed"
-
-
-def test_lines_come_after_two_seconds_and_then_less_and_less_often():
-    timer = LineTimer(0.0)
-    assert [now for now in range(20) if timer.due(float(now))] == [2, 7, 12, 17]
-    timer = LineTimer(0.0)
-    assert 50 < sum(timer.due(float(now)) for now in range(3600)) < 100
+@pytest.mark.parametrize(
+    ("step", "total", "durations", "text"),
+    [
+        (0, 60, [], "0/60, 0 %"),
+        (5, 100, [10.0, 2.0, 2.0], "5/100, 5 %, 3:10 left"),
+        (1, 1, [3.0], "1/1, 100 %"),
+        (2, 1, [3.0], "2/1, 100 %"),
+        (3, 0, [3.0], "3/?"),  # the total is not known
+    ],
+)
+def test_step_percent_and_remaining_time(step, total, durations, text):
+    assert step_text(step, total, durations) == text
 
 
 def run_steps(progress, clock, num_steps):
@@ -93,12 +56,25 @@ def run_steps(progress, clock, num_steps):
 
 def test_without_a_terminal_a_line_every_few_seconds():
     clock, console = Clock(), Console(file=io.StringIO(), width=100)
-    run_steps(StepProgress("sorter: [warm] start", 10, console=console, clock=clock), clock, 10)
+    run_steps(StepProgress("sorter: [warm] start", 12, console=console, clock=clock), clock, 12)
     assert console.file.getvalue().splitlines() == [
-        "sorter: [warm] start: 2/10, 20 %, 0:02 elapsed, 0:08 left, loss 1.0",
-        "sorter: [warm] start: 7/10, 70 %, 0:07 elapsed, 0:03 left, loss 6.0",
-        "sorter: [warm] start: 10 steps in 0:10, loss 9.0",
+        "sorter: [warm] start: 5/12, 42 %, 0:07 left, loss 4.0",
+        "sorter: [warm] start: 10/12, 83 %, 0:02 left, loss 9.0",
+        "sorter: [warm] start: 12 steps in 0:12, loss 11.0",
     ]
+
+
+def test_several_steps_at_once_and_a_change_of_pace():
+    clock, console = Clock(), Console(file=io.StringIO(), width=100)
+    with StepProgress("sorter", 1000, console=console, clock=clock) as progress:
+        clock.now = 8.0
+        progress.advance(4)
+        for _ in range(WINDOW):
+            clock.now += 3.0
+            progress.advance()
+    lines = console.file.getvalue().splitlines()
+    assert lines[0] == "sorter: 4/1000, 0 %, 33:12 left"  # 2 s a step
+    assert lines[-2] == "sorter: 24/1000, 2 %, 48:48 left"  # 3 s a step
 
 
 def test_what_is_over_at_once_is_one_line():
@@ -111,7 +87,7 @@ def test_on_a_terminal_one_line_that_changes():
     clock, console = Clock(), Console(file=io.StringIO(), width=100, force_terminal=True)
     run_steps(StepProgress("warm start", 3, console=console, clock=clock), clock, 3)
     text = Text.from_ansi(console.file.getvalue()).plain
-    assert "warm start: 3/3, 100 %, 0:03 elapsed, loss 2.0" in text
+    assert "warm start: 3/3, 100 %, loss 2.0" in text
     assert text.rstrip().endswith("warm start: 3 steps in 0:03, loss 2.0")
 
 

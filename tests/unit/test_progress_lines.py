@@ -14,9 +14,10 @@ from asyncrl.launch.progress import (
     RunConsole,
     RunView,
     TrainingProgress,
-    format_record,
+    evaluation_line,
     print_summary,
     start_text,
+    step_line,
 )
 from asyncrl.messages import Wait, WorkerStatus
 from asyncrl.runtime.metrics import JsonLinesWriter
@@ -53,16 +54,38 @@ def make_console(**options):
     return Console(file=io.StringIO(), width=200, **options)
 
 
+FULL_LINE = (
+    "step    3/60  version    3  reward 0.250  off-policy head 1.50 (max 2) tail 0.50    1234 tokens/s  "
+    "waited data 0.10 s  train 0.51 s  weights 0.02 s"
+)
+LINES = {  # width of a terminal -> the line of a step
+    20: "step    3/60",
+    80: "step    3/60  reward 0.250    1234 tokens/s  waited data 0.10 s  train 0.51 s",
+    100: "step    3/60  reward 0.250    1234 tokens/s  waited data 0.10 s  train 0.51 s",
+    120: "step    3/60  reward 0.250  off-policy head 1.50 (max 2) tail 0.50    1234 tokens/s  waited data 0.10 s  train 0.51 s",
+    160: FULL_LINE,
+}
+
+
 def test_the_line_of_a_step():
-    assert plain(format_record(STEP, 60)) == (
-        "step    3/60  version    3  reward 0.250  off-policy head 1.50 (max 2) tail 0.50    1234 tokens/s  "
-        "waited data 0.10 s  train 0.51 s  weights 0.02 s"
-    )
+    assert plain(step_line(STEP, 60)) == FULL_LINE
+
+
+@pytest.mark.parametrize("width", LINES)
+def test_on_a_terminal_the_line_of_a_step_never_wraps(tmp_path, width):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True)
+    view = RunView(tmp_path, 60, console)
+    with JsonLinesWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write(STEP)
+    view.close()
+    (line,) = Text.from_ansi(console.file.getvalue()).plain.splitlines()
+    assert line == LINES[width]
+    assert len(line) <= width
 
 
 def test_the_line_of_an_evaluation():
-    assert plain(format_record(EVALUATION, 60)) == "eval  step   30  reward sampled 0.800  greedy 0.934"
-    assert plain(format_record({"step": 0, "eval/greedy_reward": 1.0}, 60)) == "eval  step    0  reward greedy 1.000"
+    assert plain(evaluation_line(EVALUATION)) == "eval  step   30  reward sampled 0.800  greedy 0.934"
+    assert plain(evaluation_line({"step": 0, "eval/greedy_reward": 1.0})) == "eval  step    0  reward greedy 1.000"
 
 
 def test_only_what_this_attempt_writes_is_shown_and_no_half_line(tmp_path):
@@ -138,64 +161,64 @@ def test_without_a_terminal_there_is_a_line_per_change(tmp_path):
         " 0 of 2 processes run; starting: master/0 (setting up), rollout_worker/0 (its [imports])",
         " 1 of 2 processes run; starting: rollout_worker/0 (its [imports])",
         "warning: the disk [is] full",
-        plain(format_record({**STEP, "step": 1}, 60)) + "  0:05 elapsed, 0:30 left",
+        plain(step_line({**STEP, "step": 1}, 60)) + "  0:30 left",
     ]
 
 
 def test_a_line_has_what_its_record_has():
-    assert plain(format_record({"step": 2, "reward/mean": None, "throughput/tokens_per_s": 10.0}, 4)) == (
+    assert plain(step_line({"step": 2, "reward/mean": None, "throughput/tokens_per_s": 10.0}, 4)) == (
         "step    2/4  reward nan      10 tokens/s"
     )
 
 
 def test_the_bottom_line_tells_step_time_left_reward_and_what_is_waited_for():
-    training = TrainingProgress(60, 100.0)
-    assert training.text([], 103.0) == "step 0/60, 0 %, 0:03 elapsed"
+    training = TrainingProgress(60)
+    assert training.bottom_text([], 103.0) == "step 0/60, 0 %"
     training.add({**EVALUATION, "step": 0}, 103.5)
-    for step, reward in ((1, 0.1), (2, float("nan")), (3, 0.3)):
+    assert training.text() == "step 0/60, 0 %"
+    for step, reward in ((1, 0.1), (2, 0.3), (3, 0.2)):
         training.add({**STEP, "step": step, "reward/mean": reward, "time/step_s": 2.0}, 110.0 + 2 * step)
+    assert training.text() == "step 3/60, 5 %, 1:54 left, reward 0.200"
     master = status("master/0", "running", wait("/report"), wait("a batch", "rollout_worker/0"))
-    assert training.text([master], 116.5) == "step 3/60, 5 %, 0:16 elapsed, 1:54 left  reward 0.200 (last 2)"
+    assert training.bottom_text([master], 116.5) == "step 3/60, 5 %, 1:54 left, reward 0.200"
     busy = msgspec.structs.replace(master, queues={"evaluations": 1})
-    assert training.text([busy, status("rollout_worker/0")], 119.0) == (
-        "step 3/60, 5 %, 0:19 elapsed, 1:52 left  reward 0.200 (last 2)  1 evaluation running  "
-        "master/0 waits: a batch from rollout_worker/0"
+    assert training.bottom_text([busy, status("rollout_worker/0")], 119.0) == (
+        "step 3/60, 5 %, 1:54 left, reward 0.200  1 evaluation running  master/0 waits: a batch from rollout_worker/0"
     )
+    training.add({**STEP, "step": 4, "reward/mean": None}, 120.0)
+    assert training.text() == "step 4/60, 7 %, 1:52 left"
 
 
 def test_a_training_side_that_goes_on_from_a_checkpoint_goes_back():
-    training = TrainingProgress(10, 0.0)
+    training = TrainingProgress(10)
     for number in (1, 2, 3, 4, 5, 3):
         training.add({"step": number, "time/step_s": 2.0, "reward/mean": number / 10}, 2.0 * number)
-    text = training.text([], 10.0)
-    assert text.startswith("step 3/10, 30 %, ")
-    assert text.endswith("reward 0.200 (last 3)")
+    assert training.text() == "step 3/10, 30 %, 0:14 left, reward 0.300"
     training.add({"step": 4, "time/step_s": 2.0, "reward/mean": 0.4}, 12.0)
-    assert training.text([], 12.0).startswith("step 4/10, 40 %, 0:12 elapsed, 0:12 left")
+    assert training.text() == "step 4/10, 40 %, 0:12 left, reward 0.400"
 
 
 def test_after_the_last_step_it_says_what_the_run_still_does():
-    training = TrainingProgress(2, 0.0)
+    training = TrainingProgress(2)
     training.add({**STEP, "step": 1}, 1.0)
     assert not training.lingers(5.0)
     training.add({**STEP, "step": 2}, 6.0)
     assert not training.lingers(7.0)
     assert training.lingers(8.5)
     busy = msgspec.structs.replace(status("master/0", "running", wait("closing", "w")), queues={"evaluations": 2})
-    assert training.text([busy], 8.5) == (
-        "all 2 steps done, 0:08 elapsed  reward 0.250 (last 2)  2 evaluations running  master/0 waits: closing from w"
+    assert training.bottom_text([busy], 8.5) == (
+        "all 2 steps done, reward 0.250  2 evaluations running  master/0 waits: closing from w"
     )
 
 
 def test_an_evaluation_names_the_step_it_belongs_to_when_training_has_gone_on():
-    training = TrainingProgress(60, 0.0)
+    training = TrainingProgress(60)
     first = {**EVALUATION, "step": 0}
     assert training.note(first) == ""
     training.add({**STEP, "step": 1}, 1.0)
     assert training.note(first) == "  (of step 0, 1 step ago)"
     training.add(STEP, 2.0)
     assert training.note(first) == "  (of step 0, 3 steps ago)"
-    assert training.note(STEP) == ""
     assert training.note({**EVALUATION, "step": 3}) == ""
 
 
@@ -212,7 +235,7 @@ def test_without_a_terminal_the_end_is_told_once(tmp_path):
         view.close()
     lines = console.file.getvalue().splitlines()
     assert lines[1:] == [
-        "all 1 steps done, 0:04 elapsed  reward 0.250 (last 1)  master/0 waits: version 1 to be served from gserver manager",
+        "all 1 steps done, reward 0.250  master/0 waits: version 1 to be served from gserver manager",
         "eval  step    0  reward sampled 0.800  greedy 0.934  (of step 0, 1 step ago)",
     ]
 
