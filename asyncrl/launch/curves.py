@@ -206,6 +206,7 @@ class _Measure:
     name: str
     value: Value
     of_evaluations: bool = False
+    optional: bool = False  # only some configs write it
 
 
 def picture(runs: Sequence[Run]) -> Picture:
@@ -220,7 +221,11 @@ def picture(runs: Sequence[Run]) -> Picture:
             if (curve := _curve(run, measure, role)) is not None
         ]
         shown = {curve.name for curve in curves}
-        absent = [measure.name for measure in measures if measure.name not in shown and not measure.of_evaluations]
+        absent = [
+            measure.name
+            for measure in measures
+            if measure.name not in shown and not (measure.optional or measure.of_evaluations)
+        ]
         if not curves:
             missing.append(f"{title}: no step or evaluation has it")
         elif absent:
@@ -247,6 +252,15 @@ def _plan(one_run: bool) -> list[tuple[str, str, str, float | None, list[_Measur
         _Measure("mean", _metric("length/response_mean")),
         _Measure("longest of the batch", _metric("length/response_max")),
     ]
+    kl = [
+        _Measure("anchor to current", _metric("actor/approx_kl")),
+        _Measure("behaviour to proximal", _metric("actor/behav_approx_kl"), optional=True),
+        _Measure("policy to reference", _metric("kl/token_mean"), optional=True),
+    ]
+    clipped = [
+        _Measure("clipped", _percent("actor/clip_share")),
+        _Measure("behaviour weight out of bounds", _percent("actor/cap_share"), optional=True),
+    ]
     idle = _Measure("no generation", _generation_idle)
     if one_run:
         times = (
@@ -264,6 +278,10 @@ def _plan(one_run: bool) -> list[tuple[str, str, str, float | None, list[_Measur
         ("reward", "Reward", "mean reward", None, rewards),
         ("off_policyness", "Off-policyness of first tokens", "versions behind", None, head),
         ("response_length", "Response length", "tokens", None, lengths),
+        ("entropy", "Entropy", "nats a token", None, [_Measure("", _metric("actor/entropy"))]),
+        ("kl", "KL divergence (estimates)", "nats a token", None, kl),
+        ("grad_norm", "Gradient norm", "before clipping", None, [_Measure("", _metric("actor/grad_norm"))]),
+        ("clip_share", "Clip share", "% of trained tokens", None, clipped),
         ("time_shares", times[0], "% of the step", 100.0, times[1]),
         ("tokens", "Throughput", "trained tokens/s", None, [_Measure("", _metric("throughput/tokens_per_s"))]),
         ("steps", "Train steps", "steps/s", None, [_Measure("", _steps_per_s)]),
@@ -282,6 +300,10 @@ def _curve(run: Run, measure: _Measure, role: int) -> Curve | None:
 
 def _metric(key: str) -> Value:
     return lambda _, record: number(record, key)
+
+
+def _percent(key: str) -> Value:
+    return lambda _, record: 100 * number(record, key)
 
 
 def _share(key: str) -> Value:

@@ -1,10 +1,9 @@
-"""Draws what curves.py has shaped: as a picture with matplotlib, as text with plotext. Both come with the extra `plot`."""
+"""Draws the curves of curves.py as a picture, with matplotlib (extra `plot`)."""
 
 from __future__ import annotations
 
 import importlib
 import math
-import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -47,9 +46,6 @@ def require(module: str) -> Any:
         ) from error
 
 
-# -------------------------------------------------------------------------------------------------------------- as a picture
-
-
 def write_picture(shown: Picture, path: Path) -> None:
     """A file in the format that its ending names. Raises ConfigError for one that matplotlib does not know, LaunchError where
     the file cannot be written."""
@@ -60,7 +56,7 @@ def write_picture(shown: Picture, path: Path) -> None:
         grid = figure.subplots(rows, 2, squeeze=False)
         for axes in grid.flat[len(shown.panels) :]:
             axes.remove()
-        steps = step_range(shown)
+        steps = _step_range(shown)
         for axes, panel in zip(grid.flat, shown.panels, strict=False):
             _draw_panel(axes, panel, [run.name for run in shown.runs], steps)
         _draw_title(figure, shown)
@@ -70,16 +66,14 @@ def write_picture(shown: Picture, path: Path) -> None:
         except ValueError as error:
             raise ConfigError(f"--out {str(path)!r}: {error}; use .png, .svg or .pdf") from error
         except OSError as error:
-            raise LaunchError(
-                f"the picture cannot be written: {error}; name another file with --out, or use --no-png"
-            ) from error
+            raise LaunchError(f"the picture cannot be written: {error}; name another file with --out") from error
 
 
 def _draw_title(figure: Any, shown: Picture) -> None:
     """Of one run its name; of several a legend with the colour of each."""
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
     if len(shown.runs) == 1:
-        figure.suptitle(title(shown), fontsize=12, fontweight="bold")
+        figure.suptitle(_title(shown), fontsize=12, fontweight="bold")
         return
     lines = require("matplotlib.lines")
     handles = [
@@ -90,7 +84,7 @@ def _draw_title(figure: Any, shown: Picture) -> None:
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=11)
 
 
-def step_range(shown: Picture) -> tuple[float, float]:
+def _step_range(shown: Picture) -> tuple[float, float]:
     """First and last step of all curves, so that panels can be compared."""
     steps = [x for panel in shown.panels for curve in panel.curves for x in curve.x]
     return min(steps), max(steps)
@@ -206,103 +200,8 @@ def _draw_keys(axes: Any, panel: Panel, num_runs: int) -> None:
         legend.set_in_layout(False)  # a wide one must not make the panel narrow
 
 
-def title(shown: Picture) -> str:
+def _title(shown: Picture) -> str:
     """Of a picture of one run: what it is, and how far it has come."""
     run = shown.runs[0]
     steps = f"{len(run.steps)} train step{'' if len(run.steps) == 1 else 's'}"
     return f"{run.run_dir.parent.name}/{run.name}, {steps}{', goes on' if run.going_on else ''}"
-
-
-# ------------------------------------------------------------------------------------------------------------------- as text
-
-_TEXT_COLOURS = ("blue+", "orange+", "green+", "red+", "magenta+", "cyan+", "gray+", "white")
-_TEXT_MARKERS = ("•", "x", "o", "+", "*", "#", "@", "%")  # of points, and of everything where there are no colours
-_TWO_COLUMNS_FROM = 110  # characters
-_HEIGHT = 15  # lines of a panel
-_TEXT_TICKS = 5
-_TEXT_SMOOTH_SHARE = 10  # shares of time jump about: what is drawn is the running mean over this part of the curve
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def as_text(shown: Picture, width: int, *, colours: bool) -> str:
-    """All panels in so many characters a line, two beside each other where there is room."""
-    columns = 2 if width >= _TWO_COLUMNS_FROM else 1
-    panel_width = max(30, (width - 2 * (columns - 1)) // columns)
-    blocks = [_text_panel(panel, shown, panel_width, colours=colours) for panel in shown.panels]
-    lines = []
-    for i in range(0, len(blocks), columns):
-        row = blocks[i : i + columns]
-        height = max(map(len, row))
-        padded = [_padded(block, panel_width, height) for block in row]
-        lines += ["  ".join(parts).rstrip() for parts in zip(*padded, strict=True)]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _padded(block: Sequence[str], width: int, height: int) -> list[str]:
-    lines = [*block, *[""] * (height - len(block))]
-    return [line + " " * (width - len(_ANSI.sub("", line))) for line in lines]
-
-
-def _text_panel(panel: Panel, shown: Picture, width: int, *, colours: bool) -> list[str]:
-    """Heading, legend, the plot itself. Of several runs there is one curve each: more could not be told apart."""
-    one_run = len(shown.runs) == 1
-    curves = panel.curves if one_run else [curve for curve in panel.curves if curve.role == panel.curves[0].role]
-    plotext = require("plotext")
-    plotext.clear_figure()
-    plotext.theme("clear")
-    plotext.plot_size(width, _HEIGHT)
-    legend = []
-    for curve in curves:
-        colour, marker = _look(curve, shown, colours=colours)
-        window = len(curve.y) // _TEXT_SMOOTH_SHARE if panel.name == "time_shares" else 1
-        values = smoothed(curve.y, window) if window > 1 else curve.y
-        points = [(x, y) for x, y in zip(curve.x, values, strict=True) if math.isfinite(y)]
-        draw = plotext.scatter if curve.points or len(points) == 1 else plotext.plot
-        draw([x for x, _ in points], [y for _, y in points], marker=marker, color=colour or "default")
-        if name := curve.name if one_run else curve.run:
-            legend.append(f"{_painted('━━' if marker == 'braille' else marker, colour)} {name}")
-    _set_text_axes(plotext, panel, curves, step_range(shown))
-    plot = str(plotext.build()).splitlines()
-    heading = panel.title if one_run or not curves[0].name else f"{panel.title}, {curves[0].name}"
-    lines = [f"\x1b[1m{heading} [{panel.unit}]\x1b[0m", *_wrapped(legend, width), *plot]
-    return lines if colours else [_ANSI.sub("", line) for line in lines]
-
-
-def _set_text_axes(plotext: Any, panel: Panel, curves: Sequence[Curve], steps: tuple[float, float]) -> None:
-    """Room for flat curves and for single points; whole numbers under steps."""
-    ys = [y for curve in curves for y in curve.y if math.isfinite(y)]
-    bottom = min(ys) if panel.bottom is None else panel.bottom
-    top = max(ys) if panel.top is None else panel.top
-    plotext.ylim(bottom, top if top > bottom else bottom + 1)
-    first, last = steps
-    plotext.xlim(first, last if last > first else first + 1)
-    ticks = sorted({round(first + (last - first) * i / (_TEXT_TICKS - 1)) for i in range(_TEXT_TICKS)})
-    plotext.xticks(ticks, [str(tick) for tick in ticks])
-    plotext.xlabel("train step")
-
-
-def _look(curve: Curve, shown: Picture, *, colours: bool) -> tuple[str | None, str]:
-    """(colour, marker): what tells curves apart, by run if there are several. Without colours it is the marker alone."""
-    names = [run.name for run in shown.runs]
-    index = curve.role if len(names) == 1 else names.index(curve.run)
-    character = _TEXT_MARKERS[index % len(_TEXT_MARKERS)]
-    if not colours:
-        return None, character
-    return _TEXT_COLOURS[index % len(_TEXT_COLOURS)], character if curve.points else "braille"
-
-
-def _painted(text: str, colour: str | None) -> str:
-    return text if colour is None else str(require("plotext").colorize(text, colour))
-
-
-def _wrapped(entries: Sequence[str], width: int) -> list[str]:
-    """Entries side by side, in as many lines as they need."""
-    lines: list[str] = []
-    for entry in entries:
-        joined = f"{lines[-1]}   {entry}" if lines else entry
-        if lines and len(_ANSI.sub("", joined)) <= width:
-            lines[-1] = joined
-        else:
-            lines.append(entry)
-    return lines

@@ -24,6 +24,12 @@ def step(number, **fields):
         "time/wait_data_s": 0.4,
         "time/wait_weights_s": 0.1,
         "throughput/tokens_per_s": 1000.0,
+        "actor/entropy": 1.25,
+        "actor/approx_kl": 0.01,
+        "actor/behav_approx_kl": 0.02,
+        "actor/grad_norm": 0.75,
+        "actor/clip_share": 0.125,
+        "actor/cap_share": 0.0,
         **fields,
     }
 
@@ -56,6 +62,10 @@ def test_the_panels_of_a_run(tmp_path):
         "reward",
         "off_policyness",
         "response_length",
+        "entropy",
+        "kl",
+        "grad_norm",
+        "clip_share",
         "time_shares",
         "tokens",
         "steps",
@@ -75,6 +85,16 @@ def test_the_panels_of_a_run(tmp_path):
         ("t0", "waits for data"): [(1, 40.0), (2, 40.0)],
         ("t0", "waits for weights"): [(1, 10.0), (2, 10.0)],
         ("t0", "no generation"): [(1, 100.0), (2, pytest.approx(90.0))],
+    }
+    assert curves_of(shown, "entropy") == {("t0", ""): [(1, 1.25), (2, 1.25)]}
+    assert curves_of(shown, "kl") == {
+        ("t0", "anchor to current"): [(1, 0.01), (2, 0.01)],
+        ("t0", "behaviour to proximal"): [(1, 0.02), (2, 0.02)],
+    }
+    assert curves_of(shown, "grad_norm") == {("t0", ""): [(1, 0.75), (2, 0.75)]}
+    assert curves_of(shown, "clip_share") == {
+        ("t0", "clipped"): [(1, 12.5), (2, 12.5)],
+        ("t0", "behaviour weight out of bounds"): [(1, 0.0), (2, 0.0)],
     }
     assert curves_of(shown, "tokens") == {("t0", ""): [(1, 1000.0), (2, 1000.0)]}
     assert curves_of(shown, "steps") == {("t0", ""): [(1, 1.0), (2, 1.0)]}
@@ -172,14 +192,17 @@ def test_what_is_half_written_broken_or_no_number(tmp_path):
 
 
 def test_a_missing_metric_leaves_its_panel_out_and_is_named(tmp_path):
-    record = {
-        key: value for key, value in step(1).items() if not key.startswith(("length/", "time/", "offpolicy/head_max"))
-    }
+    missing = ("length/", "time/", "actor/", "offpolicy/head_max")
+    record = {key: value for key, value in step(1).items() if not key.startswith(missing)}
     shown = picture(read_runs([write_run(tmp_path / "t0", [record])]))
     assert [panel.name for panel in shown.panels] == ["reward", "off_policyness", "tokens"]
     assert list(shown.missing) == [
         "Off-policyness of first tokens, oldest of the batch: no step has it",
         "Response length: no step or evaluation has it",
+        "Entropy: no step or evaluation has it",
+        "KL divergence (estimates): no step or evaluation has it",
+        "Gradient norm: no step or evaluation has it",
+        "Clip share: no step or evaluation has it",
         "Time of a step: no step or evaluation has it",
         "Train steps: no step or evaluation has it",
     ]
@@ -200,7 +223,7 @@ def test_an_evaluation_alone_is_shown(tmp_path):
 
 def test_negative_rewards_have_no_zero_below_them(tmp_path):
     shown = picture(read_runs([write_run(tmp_path / "t0", [step(1, **{"reward/mean": -0.5})])]))
-    assert [panel.bottom for panel in shown.panels] == [None, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert [panel.bottom for panel in shown.panels] == [None] + [0.0] * 9
 
 
 def test_json_has_null_where_there_is_no_value(tmp_path):
