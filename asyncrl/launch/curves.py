@@ -280,7 +280,7 @@ def _plan(one_run: bool) -> list[tuple[str, str, str, float | None, list[_Measur
         ("response_length", "Response length", "tokens", None, lengths),
         ("entropy", "Entropy", "nats a token", None, [_Measure("", _metric("actor/entropy"))]),
         ("kl", "KL divergence (estimates)", "nats a token", None, kl),
-        ("grad_norm", "Gradient norm", "before clipping", None, [_Measure("", _metric("actor/grad_norm"))]),
+        ("grad_norm", "Gradient norm", "norm before clipping", None, [_Measure("", _metric("actor/grad_norm"))]),
         ("clip_share", "Clip share", "% of trained tokens", None, clipped),
         ("time_shares", times[0], "% of the step", 100.0, times[1]),
         ("tokens", "Throughput", "trained tokens/s", None, [_Measure("", _metric("throughput/tokens_per_s"))]),

@@ -1,28 +1,17 @@
-"""Logs of many processes as one stream: lines and entries from any pieces of bytes, the order, files that come and go."""
+"""Logs of many processes as one sequence: lines and entries, their order, files that come and grow."""
 
 import itertools
 import json
 import os
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.launch.logs import (
-    MAX_ENTRY_LINES,
-    MAX_LINE_BYTES,
-    Entry,
-    EntryParser,
-    LineSplitter,
-    LogFiles,
-    LogMerger,
-    select_workers,
-    stream_logs,
-    worker_of,
-)
-
-BEGAN = "2025-01-01 00:00:00.000"
+from asyncrl.launch.logs import Entry, LogFile, LogFiles, select_workers, stream_logs, worker_of
 
 
 def at(second, milli=0):
@@ -33,9 +22,18 @@ def line(second, worker="master/0", text="hello", level="INFO", milli=0):
     return f"{at(second, milli)} {level:7} {worker}: {text}\n".encode()
 
 
-def parse(data, worker="master/0"):
-    parser = EntryParser(worker, BEGAN)
-    return [*parser.feed(data), *parser.end()]
+def parse(*pieces, name="master_0"):
+    """Entries of a file that is read after each piece is written."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{name}.log")
+        log, entries = None, []
+        for number, piece in enumerate(pieces, start=1):
+            with path.open("ab") as file:
+                file.write(piece)
+            log = log or LogFile(path)
+            entries += log.new_entries(ended=number == len(pieces))
+        log.close()
+        return entries
 
 
 def texts(entries):
@@ -70,12 +68,18 @@ def test_what_is_printed_past_the_logging_stands_for_itself():
     assert crash[1].text == "Fatal Python error: Segmentation fault\n\nThread 1"
 
 
-def test_what_stands_before_the_first_time_gets_that_time():
+def test_what_stands_before_the_first_time_gets_that_time(tmp_path):
     assert [(entry.time, entry.text) for entry in parse(b"import warning\n more\n" + line(5))] == [
         (at(5), "import warning\n more"),
         (at(5), "hello"),
     ]
-    assert parse(b"last words\n") == [Entry(BEGAN, "", "master/0", "last words")]
+    path = tmp_path / "master_0.log"
+    path.write_bytes(b"last words\n")
+    changed = time.mktime((2025, 3, 1, 12, 0, 7, 0, 0, -1))
+    os.utime(path, (changed, changed))
+    log = LogFile(path)
+    assert list(log.new_entries(ended=True)) == [Entry(at(7), "", "master/0", "last words")]
+    log.close()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_lines_of_etcd_and_of_libraries(text, expected, monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     try:
-        (entry,) = parse(text.encode(), "etcd")
+        (entry,) = parse(text.encode(), name="etcd")
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -123,24 +127,19 @@ def test_bytes_that_are_no_text_and_escapes_that_a_terminal_would_obey():
 
 
 def test_a_progress_bar_is_what_is_left_of_it():
-    splitter = LineSplitter()
-    assert splitter.feed(b"  0%\r 50%\r100%\nnext\r\n") == ["100%", "next"]
+    (entry,) = parse(line(1) + b"  0%\r 50%\r100%\nnext\r\n")
+    assert entry.text == "hello\n100%\nnext"
 
 
-def test_a_huge_line_is_cut_and_says_so():
-    splitter = LineSplitter()
-    assert splitter.feed(b"a" * MAX_LINE_BYTES) == []
-    assert splitter.feed(b"b" * 10_000_000) == []
-    (text,) = splitter.feed(b"c\nd")
-    assert text == "a" * MAX_LINE_BYTES + " ... (10000001 bytes more)"
-    assert splitter.end() == ["d"]
-    assert splitter.end() == []
-
-
-def test_an_entry_without_end_goes_on_as_another():
-    entries = parse(line(1) + b"more\n" * (2 * MAX_ENTRY_LINES))
-    assert [entry.continued for entry in entries] == [False, True, True]
-    assert "\n".join(texts(entries)).count("more") == 2 * MAX_ENTRY_LINES
+def test_lines_that_come_later_are_an_entry_of_their_own():
+    """Half a line is read when it is whole."""
+    pieces = [line(1, level="ERROR", text="failed"), b"  File x\nVal", b"ueError: no\n" + line(2)]
+    assert [(entry.time, entry.level, entry.text) for entry in parse(*pieces)] == [
+        (at(1), "ERROR", "failed"),
+        (at(1), "ERROR", "  File x"),
+        (at(1), "ERROR", "ValueError: no"),
+        (at(2), "INFO", "hello"),
+    ]
 
 
 pieces = st.lists(
@@ -155,95 +154,18 @@ pieces = st.lists(
 )
 
 
+@settings(max_examples=60)
 @given(pieces, st.randoms(use_true_random=False))
-def test_where_the_bytes_are_cut_makes_no_difference(parts, random):
+def test_where_the_bytes_are_cut_no_line_is_lost(parts, random):
     data = b"".join(parts)
     cuts = sorted(random.randint(0, len(data)) for _ in range(random.randint(0, 8)))
-    parser = EntryParser("w", BEGAN)
-    entries = [
-        entry for begin, end in itertools.pairwise([0, *cuts, len(data)]) for entry in parser.feed(data[begin:end])
-    ]
-    assert [*entries, *parser.end()] == parse(data, "w")
+    cut = parse(*(data[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(data)])))
 
+    def lines_of(entries):
+        return [text for entry in entries for text in entry.text.split("\n") if text.strip()]
 
-# ----------------------------------------------------------------------------------------------------------------- merging
-
-
-@settings(max_examples=60)
-@given(st.lists(st.lists(st.integers(0, 500), max_size=12), max_size=4), st.randoms(use_true_random=False))
-def test_the_order_is_that_of_time_however_the_files_are_read(files, random):
-    """Of files that are there: exact, and the same for any sizes of reads; nothing lost, nothing twice."""
-    data = {
-        f"w{index}": b"".join(
-            line(second, f"w/{index}", f"{index}.{number}") for number, second in enumerate(sorted(seconds))
-        )
-        for index, seconds in enumerate(files)
-    }
-    expected = sorted(
-        (at(second), f"w{index}", number)
-        for index, seconds in enumerate(files)
-        for number, second in enumerate(sorted(seconds))
-    )
-    merger = LogMerger()
-    for name in data:
-        merger.open(name, name, BEGAN)
-    merged = []
-    while data:
-        name = merger.behind(data)
-        size = random.randint(1, 200)
-        merger.feed(name, data[name][:size], 0.0)
-        data[name] = data[name][size:]
-        if not data[name]:
-            del data[name]
-            merger.end(name, 0.0)
-        merged += merger.ready()
-    merged += merger.ready()
-    assert [(entry.time, entry.worker, int(entry.text.partition(".")[2])) for entry in merged] == expected
-
-
-def make_growing(*names, **options):
-    merger = LogMerger(**options)
-    for name in names:
-        merger.open(name, name, BEGAN)
-    return merger
-
-
-def test_a_growing_file_is_waited_for_only_so_long():
-    merger = make_growing("a", "b", hold_s=0.5)
-    merger.feed("a", line(2, text="second"), 10.0)
-    assert list(merger.ready(10.4)) == []
-    merger.feed("b", line(1, text="first"), 10.4)
-    assert list(merger.ready(10.45)) == []
-    assert texts(merger.ready(10.95)) == ["first", "second"]
-    merger.feed("a", line(3, text="alone"), 11.0)
-    assert list(merger.ready(11.4)) == []
-    assert texts(merger.ready(11.5)) == ["alone"]
-
-
-def test_what_all_have_passed_waits_for_nothing():
-    merger = make_growing("a", "b", hold_s=1000.0)
-    merger.feed("a", line(1, text="first") + line(5), 0.0)
-    assert list(merger.ready(0.0)) == []
-    merger.feed("b", line(6), 0.0)
-    assert texts(merger.ready(0.0)) == ["first"]
-
-
-def test_a_line_is_shown_though_none_follows_it_and_what_comes_later_goes_on():
-    merger = make_growing("a", hold_s=0.5)
-    merger.feed("a", line(1, level="ERROR", text="failed") + b"Traceback (most recent call last):\n", 0.0)
-    assert list(merger.ready(0.4)) == []
-    assert texts(merger.ready(0.5)) == ["failed\nTraceback (most recent call last):"]
-    merger.feed("a", b"  File x\nVal", 1.0)
-    (more,) = merger.ready(1.5)
-    assert (more.text, more.level, more.continued) == ("  File x", "ERROR", True)
-    merger.end("a", 2.0)
-    assert texts(merger.ready(2.0)) == ["Val"]
-
-
-def test_what_is_held_is_bounded():
-    merger = make_growing("silent", "a", hold_s=1000.0, max_held=10)
-    merger.feed("a", b"".join(line(second, text=str(second)) for second in range(30)), 0.0)
-    assert texts(merger.ready(0.0)) == [str(second) for second in range(19)]  # the newest of the 30 is still open
+    assert lines_of(cut) == lines_of(parse(data))
+    assert [entry.time for entry in cut] == sorted(entry.time for entry in cut)
 
 
 # ------------------------------------------------------------------------------------------------------------------- files
@@ -255,19 +177,19 @@ class Folder:
     def __init__(self, path, *changes):
         self.path = path
         self._changes = list(changes)
-        self._now = 0.0
 
     def goes_on(self):
         return bool(self._changes)
 
     def pause(self):
-        self._now += 1.0
         self._changes.pop(0)(self.path)
 
     def stream(self, wanted=lambda worker: True):
         files = LogFiles(self.path, wanted)
-        entries = stream_logs(files, LogMerger(), goes_on=self.goes_on, clock=lambda: self._now, pause=self.pause)
-        return [entry.text if entry else None for entry in entries]
+        entries = stream_logs(files, goes_on=self.goes_on, pause=self.pause)
+        shown = [entry.text if entry else None for entry in entries]
+        files.close()
+        return shown
 
 
 def append(name, data):
@@ -301,35 +223,46 @@ def test_a_folder_that_grows(tmp_path):
         append("b_0.log", line(5, text="a new file")),
         append("a_0.log", line(6, text="last")),
     )
-    assert folder.stream() == [None, "old", "four", "a new file", "last"]
+    assert folder.stream() == ["old", None, "four", "a new file", "last"]
 
 
-def test_files_that_are_cut_replaced_or_deleted(tmp_path):
-    file = tmp_path / "a_0.log"
-    file.write_bytes(line(1, text="one"))
+def test_what_is_new_in_all_files_is_in_the_order_of_time(tmp_path):
+    def two(folder):
+        append("a_0.log", line(5, text="five") + line(7, text="seven"))(folder)
+        append("b_0.log", line(4, text="four") + line(6, text="six"))(folder)
 
-    def rotate(folder):
-        append("a_0.log", line(2, text="unread when it was rotated"))(folder)
-        file.rename(folder / "a_0.log.1")
-        file.write_bytes(line(3, text="in the new file"))
+    assert Folder(tmp_path, nothing, two).stream() == [None, "four", "five", "six", "seven"]
 
-    folder = Folder(
-        tmp_path,
-        nothing,
-        rotate,
-        lambda folder: os.truncate(file, 0),
-        append("a_0.log", line(4, text="after the cut")),
-        lambda folder: file.unlink(),
-        append("b_0.log", line(5, text="others go on")),
-    )
-    assert folder.stream() == [
-        None,
-        "one",
-        "unread when it was rotated",
-        "in the new file",
-        "after the cut",
-        "others go on",
-    ]
+
+def test_a_log_that_the_next_attempt_links_is_read_once(tmp_path):
+    first, second = tmp_path / "attempt_1", tmp_path / "attempt_2"
+    for folder in (first, second):
+        folder.mkdir()
+    append("rollout_worker_0.log", line(1, text="old"))(first)
+    (second / "rollout_worker_0.log").symlink_to("../attempt_1/rollout_worker_0.log")
+    (second / "etcd.log").symlink_to("../attempt_1/etcd.log")  # which was deleted
+    files = LogFiles(first, lambda worker: True)
+    assert texts(files.new_entries(ended=False)) == ["old"]
+    files.folder = second
+    append("rollout_worker_0.log", line(2, text="new"))(second)
+    assert texts(files.new_entries(ended=True)) == ["new"]
+    files.close()
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 500), max_size=12), max_size=4))
+def test_the_order_is_that_of_time(seconds_of_files):
+    """Nothing is lost, and nothing comes twice."""
+    expected = []
+    with tempfile.TemporaryDirectory() as folder:
+        for index, seconds in enumerate(seconds_of_files):
+            for number, second in enumerate(sorted(seconds)):
+                append(f"w_{index}.log", line(second, f"w/{index}", str(number)))(Path(folder))
+                expected.append((at(second), f"w/{index}", str(number)))
+        files = LogFiles(Path(folder), lambda worker: True)
+        merged = [(entry.time, entry.worker, entry.text) for entry in stream_logs(files) if entry]
+        files.close()
+    assert merged == sorted(expected, key=lambda entry: (entry[0], entry[1], int(entry[2])))
 
 
 def test_a_long_log_is_read_in_order_before_what_follows(tmp_path):

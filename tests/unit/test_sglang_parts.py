@@ -20,7 +20,7 @@ from asyncrl.generation.sglang_process import (
     tail_of,
 )
 from asyncrl.generation.sglang_response import GrowingResponse
-from asyncrl.launch.logs import EntryParser, select_workers, worker_of
+from asyncrl.launch.logs import LogFile, select_workers, worker_of
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan
 from asyncrl.messages import FinishReason, SamplingParams, VersionSpan, WeightVersion
@@ -332,14 +332,17 @@ def test_tensors_of_a_version_are_those_of_the_model(tmp_path, tied):
 # ------------------------------------------------------------------------------------------------------------------- logs
 
 
-def test_its_log_is_that_of_the_worker():
+def test_its_log_is_that_of_the_worker(tmp_path):
     assert worker_of("generation_server_0_sglang") == "generation_server/0/sglang"
     known = {"generation_server/0", "generation_server/0/sglang", "master/0"}
     assert select_workers(["generation_server"], known) == known - {"master/0"}
     assert select_workers(["generation_server_0_sglang"], known) == {"generation_server/0/sglang"}
-    parser = EntryParser("generation_server/0/sglang", "2026-01-01 00:00:00.000")
-    entries = parser.feed(b"[2026-01-02 03:04:05 TP0] Load weight end.\n[2026-01-02 03:04:06] ERROR: it broke\nmore\n")
-    entries += parser.end()
+    path = tmp_path / "generation_server_0_sglang.log"
+    path.write_text("[2026-01-02 03:04:05 TP0] Load weight end.\n[2026-01-02 03:04:06] ERROR: it broke\nmore\n")
+    log = LogFile(path)
+    entries = list(log.new_entries(ended=True))
+    log.close()
+    assert {entry.worker for entry in entries} == {"generation_server/0/sglang"}
     assert [(entry.time, entry.level, entry.text) for entry in entries] == [
         ("2026-01-02 03:04:05.000", "INFO", "Load weight end."),
         ("2026-01-02 03:04:06.000", "ERROR", "it broke\nmore"),

@@ -14,7 +14,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from asyncrl.launch.commands.common import Commands, add_command, print_json, run_dir_of
-from asyncrl.launch.logs import LEVELS, Entry, LogFiles, LogMerger, select_workers, stream_logs, worker_of
+from asyncrl.launch.logs import LEVELS, Entry, LogFiles, select_workers, stream_logs, worker_of
 from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, configs_dir, is_running, logs_dir
 
 _DESCRIPTION = """Show what the processes of a run said, in one stream, in the order of time.
@@ -77,7 +77,7 @@ def logs(arguments: argparse.Namespace, console: Console) -> int:
 
     last: deque[Entry] | None = deque(maxlen=arguments.tail) if arguments.tail else None
     try:
-        for entry in stream_logs(files, LogMerger(), goes_on=goes_on):
+        for entry in stream_logs(files, goes_on=goes_on):
             if entry is None:
                 _show_all(last, printer)
                 last = None
@@ -92,6 +92,7 @@ def logs(arguments: argparse.Namespace, console: Console) -> int:
         _show_all(last, printer)
     finally:
         printer.close()
+        files.close()
     return 0
 
 
@@ -110,34 +111,27 @@ class _Printer:
         self._colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
         self._date = ""
         self._num_errors = 0
-        self._first_error: list[Entry] = []
+        self._first_error: Entry | None = None
         self._shown_after = False  # something was shown after the first error
 
     def count(self, entry: Entry) -> None:
         """Every entry, also those that are not shown."""
-        if entry.is_error and not entry.continued:
-            self._num_errors += 1
-        if (not self._first_error and entry.is_error) or (entry.continued and self._is_first(entry)):
-            self._first_error.append(entry)
+        self._num_errors += entry.is_error
+        if self._first_error is None and entry.is_error:
+            self._first_error = entry
 
     def show(self, entry: Entry) -> None:
-        is_first = bool(self._first_error) and entry is self._first_error[0]
-        if is_first:
+        if entry is self._first_error:
             self._print(Rule("first error", style="bold red"))
-        elif self._first_error and entry not in self._first_error:
+        elif self._first_error is not None:
             self._shown_after = True
         self._print(self._text(entry))
 
     def close(self) -> None:
-        if self._first_error and self._shown_after:
+        if self._first_error is not None and self._shown_after:
             others = f" (of {self._num_errors})" if self._num_errors > 1 else ""
             self._print(Rule(f"the first error again{others}", style="bold red"))
-            for entry in self._first_error:
-                self._print(self._text(entry))
-
-    def _is_first(self, entry: Entry) -> bool:
-        first = self._first_error[0] if self._first_error else None
-        return first is not None and (entry.worker, entry.time) == (first.worker, first.time)
+            self._print(self._text(self._first_error))
 
     def _text(self, entry: Entry) -> Text:
         """time LEVEL worker: text, and the further lines below it."""
@@ -148,14 +142,11 @@ class _Printer:
             text.append(f"{date}\n", style="dim")
         style = _LEVEL_STYLES.get(entry.level, "")
         first, newline, rest = entry.text.partition("\n")
-        if entry.continued:
-            rest, newline = entry.text, ""
-        else:
-            text.append(f"{at or '?':12} ", style="dim")
-            text.append(f"{entry.level or '-':8}", style=style or "dim")
-            text.append(f"{entry.worker + ':':{self._width + 2}}", style=self._colours.get(entry.worker, ""))
-            text.append(first, style=style)
-        if rest or newline:
+        text.append(f"{at:12} ", style="dim")
+        text.append(f"{entry.level or '-':8}", style=style or "dim")
+        text.append(f"{entry.worker + ':':{self._width + 2}}", style=self._colours.get(entry.worker, ""))
+        text.append(first, style=style)
+        if newline:
             text.append(newline)
             text.append(re.sub("^", "    ", rest, flags=re.MULTILINE), style=style)
         return text
@@ -178,7 +169,7 @@ class _JsonPrinter:
 
     def count(self, entry: Entry) -> None:
         if entry.level:
-            self._counts[entry.level] += not entry.continued
+            self._counts[entry.level] += 1
         if self._first_error is None and entry.is_error:
             self._first_error = entry
 
