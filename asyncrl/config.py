@@ -391,9 +391,7 @@ class RuntimeConfig:
     # that of the run.
     max_restarts: int = 3
     frozen_after_s: float = 30.0  # a process whose progress counter stands still this long is killed; 0: never
-    watchdog_after_s: float = (
-        120.0  # without a train step: who waits for whom is told, with stacks in the logs; 0: never
-    )
+    watchdog_after_s: float = 120.0  # without a train step: the launcher prints what each process waits for; 0: never
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     push_credit_items: int = 64  # trajectories a pusher may have unacknowledged, per head
     push_credit_bytes: int = 256_000_000

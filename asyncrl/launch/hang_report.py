@@ -1,4 +1,4 @@
-"""What the launcher tells of a run that stands still: who waits for whom (watchdog.py decides), with stacks in all logs."""
+"""The standstill report: the launcher prints it when it is due (watchdog.py decides), and writes stacks into all logs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class HangReport:
         }
         still_s = {name: now - since for name, (_, since) in self._moved.items()}
         stopped = {
-            name: "is stopped (SIGSTOP, or a debugger)"
+            name
             for name, (pid, _) in counts.items()
             if pid and name not in elsewhere and still_s[name] > _LOOK_EVERY_S and is_stopped(pid)
         }
@@ -60,11 +60,14 @@ class HangReport:
         if told is None:
             return
         self._notice(
-            f"{told}. Stacks of all processes are in their logs; `asyncrl-launch status --stacks` shows newer ones"
+            f"{told}\nStacks of all processes are in their logs; `asyncrl-launch status --stacks` shows newer ones"
         )
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
-                target=write_stacks, args=(self._run_dir, told), name="stacks for the logs", daemon=True
+                target=write_stacks,
+                args=(self._run_dir, told.partition("\n")[0]),
+                name="stacks for the logs",
+                daemon=True,
             )
             self._thread.start()
 

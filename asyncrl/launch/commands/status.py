@@ -24,6 +24,7 @@ from asyncrl.launch.commands.common import (
     wanted_servers,
 )
 from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_record
+from asyncrl.launch.watchdog import wait_texts
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
 from asyncrl.runtime.name_resolve import NameResolveError, NameResolver, open_name_resolver
@@ -153,17 +154,13 @@ def _table(run_dir: Path, record: RunRecord, seen: _Seen) -> Table:
 
 
 def _status_row(status: WorkerStatus) -> tuple[str, ...]:
-    waits: dict[str, int] = {}
-    for wait in sorted(status.waits, key=lambda wait: -wait.since_s):
-        text = f"{wait.what} from {wait.on} ({wait.since_s:.0f} of {wait.limit_s:.0f} s)"
-        waits[text] = waits.get(text, 0) + 1
     queues = " ".join(f"{name}={depth}" for name, depth in sorted(status.queues.items()))
     return (
         status.worker + (f" on {status.host}" if status.host else ""),
         status.state + (f", restart {status.restarts}" if status.restarts else ""),
         f"{max(0.0, time.time() - status.time):.1f} s ago",
         status.version,
-        "\n".join(text if count == 1 else f"{text} x{count}" for text, count in waits.items()),
+        "\n".join(wait_texts(status.waits)),
         queues,
     )
 
