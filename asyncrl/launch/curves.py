@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,10 +102,16 @@ def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lam
     return runs
 
 
-def read_records(path: Path) -> tuple[list[Record], int]:
-    """The records of a file of JSON objects, and how many lines are none. A last line without an end is being written."""
+def read_records(path: Path, newest_bytes: int | None = None) -> tuple[list[Record], int]:
+    """The records of a file of JSON objects, and how many lines are none. A last line without an end is being written.
+
+    newest_bytes: only this much of the file's end, whose first line may be cut.
+    """
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        with path.open("rb") as file:
+            if newest_bytes is not None:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - newest_bytes))
+            lines = file.read().split(b"\n")[:-1]
     except (FileNotFoundError, NotADirectoryError):
         return [], 0
     records: list[Record] = []

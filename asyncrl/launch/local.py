@@ -34,6 +34,7 @@ from asyncrl.launch.program import (
     run_directory,
     save_config,
     server_spec,
+    total_steps,
     with_absolute_paths,
     with_name_resolve,
     worlds_of_run,
@@ -311,6 +312,7 @@ class LocalLauncher:
             name_resolve=self.config.name_resolve,
             started=self._started,
             on_stop_s=self.config.checkpoint.on_stop_s,
+            total_steps=total_steps(self.config, self._num_prompts),
             host=socket.gethostname() if self._own_host else "",
         )
         write_record(self.run_dir, record)

@@ -135,7 +135,7 @@ class TrainingProgress:
 
     @property
     def left_s(self) -> float | None:
-        return seconds_left(self._durations, self.total_steps - self.step)
+        return seconds_left(self._durations, self.total_steps - self.step) if self.total_steps else None
 
     def left_text(self) -> str:
         """`  0:40 left`, for the end of a step's line."""

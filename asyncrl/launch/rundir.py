@@ -69,6 +69,7 @@ class RunRecord(_Written, frozen=True, kw_only=True):
     name_resolve: NameResolveConfig | None = (
         None  # all of how it is reached; secrets by their files. None: an older run
     )
+    total_steps: int = 0  # train steps that it will have done at its end; 0: an older run
     host: str = ""  # of the launcher, on a run of more than one: elsewhere its pid and its lock mean nothing
 
     @property

@@ -95,6 +95,7 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
 
     assert cli.main(["status", str(run.run_dir)]) == 0
     by_folder = capsys.readouterr().out
+    assert re.match(r"step \d+/\d+, \d+ %, \d+:.* left, reward \d\.\d{3}\n", by_folder)
     assert all(worker in by_folder for worker in WORKERS)
     assert "running" in by_folder
     assert cli.main(["status", str(config), f"fileroot={tmp_path}"]) == 0
@@ -102,6 +103,10 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
     assert cli.main(["status", str(run.run_dir), "--json"]) == 0
     seen = json.loads(capsys.readouterr().out)
     assert seen["record"]["pid"] == run.popen.pid
+    progress = seen["progress"]
+    assert 1 <= progress["step"] < progress["total_steps"]
+    assert progress["left_s"] > 0
+    assert progress["reward"] == train_steps(run.run_dir)[progress["step"] - 1]["reward/mean"]
     assert [worker["worker"] for worker in seen["workers"]] == WORKERS
 
     assert cli.main(["check", str(config), f"fileroot={tmp_path}", "--json"]) == 1

@@ -5,6 +5,7 @@ import os
 import re
 import stat
 
+import msgspec
 import pytest
 
 from asyncrl.config import ConfigError
@@ -12,6 +13,7 @@ from asyncrl.config_file import load_experiment
 from asyncrl.launch import cli
 from asyncrl.launch.commands import check as check_command
 from asyncrl.launch.commands import run as run_command
+from asyncrl.launch.commands.status import training_of
 from asyncrl.launch.doctor import Finding
 from asyncrl.launch.json_view import JsonView
 from asyncrl.launch.program import load_process_config
@@ -308,6 +310,24 @@ def test_a_run_that_is_over(call, tmp_path):
     code, out, _ = call("stop", tmp_path, "--json")
     assert code == 0
     assert answer(out) == {"run_dir": str(tmp_path), "was_running": False, "running": False}
+
+
+def test_status_shows_the_newest_step_of_the_attempt(tmp_path):
+    record = RunRecord(pid=4, attempt=2, experiment="e", trial="t", endpoints=[], started=3.0, total_steps=60)
+    assert training_of(tmp_path, record).step == 0
+    step = {"attempt": 2, "reward/mean": 0.25, "time/step_s": 2.0}
+    lines = [
+        {**step, "step": 50, "attempt": 1},
+        {**step, "step": 20},
+        {**step, "step": 21, "reward/mean": 0.5},
+        {"step": 20, "attempt": 2, "eval/greedy_reward": 1.0},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text("x" * 300_000 + "\n" + text + '{"step": 22, "att')
+    assert training_of(tmp_path, record).text() == "step 21/60, 35 %, 1:18 left, reward 0.500"
+    first = msgspec.structs.replace(record, attempt=1, total_steps=0)  # of an older release
+    assert training_of(tmp_path, first).text() == "step 50/?, reward 0.250"
+    assert training_of(tmp_path, first).left_s is None
 
 
 # ----------------------------------------------------------------------------------------------------------------- prepare

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -23,18 +24,23 @@ from asyncrl.launch.commands.common import (
     run_dir_of,
     wanted_servers,
 )
+from asyncrl.launch.curves import read_records
+from asyncrl.launch.progress import TrainingProgress
 from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_record
 from asyncrl.launch.watchdog import wait_texts
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
+from asyncrl.runtime.metrics import METRICS_FILE
 from asyncrl.runtime.name_resolve import NameResolveError, NameResolver, open_name_resolver
 from asyncrl.runtime.stacks import ask_all
 
 _WATCH_S = 1.0  # the launcher publishes once a second
+_METRICS_BYTES = 1 << 18  # of the end of metrics.jsonl: some 100 steps
 _STACKS_LIMIT_S = 3.0  # a process answers in milliseconds, or is inside a long call
 
-_DESCRIPTION = """Show every worker of a run that goes on: its state, the age of its last sign of life, the version of its
-weights, what it waits for, on whom, for how long and until when at most, and how full its queues are.
+_DESCRIPTION = """Show the step, reward and remaining time of a run that goes on, then every worker: its state, the age of its last
+sign of life, the version of its weights, what it waits for, on whom, for how long and until when at most, and how full its
+queues are.
 
 With --stacks: what each process on this machine is doing, however it hangs. The stacks of its threads (the innermost call
 first), then its asyncio tasks (the outermost first). It needs no name resolve, and says of a process that is stopped or gone
@@ -61,7 +67,7 @@ def add_to(commands: Commands) -> None:
 
 
 def status(arguments: argparse.Namespace, console: Console) -> int:
-    """Show every worker: state, heartbeat, version, what it waits for, on whom and for how long, queue depths."""
+    """Show step, reward and remaining time, then every worker: state, version, what it waits for, on whom, how long, queues."""
     run_dir = run_dir_of(arguments.run, arguments.overrides)
     record = read_record(run_dir)
     running = goes_on(run_dir, record)
@@ -78,7 +84,7 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
             if arguments.watch:
                 _watch(run_dir, record, resolver, console, as_json=arguments.json)
             else:
-                _show(run_dir, record, _read(record, resolver), console, as_json=arguments.json)
+                _show(run_dir, record, _read(run_dir, record, resolver), console, as_json=arguments.json)
     except NameResolveError as error:
         raise LaunchError(
             f"the run goes on (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
@@ -106,18 +112,26 @@ def _show_stacks(run_dir: Path, record: RunRecord, console: Console, *, as_json:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What name resolve says of a run."""
+    """What name resolve and metrics.jsonl say of a run."""
 
+    training: TrainingProgress
     statuses: list[WorkerStatus]
     wanted: int | None  # generation servers, where `scale` was used
 
 
 def _show(run_dir: Path, record: RunRecord, seen: _Seen, console: Console, *, as_json: bool) -> None:
     if as_json:
-        there = {"workers": seen.statuses, "generation_wanted": seen.wanted}
+        training = seen.training
+        progress = {
+            "step": training.step or None,
+            "total_steps": training.total_steps or None,
+            "reward": training.reward if math.isfinite(training.reward) else None,
+            "left_s": training.left_s,
+        }
+        there = {"progress": progress, "workers": seen.statuses, "generation_wanted": seen.wanted}
         print_json({"run_dir": str(run_dir), "running": True, "record": record, **there})
     else:
-        console.print(_table(run_dir, record, seen))
+        console.print(_view(run_dir, record, seen))
 
 
 def _watch(run_dir: Path, record: RunRecord, resolver: NameResolver, console: Console, *, as_json: bool) -> None:
@@ -126,7 +140,7 @@ def _watch(run_dir: Path, record: RunRecord, resolver: NameResolver, console: Co
         while goes_on(run_dir, record):
             try:
                 record = read_record(run_dir) or record  # another attempt may have begun
-                seen = _read(record, resolver)
+                seen = _read(run_dir, record, resolver)
             except NameResolveError:
                 if goes_on(run_dir, record):
                     raise
@@ -134,12 +148,13 @@ def _watch(run_dir: Path, record: RunRecord, resolver: NameResolver, console: Co
             if as_json or not console.is_terminal:
                 _show(run_dir, record, seen, console, as_json=as_json)
             elif seen.statuses:
-                live.update(_table(run_dir, record, seen), refresh=True)
+                live.update(_view(run_dir, record, seen), refresh=True)
             time.sleep(_WATCH_S)
     console.print(f"{run_dir}: the run has ended", highlight=False, soft_wrap=True)
 
 
-def _table(run_dir: Path, record: RunRecord, seen: _Seen) -> Table:
+def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
+    """The line of the training, then the table of workers."""
     title = f"{run_dir}, attempt {record.attempt}, up {time.time() - record.started:.0f} s"
     servers = [status for status in seen.statuses if status.worker.startswith("generation_server/")]
     num_running = sum(status.state == "running" for status in servers)
@@ -150,7 +165,8 @@ def _table(run_dir: Path, record: RunRecord, seen: _Seen) -> Table:
         table.add_column(column)
     for entry in seen.statuses:
         table.add_row(*map(escape, _status_row(entry)))
-    return table
+    training = seen.training.text() if seen.training.step else f"no train step yet in attempt {record.attempt}"
+    return Group(f"[bold]{escape(training)}[/]", table)
 
 
 def _status_row(status: WorkerStatus) -> tuple[str, ...]:
@@ -165,8 +181,17 @@ def _status_row(status: WorkerStatus) -> tuple[str, ...]:
     )
 
 
-def _read(record: RunRecord, resolver: NameResolver) -> _Seen:
+def _read(run_dir: Path, record: RunRecord, resolver: NameResolver) -> _Seen:
     names = Names(record.experiment, record.trial)
     values = resolver.get_subtree(names.statuses())
     statuses = [msgspec.json.decode(value, type=WorkerStatus) for _, value in sorted(values.items())]
-    return _Seen(statuses, wanted_servers(resolver, names))
+    return _Seen(training_of(run_dir, record), statuses, wanted_servers(resolver, names))
+
+
+def training_of(run_dir: Path, record: RunRecord) -> TrainingProgress:
+    """The newest steps of this attempt: an earlier one may have come further."""
+    training = TrainingProgress(record.total_steps)
+    for metrics in read_records(run_dir / METRICS_FILE, _METRICS_BYTES)[0]:
+        if metrics.get("attempt") == record.attempt:
+            training.add(metrics, 0.0)
+    return training
