@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from statistics import median
+from statistics import fmean
 from types import TracebackType
 
 from rich.console import Console
@@ -18,8 +18,8 @@ _LINE_EVERY_S = 5.0
 
 
 def seconds_left(durations: Collection[float], steps_left: int) -> float | None:
-    """Median duration of the newest steps, times the steps that are left; None before the first step has ended."""
-    return median(durations) * max(steps_left, 0) if durations else None
+    """Mean duration of the newest steps, times the steps that are left; None before the first step has ended."""
+    return fmean(durations) * max(steps_left, 0) if durations else None
 
 
 def step_text(step: int, total: int, durations: Collection[float]) -> str:

@@ -186,7 +186,7 @@ def test_the_bottom_line_tells_step_time_left_reward_and_what_is_waited_for():
         "step 3/60, 5 %, 1:54 left, reward 0.200  1 evaluation running  master/0 waits: a batch from rollout_worker/0"
     )
     training.add({**STEP, "step": 4, "reward/mean": None}, 120.0)
-    assert training.text() == "step 4/60, 7 %, 1:52 left"
+    assert training.text() == "step 4/60, 7 %, 1:31 left"
 
 
 def test_a_training_side_that_goes_on_from_a_checkpoint_goes_back():
