@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator
 
 from asyncrl.config import (
@@ -22,6 +23,7 @@ from asyncrl.config import (
     can_be_reached,
     judges_by_group,
 )
+from asyncrl.config_fields import leaf_values
 from asyncrl.names import ACTOR
 from asyncrl.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.topology import Allocation, unknown_name
@@ -37,6 +39,29 @@ MFC_ROLES = (ACTOR, CRITIC, REF, REWARD)
 RECOVER = ("auto", "required", "off")
 CLUSTERS = ("local", "hosts", "slurm")
 AUTHENTICATE = ("auto", "on", "off")
+# The largest sensible values, by the name of the field; a larger one is a slip of the keyboard or does not fit into any machine
+_LARGEST = {
+    "lr": 1,
+    "group_size": 65_536,
+    "batch_size": 10_000_000,
+    "minibatches": 65_536,
+    "torch_threads": 1024,
+    "num_workers": 65_536,
+    "max_concurrent_per_worker": 1_000_000,
+    "max_concurrent_rollouts": 10_000_000,
+    "max_head_offpolicyness": 10_000,
+    "max_new_tokens": 100_000_000,
+    "max_prompt_length": 100_000_000,
+    "max_running_requests": 1_000_000,
+    "max_batch_tokens": 100_000_000,
+    "page_size": 1_000_000,
+    "num_blocks": 1_000_000_000,
+    "nodes": 65_536,
+    "cpu_nodes": 65_536,
+}
+_LARGEST_INTEGER = 2**63 - 1  # messages and checkpoints hold no larger one
+_LONGEST_S = 1_000_000_000  # 32 years: longer times overflow the system's clocks
+_MOST_PROCESSES = 65_536  # of an allocation
 _OURS = "is set by asyncrl"
 OWN_SERVER_ARGS = {  # what generation.server_args must not hold, and what to set instead
     "model-path": "use model_path",
@@ -68,9 +93,25 @@ _RUNS_WITH = {  # what makes an MFC or a role part of a run
 
 def validate(config: ExperimentConfig) -> None:
     """Refuse what could not work, before anything starts. Raises ConfigError with every problem found, one a line."""
-    problems = [f"{name}={value!r}: {remedy}" for name, value, remedy in _problems(config)]
+    found = list(_bad_sizes(config)) or _problems(config)  # comparisons with nan mean nothing
+    problems = [f"{name}={value!r}: {remedy}" for name, value, remedy in found]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _bad_sizes(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
+    """Numbers of any field that are not finite, or larger than makes sense."""
+    for path, value, default in leaf_values(config):
+        if not isinstance(value, int | float):
+            continue
+        name = path.rpartition(".")[2]
+        otherwise = _LONGEST_S if name.endswith("_s") else _LARGEST_INTEGER if isinstance(value, int) else math.inf
+        largest = _LARGEST.get(name, otherwise)
+        if isinstance(value, float) and not math.isfinite(value):
+            example = f", such as {default:g} (the default)" if isinstance(default, float) else ""
+            yield path, value, f"must be a finite number{example}"
+        elif value > largest:
+            yield path, value, f"must be at most {largest:,}"
 
 
 def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
@@ -90,6 +131,13 @@ def _problems(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     except ValueError as error:
         yield "allocation", config.allocation, str(error)
     else:
+        if max(allocation.generation.size, allocation.num_model_workers) > _MOST_PROCESSES:
+            yield (
+                "allocation",
+                config.allocation,
+                f"must have at most {_MOST_PROCESSES:,} servers and model workers each",
+            )
+            return
         if config.mode != "sync":
             yield from _bad_generation(config, allocation)
         yield from _bad_layout(config, allocation)

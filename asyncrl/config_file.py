@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from yaml import YAMLError
 
 from asyncrl.config import ConfigError, ExperimentConfig
 from asyncrl.config_checks import validate
+from asyncrl.config_fields import find_field
 from asyncrl.presets import ALGORITHMS, CORRECTIONS
 
 
@@ -69,18 +69,19 @@ def _merge(layers: Sequence[tuple[str, Any]]) -> Any:
         try:
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:
-            raise ConfigError(f"in {source}: {_explain(error)}") from error
+            raise ConfigError(f"in {source}: {_explain(error, source.partition('=')[0])}") from error
     return merged
 
 
-def _explain(error: OmegaConfBaseException) -> str:
-    """An OmegaConf error as field, value, remedy."""
+def _explain(error: OmegaConfBaseException, written: str) -> str:
+    """An OmegaConf error as field, value, remedy. written: the path in an override, of which the error may name a part only."""
     field_name = error.full_key or "the config"
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        parent, key = error.object_type, str(error.key)
+        parent = error.object_type
         owner = parent if parent is not None and is_dataclass(parent) else ExperimentConfig
         known = [entry.name for entry in fields(owner)]
-        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.3)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        asked = written if written.startswith(f"{field_name}.") else field_name
+        found = find_field(asked)
+        hint = f"did you mean {found!r}? " if found is not None and found != asked else ""
         return f"unknown field {field_name!r}: {hint}valid names here: {', '.join(known)}"
     return f"{field_name}: {str(error).splitlines()[0]}"

@@ -10,6 +10,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from asyncrl.config import ConfigError
+from asyncrl.config_fields import find_field
 from asyncrl.launch.commands import (
     agent,
     audit,
@@ -125,12 +126,23 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     arguments, behind = _parser().parse_known_args(words)
     more = next((found for name in _LISTS if isinstance(found := getattr(arguments, name, None), list)), None)
     if behind and (more is None or any(word.startswith("-") for word in behind)):
-        raise UsageError(
-            f"asyncrl-launch: unrecognized arguments: {' '.join(behind)}\n`asyncrl-launch --help` says more"
-        )
+        unknown = f"asyncrl-launch: unrecognized arguments: {' '.join(behind)}"
+        hint = _as_override(words, behind) if hasattr(arguments, "overrides") else ""
+        raise UsageError(f"{unknown}\n{hint}`asyncrl-launch --help` says more")
     if more is not None:
         more.extend(behind)
     return arguments
+
+
+def _as_override(words: Sequence[str], behind: Sequence[str]) -> str:
+    """How to write `--key=value` or `--key value`, where key is (nearly) a field of the config."""
+    written = next(word for word in behind if word.startswith("-"))
+    key, equals, value = written.lstrip("-").partition("=")
+    follower = next(iter(words[words.index(written) + 1 :]), "-")
+    if not equals and not follower.startswith("-"):
+        value = follower
+    name = find_field(key)
+    return f"fields of the config are written key=value, without dashes: {name}={value or '...'}\n" if name else ""
 
 
 def _refuse(message: str, kind: str, code: int, console: Console, as_json: bool) -> int:

@@ -123,6 +123,11 @@ def test_lists_may_go_on_behind_an_option():
         (["stop", "x", "--nonsense", "y"], "usage", "unrecognized arguments: --nonsense y", 2),
         (["logs", ".", "--tail", "0"], "usage", "0 is not above 0", 2),
         (["run"], "usage", "CONFIG", 2),
+        (["run", "c", "--trial=b"], "usage", "fields of the config are written key=value, without dashes: trial=b", 2),
+        (["check", "c", "--lr", "3"], "usage", "written key=value, without dashes: train.optimizer.lr=3", 2),
+        (["run", "c", "a=1", "--batch-size", "4", "b=2"], "usage", "without dashes: train.batch_size=4", 2),
+        (["run", "c", "--seed", "--lr"], "usage", "without dashes: seed=...", 2),
+        (["run", "c", "--verbose"], "usage", "unrecognized arguments: --verbose", 2),
         (["run", "x.yaml", "--output", "d"], "config", "--output says where --dry-run writes", 2),
     ],
 )

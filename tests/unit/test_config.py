@@ -1,4 +1,5 @@
 import json
+import operator
 import re
 import shutil
 from dataclasses import replace
@@ -6,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config import ConfigError, authenticates
+from asyncrl.config_fields import ALIASES, find_field
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
@@ -34,9 +36,13 @@ def test_overrides_win(config_file):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.batchsize=3", "unknown field 'train.batchsize': did you mean 'batch_size'"),
-        ("rolout.group_size=3", "did you mean 'rollout'"),
-        ("rollout.tasks.default.rewrd=x", "did you mean 'reward'"),
+        ("train.batchsize=3", "unknown field 'train.batchsize': did you mean 'train.batch_size'"),
+        ("rolout.group_size=3", "did you mean 'rollout.group_size'"),
+        ("rollout.tasks.default.rewrd=x", "did you mean 'rollout.tasks.default.reward'"),
+        ("lr=1", "unknown field 'lr': did you mean 'train.optimizer.lr'?"),
+        ("train.learning_rate=1", "unknown field 'train.learning_rate': did you mean 'train.optimizer.lr'?"),
+        ("actor_rollout_ref.rollout.n=8", "unknown field 'actor_rollout_ref': did you mean 'rollout.group_size'?"),
+        ("blorp=1", "unknown field 'blorp': valid names here: experiment"),
         ("train.batch_size=many", "train.batch_size: Value 'many'"),
         ("train.batch_size=0", "train.batch_size=0: must be at least 1"),
         ("train.batch_size", "is not of the form key=value"),
@@ -97,12 +103,77 @@ def test_overrides_win(config_file):
         ("prompts.system_prompt=hello", "prompts.system_prompt='hello': needs prompts.chat_template=true"),
         ("eval.prompts={path: e, chat_template_args: {x: 1}}", "needs eval.prompts.chat_template=true"),
         ("trial=a/b", "must be a non-empty name without '/'"),
+        ("train.optimizer.lr=nan", "train.optimizer.lr=nan: must be a finite number, such as 0.0002 (the default)"),
+        ("train.optimizer.lr=1e400", "train.optimizer.lr=inf: must be a finite number"),
+        ("train.ppo.c_clip=.inf", "train.ppo.c_clip=inf: must be a finite number"),
+        ("train.critic.optimizer.eps=nan", "train.critic.optimizer.eps=nan: must be a finite number"),
+        ("rollout.group_size=99999999", "rollout.group_size=99999999: must be at most 65,536"),
+        ("runtime.lease_ttl_s=1e12", "runtime.lease_ttl_s=1000000000000.0: must be at most 1,000,000,000"),
+        ("train.max_steps=9223372036854775808", "must be at most 9,223,372,036,854,775,807"),
+        ("allocation=transformers.d65537+d1", "must have at most 65,536 servers and model workers each"),
     ],
 )
 def test_errors_name_field_value_and_remedy(config_file, override, message):
     with pytest.raises(ConfigError) as error:
         load_experiment(config_file, [override])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("rollout.group_size=65536", 65536),
+        ("train.optimizer.lr=1", 1.0),
+        ("runtime.lease_ttl_s=1e9", 1e9),
+        ("rollout.success_rate_ub=1e30", 1e30),
+        ("train.max_steps=9223372036854775807", 2**63 - 1),
+    ],
+)
+def test_the_largest_values_are_taken(config_file, override, value):
+    config = load_experiment(config_file, [override])
+    assert operator.attrgetter(override.partition("=")[0])(config) == value
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("learning_rate", "train.optimizer.lr"),
+        ("optimizer.lr", "train.optimizer.lr"),
+        ("train.critic.lr", "train.critic.optimizer.lr"),
+        ("eta", "manager.max_head_offpolicyness"),
+        ("max_staleness", "manager.max_head_offpolicyness"),
+        ("manager.staleness", "manager.max_head_offpolicyness"),
+        ("batch_size", "train.batch_size"),
+        ("train.batch-size", "train.batch_size"),
+        ("epochs", "train.num_epochs"),
+        ("steps", "train.max_steps"),
+        ("max_steps", "train.max_steps"),
+        ("seed", "seed"),
+        ("model", "model_path"),
+        ("model_name", "model_path"),
+        ("temperature", "rollout.sampling.temperature"),
+        ("ppo.temperature", "train.ppo.temperature"),
+        ("max_tokens", "rollout.sampling.max_new_tokens"),
+        ("max_new_tokens", "rollout.sampling.max_new_tokens"),
+        ("n_gpus", "allocation"),
+        ("kl", "train.ppo.kl_coef"),
+        ("clip", "train.ppo.eps_clip"),
+        ("tasks.maths.reward", "rollout.tasks.maths.reward"),
+        ("rolout.group_sise", "rollout.group_size"),
+        ("path", None),  # of prompts, models, ...: unclear
+        ("prompts.path", "prompts.path"),
+        ("lora_rank", None),
+        ("gpu_memory_utilization", None),
+        ("rollout.tasks.default.timeout", None),
+        ("x", None),
+    ],
+)
+def test_the_field_that_a_name_means(asked, meant):
+    assert find_field(asked) == meant
+
+
+def test_what_aliases_mean_are_fields():
+    assert all(find_field(path) == path for path in ALIASES)
 
 
 def test_all_problems_are_named_at_once(config_file):

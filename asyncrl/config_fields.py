@@ -1,0 +1,142 @@
+"""The fields of an ExperimentConfig by their dotted paths: walking over them, and the field that an unknown name means (pure)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from asyncrl.config import ExperimentConfig
+
+_ANY_KEY = "*"  # in a path: a key that the user chooses, such as the name of a task
+_CLOSE = 0.8  # difflib's ratio of names that differ by a typing error
+_MOST_EQUAL = 3  # fields of one name in different sections; of more, none is suggested
+
+# Names of other trainers (AReaL, verl, OpenRLHF, slime, TRL, prime-rl) and short forms, each with the field that it means here.
+# A name that is a field elsewhere in the tree is listed where the other field is the usual meaning.
+ALIASES = {
+    "train.optimizer.lr": "lr learning_rate actor_learning_rate actor_lr",
+    "train.optimizer.warmup_steps": "warmup warmup_ratio lr_warmup_steps",
+    "train.optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type",
+    "train.optimizer.grad_clip": "max_grad_norm clip_grad gradient_clipping",
+    "train.critic.optimizer.lr": "critic_lr critic_learning_rate",
+    "train.batch_size": "train_batch_size rollout_batch_size global_batch_size prompts_per_step",
+    "train.num_epochs": "epochs epoch total_epochs num_train_epochs total_train_epochs",
+    "train.max_steps": "steps num_steps train_steps max_train_steps total_training_steps total_train_steps",
+    "train.algorithm": "algo adv_estimator advantage_estimator",
+    "train.save_every_steps": "save_freq save_steps save_interval",
+    "train.ppo.eps_clip": "clip clip_range cliprange clip_ratio clip_eps epsilon ppo_clip",
+    "train.ppo.eps_clip_higher": "clip_ratio_high clip_higher epsilon_high eps_clip_high",
+    "train.ppo.kl_coef": "kl kl_ctl kl_beta init_kl_coef kl_loss_coef kl_penalty",
+    "train.ppo.discount": "gamma",
+    "train.ppo.gae_lambda": "lam lambda lambd",
+    "train.ref.path": "ref_model reference_model ref_path",
+    "train.reward_model.path": "reward_model_path rm_path",
+    "manager.max_head_offpolicyness": (
+        "eta staleness max_staleness staleness_threshold offpolicyness max_offpolicyness max_off_policy_steps"
+    ),
+    "rollout.group_size": "n n_samples n_samples_per_prompt num_generations rollout_n",
+    "rollout.sampling.temperature": "temperature",
+    "rollout.sampling.max_new_tokens": "max_tokens max_response_length response_length max_completion_length",
+    "rollout.tasks.default.reward": "reward_fn reward_func reward_function custom_reward_function",
+    "prompts.path": "data dataset dataset_path train_data train_files prompt_data",
+    "prompts.max_prompt_length": "prompt_length max_prompt_len",
+    "eval.prompts.path": "eval_data val_files eval_dataset",
+    "eval.every_steps": "test_freq eval_freq eval_steps eval_interval",
+    "model_path": "model model_name model_name_or_path base_model pretrain hf_checkpoint actor_path",
+    "tokenizer_path": "tokenizer tokenizer_name",
+    "fileroot": "output_dir save_dir save_path default_local_dir",
+    "experiment": "experiment_name",
+    "trial": "trial_name run_name",
+    "allocation": "n_gpus num_gpus gpus n_gpus_per_node nnodes tp tp_size tensor_parallel_size allocation_mode",
+    "recover": "resume resume_mode resume_from_checkpoint",
+}
+
+
+def leaf_values(config: object, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every field that is no section: its path, its value and its default (None where it has none)."""
+    if is_dataclass(config):
+        for entry in fields(config):
+            value, name = getattr(config, entry.name), f"{path}.{entry.name}" if path else entry.name
+            if is_dataclass(value) or (isinstance(value, dict) and any(map(is_dataclass, value.values()))):
+                yield from leaf_values(value, name)
+            else:
+                yield name, value, None if entry.default is MISSING else entry.default
+    elif isinstance(config, dict):
+        for key, value in config.items():
+            yield from leaf_values(value, f"{path}.{key}")
+
+
+def find_field(asked: str) -> str | None:
+    """The field that a path means: itself, a field of that name elsewhere, an alias, or a name that differs by a typing error.
+
+    None where no field is close, or where too many fields have that name.
+    """
+    parts = [part.replace("-", "_") for part in asked.split(".")]
+    by_name: dict[str, list[str]] = {}
+    for path in _known_paths():
+        by_name.setdefault(_plain(path.rpartition(".")[2]), []).append(path)
+    name = _plain(parts[-1])
+    is_exact = name in by_name or name in _aliases()
+    if not is_exact:
+        near = difflib.get_close_matches(name, [*by_name, *_aliases()], n=1, cutoff=_CLOSE)
+        if not near:
+            return None
+        name = near[0]
+    meant = _aliases().get(name)
+
+    def rank(path: str) -> tuple[int, bool]:
+        """Parts in common come first: train.critic.lr is the critic's."""
+        return len(set(parts[:-1]) & set(path.split(".")[:-1])), path == meant
+
+    candidates = [*by_name.get(name, []), *([meant] if meant else [])]
+    best = max(map(rank, candidates))
+    equal = {path: _likeness(".".join(parts), path) for path in candidates if rank(path) == best}
+    found = max(equal, key=lambda path: equal[path])
+    is_unclear = len(equal) > _MOST_EQUAL and equal[found] < 1
+    is_far = not is_exact and len(parts) > 1 and best[0] == 0 and equal[found] < _CLOSE
+    return None if is_unclear or is_far else _with_keys(found, parts)
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _with_keys(path: str, parts: list[str]) -> str:
+    """The path with the user's key behind `tasks` (and its like), where the asked path has one."""
+    found = path.split(".")
+    for at, part in enumerate(found):
+        if part == _ANY_KEY:
+            behind = parts.index(found[at - 1]) + 1 if found[at - 1] in parts else len(parts)
+            found[at] = parts[behind] if behind < len(parts) - 1 else "default"
+    return ".".join(found)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "")
+
+
+@cache
+def _aliases() -> dict[str, str]:
+    return {_plain(alias): path for path, aliases in ALIASES.items() for alias in aliases.split()}
+
+
+@cache
+def _known_paths() -> tuple[str, ...]:
+    """Of all fields and sections."""
+    return tuple(_paths_of(ExperimentConfig, ""))
+
+
+def _paths_of(section: type, prefix: str) -> Iterator[str]:
+    for name, hint in get_type_hints(section).items():
+        path = f"{prefix}{name}"
+        yield path
+        options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        for option in options:
+            if is_dataclass(option):
+                yield from _paths_of(option, f"{path}.")  # type: ignore[arg-type]
+            elif get_origin(option) is dict and is_dataclass(inner := get_args(option)[1]):
+                yield from _paths_of(inner, f"{path}.{_ANY_KEY}.")
