@@ -42,9 +42,15 @@ from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SG
 from asyncrl.launch.model_files import count_parameters
 from asyncrl.launch.program import ProcessSpec, run_directory, with_dtypes
 from asyncrl.launch.redact import redact, redact_urls
-from asyncrl.launch.rundir import LaunchError, holder, next_attempt
+from asyncrl.launch.rundir import LaunchError, holder, next_attempt, read_record
 from asyncrl.runtime.devices import visible_devices
-from asyncrl.runtime.disk import existing_parent, size_text
+from asyncrl.runtime.disk import (
+    LEAST_OPEN_FILES,
+    MORE_OPEN_FILES,
+    existing_parent,
+    size_text,
+    too_few_open_files,
+)
 from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
 from asyncrl.topology import Allocation
 
@@ -316,17 +322,14 @@ def judge_shm(free: int | None, num_devices: int) -> Finding:
 
 
 def judge_open_files(limits: tuple[int, int], need: int) -> Finding:
-    """limits: soft and hard, as getrlimit says; need: of the process that opens most."""
+    """limits: soft and hard, as getrlimit says; need: of the process that opens most. A run raises its soft limit itself."""
     soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in limits)
     value = f"{soft}{f', about {need} needed by one process' if need else ''}"
+    if hard < LEAST_OPEN_FILES:
+        return Finding("open files", "fail", value, f"no run can start: {too_few_open_files(hard)}")
     if soft < max(need, _LOW_OPEN_FILES):
         wanted = max(need, 65536)
-        way = f"`ulimit -n {min(wanted, hard)}` before the run"
-        remedy = (
-            way
-            if hard >= need
-            else f"{way}; more needs root: /etc/security/limits.conf, docker run --ulimit nofile={wanted}"
-        )
+        remedy = f"`ulimit -n {min(wanted, hard)}` before the run" if soft < hard >= need else MORE_OPEN_FILES
         return Finding("open files", "warn", value, remedy)
     return Finding("open files", "ok", value)
 
@@ -583,6 +586,10 @@ def find_run(run_dir: Path) -> Finding:
     if pid is not None:
         remedy = f"asyncrl-launch stop {run_dir}, or choose another trial=..."
         return Finding("run folder", "fail", f"{run_dir} is in use by process {pid}", remedy)
+    try:
+        read_record(run_dir)
+    except LaunchError as error:
+        return Finding("run folder", "fail", str(error), "or choose another trial=...")
     return Finding("run folder", "ok", f"{run_dir}, attempt {next_attempt(run_dir)} would be next")
 
 

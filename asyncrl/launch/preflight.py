@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from asyncrl.launch.program import run_directory, with_dtypes, writes_checkpoint
 from asyncrl.launch.task_arguments import check_task_arguments
 from asyncrl.names import ACTOR
 from asyncrl.runtime.devices import visible_devices
-from asyncrl.runtime.disk import existing_parent, size_text
+from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
 from asyncrl.runtime.etcd_access import EtcdAccess
 from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
 from asyncrl.weights import MANIFEST, read_manifest, tensor_files
@@ -64,6 +65,8 @@ def preflight(config: ExperimentConfig) -> int:
     _check_room(config, num_parameters)
     _check_engine(config)
     _check_wandb(config)
+    if problem := too_few_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
+        raise ConfigError(problem)
     if config.mode == "train_only":
         return _check_replay(config, model)
     if config.mode == "rollout_only" and not tensor_files(Path(config.model_path).expanduser()):

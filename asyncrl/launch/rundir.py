@@ -36,6 +36,7 @@ EXPERIMENT_FILE = "experiment.yaml"  # whole, unlike config.yaml, in which secre
 _ATTEMPT = re.compile(r"(?:attempt_|a)(\d+)(?:-[vs]\d+)?$")
 _CHALLENGE_FILE = "launcher.challenge"
 _CHALLENGE_S = 0.2
+_SHOWN_BYTES = 40  # of a damaged run.json
 _PID_LIMIT_S = 1.0  # between taking the lock and writing the pid into it
 
 
@@ -187,6 +188,11 @@ def begin_attempt(run_dir: Path) -> int:
     """Number of this attempt, after all that left something here. A directory is made once, so the number is ours."""
     _check_format(run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    latest = run_dir / "logs" / "latest"
+    if latest.is_dir() and not latest.is_symlink():  # a copy that followed links
+        raise LaunchError(
+            f"{latest} is a folder; it must be a link to the newest logs: move it away (mv {latest} {latest}.old)"
+        )
     attempt = next_attempt(run_dir)
     while True:
         try:
@@ -194,7 +200,6 @@ def begin_attempt(run_dir: Path) -> int:
         except FileExistsError:
             attempt += 1
             continue
-        latest = run_dir / "logs" / "latest"
         latest.unlink(missing_ok=True)
         latest.symlink_to(f"attempt_{attempt}")
         summary = run_dir / "summary.json"
@@ -243,6 +248,7 @@ def write_record(run_dir: Path, record: RunRecord) -> None:
 
 def read_record(run_dir: Path) -> RunRecord | None:
     """None where no run was started. Raises LaunchError where the file is broken, or of another format than ours."""
+    data = b""
     try:
         data = (run_dir / RUN_FILE).read_bytes()
         written = msgspec.json.decode(data, type=_Written)
@@ -255,4 +261,11 @@ def read_record(run_dir: Path) -> RunRecord | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (*DECODE_ERRORS, OSError) as error:
-        raise LaunchError(f"{run_dir / RUN_FILE} cannot be read: {error}") from error
+        raise LaunchError(
+            f"{run_dir / RUN_FILE} cannot be read: {error}; it holds {len(data)} bytes{_beginning(data)}. Move it away: the next "
+            "run here writes it anew"
+        ) from error
+
+
+def _beginning(data: bytes) -> str:
+    return f", beginning with {data[:_SHOWN_BYTES]!r}" if data else ""

@@ -27,6 +27,10 @@ _EXPLAINED = {
 }  # others are no matter of disks: a folder that is gone
 _MAX_CAUSES = 20  # of an error, one behind the other
 _OPEN_FILES = 65_536  # enough; more would make starting a process slow on systems that close them one by one
+LEAST_OPEN_FILES = 256  # the quickstart runs with so many; etcd refuses fewer than 150
+MORE_OPEN_FILES = (
+    "raise the hard limit as root: /etc/security/limits.conf, a service's LimitNOFILE, docker run --ulimit nofile=65536"
+)
 _NEARLY_FULL_BYTES = 64_000_000  # etcd asks for as much at once
 # libraries written in Rust (safetensors) raise errors of their own, which have the system's number in their text only
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -83,6 +87,13 @@ def out_of_files(error: object) -> StorageError | None:
             return StorageError(f"{too_many_open_files(number)} ({error})")
         error = error.__cause__ or error.__context__
     return None
+
+
+def too_few_open_files(highest: int) -> str:
+    """Why a run cannot start under this hard limit, and the remedy. "" where it can."""
+    if highest == resource.RLIM_INFINITY or highest >= LEAST_OPEN_FILES:
+        return ""
+    return f"`ulimit -Hn` is {highest}, and each process of a run needs at least {LEAST_OPEN_FILES} open files; {MORE_OPEN_FILES}"
 
 
 def raise_open_files() -> None:

@@ -1,6 +1,7 @@
 import json
 import operator
 import re
+import resource
 import shutil
 from dataclasses import replace
 
@@ -285,6 +286,12 @@ def runnable(tmp_path):
 
 def test_preflight_counts_the_prompts(runnable):
     assert preflight(load_experiment(runnable)) == 64
+
+
+def test_too_few_open_files(runnable, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(ConfigError, match=r"`ulimit -Hn` is 64, .* at least 256 open files; raise the hard limit"):
+        preflight(load_experiment(runnable))
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,10 @@ def test_open_files():
     assert (low.state, low.remedy) == ("warn", "`ulimit -n 4096` before the run")
     assert "nofile=" in doctor.judge_open_files((1024, 1024), 2000).remedy
     assert doctor.judge_open_files((-1, -1), 10**6).state == "ok"
+    none = doctor.judge_open_files((64, 255), 500)
+    assert none.state == "fail"
+    assert none.remedy.startswith("no run can start: `ulimit -Hn` is 255, and each process of a run needs at least 256")
+    assert doctor.judge_open_files((64, 256), 0).state == "warn"
 
 
 def test_ports():
@@ -296,6 +300,13 @@ def test_the_folder_of_a_run(tmp_path):
     assert finding.state == "fail"
     assert f"in use by process {os.getpid()}" in finding.value
     assert "asyncrl-launch stop" in finding.remedy
+
+
+def test_a_folder_with_a_damaged_record(tmp_path):
+    (tmp_path / "run.json").write_bytes(b"")
+    finding = doctor.find_run(tmp_path)
+    assert finding.state == "fail"
+    assert "run.json cannot be read" in finding.value
 
 
 def test_the_environment_is_shown_without_secrets():

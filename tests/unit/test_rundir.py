@@ -96,3 +96,29 @@ def test_a_broken_record_is_named(tmp_path):
     (tmp_path / "run.json").write_text('{"pid": "x"')
     with pytest.raises(LaunchError, match=r"run\.json cannot be read"):
         read_record(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"pid": 1', b"\0" * 100, b"[]", b'{"pid": "four"}'])
+def test_a_broken_record_is_told_with_its_content_and_a_remedy(tmp_path, content):
+    (tmp_path / "run.json").write_bytes(content)
+    told = rf"it holds {len(content)} bytes.*\. Move it away: the next run here writes it anew"
+    with pytest.raises(LaunchError, match=told) as error:
+        read_record(tmp_path)
+    assert repr(content[:40]) in str(error.value) or not content
+
+
+def test_a_folder_in_the_place_of_the_link_to_the_newest_logs(tmp_path):
+    """As a copy leaves it that follows links."""
+    (tmp_path / "logs" / "latest").mkdir(parents=True)
+    with pytest.raises(LaunchError, match=r"logs/latest is a folder; .* move it away \(mv "):
+        begin_attempt(tmp_path)
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["latest"]
+    (tmp_path / "logs" / "latest").rename(tmp_path / "logs" / "latest.old")
+    assert begin_attempt(tmp_path) == 1
+
+
+def test_a_file_in_the_place_of_the_link_is_replaced(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "latest").write_text("")
+    begin_attempt(tmp_path)
+    assert os.readlink(tmp_path / "logs" / "latest") == "attempt_1"

@@ -36,3 +36,18 @@ def test_now_asks_until_it_is_heard(tmp_path: Path) -> None:
             assert launcher.wait(60) == 0
         finally:
             launcher.kill()
+
+
+def test_a_damaged_record_keeps_no_run_from_being_stopped(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(b'{"pid": ')
+    assert cli.main(["stop", str(tmp_path)]) == 1  # no launcher either
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path), "1"], stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            assert launcher.stdout is not None
+            assert launcher.stdout.readline() == "ready\n"
+            assert cli.main(["stop", str(tmp_path)]) == 0
+            assert launcher.wait(60) == 0
+        finally:
+            launcher.kill()

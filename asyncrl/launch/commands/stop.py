@@ -48,7 +48,7 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
     job = read_job(run_dir)
     if job is not None and not job_state(job.job_id).ended:
         return _stop_job(run_dir, job, arguments, console)
-    record = read_record(run_dir)
+    record = _record(run_dir)
     elsewhere = record is not None and record.host not in ("", socket.gethostname())
     pid = record.pid if record is not None and elsewhere and goes_on(run_dir, record) else None
     if not elsewhere:
@@ -80,6 +80,16 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         print_json({"run_dir": str(run_dir), "was_running": True, "running": False, "pid": pid})
     return 0
+
+
+def _record(run_dir: Path) -> RunRecord | None:
+    """None where it is damaged, and the launcher runs on this machine: its lock names it."""
+    try:
+        return read_record(run_dir)
+    except LaunchError:
+        if is_running(run_dir):
+            return None
+        raise
 
 
 def _stop_job(run_dir: Path, job: JobRecord, arguments: argparse.Namespace, console: Console) -> int:
