@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from rich.console import Console
 
+from asyncrl import __version__
 from asyncrl.config import ConfigError
 from asyncrl.config_fields import find_field
 from asyncrl.launch.commands import (
@@ -19,6 +21,7 @@ from asyncrl.launch.commands import (
     debug,
     inspect,
     logs,
+    ls,
     plot,
     prepare,
     replay,
@@ -31,6 +34,7 @@ from asyncrl.launch.commands import (
     trace,
 )
 from asyncrl.launch.commands.common import CONFIG_ERROR, FAILED, error_object, print_json
+from asyncrl.launch.doctor import installed_version
 from asyncrl.launch.progress import make_console
 from asyncrl.launch.redact import redact_text, redact_urls
 from asyncrl.launch.rundir import LaunchError
@@ -42,6 +46,7 @@ _COMMANDS = (
     agent,
     check,
     prepare,
+    ls,
     status,
     scale,
     logs,
@@ -67,6 +72,7 @@ _EPILOG = """examples, in the order of a first hour:
   asyncrl-launch check                                              is this machine fit? nothing is started
   asyncrl-launch check  configs/quickstart_cpu.yaml                 what would run, and whether it can
   asyncrl-launch run    configs/quickstart_cpu.yaml trial=second train.optimizer.lr=1e-4
+  asyncrl-launch ls                                                 all runs under ./runs: state, step, reward
   asyncrl-launch status runs/sloppy-sorter/second                   from another terminal: who waits for whom
   asyncrl-launch logs   runs/sloppy-sorter/second -f                what all its processes say, in one stream
   asyncrl-launch plot   runs/sloppy-sorter/second                   its curves: in the terminal, and as a picture
@@ -163,10 +169,19 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--version", action="version", version=_version(), help="show the versions of asyncrl, Python and torch"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in _COMMANDS:
         command.add_to(commands)
     return parser
+
+
+def _version() -> str:
+    """torch's is read from its metadata: importing it takes seconds."""
+    torch = installed_version("torch") or "not installed"
+    return f"asyncrl {__version__}, Python {platform.python_version()}, torch {torch}"
 
 
 if __name__ == "__main__":

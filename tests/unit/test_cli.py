@@ -1,13 +1,18 @@
 """The command line itself: help that teaches, answers in JSON, what a dry run writes, what `logs` prints. Starts no processes."""
 
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import stat
+import subprocess
+import sys
 
 import msgspec
 import pytest
 
+import asyncrl
 from asyncrl.config import ConfigError
 from asyncrl.config_file import load_experiment
 from asyncrl.launch import cli
@@ -21,8 +26,8 @@ from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt
 from asyncrl.messages import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
 
-COMMANDS = ("run", "check", "prepare", "status", "scale", "logs", "stop", "plot", "inspect", "chaos")
-OWN = ("run", "check", "prepare", "status", "scale", "logs", "stop")
+COMMANDS = ("run", "check", "prepare", "ls", "status", "scale", "logs", "stop", "plot", "inspect", "chaos")
+OWN = ("run", "check", "prepare", "ls", "status", "scale", "logs", "stop")
 
 CONFIG = """\
 experiment: small
@@ -108,6 +113,7 @@ def test_lists_may_go_on_behind_an_option():
         (["check", "nowhere.yaml"], "config", "'nowhere.yaml' is not a file", 2),
         (["run", "nowhere.yaml"], "config", "is not a file", 2),
         (["prepare", "nowhere.yaml"], "config", "is not a file", 2),
+        (["ls", "nowhere"], "config", "FOLDER='nowhere' is not a folder; name the fileroot", 2),
         (["status", "nowhere"], "config", "neither the folder of a run nor a config", 2),
         (["stop", "nowhere"], "config", "neither the folder", 2),
         (["scale", "nowhere", "generation=2"], "config", "neither the folder", 2),
@@ -484,3 +490,80 @@ def test_chaos_that_makes_no_sense_is_refused_before_anything_starts(config, cal
     code, out, _ = call("chaos", config, *options)
     assert code == 2
     assert says in " ".join(out.split())
+
+
+# --------------------------------------------------------------------------------------------------------- ls, --version
+
+
+def test_the_version_needs_no_torch():
+    code = "import sys; from asyncrl.launch import cli\ntry: cli.main(['--version'])\nfinally: assert 'torch' not in sys.modules"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    torch = importlib.metadata.version("torch")
+    assert out == f"asyncrl {asyncrl.__version__}, Python {platform.python_version()}, torch {torch}\n"
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Four runs of two experiments: complete, running, interrupted, damaged."""
+    for at, name in enumerate(("sort/done", "sort/now", "maths/cut", "maths/bad")):
+        run_dir = tmp_path / name
+        begin_attempt(run_dir)
+        experiment, trial = name.split("/")
+        record = RunRecord(
+            pid=1, attempt=1, experiment=experiment, trial=trial, endpoints=[], started=1e9 + at, total_steps=60
+        )
+        write_record(run_dir, record)
+        with JsonLinesWriter(run_dir / METRICS_FILE) as writer:
+            writer.write({"step": 0, "eval/mean": 0.0})
+            for step in range(1, 8):
+                writer.write({"step": step, "reward/mean": step / 10})
+    (tmp_path / "sort" / "done" / "summary.json").write_text("{}")
+    with (tmp_path / "maths" / "cut" / METRICS_FILE).open("ab") as file:
+        file.write(b'{"step": 8, "rew')
+    (tmp_path / "maths" / "bad" / "run.json").write_bytes(b'{"pid"')
+    (tmp_path / "no_run").mkdir()
+    lock = RunLock(tmp_path / "sort" / "now")
+    lock.acquire()
+    yield tmp_path
+    lock.release()
+
+
+def test_ls_names_every_run(runs, call, monkeypatch):
+    code, out, _ = call("ls", runs, "--json")
+    assert code == 0
+    entries = answer(out)["runs"]
+    assert [(entry["name"], entry["state"]) for entry in entries] == [
+        ("maths/bad", "damaged"),
+        ("sort/done", "complete"),
+        ("sort/now", "running"),
+        ("maths/cut", "interrupted"),
+    ]
+    assert "run.json cannot be read" in entries[0]["problem"]
+    for entry in entries[1:]:
+        assert (entry["step"], entry["total_steps"]) == (7, 60)
+        assert entry["reward"] == pytest.approx(0.5)  # of steps 3 to 7
+        assert entry["run_dir"] == str(runs / entry["name"])
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = call("ls", runs)
+    assert code == 0
+    assert re.search(r"sort/done +. complete +. 7/60 +. 0\.500 +. 2001-09-09", out)
+    assert "maths/bad" in out
+
+
+def test_ls_takes_an_experiment_or_a_run_and_begins_with_runs(runs, call, monkeypatch, tmp_path_factory):
+    names = [entry["name"] for entry in answer(call("ls", runs / "sort", "--json")[1])["runs"]]
+    assert names == ["sort/done", "sort/now"]
+    assert len(answer(call("ls", runs / "sort" / "done", "--json")[1])["runs"]) == 1
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(elsewhere)
+    assert call("ls")[0] == 2
+    (elsewhere / "runs").symlink_to(runs)
+    assert "sort/done" in call("ls")[1]
+    assert "no runs" in call("ls", runs / "no_run")[1]
+
+
+def test_ls_does_not_ask_other_hosts(runs, call):
+    record = RunRecord(pid=1, attempt=1, experiment="sort", trial="now", endpoints=["h:1"], started=1.0, host="far")
+    write_record(runs / "sort" / "now", record)
+    entries = answer(call("ls", runs / "sort", "--json")[1])["runs"]
+    assert [entry["state"] for entry in entries] == ["on far", "complete"]

@@ -98,7 +98,9 @@ def test_a_broken_record_is_named(tmp_path):
         read_record(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"pid": 1', b"\0" * 100, b"[]", b'{"pid": "four"}'])
+@pytest.mark.parametrize(
+    "content", [b"", b'{"pid": 1', pytest.param(b"\0" * 100, id="zeros"), b"[]", b'{"pid": "four"}']
+)
 def test_a_broken_record_is_told_with_its_content_and_a_remedy(tmp_path, content):
     (tmp_path / "run.json").write_bytes(content)
     told = rf"it holds {len(content)} bytes.*\. Move it away: the next run here writes it anew"

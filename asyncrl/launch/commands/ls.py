@@ -1,0 +1,149 @@
+"""`asyncrl-launch ls`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from asyncrl.config import ConfigError
+from asyncrl.launch.commands.common import Commands, add_command, print_json
+from asyncrl.launch.rundir import LOCK_FILE, RUN_FILE, LaunchError, is_running, read_record
+from asyncrl.runtime.metrics import METRICS_FILE
+
+_DEPTH = 2  # of a run below fileroot: <experiment>/<trial>
+_TAIL_BYTES = 100_000  # of metrics.jsonl: more than the last records
+_REWARD_STEPS = 5  # whose mean is shown
+
+_DESCRIPTION = """List all runs under a folder: state, step, reward and start. Reads files only, so it is quick and changes nothing.
+
+FOLDER is a fileroot, an experiment's folder in it, or a run's; without it, ./runs. States: running; complete; interrupted
+(stopped or failed: `run` and `resume` go on from the newest checkpoint); on HOST (started there; `status RUN` asks it);
+damaged (a file cannot be read, which is told). The reward is the mean of the last 5 train steps."""
+
+_EPILOG = """examples:
+  asyncrl-launch ls
+  asyncrl-launch ls runs/sloppy-sorter                                 the runs of one experiment
+  asyncrl-launch ls /data/runs --json | jq -r '.runs[] | select(.state == "interrupted") | .run_dir'
+
+exit codes: 0 the runs are listed, even if there are none; 2 there is no such folder."""
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """What the files of a run tell about it. Zeros and None: they tell nothing."""
+
+    run_dir: str
+    name: str  # <experiment>/<trial>
+    state: str
+    step: int = 0
+    total_steps: int = 0
+    reward: float | None = None
+    started: float = 0.0
+    problem: str = ""  # of a damaged run
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(commands, "ls", ls, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("runs"), help="default: ./runs")
+
+
+def ls(arguments: argparse.Namespace, console: Console) -> int:
+    """List all runs under a folder: state, step, reward, start."""
+    folder = arguments.folder.expanduser().absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"FOLDER={str(arguments.folder)!r} is not a folder; name the fileroot of your runs")
+    entries = sorted(map(read_entry, find_runs(folder)), key=lambda entry: (entry.started, entry.name))
+    if arguments.json:
+        print_json({"folder": str(folder), "runs": [asdict(entry) for entry in entries]})
+    elif entries:
+        console.print(_table(folder, entries, time.time()))
+    else:
+        console.print(f"{folder}: no runs; they are in fileroot=... of their configs", highlight=False, soft_wrap=True)
+    return 0
+
+
+def find_runs(folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
+    """Folders in which a launcher has been, at most `depth` levels below."""
+    if (folder / RUN_FILE).exists() or (folder / LOCK_FILE).exists():
+        yield folder
+    elif depth:
+        try:
+            below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
+        except OSError:  # another user's
+            return
+        for path in below:
+            yield from find_runs(Path(path), depth - 1)
+
+
+def read_entry(run_dir: Path) -> RunEntry:
+    """Never raises for what is wrong with the run: that becomes its state."""
+    name = f"{run_dir.parent.name}/{run_dir.name}"
+    try:
+        record = read_record(run_dir)
+        step, reward = newest_step(run_dir / METRICS_FILE)
+        if record is not None and record.host not in ("", socket.gethostname()):
+            is_complete = (run_dir / "summary.json").exists()
+            state = "complete" if is_complete else f"on {record.host}"
+        elif is_running(run_dir):
+            state = "running"
+        else:
+            state = "complete" if (run_dir / "summary.json").exists() else "interrupted"
+    except (LaunchError, OSError) as error:
+        return RunEntry(str(run_dir), name, "damaged", problem=str(error))
+    if record is None:
+        return RunEntry(str(run_dir), name, state, step, reward=reward)
+    return RunEntry(str(run_dir), name, state, step, record.total_steps, reward, record.started)
+
+
+def newest_step(metrics: Path) -> tuple[int, float | None]:
+    """The newest train step, and the mean reward of the last few. Lines that are no records are passed over."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return 0, None
+    step, rewards = 0, []
+    for line in lines:
+        try:
+            record: Any = json.loads(line)
+            step = max(step, int(record["step"]))
+            rewards.append(float(record["reward/mean"]))
+        except (ValueError, KeyError, TypeError, OverflowError):  # an evaluation, or a line that is cut off
+            continue
+    return step, fmean(rewards[-_REWARD_STEPS:]) if rewards else None
+
+
+def _table(folder: Path, entries: list[RunEntry], now: float) -> Table:
+    table = Table(title=str(folder), title_justify="left")
+    for column in ("run", "state", "step", "reward", "started"):
+        table.add_column(column)
+    for entry in entries:
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.started)) if entry.started else ""
+        table.add_row(
+            escape(entry.name),
+            escape(f"{entry.state}: {entry.problem}" if entry.problem else entry.state),
+            f"{entry.step}/{entry.total_steps or '?'}",
+            "" if entry.reward is None else f"{entry.reward:.3f}",
+            f"{began} ({_age_text(now - entry.started)} ago)" if began else "",
+        )
+    return table
+
+
+def _age_text(seconds: float) -> str:
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
