@@ -136,7 +136,7 @@ def _paths_of(section: type, prefix: str) -> Iterator[str]:
         yield path
         options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         for option in options:
-            if is_dataclass(option):
-                yield from _paths_of(option, f"{path}.")  # type: ignore[arg-type]
-            elif get_origin(option) is dict and is_dataclass(inner := get_args(option)[1]):
-                yield from _paths_of(inner, f"{path}.{_ANY_KEY}.")
+            if get_origin(option) is dict:
+                option, path = get_args(option)[1], f"{path}.{_ANY_KEY}"
+            if isinstance(option, type) and is_dataclass(option):
+                yield from _paths_of(option, f"{path}.")

@@ -26,7 +26,8 @@ from typing import Any
 
 from asyncrl.config import ConfigError
 
-Calls = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]  # positional and keyword arguments of each
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+Calls = Sequence[Call]
 
 _START_LIMIT_S = 120.0  # of the nursery: it imports the user's module
 _FORK_LIMIT_S = 30.0  # of a judge
@@ -73,14 +74,25 @@ class _Judge:
 class Judges:
     """At most `most` judges of one function. What waits for one is bounded by the limits of those ahead."""
 
-    def __init__(self, spec: str, *, memory_bytes: int, most: int, most_async: int, logger: logging.Logger) -> None:
+    def __init__(
+        self,
+        spec: str,
+        *,
+        memory_bytes: int,
+        most: int,
+        most_async: int,
+        logger: logging.Logger,
+        output: int | None = None,
+    ) -> None:
         """Starts the nursery, and waits for it to have imported the function. Raises ConfigError where there is none.
 
-        memory_bytes: of a judge; 0: no limit. most_async: in place of `most` for an `async def`, which mostly waits.
+        memory_bytes: of a judge; 0: no limit. most_async: in place of `most` for an `async def`, which mostly waits. output: the
+        file descriptor that takes what the function prints; None: this process's stdout.
         """
         self.spec = spec
         self._memory_bytes = memory_bytes
         self._logger = logger
+        self._output = output
         self._free: list[_Judge] = []
         self._judges: dict[int, _Judge] = {}
         self._starting: deque[asyncio.Future[int]] = deque()
@@ -186,7 +198,10 @@ class Judges:
         program = str(Path(__file__).with_name("judge_main.py"))
         with theirs:
             self._nursery = subprocess.Popen(
-                [sys.executable, program, str(theirs.fileno())], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                [sys.executable, program, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                pass_fds=[theirs.fileno()],
             )
         return mine
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from asyncrl.config import RolloutConfig
 from asyncrl.data.prompts import Prompt
-from asyncrl.groups.judges import Calls, JudgeDied, Judges
+from asyncrl.groups.judges import Call, Calls, JudgeDied, Judges
 from asyncrl.groups.outcome import RolloutRejected
 from asyncrl.groups.reward_function import RewardFunction, as_reward, shown
 from asyncrl.runtime.worker import StatusBoard
@@ -38,6 +38,12 @@ class Completion:
 
     text: str  # decoded without special tokens
     finished: bool  # ended by EOS; False: cut at max_new_tokens
+
+
+def call_arguments(prompt: Prompt, completion: Completion, taken: Sequence[str]) -> Call:
+    """Arguments of a reward function. taken: the optional ones that it takes."""
+    known = {"finished": completion.finished, "task": prompt.task, "row": prompt.row}
+    return (prompt.text, completion.text, prompt.answer), {name: known[name] for name in taken}
 
 
 class Reward:
@@ -93,7 +99,7 @@ class Reward:
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """Judge the completions of one prompt. Waits for the user's function, at most timeout_s each (a fast one: all together)."""
-        calls = [self._call_arguments(prompt, completion) for completion in completions]
+        calls = [call_arguments(prompt, completion, self._arguments) for completion in completions]
         with self._board.waiting("reward", on=self.spec, limit_s=self._timeout_s):
             try:
                 return await self._score(calls)
@@ -122,10 +128,6 @@ class Reward:
             return await score(calls)
         parts = await asyncio.gather(*(score([call]) for call in calls))
         return [value for part in parts for value in part]
-
-    def _call_arguments(self, prompt: Prompt, completion: Completion) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        known = {"finished": completion.finished, "task": prompt.task, "row": prompt.row}
-        return (prompt.text, completion.text, prompt.answer), {name: known[name] for name in self._arguments}
 
     # ---------------------------------------------------------------------------------------------------------- processes
 

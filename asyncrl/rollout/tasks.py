@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,11 @@ from asyncrl.rollout.env import Env, RewardEnv, UnjudgedEnv
 from asyncrl.runtime.worker import StatusBoard
 
 TRAIN = "train"
+_AGENTS = (Agent, ChatAgent)
+_AGENT_ARGUMENTS, _ENV_ARGUMENTS = (
+    ("tokenizer", "sampling", "group_size"),
+    ("prompt", "reward"),
+)  # the worker sets these
 
 
 class Task:
@@ -39,7 +44,7 @@ class Task:
         self.task_id = task_id
         self._config = config
         self._reward = Reward.of(config.reward, rollout, board=board, logger=logger) if config.reward else None
-        agent_class = _load_class(config.agent, SingleStepAgent, (Agent, ChatAgent), f"rollout.tasks.{name}.agent")
+        agent_class = _load_class(config.agent, SingleStepAgent, _AGENTS, f"rollout.tasks.{name}.agent")
         judges_itself = issubclass(agent_class, ChatAgent) and not config.reward
         if not (config.reward or config.env or judges_itself):
             raise ConfigError(f"rollout.tasks.{name} has neither reward nor env; set one of them")
@@ -112,6 +117,17 @@ class TaskTable:
             ) from None
 
 
+def check_class(spec: str, kind: str, arguments: Mapping[str, Any]) -> float:
+    """Import an agent or an env, and see that it takes these arguments (`asyncrl-launch check` calls it in a judge).
+
+    Raises ConfigError, or the error of the user's module.
+    """
+    bases, own = (_AGENTS, _AGENT_ARGUMENTS) if kind == "agent" else ((Env,), _ENV_ARGUMENTS)
+    found = _load_class(spec, object, bases, kind)
+    _check_arguments(found, f"{kind}_args", arguments, own)
+    return 1.0
+
+
 def _load_class(spec: str, default: type, bases: tuple[type, ...], what: str) -> type:
     if not spec:
         return default
@@ -124,11 +140,18 @@ def _load_class(spec: str, default: type, bases: tuple[type, ...], what: str) ->
 
 def _make(made_class: Callable[..., Any], what: str, arguments: Mapping[str, Any], **own: Any) -> Any:
     """An object with the worker's arguments and the config's, which must fit the class."""
-    overlap = sorted(arguments.keys() & own.keys())
+    _check_arguments(made_class, what, arguments, own)
+    return made_class(**own, **arguments)
+
+
+def _check_arguments(
+    made_class: Callable[..., Any], what: str, arguments: Mapping[str, Any], own: Collection[str]
+) -> None:
+    """own: names of the worker's arguments."""
+    overlap = sorted(arguments.keys() & set(own))
     if overlap:
         raise ConfigError(f"{what} must not set {overlap}: the worker does")
     try:
-        inspect.signature(made_class).bind(**own, **arguments)
+        inspect.signature(made_class).bind(**dict.fromkeys(own), **arguments)
     except TypeError as error:
         raise ConfigError(f"{what} {dict(arguments)} does not fit {made_class.__qualname__}: {error}") from None
-    return made_class(**own, **arguments)

@@ -47,6 +47,7 @@ def config(tmp_path, monkeypatch):
     file.write_text(CONFIG.format(folder=tmp_path))
     for module in (run_command, check_command):
         monkeypatch.setattr(module, "preflight", lambda config: 10)
+    monkeypatch.setattr(check_command, "try_tasks", lambda config: [])
     return file
 
 
@@ -196,6 +197,19 @@ def test_check_with_a_config_prints_both(config, call, monkeypatch):
     assert found["sizes"]["total_steps"] == 5
     assert found["ok"] is False
     assert "hidden" not in out + err
+
+
+def test_check_tries_the_tasks(config, call, monkeypatch):
+    monkeypatch.setattr(check_command, "examine", lambda *args: FINE)
+    tried = [Finding("rollout.tasks.default.reward", "fail", "raised KeyError: 1 (reward.py:3)", "mend it")]
+    monkeypatch.setattr(check_command, "try_tasks", lambda config: tried)
+    code, out, _ = call("check", config)
+    assert code == 1
+    assert "raised KeyError: 1 (reward.py:3)" in out
+    assert "until this is mended: rollout.tasks.default.reward" in out.replace("\n", " ")
+    code, out, _ = call("check", config, "--json")
+    assert code == 1
+    assert [task["state"] for task in answer(out)["tasks"]] == ["fail"]
 
 
 # ------------------------------------------------------------------------------------------------------------ run --dry-run

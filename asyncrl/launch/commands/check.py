@@ -24,13 +24,16 @@ from asyncrl.launch.doctor import Finding, examine, package_versions
 from asyncrl.launch.hub import with_local_models
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan, run_directory
+from asyncrl.launch.task_trial import try_tasks
 from asyncrl.runtime.devices import visible_devices
 
-_DESCRIPTION = """Say whether a config can run on this machine, and what would run. Starts nothing, writes nothing.
+_DESCRIPTION = """Say whether a config can run on this machine, and what would run. Starts no run, writes nothing.
 
 Without CONFIG it examines the machine only: cores, memory, disk, shared memory, open files, ports, GPUs, versions,
-etcd, SGLang. With CONFIG it validates every field and the files it names first, and prints the processes. What looks
-like a secret (passwords in URLs, tokens, API keys) is shown as ***."""
+etcd, SGLang. With CONFIG it validates every field and the files it names first, and prints the processes. It also imports
+each agent and environment and calls each reward once, on the first training prompt of its task and with the answer as the
+response: in processes with the run's limits (rollout.reward_timeout_s, rollout.reward_memory_bytes). What looks like a secret
+(passwords in URLs, tokens, API keys) is shown as ***."""
 
 _EPILOG = """
 
@@ -40,7 +43,7 @@ examples:
   asyncrl-launch check my_run.yaml allocation=transformers.d4+d4
   asyncrl-launch check my_run.yaml --json | jq '.machine[] | select(.state != "ok")'
 
-exit codes: 0 it can run (warnings may be printed); 1 the machine is not fit, see what is marked FAIL; 2 the config
+exit codes: 0 it can run (warnings may be printed); 1 the machine is not fit or a task fails, see what is marked FAIL; 2 the config
 cannot work, field, value and remedy are printed."""
 
 _MARKS = {"ok": "[green]ok[/]", "warn": "[bold yellow]warn[/]", "fail": "[bold red]FAIL[/]"}
@@ -51,20 +54,21 @@ def add_to(commands: Commands) -> None:
 
 
 def check(arguments: argparse.Namespace, console: Console) -> int:
-    """Examine this machine; with CONFIG validate it and the files it names, and print the processes. Starts nothing."""
+    """Examine this machine; with CONFIG validate it and the files it names, call each reward once, and print the processes."""
     if arguments.config is None:
         findings = examine()
         if arguments.json:
             print_json({"ok": not _failed(findings), "machine": findings, "versions": package_versions()})
         else:
-            _print_findings(findings, console)
+            _print_findings("this machine", findings, console)
             console.print(_verdict(findings, "this machine"), highlight=False)
         return FAILED if _failed(findings) else 0
 
     config = with_local_models(load_experiment(arguments.config, arguments.overrides), download=False)
     num_prompts = preflight(config)
     specs = plan(config, attempt=1, num_prompts=num_prompts, devices=visible_devices())
-    findings = examine(config, specs)
+    machine, tasks = examine(config, specs), try_tasks(config)
+    findings = [*machine, *tasks]
     if arguments.json:
         print_json(
             {
@@ -72,13 +76,16 @@ def check(arguments: argparse.Namespace, console: Console) -> int:
                 "run_dir": str(run_directory(config)),
                 "processes": process_objects(specs),
                 "sizes": sizes(config, num_prompts),
-                "machine": findings,
+                "machine": machine,
+                "tasks": tasks,
                 "versions": package_versions(),
             }
         )
     else:
         console.print(process_table(str(run_directory(config)), specs))
-        _print_findings(findings, console)
+        _print_findings("this machine", machine, console)
+        if tasks:
+            _print_findings("tasks", tasks, console)
         console.print(sizes_text(config, num_prompts), highlight=False)
         console.print(_verdict(findings, "this config"), highlight=False)
     return FAILED if _failed(findings) else 0
@@ -96,8 +103,8 @@ def _verdict(findings: Sequence[Finding], what: str) -> str:
     return f"[green]ok[/]: {what} {fit}{escape(f'; have a look at {chr(44).join(warned)}') if warned else ''}"
 
 
-def _print_findings(findings: Sequence[Finding], console: Console) -> None:
-    table = Table(title="this machine", title_justify="left", show_header=False)
+def _print_findings(title: str, findings: Sequence[Finding], console: Console) -> None:
+    table = Table(title=title, title_justify="left", show_header=False)
     for finding in findings:
         found = escape(finding.value)
         if finding.remedy:

@@ -1,0 +1,154 @@
+"""Tries what users write for rollout.tasks: imports agents and environments, and calls each reward once (`asyncrl-launch check`).
+
+User code runs in judge processes, as in rollout workers: with the time limit rollout.reward_timeout_s and the memory limit
+rollout.reward_memory_bytes. It cannot end or block `check`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import asyncrl
+from asyncrl.config import ConfigError, ExperimentConfig, RolloutConfig, TaskConfig
+from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
+from asyncrl.groups.judges import Call, JudgeDied, Judges
+from asyncrl.groups.reward import Completion, call_arguments
+from asyncrl.launch.doctor import Finding
+from asyncrl.messages import Locator
+
+_CLASS_CHECK = "asyncrl.rollout.tasks:check_class"
+_FRAME = re.compile(r'^ +File "(.+)", line (\d+).*$', re.MULTILINE)
+_NOT_THE_USERS = tuple(
+    str(folder)
+    for folder in (
+        Path(asyncrl.__file__).parent,
+        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
+_STDERR = 2  # stdout may be for JSON alone
+_SHOWN = 60  # characters of a prompt or a response
+_LOGGER = logging.getLogger(__name__)
+
+
+class _TrialFailed(Exception):
+    """The user's code cannot be used; says why."""
+
+
+def try_tasks(config: ExperimentConfig) -> list[Finding]:
+    """A finding for each task. Waits for the user's code within the limits of the run."""
+    if config.mode == "train_only":  # nothing is judged
+        return []
+    prompts = _first_prompts(config)
+    with _current_folder_importable():
+        return [
+            asyncio.run(_try_task(name, task, config.rollout, prompts.get(name)))
+            for name, task in sorted(config.rollout.tasks.items())
+        ]
+
+
+async def _try_task(name: str, task: TaskConfig, rollout: RolloutConfig, prompt: Prompt | None) -> Finding:
+    told = []
+    for kind, arguments in (("agent", task.agent_args), ("env", task.env_args)):
+        if spec := getattr(task, kind):
+            try:
+                await _ask(_CLASS_CHECK, rollout, partial(_class_call, spec, kind, arguments))
+            except _TrialFailed as error:
+                return _failed(f"rollout.tasks.{name}.{kind}", spec, error)
+            told.append(f"{kind} {spec} can be imported")
+    if task.reward and prompt is None:
+        told.append(f"{task.reward} was not called: no training prompt is of this task")
+    elif task.reward:
+        assert prompt is not None
+        text = str(prompt.answer) if isinstance(prompt.answer, str | int | float) else ""
+        response = f"its answer {text[:_SHOWN]!r}" if text else "nothing"
+        try:
+            completion = Completion(text, finished=True)
+            value = await _ask(task.reward, rollout, partial(call_arguments, prompt, completion))
+        except _TrialFailed as error:
+            return _failed(f"rollout.tasks.{name}.reward", task.reward, error)
+        told.append(f"{task.reward} gives {value:g} where the response to {prompt.text[:_SHOWN]!r} is {response}")
+    return Finding(f"task {name}", "ok", "; ".join(told))
+
+
+def _failed(field: str, spec: str, error: _TrialFailed) -> Finding:
+    return Finding(field, "fail", f"{spec} {error}", "mend it, and check again")
+
+
+async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]], Call]) -> float:
+    """The number that one call gives. call: makes its arguments, from the names of the optional ones that the function takes."""
+    try:
+        judges = Judges(
+            spec,
+            memory_bytes=rollout.reward_memory_bytes,
+            most=1,
+            most_async=1,
+            logger=_LOGGER,
+            output=_STDERR,
+        )
+    except ConfigError as error:
+        raise _TrialFailed(f"cannot be imported: {user_error(str(error))}") from error
+    try:
+        answer = await judges.ask([call(judges.arguments)], rollout.reward_timeout_s)
+    except asyncio.TimeoutError:
+        limit = f"rollout.reward_timeout_s={rollout.reward_timeout_s:g}"
+        raise _TrialFailed(f"took more than {rollout.reward_timeout_s:g} s ({limit})") from None
+    except JudgeDied as error:
+        raise _TrialFailed(f"has ended its process: {error}") from None
+    finally:
+        judges.close()
+    if "values" in answer:
+        return float(answer["values"][0])
+    if "no_number" in answer:
+        raise _TrialFailed(f"returned {answer['no_number']}; it must be a finite number")
+    raise _TrialFailed(f"raised {user_error(answer['traceback'])}")
+
+
+def _class_call(spec: str, kind: str, arguments: Mapping[str, Any], _taken: Sequence[str]) -> Call:
+    return (spec, kind, arguments), {}
+
+
+def user_error(text: str) -> str:
+    """A traceback as its error and the user's own line: `ValueError: no digits (reward.py:12)`. Other text as it is."""
+    frames = list(_FRAME.finditer(text))
+    if not frames:
+        return text
+    behind = text[frames[-1].end() :].splitlines()
+    error = next((at for at, line in enumerate(behind) if line and not line.startswith(" ")), 0)
+    theirs = [frame for frame in frames if not frame[1].startswith(("<", *_NOT_THE_USERS))]
+    place = (theirs or frames)[-1]
+    return f"{' '.join(behind[error:]).strip()} ({place[1]}:{place[2]})"
+
+
+def _first_prompts(config: ExperimentConfig) -> Mapping[str, Prompt]:
+    """The first training prompt of each task."""
+    tokenizer = load_tokenizer(config.tokenizer_path or config.model_path) if config.prompts.chat_template else None
+    source = PromptSource(config.prompts, tokenizer, config.seed)
+    tasks, found = source.tasks, dict[str, Prompt]()
+    for position in range(len(source)):
+        if found.keys() >= tasks:
+            break
+        with contextlib.suppress(PromptError):  # it would be rejected
+            prompt = source.get(Locator(0, position))
+            found.setdefault(prompt.task, prompt)
+    return found
+
+
+@contextlib.contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    """As in the run's processes, which are started with `python -m`."""
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before

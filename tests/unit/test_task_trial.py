@@ -1,0 +1,130 @@
+"""`asyncrl-launch check` calls the reward once, in a process of its own: its value, or the user's error with file and line."""
+
+import json
+import re
+
+import pytest
+
+from asyncrl.config import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
+from asyncrl.launch.task_trial import try_tasks, user_error
+
+REWARDS = """\
+import os, time
+
+def exact(prompt, completion, answer, *, finished, task, row):
+    print("printed by the reward")
+    return 0.5 * float(completion == answer) + 0.25 * finished + 0.125 * (task == "default") + (row["extra"] == 1)
+
+async def waits(prompt, completion, answer):
+    return len(prompt)
+
+def raises(prompt, completion, answer):
+    import json
+    return json.loads("no json")
+
+def hangs(prompt, completion, answer):
+    while True:
+        time.sleep(1)
+
+def leaves(prompt, completion, answer):
+    os._exit(7)
+
+def hoards(prompt, completion, answer):
+    return len(bytearray(10**9))
+
+def text(prompt, completion, answer):
+    return "good"
+"""
+CLASSES = """\
+from asyncrl.rollout.env import Env
+
+class Mine(Env):
+    def __init__(self, prompt, reward, **given):
+        if "turns" not in given:
+            raise ValueError("never made")
+
+class Stranger:
+    pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "classes.py").write_text(CLASSES)
+    (tmp_path / "broken.py").write_text("import math\nimport no_such_module_of_mine\n")
+    (tmp_path / "wrong.py").write_text("def reward(:\n")
+    rows = [{"prompt": "sort 21", "answer": "12", "extra": 1, "kind": "default"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def config_of(folder, timeout_s=60.0, mode="async", **task):
+    specs = {kind: f"{folder}/{spec}" if ".py" in str(spec) else spec for kind, spec in task.items()}
+    return ExperimentConfig(
+        mode=mode,
+        prompts=PromptSourceConfig(path=str(folder / "prompts.jsonl"), shuffle=False),
+        rollout=RolloutConfig(
+            tasks={"default": TaskConfig(**specs)}, reward_timeout_s=timeout_s, reward_memory_bytes=500_000_000
+        ),
+    )
+
+
+def test_the_value_of_a_reward(folder, capfd):
+    (finding,) = try_tasks(config_of(folder, reward="rewards.py:exact"))
+    assert (finding.name, finding.state) == ("task default", "ok")
+    assert finding.value.endswith("rewards.py:exact gives 1.875 where the response to 'sort 21' is its answer '12'")
+    captured = capfd.readouterr()
+    assert captured.out == ""  # it may be JSON
+    assert "printed by the reward" in captured.err
+    (finding,) = try_tasks(config_of(folder, reward="rewards.py:waits"))
+    assert "waits gives 7 where" in finding.value
+
+
+@pytest.mark.parametrize(
+    ("reward", "timeout_s", "told"),
+    [
+        ("rewards.py:raises", 60.0, r"raised json.decoder.JSONDecodeError: Expecting value: .* \(.*rewards.py:12\)"),
+        ("rewards.py:hangs", 0.2, r"took more than 0.2 s \(rollout.reward_timeout_s=0.2\)"),
+        ("rewards.py:leaves", 60.0, r"has ended its process: it ended with exit code 7"),
+        ("rewards.py:hoards", 60.0, r"raised MemoryError \(.*rewards.py:22\)"),
+        ("rewards.py:text", 60.0, r"returned 'good'; it must be a finite number"),
+        ("rewards.py:none", 60.0, r"cannot be imported: .* has no 'none'"),
+        (
+            "broken.py:reward",
+            60.0,
+            r"cannot be imported: ModuleNotFoundError: .*'no_such_module_of_mine' \(.*broken.py:2\)",
+        ),
+        ("wrong.py:reward", 60.0, r"cannot be imported: SyntaxError: .* \(.*wrong.py:1\)"),
+    ],
+)
+def test_rewards_that_fail(folder, reward, timeout_s, told):
+    (finding,) = try_tasks(config_of(folder, reward=reward, timeout_s=timeout_s))
+    assert (finding.name, finding.state) == ("rollout.tasks.default.reward", "fail")
+    assert finding.remedy
+    assert re.search(told, finding.value), finding.value
+
+
+@pytest.mark.parametrize(
+    ("task", "field", "told"),
+    [
+        ({"env": "classes.py:Mine", "env_args": {"turns": 1}}, None, "Mine can be imported"),
+        ({"env": "classes.py:Mine", "env_args": {"prompt": 1}}, "env", "env_args must not set ['prompt']"),
+        ({"env": "classes.py:Stranger"}, "env", "it must be a subclass of asyncrl.rollout.env.Env"),
+        ({"agent": "classes.py:Mine"}, "agent", "must be a subclass of asyncrl.rollout.agent.Agent or "),
+        ({"agent": "broken.py:Agent"}, "agent", "broken.py:2)"),
+    ],
+)
+def test_agents_and_environments_are_imported(folder, task, field, told):
+    (finding,) = try_tasks(config_of(folder, **task))
+    assert told in finding.value
+    assert finding.state == ("fail" if field else "ok")
+    assert finding.name == (f"rollout.tasks.default.{field}" if field else "task default")
+
+
+def test_nothing_is_called_where_nothing_is_judged(folder):
+    assert try_tasks(config_of(folder, mode="train_only", reward="rewards.py:leaves")) == []
+
+
+def test_user_error_without_a_traceback():
+    assert user_error("reward 'x': there is no file x") == "reward 'x': there is no file x"
