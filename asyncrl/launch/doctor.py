@@ -30,7 +30,6 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from asyncrl.config import (
-    ConfigError,
     ExperimentConfig,
     ModelWorkerConfig,
     NameResolveConfig,
@@ -39,7 +38,13 @@ from asyncrl.config import (
     max_head_offpolicyness,
 )
 from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SGLangEnvironment, find_sglang
-from asyncrl.launch.model_files import count_parameters
+from asyncrl.launch.memory_floor import (
+    DTYPE_BYTES,
+    TRAINED_PARAMETER_BYTES,
+    ModelSize,
+    sizes_of,
+    too_little_memory,
+)
 from asyncrl.launch.program import ProcessSpec, run_directory, with_dtypes
 from asyncrl.launch.redact import redact, redact_urls
 from asyncrl.launch.rundir import LaunchError, holder, next_attempt, read_record
@@ -66,9 +71,7 @@ OTHER_BYTES = 130 << 20
 SGLANG_BYTES = 2 << 30  # a SGLang server: its front and, for each tensor parallel rank, nearly as much again
 FIXED_BYTES = 200 << 20  # launcher and etcd
 LOGS_BYTES = 200 << 20  # on disk: logs, and the data of a private etcd
-_TRAINED_PARAMETER_BYTES = 16  # weights, gradients and two moments in float32
 _FROZEN_PARAMETER_BYTES = 4
-_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 _LOW_SHM_BYTES = GIB  # what NCCL between some ranks wants; Docker's default is 64 MiB
 _LOW_OPEN_FILES = 1024
@@ -112,17 +115,21 @@ def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec]
     fileroot = Path(config.fileroot if config else "runs").expanduser().absolute()
     memory_total, memory_available = memory_limits()
     model = ModelSize.of(config.model_path) if config else ModelSize()
+    gpus = query_gpus()
     need = Need.of(config, specs, model, on_gpu=bool(devices)) if config else Need()
     return [
         judge_platform(platform.system(), platform.release(), platform.machine()),
         *judge_packages(_requirements(), installed_version),
         judge_cores(num_cores(), os.getloadavg()[0], need.threads),
-        judge_memory(memory_total, memory_available, need.memory),
+        *(
+            judge_least_memory(specs, sizes_of(specs), memory_available, gpus)
+            or [judge_memory(memory_total, memory_available, need.memory)]
+        ),
         *judge_disk(fileroot, need.disk),
         judge_shm(_free_bytes(Path("/dev/shm")), len(devices)),
         judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE), need.open_files),
         find_port(runtime.host),
-        judge_gpus(devices, query_gpus(), installed_version("torch") or ""),
+        judge_gpus(devices, gpus, installed_version("torch") or ""),
         *([judge_num_gpus(len(devices), config)] if config else []),
         *find_name_resolve(name_resolve),
         judge_sglang(
@@ -179,28 +186,15 @@ def judge_memory(total: int, available: int, need: int) -> Finding:
     return Finding("memory", "ok", value)
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """What a model's folder tells of its size, without loading it. Zeros where it tells nothing."""
-
-    num_parameters: int = 0
-    kv_values_per_token: int = 0  # in the KV cache, all layers
-
-    @classmethod
-    def of(cls, model_path: str) -> ModelSize:
-        try:
-            config = json.loads((Path(model_path).expanduser() / "config.json").read_text(encoding="utf-8"))
-            heads = int(config.get("num_attention_heads", 0))
-            head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 0)) // max(heads, 1))
-            kv_heads = int(config.get("num_key_value_heads") or heads)
-            layers = int(config.get("num_hidden_layers", 0))
-        except (OSError, ValueError, TypeError, AttributeError):  # preflight says what is wrong with it
-            return cls()
-        try:
-            num_parameters = count_parameters(model_path)
-        except (OSError, ConfigError):
-            num_parameters = 0
-        return cls(num_parameters, 2 * layers * kv_heads * head_dim)
+def judge_least_memory(
+    specs: Sequence[ProcessSpec], sizes: Mapping[str, ModelSize], available: int, gpus: Sequence[Gpu] | str
+) -> list[Finding]:
+    """A failure where main memory, or a GPU of known size, cannot hold the least that the processes need."""
+    limits = {"": available}
+    if not isinstance(gpus, str):
+        limits |= {str(index): int(gpu.total_mib * (1 << 20)) for index, gpu in enumerate(gpus) if gpu.total_mib}
+    found = too_little_memory(specs, sizes, limits)
+    return [Finding("memory", "fail", *found)] if found else []
 
 
 @dataclass(frozen=True)
@@ -222,7 +216,7 @@ class Need:
         if allocation.engine == "sglang":
             memory += count["generation_server"] * allocation.generation.tensor * SGLANG_BYTES
         if not on_gpu:
-            value = _DTYPE_BYTES.get(generation.dtype, 4)
+            value = DTYPE_BYTES.get(generation.dtype, 4)
             cache = generation.num_blocks * generation.page_size * model.kv_values_per_token
             sampling = count["model_worker" if config.mode == "sync" else "generation_server"]
             memory += sampling * (model.num_parameters + cache) * value
@@ -233,7 +227,7 @@ class Need:
         return cls(
             threads=0 if on_gpu else computing * max(train.torch_threads, 1),
             memory=memory,
-            disk=num_copies * model.num_parameters * _DTYPE_BYTES.get(train.dtype, 4) + LOGS_BYTES,
+            disk=num_copies * model.num_parameters * DTYPE_BYTES.get(train.dtype, 4) + LOGS_BYTES,
             open_files=rolled_out * rollout.group_size + _SPARE_OPEN_FILES,  # a server's: a connection a response
         )
 
@@ -242,7 +236,7 @@ def _training_bytes(specs: Sequence[ProcessSpec]) -> int:
     """Of all model workers, for each parameter of a model: their ranks share weights, gradients and moments of each model."""
     worker = next((spec.config for spec in specs if isinstance(spec.config, ModelWorkerConfig)), None)
     models = worker.models if worker is not None else []
-    return sum(_TRAINED_PARAMETER_BYTES if model.trainable else _FROZEN_PARAMETER_BYTES for model in models)
+    return sum(TRAINED_PARAMETER_BYTES if model.trainable else _FROZEN_PARAMETER_BYTES for model in models)
 
 
 def num_cores() -> int:

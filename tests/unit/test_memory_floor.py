@@ -1,0 +1,122 @@
+"""The least memory that a run needs, at the boundary: one byte less is refused, with field, figures and remedy."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.config import ExperimentConfig, GenerationConfig, PPOConfig, RefConfig, RewardModelConfig, TrainConfig
+from asyncrl.launch import doctor
+from asyncrl.launch.doctor import Gpu
+from asyncrl.launch.memory_floor import ModelSize, sizes_of, too_little_memory
+from asyncrl.launch.program import plan, with_dtypes
+
+SIZES = {"/model": ModelSize(1000, 10), "/ref": ModelSize(500, 10), "/judge": ModelSize(100, 10)}
+CACHE = 100 * 16 * 10  # values
+CONFIG = ExperimentConfig(
+    allocation="transformers.d2+d2", model_path="/model", generation=GenerationConfig(num_blocks=100, page_size=16)
+)
+WITH_MODELS = replace(
+    CONFIG,
+    train=TrainConfig(
+        ppo=PPOConfig(kl_coef=0.1), ref=RefConfig(path="/ref"), reward_model=RewardModelConfig(path="/judge")
+    ),
+)
+
+
+def found(config, limits, devices=()):
+    config = with_dtypes(config, on_gpu=bool(devices))
+    return too_little_memory(plan(config, attempt=1, num_prompts=100, devices=devices), SIZES, limits)
+
+
+@pytest.mark.parametrize(
+    ("config", "needed"),
+    [
+        (CONFIG, 2 * 4 * (1000 + CACHE) + 16 * 1000),  # data ranks share a model
+        (replace(CONFIG, allocation="transformers.d1+d1p2"), 4 * (1000 + CACHE) + 16 * 1000),
+        (replace(CONFIG, generation=replace(CONFIG.generation, dtype="bfloat16")), 4 * (1000 + CACHE) + 16 * 1000),
+        (replace(CONFIG, allocation="sglang.d1+d1"), 4 * (1000 + CACHE) + 16 * 1000),
+        (replace(CONFIG, allocation="external.d2+d1"), 16 * 1000),
+        (replace(CONFIG, mode="sync", allocation="d2"), 16 * 1000),
+        (replace(CONFIG, mode="rollout_only"), 2 * 4 * (1000 + CACHE)),
+        (replace(CONFIG, mode="train_only"), 16 * 1000),
+        (WITH_MODELS, 2 * 4 * (1000 + CACHE) + 16 * 1000 + 4 * 500 + 4 * 100),
+        (
+            replace(WITH_MODELS, train=replace(WITH_MODELS.train, dtype="bfloat16")),
+            2 * 4 * (1000 + CACHE) + 16 * 1000 + 2 * 500 + 2 * 100,
+        ),
+    ],
+)
+def test_main_memory(config, needed):
+    assert found(config, {"": needed}) is None
+    assert found(config, {"": needed - 1}) is not None
+
+
+def test_a_gpu_of_known_size():
+    config = replace(CONFIG, train=TrainConfig(dtype="float32"), generation=replace(CONFIG.generation, dtype="float32"))
+    server, rank = 4 * (1000 + CACHE), 8 * 1000
+    devices = ["0", "1", "2"]  # the first one has a rank, too
+    roomy = dict.fromkeys(devices, 10**9)
+    needed = {"0": server + rank, "1": server, "2": rank}
+    for device, size in needed.items():
+        assert found(config, roomy | {device: size}, devices) is None
+        value, _ = found(config, roomy | {device: size - 1}, devices)
+        assert f"of GPU {device}, at least" in value
+    assert found(config, {"": 0}, devices) is None  # nothing of it is in main memory
+    assert found(config, {"7": 1}, devices) is None
+    served_by_sglang = replace(config, allocation="sglang.d1+d1")  # it sizes its cache itself
+    assert found(served_by_sglang, {"0": 4 * 1000}, ["0", "1"]) is None
+    offloaded = replace(WITH_MODELS, train=replace(WITH_MODELS.train, offload=["ref"], dtype="float32"))
+    rank = 8 * 1000 + 2 * 100
+    assert found(offloaded, {"2": rank}, devices) is None
+    assert found(offloaded, {"2": rank - 1}, devices) is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "remedy"),
+    [
+        (CONFIG, "set generation.num_blocks below 100 (pages of generation.page_size=16 tokens)"),
+        (replace(CONFIG, mode="train_only"), "use a smaller model than /model"),
+        (
+            replace(CONFIG, generation=GenerationConfig(num_blocks=1), allocation="transformers.d9+d1"),
+            "use fewer generation servers in allocation=...",
+        ),
+    ],
+)
+def test_the_remedy_is_of_the_largest_part(config, remedy):
+    value, told = found(config, {"": 5000})
+    assert value.startswith("5 kB available, at least ")
+    assert told.startswith(remedy)
+
+
+def test_the_figures():
+    value, _ = found(CONFIG, {"": 1000})
+    assert value == (
+        "1 kB available, at least 152 kB needed: weights of generation servers 8 kB, KV caches 128 kB, "
+        "actor (weights, gradients and Adam state) 16 kB"
+    )
+
+
+def test_check_fails_where_memory_cannot_suffice(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_attention_heads": 4, "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 3})
+    )
+    config = ExperimentConfig(fileroot=str(tmp_path), model_path=str(tmp_path))
+    specs = plan(config, attempt=1, num_prompts=9)
+    needed = 4 * config.generation.num_blocks * config.generation.page_size * 2 * 3 * 2 * 16
+    for available, state in ((needed, "warn"), (needed - 1, "fail")):
+        monkeypatch.setattr(doctor, "memory_limits", lambda available=available: (64 << 30, available))
+        (finding,) = [finding for finding in doctor.examine(config, specs) if finding.name == "memory"]
+        assert finding.state == state
+    gpus = [Gpu("tiny", total_mib=1, used_mib=0, driver="1")]
+    on_gpu = plan(with_dtypes(config, on_gpu=True), attempt=1, num_prompts=9, devices=["0"])
+    (finding,) = doctor.judge_least_memory(on_gpu, sizes_of(on_gpu), 1 << 40, gpus)
+    assert "of GPU 0, at least" in finding.value
+    assert doctor.judge_least_memory(on_gpu, sizes_of(on_gpu), 1 << 40, "no driver") == []
+
+
+def test_layers_of_several_kinds_share_the_cache(tmp_path):
+    shape = {"num_attention_heads": 4, "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"layer_types": kinds}))
+    assert ModelSize.of(str(tmp_path)).kv_values_per_token == 2 * 1 * 2 * 16
