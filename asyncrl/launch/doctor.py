@@ -47,7 +47,7 @@ from asyncrl.launch.memory_floor import (
 )
 from asyncrl.launch.program import ProcessSpec, run_directory, with_dtypes
 from asyncrl.launch.redact import redact, redact_urls
-from asyncrl.launch.rundir import LaunchError, holder, next_attempt, read_record
+from asyncrl.launch.rundir import LaunchError, check_folder, holder, next_attempt
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import (
     LEAST_OPEN_FILES,
@@ -581,9 +581,9 @@ def find_run(run_dir: Path) -> Finding:
         remedy = f"asyncrl-launch stop {run_dir}, or choose another trial=..."
         return Finding("run folder", "fail", f"{run_dir} is in use by process {pid}", remedy)
     try:
-        read_record(run_dir)
+        check_folder(run_dir)
     except LaunchError as error:
-        return Finding("run folder", "fail", str(error), "or choose another trial=...")
+        return Finding("run folder", "fail", str(error))
     return Finding("run folder", "ok", f"{run_dir}, attempt {next_attempt(run_dir)} would be next")
 
 

@@ -186,13 +186,8 @@ def is_running(run_dir: Path) -> bool:
 
 def begin_attempt(run_dir: Path) -> int:
     """Number of this attempt, after all that left something here. A directory is made once, so the number is ours."""
-    _check_format(run_dir)
+    check_folder(run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    latest = run_dir / "logs" / "latest"
-    if latest.is_dir() and not latest.is_symlink():  # a copy that followed links
-        raise LaunchError(
-            f"{latest} is a folder; it must be a link to the newest logs: move it away (mv {latest} {latest}.old)"
-        )
     attempt = next_attempt(run_dir)
     while True:
         try:
@@ -200,6 +195,7 @@ def begin_attempt(run_dir: Path) -> int:
         except FileExistsError:
             attempt += 1
             continue
+        latest = _latest_logs(run_dir)
         latest.unlink(missing_ok=True)
         latest.symlink_to(f"attempt_{attempt}")
         summary = run_dir / "summary.json"
@@ -232,12 +228,21 @@ def next_attempt(run_dir: Path) -> int:
     return max(numbers, default=0) + 1
 
 
-def _check_format(run_dir: Path) -> None:
-    """What an asyncrl of another format has left is not mixed with ours. Raises LaunchError."""
+def check_folder(run_dir: Path) -> None:
+    """Raises LaunchError where no attempt can begin here: a damaged record, the files of another format, no place for a link."""
     try:
         read_record(run_dir)
     except LaunchError as error:
         raise LaunchError(f"{error}. To start anew, choose another trial=..., or move {run_dir} away") from error
+    latest = _latest_logs(run_dir)
+    if latest.is_dir() and not latest.is_symlink():  # a copy that followed links
+        raise LaunchError(
+            f"{latest} is a folder; it must be a link to the newest logs: move it away (mv {latest} {latest}.old)"
+        )
+
+
+def _latest_logs(run_dir: Path) -> Path:
+    return run_dir / "logs" / "latest"
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:

@@ -302,11 +302,16 @@ def test_the_folder_of_a_run(tmp_path):
     assert "asyncrl-launch stop" in finding.remedy
 
 
-def test_a_folder_with_a_damaged_record(tmp_path):
+def test_a_folder_in_which_no_attempt_can_begin(tmp_path):
     (tmp_path / "run.json").write_bytes(b"")
     finding = doctor.find_run(tmp_path)
     assert finding.state == "fail"
     assert "run.json cannot be read" in finding.value
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "logs" / "latest").mkdir(parents=True)
+    finding = doctor.find_run(tmp_path)
+    assert finding.state == "fail"
+    assert "logs/latest is a folder" in finding.value
 
 
 def test_the_environment_is_shown_without_secrets():
