@@ -14,6 +14,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,18 +66,21 @@ async def _try_task(name: str, task: TaskConfig, rollout: RolloutConfig, prompt:
             except _TrialFailed as error:
                 return _failed(f"rollout.tasks.{name}.{kind}", spec, error)
             told.append(f"{kind} {spec} can be imported")
-    if task.reward and prompt is None:
-        told.append(f"{task.reward} was not called: no training prompt is of this task")
-    elif task.reward:
-        assert prompt is not None
+    if task.reward and prompt is not None:
         text = str(prompt.answer) if isinstance(prompt.answer, str | int | float) else ""
         response = f"its answer {text[:_SHOWN]!r}" if text else "nothing"
         try:
             completion = Completion(text, finished=True)
             value = await _ask(task.reward, rollout, partial(call_arguments, prompt, completion))
         except _TrialFailed as error:
-            return _failed(f"rollout.tasks.{name}.reward", task.reward, error)
+            finding = _failed(f"rollout.tasks.{name}.reward", task.reward, error)
+            if rollout.reward_isolation == "thread":  # it may need what an agent of the same process has prepared
+                remedy = "mend it, unless it needs the rollout worker's memory (rollout.reward_isolation=thread)"
+                return replace(finding, state="warn", remedy=remedy)
+            return finding
         told.append(f"{task.reward} gives {value:g} where the response to {prompt.text[:_SHOWN]!r} is {response}")
+    elif task.reward:
+        told.append(f"{task.reward} was not called: no training prompt is of this task")
     return Finding(f"task {name}", "ok", "; ".join(told))
 
 

@@ -152,7 +152,7 @@ def is_seen_in_its_second_attempt(run: RunHandle, capsys: pytest.CaptureFixture[
     """`status` and `logs` tell of all processes, of those too that began in the first."""
     record = read_record(run.run_dir)
     assert record is not None
-    assert (record.attempt, record.pid) == (2, run.popen.pid)
+    assert (record.attempt, record.pid, record.total_steps) == (2, run.popen.pid, STEPS)
 
     def seen() -> bool:
         assert cli.main(["status", str(run.run_dir), "--json"]) == 0

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -105,6 +106,13 @@ def test_rewards_that_fail(folder, reward, timeout_s, told):
     assert re.search(told, finding.value), finding.value
 
 
+def test_a_reward_that_shares_memory_with_an_agent_may_fail_here(folder):
+    config = config_of(folder, reward="rewards.py:raises")
+    (finding,) = try_tasks(replace(config, rollout=replace(config.rollout, reward_isolation="thread")))
+    assert (finding.name, finding.state) == ("rollout.tasks.default.reward", "warn")
+    assert "rollout.reward_isolation=thread" in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("task", "field", "told"),
     [
@@ -124,6 +132,14 @@ def test_agents_and_environments_are_imported(folder, task, field, told):
 
 def test_nothing_is_called_where_nothing_is_judged(folder):
     assert try_tasks(config_of(folder, mode="train_only", reward="rewards.py:leaves")) == []
+
+
+def test_a_reward_without_a_prompt_is_not_called(folder):
+    config = config_of(folder, reward="rewards.py:leaves")
+    task = config.rollout.tasks["default"]
+    (finding,) = try_tasks(replace(config, rollout=replace(config.rollout, tasks={"other": task})))
+    assert finding.state == "ok"
+    assert finding.value.endswith("was not called: no training prompt is of this task")
 
 
 def test_user_error_without_a_traceback():
