@@ -251,6 +251,13 @@ def test_reinforce_pp_normalises_over_tokens_of_the_batch() -> None:
     assert made(advantage_norm="batch", baseline="group_mean") == pytest.approx(wanted, abs=1e-4)
 
 
+def test_what_is_not_trained_has_no_say_in_the_normalisation_over_tokens() -> None:
+    """Rewards 1, 0, 0, 3, 3 of five tokens: mean 7/5, variance 19/5 - 49/25. The truncated response is left out."""
+    right, wrong, best = ((reward - 1.4) / 1.84**0.5 for reward in (1, 0, 3))
+    wanted = [0, right, 0, wrong, wrong, 0, best, best, 0, 0]
+    assert made(advantage_norm="batch", mask_too_long=True) == pytest.approx(wanted, abs=1e-4)
+
+
 def test_kl_as_a_reward_is_paid_by_the_tokens_before_it() -> None:
     """k1 of 0.5 at each token, coefficient 0.1: a token pays for itself and those after it. In the loss: no token pays here."""
     extra = {"proximal_logprobs": torch.zeros(10), "packed_ref_logprobs": torch.full((10,), -0.5)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.master.batch import BatchFormer, NotReady, Ready
 from asyncrl.messages import Locator, TicketView, TrajectoryMeta, WeightVersion
@@ -111,6 +112,15 @@ def test_ties_go_by_prompt_whatever_came_first() -> None:
     books.run("abcd", 1)
     books.store("dcba")
     assert books.ready() == "ab"
+
+
+def test_a_batch_is_in_the_order_of_its_prompts_and_not_of_its_deadlines() -> None:
+    books = Books()
+    books.run("c", 1)
+    books.run("ab", 2)
+    books.version = 1
+    books.store("cab")
+    assert books.ready() == "ac"
 
 
 def test_waits_for_a_straggler_that_would_be_too_old() -> None:
@@ -227,6 +237,16 @@ def test_drop_takes_a_straggler_back_at_once() -> None:
     assert books.ready() == "bc"
 
 
+def test_drop_waits_for_a_ledger_that_knows_what_is_stored() -> None:
+    """An older ledger may list a straggler that has ended since."""
+    books = straggling(overdue="drop", overdue_wait_s=30.0)
+    books.forget("d")
+    waits = books.waits()
+    assert (waits.stragglers, waits.revoke) == (("a",), ())
+    books.listed.append("d")
+    assert books.waits().revoke == ("a",)
+
+
 def test_train_does_not_wait_for_deadlines() -> None:
     books = straggling(overdue="train")
     assert books.ready() == "bc"
@@ -332,6 +352,15 @@ def test_a_stored_ticket_that_the_ledger_does_not_know() -> None:
         stored=[books.meta("a"), books.meta("b")], live=[other], version=1, exhausted=False, now=0.0
     )
     assert decision == Ready(("a", "b"))
+
+
+def test_a_ticket_that_the_ledger_does_not_know_is_as_old_as_its_oldest_token() -> None:
+    books = Books(batch_size=1)
+    books.deadlines = {"a": 2, "b": 2}
+    old, new = WeightVersion(1, 0).pack(), WeightVersion(1, 1).pack()
+    mixed = replace(books.meta("b"), version_start=[new, old])
+    decision = books.former.decide(stored=[books.meta("a"), mixed], live=[], version=1, exhausted=False, now=0.0)
+    assert decision == Ready(("b",))
 
 
 def test_long_lists_of_stragglers_are_cut_in_the_reason() -> None:

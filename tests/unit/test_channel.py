@@ -109,6 +109,8 @@ class TestSendWindow:
         assert state.probe(1.0) == []
         state.heard()
         assert state.probe(50.0) is None
+        state.new_receiver(60.0)
+        assert state.probe(61.0) == []  # the new one has said nothing yet
 
     def test_what_never_arrives_is_given_up(self):
         state = window()
@@ -126,6 +128,15 @@ class TestSendWindow:
             state.admit(item, 1, 0.0)
         state.settle(1, 0.0)
         assert [out.item for out in state.new_receiver(0.0)] == ["a", "c"]
+
+    def test_a_new_receiver_may_ask_as_often_as_the_one_before(self):
+        state = window()
+        state.admit("a", 1, 0.0)
+        for _ in range(2):
+            for _ in range(MAX_SENDS - 1):
+                assert state.missing([0], 0.0)[1] == []
+            state.new_receiver(0.0)
+        assert state.num_pending == 1
 
     def test_credit_must_be_positive(self):
         with pytest.raises(ValueError, match="items is 0"):
@@ -151,6 +162,17 @@ class TestPeerLedger:
         ledger.settle(1, Verdict(True, b"no"))
         assert ledger.asked([0, 1, 2], 0) == ([(1, Verdict(True, b"no"))], [2])
         assert ledger.num_held == 1
+        assert ledger.asked([0, 1, 2], 1) == ([(1, Verdict(True, b"no"))], [2])  # the sender has given up 0
+        assert ledger.num_held == 0
+
+    def test_only_what_is_not_settled_is_held(self):
+        ledger = PeerLedger(0)
+        ledger.arrive(0, 0)
+        ledger.arrive(1, 0)
+        ledger.settle(0, Verdict(False, b""))
+        assert ledger.num_held == 1
+        assert ledger.arrive(2, 1) == "new"
+        assert (len(ledger), ledger.num_held) == (2, 2)
 
     def test_a_jump_of_low_is_cheap_and_forgets_everything(self):
         ledger = PeerLedger(0)

@@ -123,6 +123,12 @@ def test_gate(live: int, running: int, trained: int, served: int, refusal: str) 
     assert gate.refusal(live=live, running=running, trained=trained, served=served) == refusal
 
 
+@pytest.mark.parametrize(("live", "running", "room"), [(0, 0, 6), (6, 1, 2), (3, 3, 3), (7, 0, 1)])
+def test_the_gate_has_room_for_what_both_bounds_allow(live: int, running: int, room: int) -> None:
+    gate = Gate(batch_size=4, eta=1, max_concurrent=6)
+    assert gate.room(live=live, running=running, trained=5, served=5) == (room, "")
+
+
 @pytest.mark.parametrize("field", [{"batch_size": 0}, {"eta": -1}, {"max_concurrent": 0}])
 def test_gate_refuses_what_would_admit_nothing(field: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(field)).replace("eta", "max_head_offpolicyness")):

@@ -136,6 +136,26 @@ class TestAudit:
         events = [begun(1), *stored(1, 0), trained(1, 1, 0, version=1)]
         assert audit_events(events).problems == ["groups of a version that was yet to be made: a1-0"]
 
+    def test_a_group_is_as_old_as_its_oldest_token(self):
+        mixed = trained(1, 2, 1)
+        mixed["groups"][0]["versions"] = [[1, 1], [0, 1]]
+        events = [begun(1, max_head_offpolicyness=0), *stored(1, 0, 1), trained(1, 1, 0), mixed]
+        assert audit_events(events).problems == ["groups more than 0 versions old: a1-1 (1)"]
+
+    def test_a_checkpoint_without_a_snapshot_ends_with_its_step(self):
+        events = [
+            begun(1),
+            *stored(1, 0, 1, 3),
+            trained(1, 1, 0, 1),
+            trained(1, 2, 3),
+            begun(2, (1, 1)),
+            *stored(2, 3, 4),
+            trained(2, 2, 3, 4),
+            ended(2, 4, of=4),
+        ]
+        found = audit_events(events)
+        assert (found.problems, found.steps, found.trained, found.voided_steps) == ([], 2, 4, 1)
+
     def test_how_groups_came(self):
         admitted, pushed = WAYS
         assert audit_events(INTERRUPTED, ([], [])).unchecked == [

@@ -59,6 +59,7 @@ def test_every_rank_can_have_as_many_as_the_rank_that_has_most():
 
 def test_a_sequence_longer_than_the_budget_gets_its_own_micro_batch():
     assert [batch.sequences for batch in plan_micro_batches([5, 100, 5], 10)] == [(1,), (0, 2)]
+    assert [batch.num_tokens for batch in plan_micro_batches([5, 100, 5], 10, min_count=3)] == [100, 5, 5]
 
 
 def test_what_balances_worse_than_it_fits_is_kept_within_the_budget():
@@ -159,3 +160,9 @@ def test_a_sequence_batch_cuts_through_groups_and_keeps_keys_of_sequences():
     assert part["packed_input_ids"].tolist() == [3, 4, 5, 6]
     assert part["rewards"].tolist() == [2.0, 3.0]
     assert batch.select(())["rewards"].dtype == np.float32
+
+
+def test_keys_of_groups_have_no_place_where_each_group_is_one_sequence_either():
+    groups = [{"packed_input_ids": [[1, 2]], "rewards": [1.0], "task_ids": 5, "packed_prompts": [1]}] * 2
+    batch = SequenceBatch.of(SequenceSample.from_groups(["a", "b"], groups))
+    assert set(batch.select((0, 1))) == {"packed_input_ids", "rewards"}

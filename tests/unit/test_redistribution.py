@@ -99,6 +99,14 @@ def test_those_who_have_it_share_the_sending():
     assert steps == [RedistribStep("gather", 2, [0, 1], [["a", "c"], ["b", "d"]], list(KEYS))]
 
 
+def test_a_broadcast_to_two_counts_twice():
+    steps = plan_redistribution({2: ["a", "b", "c"], 3: ["a"]}, ["values"], held(a=[0, 1], b=[0, 1], c=[0, 1]))
+    assert steps == [
+        RedistribStep("bcast", 0, [2, 3], [["a"]], ["values"]),
+        RedistribStep("scatter", 1, [2], [["b", "c"]], ["values"]),
+    ]
+
+
 def test_a_pair_that_nobody_has_is_named():
     with pytest.raises(ValueError, match=r"'values' of id 'a', which the workers \[1\] need"):
         plan_redistribution({1: ["a"]}, ["values"], {"a": {"values": [], "logprobs": [0]}})

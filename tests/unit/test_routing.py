@@ -87,6 +87,15 @@ def test_a_full_server_gets_no_more(table: ServerTable) -> None:
     assert table.room(0) is None
 
 
+def test_a_server_with_too_many_groups_leaves_the_others_their_room(table: ServerTable) -> None:
+    """A group that moves may go past the limit of its new server."""
+    table.max_groups = 2
+    for _ in range(3):
+        table.granted(NAMES[0])
+    assert table.room(0) == 4
+    assert sorted(picked(table, 4)) == [1, 1, 2, 2]
+
+
 # ---------------------------------------------------------------------------------------------------- servers that leave
 
 
@@ -194,6 +203,8 @@ def test_served_version_never_goes_back(table: ServerTable) -> None:
     table.withdraw(NAMES[1])
     assert table.served == 2
     assert not table.has(2)
+    load(table, NAMES[2], v(1))  # this load began before the newer one
+    assert table.served == 2
 
 
 def test_suspect_comes_back_with_the_right_echo_only(table: ServerTable) -> None:
@@ -226,6 +237,14 @@ def test_dead_after_a_long_silence_and_back_through_a_load(table: ServerTable) -
     assert server.state is ServerState.STALE  # saying the right thing is not enough
     assert load(table, NAMES[0], v(0), 13.0)
     assert server.state is ServerState.HEALTHY
+
+
+def test_a_server_that_has_never_served_dies_of_silence_too(table: ServerTable) -> None:
+    table.announce("generation_server/3", "http://3", 0.0)
+    table.silent("generation_server/3", "no answer", 10.0)
+    assert table.servers["generation_server/3"].state is ServerState.STALE
+    table.silent("generation_server/3", "no answer", 10.1)
+    assert table.servers["generation_server/3"].state is ServerState.DEAD
 
 
 def test_a_new_process_of_a_server_must_load_whatever_the_old_one_did(table: ServerTable) -> None:

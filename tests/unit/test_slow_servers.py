@@ -46,6 +46,20 @@ def test_a_server_whose_groups_take_much_longer_gets_one_at_a_time(routing: str)
     assert run_groups(desk, dict.fromkeys((SLOW, QUICK, OTHER), 1.0), rounds=4)[SLOW] == 8
 
 
+def test_a_slow_server_is_quick_again_below_a_lower_bound() -> None:
+    """A server between the two bounds keeps its state."""
+    desk = Desk(num_servers=2)
+
+    def state_after(server: str, seconds: float) -> str:
+        for _ in range(40):
+            desk.table.group_ended(server, 100, seconds)
+        return states(desk)[server]
+
+    state_after(QUICK, 1.0)
+    found = [state_after(SLOW, seconds) for seconds in (2.5, 3.5, 2.5, 1.5)]
+    assert found == ["healthy", "suspect", "suspect", "healthy"]
+
+
 def test_slow_servers_are_better_than_none() -> None:
     desk = Desk(num_servers=2, batch_size=4)
     desk.table.max_groups = 2

@@ -189,6 +189,7 @@ def test_a_server_that_dies_while_it_loads_is_left_and_its_successor_loads_at_on
     setup.plan.failed(old, "its connection broke", 3.0)
     assert setup.states() == "uu"
     assert setup.plan.succeeded(new, 4.0)
+    assert setup.table.servers[new.server].update_s == 2.0
 
 
 def test_dead_and_suspect_servers_are_left_alone() -> None:

@@ -34,6 +34,14 @@ def test_value_loss_by_hand() -> None:
     assert not clipped.any()
 
 
+def test_value_loss_is_the_same_on_both_sides() -> None:
+    values = torch.tensor([0.1, 0.5, -0.5, 2.0])
+    loss, clipped = value_loss(values, torch.zeros(4), torch.ones(4), ON, 0.2)
+    mirrored, clipped_too = value_loss(-values, torch.zeros(4), -torch.ones(4), ON, 0.2)
+    torch.testing.assert_close(mirrored, loss)
+    assert clipped_too.tolist() == clipped.tolist()
+
+
 def batch(seed: int) -> tuple[Tensor, dict[str, Tensor]]:
     random = torch.Generator().manual_seed(seed)
     keys = ("values", "returns")
