@@ -1,0 +1,507 @@
+"""The mutants that mutants.py applies: one plausible fault each.
+
+A row is (name, original text, changed text, tests that find it). The original text occurs exactly once in its file. A change of the
+code that moves or rewrites it re-anchors the mutant here, in a commit that changes nothing else and shows that it is still killed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    original: str
+    changed: str
+    tests: tuple[str, ...]
+
+
+def _of(file: str, test_file: str, *rows: Row) -> list[Mutant]:
+    return [
+        Mutant(name, file, original, changed, tuple(f"{test_file}::{test}" for test in tests))
+        for name, original, changed, *tests in rows
+    ]
+
+
+MUTANTS = [
+    *_of(
+        "asyncrl/manager/ledger.py",
+        "tests/unit/test_ledger.py",
+        ("gate-ignores-that-servers-are-behind", "behind = max(0, trained - served)", "behind = 0", "test_gate"),
+        ("gate-admits-one-too-many", "if fresh <= 0:", "if fresh < 0:", "test_gate"),
+        (
+            "gate-grants-the-larger-of-both-rooms",
+            'return min(fresh, idle), ""',
+            'return max(fresh, idle), ""',
+            "test_the_gate_has_room_for_what_both_bounds_allow",
+        ),
+        (
+            "a-finished-rollout-still-counts-as-running",
+            "            self._num_running -= 1\n",
+            "",
+            "test_stored_but_not_running_does_not_count_for_capacity",
+        ),
+        (
+            "a-prompt-is-handed-out-once-too-often",
+            "if live.ticket.issue >= self._max_issues:",
+            "if live.ticket.issue > self._max_issues:",
+            "test_released_prompts_go_first_and_at_most_max_issues_times",
+        ),
+        (
+            "a-repeated-request-gets-new-tickets",
+            "            self._remember(holder, request.request_id, tickets)\n",
+            "            pass\n",
+            "test_the_same_request_gets_the_same_tickets",
+        ),
+        (
+            "a-repeated-heartbeat-counts-twice",
+            "repeated = now - holder.last_heartbeat < self._heartbeat_s / 2",
+            "repeated = False",
+            "test_tickets_not_listed_twice_are_released",
+        ),
+        (
+            "a-dropped-trajectory-is-taken-back-by-an-old-report",
+            "name.attempt != self.attempt or ticket_id in self._dropped:",
+            "name.attempt != self.attempt:",
+            "test_a_stored_ticket_that_the_master_drops_is_handed_out_again",
+        ),
+    ),
+    *_of(
+        "asyncrl/master/batch.py",
+        "tests/unit/test_batch_former.py",
+        (
+            "a-step-starts-with-one-batch-too-many-due",
+            "too_many = len(due) - (deadline - version) * self._batch_size",
+            "too_many = len(due) - (deadline - version + 1) * self._batch_size",
+            "test_waits_for_a_straggler_that_would_be_too_old",
+        ),
+        (
+            "prompts-before-deadlines",
+            "key=lambda ticket: (ticket.deadline, ticket.locator, ticket.ticket_id)",
+            "key=lambda ticket: (ticket.locator, ticket.deadline, ticket.ticket_id)",
+            "test_the_earliest_deadlines_in_canonical_order",
+        ),
+        (
+            "a-batch-is-not-in-canonical-order",
+            "ordered = sorted(batch, key=lambda ticket: (ticket.locator, ticket.ticket_id))",
+            "ordered = list(batch)",
+            "test_a_batch_is_in_the_order_of_its_prompts_and_not_of_its_deadlines",
+        ),
+        (
+            "stored-tickets-are-given-up-before-running-ones",
+            "key=lambda ticket: not ticket.worker)[:over]",
+            "key=lambda ticket: bool(ticket.worker))[:over]",
+            "test_more_than_fit_before_their_deadline",
+        ),
+        (
+            "an-unknown-ticket-is-as-old-as-its-newest-token",
+            "WeightVersion.unpack(min(meta.version_start)).version",
+            "WeightVersion.unpack(max(meta.version_start)).version",
+            "test_a_ticket_that_the_ledger_does_not_know_is_as_old_as_its_oldest_token",
+        ),
+        (
+            "the-last-batch-does-not-wait-for-what-runs",
+            "            if pending or not exhausted:",
+            "            if not exhausted:",
+            "test_the_last_batch_is_partial",
+        ),
+        (
+            "drop-trusts-an-old-ledger",
+            'self._overdue == "drop" and current else',
+            'self._overdue == "drop" else',
+            "test_drop_waits_for_a_ledger_that_knows_what_is_stored",
+        ),
+    ),
+    *_of(
+        "asyncrl/runtime/channel_state.py",
+        "tests/unit/test_channel.py",
+        (
+            "settled-bytes-stay-in-the-credit",
+            "            return None\n        self._pending_bytes -= out.nbytes\n",
+            "            return None\n",
+            "TestSendWindow::test_credit_in_items_and_bytes",
+        ),
+        (
+            "a-new-receiver-inherits-the-number-of-sends",
+            "            out.sent_at = now\n            out.num_sends = 1\n",
+            "            out.sent_at = now\n",
+            "TestSendWindow::test_a_new_receiver_may_ask_as_often_as_the_one_before",
+        ),
+        (
+            "a-new-receiver-counts-as-heard",
+            "        self._answered = False\n        self._probe_interval_s",
+            "        self._probe_interval_s",
+            "TestSendWindow::test_a_silent_receiver_is_probed_though_nothing_is_pending",
+        ),
+        (
+            "a-settled-message-gets-no-verdict-again",
+            'return self._verdicts[seq] or "held"',
+            'return "held"',
+            "TestPeerLedger::test_every_kind_of_arrival",
+        ),
+        (
+            "a-forgotten-message-counts-as-held-whatever-its-verdict",
+            "            if self._verdicts.pop(seq) is None:\n                self._num_held -= 1",
+            "            self._verdicts.pop(seq)\n            self._num_held -= 1",
+            "TestPeerLedger::test_only_what_is_not_settled_is_held",
+        ),
+        (
+            "what-the-sender-has-given-up-is-asked-for",
+            "            if seq < self._low:\n                continue\n",
+            "",
+            "TestPeerLedger::test_answers_a_probe",
+        ),
+        (
+            "a-message-that-was-skipped-is-kept",
+            "if seq >= max(self._next, low):",
+            "if seq >= low:",
+            "TestInOrder::test_skips_what_the_sender_gave_up",
+        ),
+    ),
+    *_of(
+        "asyncrl/manager/routing.py",
+        "tests/unit/test_routing.py",
+        (
+            "equals-go-to-the-same-server-again",
+            "first = bisect.bisect_right(",
+            "first = bisect.bisect_left(",
+            "test_round_robin",
+        ),
+        (
+            "an-overfull-server-takes-the-room-of-others",
+            "sum(max(0, self.max_groups - server.running) for",
+            "sum(self.max_groups - server.running for",
+            "test_a_server_with_too_many_groups_leaves_the_others_their_room",
+        ),
+        (
+            "a-server-may-serve-older-weights",
+            "version is not None and version.version >= min_version",
+            "version is not None",
+            "test_only_servers_with_the_version_or_a_newer_one",
+        ),
+        (
+            "the-served-version-goes-back",
+            "if version.version > self.served:",
+            "if version.version != self.served:",
+            "test_served_version_never_goes_back",
+        ),
+        (
+            "a-stale-server-never-dies",
+            "waiting_for = (ServerState.SUSPECT, ServerState.STALE, ServerState.DRAINING)",
+            "waiting_for = (ServerState.SUSPECT, ServerState.DRAINING)",
+            "test_a_server_that_has_never_served_dies_of_silence_too",
+        ),
+    ),
+    *_of(
+        "asyncrl/manager/routing.py",
+        "tests/unit/test_slow_servers.py",
+        (
+            "slow-and-quick-again-are-swapped",
+            "(_QUICK_AGAIN if server.pace.slow else _SLOW)",
+            "(_SLOW if server.pace.slow else _QUICK_AGAIN)",
+            "test_a_slow_server_is_quick_again_below_a_lower_bound",
+        ),
+    ),
+    *_of(
+        "asyncrl/manager/update_plan.py",
+        "tests/unit/test_update_plan.py",
+        (
+            "the-outcome-of-an-earlier-process-counts",
+            "if running is not None and running.life == update.life:",
+            "if running is not None:",
+            "test_a_server_that_dies_while_it_loads_is_left_and_its_successor_loads_at_once",
+        ),
+        (
+            "weights-of-an-attempt-that-is-over-are-published",
+            "if version.attempt < self._table.attempt or (self._on_disk is not None and version <= self._on_disk):",
+            "if self._on_disk is not None and version <= self._on_disk:",
+            "test_an_attempt_that_the_table_knows_to_be_over_is_refused",
+        ),
+        (
+            "a-small-fraction-updates-no-server",
+            "max(1, int(self._fraction * alive))",
+            "int(self._fraction * alive)",
+            "test_a_server_that_dies_while_it_loads_is_left_and_its_successor_loads_at_once",
+        ),
+        (
+            "servers-that-serve-nothing-wait-for-a-wave",
+            "or (serving and room < 1):",
+            "or room < 1:",
+            "test_a_server_that_leaves_loads_nothing_and_counts_in_no_wave",
+        ),
+        (
+            "a-wave-has-no-end",
+            "            room -= serving\n",
+            "",
+            "test_waves_keep_the_rest_serving",
+        ),
+    ),
+    *_of(
+        "asyncrl/manager/update_plan.py",
+        "tests/unit/test_broadcast_plan.py",
+        (
+            "half-a-broadcast-version-may-go-back",
+            "or on_disk < least:",
+            "or on_disk.attempt < least.attempt:",
+            "test_what_failed_in_a_broadcast_is_stale_and_waits_for_that_version_on_disk",
+        ),
+    ),
+    *_of(
+        "asyncrl/redistribution.py",
+        "tests/unit/test_redistribution.py",
+        (
+            "the-largest-that-is-enough-moves",
+            "return min(enough, key=lambda entry: entry[1])[0]",
+            "return max(enough, key=lambda entry: entry[1])[0]",
+            "test_the_least_moves",
+        ),
+        (
+            "small-groups-are-placed-first",
+            "key=lambda group: -tokens[group])  # stable",
+            "key=lambda group: tokens[group])  # stable",
+            "test_more_ranks_than_ids",
+        ),
+        (
+            "the-first-holder-sends-everything",
+            "root = min(sources, key=lambda worker: (sent.get(worker, 0), worker))",
+            "root = min(sources)",
+            "test_those_who_have_it_share_the_sending",
+        ),
+        (
+            "a-broadcast-counts-as-one-pair",
+            "sent.get(root, 0) + len(missing) * len(targets)",
+            "sent.get(root, 0) + len(missing)",
+            "test_a_broadcast_to_two_counts_twice",
+        ),
+        (
+            "what-is-there-is-sent-again",
+            "targets = tuple(worker for worker in workers if worker not in have)",
+            "targets = tuple(workers)",
+            "test_what_is_there_is_not_sent",
+        ),
+    ),
+    *_of(
+        "asyncrl/redistribution.py",
+        "tests/unit/test_worlds.py",
+        (
+            "a-worker-of-another-world-is-asked",
+            "able = [source for source in have if source in sources]",
+            "able = list(have)",
+            "test_each_pair_is_fetched_once_from_one_who_has_it",
+        ),
+    ),
+    *_of(
+        "asyncrl/model/packing.py",
+        "tests/unit/test_packing.py",
+        (
+            "a-sequence-that-fits-exactly-opens-another-part",
+            "if lengths[i] <= room[at]:",
+            "if lengths[i] < room[at]:",
+            "test_what_balances_worse_than_it_fits_is_kept_within_the_budget",
+        ),
+        (
+            "ranks-have-different-numbers-of-micro-batches",
+            "count = max(len(fitted), min_count)",
+            "count = len(fitted)",
+            "test_every_rank_can_have_as_many_as_the_rank_that_has_most",
+        ),
+        (
+            "parts-are-balanced-by-sequences",
+            "heapq.heapreplace(heap, (tokens + lengths[i], at))",
+            "heapq.heapreplace(heap, (tokens + 1, at))",
+            "test_long_tails_are_balanced",
+        ),
+        (
+            "one-long-sequence-ends-the-balance",
+            "if any(len(part) > 1 and sum(lengths[i] for i in part) > max_tokens for part in parts):",
+            "if any(sum(lengths[i] for i in part) > max_tokens for part in parts):",
+            "test_a_sequence_longer_than_the_budget_gets_its_own_micro_batch",
+        ),
+        (
+            "a-token-is-predicted-at-its-own-position",
+            "to_device(predicted - 1),",
+            "to_device(predicted),",
+            "test_a_packed_row_by_hand",
+        ),
+        (
+            "keys-of-groups-come-into-micro-batches",
+            'KEY_SPECS[key].layout in ("token", "sequence")',
+            "KEY_SPECS[key].layout",
+            "test_keys_of_groups_have_no_place_where_each_group_is_one_sequence_either",
+        ),
+    ),
+    *_of(
+        "asyncrl/algorithms/advantages.py",
+        "tests/unit/test_advantages.py",
+        (
+            "rewards-are-cut-from-above-only",
+            ".clamp(-clip, clip)",
+            ".clamp(max=clip)",
+            "test_shape_rewards_by_hand",
+        ),
+        (
+            "the-value-of-a-state-is-read-one-token-late",
+            "values_T[(at_A - 1).clamp(min=0)]",
+            "values_T[at_A]",
+            "test_gae_by_hand",
+        ),
+        (
+            "ended-sequences-are-bootstrapped",
+            "last_value_A = torch.where(truncated_S[sequence_A], values_T[at_A], 0.0)",
+            "last_value_A = values_T[at_A]",
+            "test_gae_by_hand",
+        ),
+        (
+            "advantages-leak-into-the-sequence-before",
+            "torch.where(index_A + reach < end_A,",
+            "torch.where(index_A + reach <= end_A,",
+            "test_value_free_gives_every_token_the_final_reward",
+        ),
+        (
+            "kl-is-rewarded",
+            "rewards_T = -kl_coef * kl_T if",
+            "rewards_T = kl_coef * kl_T if",
+            "test_kl_as_a_reward_is_paid_by_the_tokens_before_it",
+        ),
+        (
+            "normalisation-counts-masked-tokens",
+            "normalise_batch(advantages_T, mask_T, all_reduce_sum)",
+            "normalise_batch(advantages_T, sampled_T, all_reduce_sum)",
+            "test_what_is_not_trained_has_no_say_in_the_normalisation_over_tokens",
+        ),
+    ),
+    *_of(
+        "asyncrl/algorithms/ppo.py",
+        "tests/unit/test_ppo.py",
+        (
+            "the-clip-takes-the-lower-loss",
+            "loss_T = torch.max(unclipped_T, clipped_T)",
+            "loss_T = torch.min(unclipped_T, clipped_T)",
+            "test_clip_by_hand",
+        ),
+        (
+            "the-sides-of-the-clip-are-swapped",
+            "clipped_T = -advantages_T * ratio_T.clamp(1 - eps_low, 1 + eps_high)",
+            "clipped_T = -advantages_T * ratio_T.clamp(1 - eps_high, 1 + eps_low)",
+            "test_clip_by_hand",
+        ),
+        (
+            "the-dual-clip-bounds-good-tokens-too",
+            "bound_T = c_clip * advantages_T.abs()",
+            "bound_T = -c_clip * advantages_T",
+            "test_clip_by_hand",
+        ),
+        (
+            "the-behaviour-weight-is-upside-down",
+            "weight_T = token_ratios(anchor_logprobs_T, behav_logprobs_T, mask_T,",
+            "weight_T = token_ratios(behav_logprobs_T, anchor_logprobs_T, mask_T,",
+            "test_decoupled_by_hand",
+        ),
+        (
+            "cispo-has-a-gradient-through-its-ratio",
+            "    ratio_T = ratio_T.detach()\n    weight_T = ratio_T.clamp",
+            "    weight_T = ratio_T.clamp",
+            "test_gradient_on_policy_is_that_of_the_policy_gradient",
+        ),
+        (
+            "a-sequence-is-as-long-as-its-prompt-and-response",
+            "num_tokens_S = count_per_sequence(mask_T, cu_seqlens).clamp(min=1)",
+            "num_tokens_S = cu_seqlens.diff().clamp(min=1)",
+            "test_normalisations_by_hand",
+        ),
+        (
+            "the-kl-that-stops-a-step-has-the-wrong-sign",
+            "masked_sum(anchor_T - logprobs_T, mask_T)",
+            "masked_sum(logprobs_T - anchor_T, mask_T)",
+            "test_early_stop_by_what_the_loss_itself_counts",
+        ),
+    ),
+    *_of(
+        "asyncrl/algorithms/value.py",
+        "tests/unit/test_value.py",
+        (
+            "the-value-clip-takes-the-lower-loss",
+            "return torch.max(loss_T, clipped_T), decided_T",
+            "return torch.min(loss_T, clipped_T), decided_T",
+            "test_value_loss_by_hand",
+        ),
+        (
+            "values-are-clipped-from-above-only",
+            ".clamp(-eps_clip, eps_clip)",
+            ".clamp(max=eps_clip)",
+            "test_value_loss_is_the_same_on_both_sides",
+        ),
+        (
+            "masked-states-are-learned-from",
+            "values_T = torch.where(mask_T, values_T, zeros_T)\n    old_values_T",
+            "old_values_T",
+            "test_micro_batches_add_up_and_the_mask_keeps_nan_out",
+        ),
+        (
+            "the-value-norm-starts-at-zero",
+            "return self._mean / self._weight if self._weight else 0.0",
+            "return self._mean",
+            "test_value_norm_by_hand",
+        ),
+    ),
+    *_of(
+        "asyncrl/algorithms/kl.py",
+        "tests/unit/test_kl.py",
+        (
+            "k3-of-the-inverse-ratio",
+            "torch.exp((-d_T).clamp(max=MAX_LOG_RATIO)) - 1 + d_T",
+            "torch.exp(d_T.clamp(max=MAX_LOG_RATIO)) - 1 - d_T",
+            "test_estimates_by_hand",
+        ),
+        (
+            "the-kl-coefficient-follows-a-broken-batch",
+            "if not math.isfinite(kl):",
+            "if math.isinf(kl):",
+            "test_adaptive_by_hand",
+        ),
+    ),
+    *_of(
+        "asyncrl/lineage.py",
+        "tests/unit/test_lineage.py",
+        (
+            "the-checkpoint-step-is-counted-twice",
+            "first = attempt.parent[1] + 1 if",
+            "first = attempt.parent[1] if",
+            "TestLineage::test_of_a_chain",
+        ),
+        (
+            "without-a-snapshot-the-last-step-is-lost",
+            "return self.events[: last + 1]",
+            "return self.events[:last]",
+            "TestAudit::test_a_checkpoint_without_a_snapshot_ends_with_its_step",
+        ),
+        (
+            "a-group-at-its-bound-is-too-old",
+            'if eta is not None and event["step"] - 1 - oldest > eta:',
+            'if eta is not None and event["step"] - 1 - oldest >= eta:',
+            "TestAudit::test_the_bound_on_age",
+        ),
+        (
+            "a-group-is-as-old-as-its-newest-token",
+            "oldest = min(first for",
+            "oldest = max(first for",
+            "TestAudit::test_a_group_is_as_old_as_its_oldest_token",
+        ),
+        (
+            "a-group-stored-twice-is-fine",
+            "if stored[attempt, ticket] != 1:",
+            "if stored[attempt, ticket] < 1:",
+            "TestAudit::test_what_is_wrong_is_found",
+        ),
+        (
+            "an-adopted-ticket-was-admitted-twice",
+            'for event in admitted if event["event"] == "admitted")',
+            "for event in admitted)",
+            "TestAudit::test_how_groups_came",
+        ),
+    ),
+]
