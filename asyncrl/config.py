@@ -577,7 +577,6 @@ class ModelConfig:
     trainable: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     offload: bool = False  # between MFCs
-    max_tokens_per_mb: int = 0  # 0: train.max_tokens_per_mb
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def training_topology(grid: ParallelGrid) -> ProcessTopology:
 
 
 def inference_topology(grid: ParallelGrid) -> ProcessTopology:
-    """Inference order: data, pipe, tensor."""
+    """Inference order: data, pipe, tensor. Generation servers get GPUs in this order: each has those of one data rank."""
     return ProcessTopology(("data", "pipe", "tensor"), (grid.data, grid.pipe, grid.tensor))
 
 
@@ -374,6 +374,8 @@ def data_head(index: int) -> str:
 def build_handler_routing(models: Sequence[ModelPlacement]) -> dict[Handler, int]:
     """Who answers to which name: every shard of every model, `__data{i}__` for the heads of the first model, and plain indexes.
 
+    The master calls shards and indexes. `__data{i}__` is for calls about data of one replica; trajectories themselves travel by
+    push-pull, not by calls.
     No models: a recorder alone, which is head 0 (mode=rollout_only).
     """
     if not models:

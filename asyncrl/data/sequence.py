@@ -60,12 +60,12 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     "version_start": _spec("int64", "sequence"),  # oldest and newest of the sampled tokens' versions
     "version_end": _spec("int64", "sequence"),
     "birth_time": _spec("float64", "group"),  # seconds since 1970, when the ticket was granted
-    "dense_rewards": _spec("float32", "token"),  # optional: a reward at any token
     # From MFCs.
     "proximal_logprobs": _spec("float32", "token"),
     "packed_ref_logprobs": _spec("float32", "token"),
     "values": _spec("float32", "token"),  # of the state after token t, in the critic's units
     "model_rewards": _spec("float32", "sequence"),  # scores of the reward model
+    "dense_rewards": _spec("float32", "token"),  # a reward at any token, from an MFC of train.extra_mfcs
     "advantages": _spec("float32", "token"),  # of having sampled token t
     "trained_mask": _spec("bool", "token"),  # loss_mask without what train.ppo leaves out
     "returns": _spec("float32", "token"),  # what `values` are to become, in the same units ...

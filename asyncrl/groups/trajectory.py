@@ -152,7 +152,8 @@ def _version_bounds(episodes: Sequence[Episode]) -> tuple[npt.NDArray[np.int64],
 def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, birth_time: float) -> SequenceSample:
     """The agent's sample under its ticket: the ticket's id, and the keys only the worker knows.
 
-    Raises ValueError where the agent's sample is not one group with every key of a trajectory and a sampled token in each sequence.
+    Raises ValueError where the agent's sample is not one group with every key of a trajectory and a sampled token in each sequence,
+    or has a key that only MFCs write.
     """
     if sample.num_ids != 1:
         raise ValueError(f"an agent's sample must hold one group, found {sample.num_ids}: {list(sample.ids)[:4]}")
@@ -160,6 +161,12 @@ def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, bir
     if missing:
         raise ValueError(
             f"an agent's sample lacks the keys {missing}; build it with asyncrl.groups.trajectory.build_sample"
+        )
+    unread = [key for key in sample.data if key in KEY_SPECS and key not in TRAJECTORY_KEYS]
+    if unread:
+        raise ValueError(
+            f"an agent's sample has the keys {unread}, which are not read from an agent; leave them out and put the reward into "
+            "`rewards`, or compute them with an MFC of train.extra_mfcs"
         )
     if not sample.num_sequences() or sample.data["version_start"].min() < 0:
         raise ValueError("an agent's sample has a sequence without a sampled token")

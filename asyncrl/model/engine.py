@@ -67,7 +67,7 @@ class TrainEngine:
         if train.dtype not in DTYPES:
             raise ValueError(f"train.dtype is {train.dtype!r}; choose one of {', '.join(DTYPES)}")
         self.train = train
-        self._max_tokens = model.max_tokens_per_mb or train.max_tokens_per_mb
+        self._max_tokens = train.max_tokens_per_mb
         self.optimizer_config = model.optimizer
         self.kind = model.kind
         self.trainable = model.trainable

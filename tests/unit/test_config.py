@@ -3,11 +3,14 @@ import operator
 import re
 import resource
 import shutil
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
-from asyncrl.config import ConfigError, authenticates
+import asyncrl
+from asyncrl.config import ConfigError, ExperimentConfig, authenticates
 from asyncrl.config_fields import ALIASES, find_field
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.preflight import preflight
@@ -382,3 +385,32 @@ def test_certificates_need_authentication(config_file):
         load_experiment(config_file, ["network.tls_cert=c.pem"])
     with pytest.raises(ConfigError, match=r"network\.tls_key='k.pem': needs network\.tls_cert"):
         load_experiment(config_file, ["network.authenticate=on", "network.tls_key=k.pem"])
+
+
+def names_of_fields(owner, kinds):
+    """Field names of a config and of all configs in it, as `Owner.name`."""
+    kinds.add(owner)
+    hints = get_type_hints(owner)
+    for entry in fields(owner):
+        yield f"{owner.__name__}.{entry.name}"
+        inside = [hints[entry.name], *get_args(hints[entry.name])]
+        for kind in inside:
+            if is_dataclass(kind) and kind not in kinds:
+                yield from names_of_fields(kind, kinds)
+
+
+def test_no_field_is_without_effect():
+    """Code outside the config modules reads an attribute of each field's name. It may be that of another class: this finds a field
+    that nothing reads only where its name is its own."""
+    package = Path(asyncrl.__file__).parent
+    read = set()
+    for file in package.rglob("*.py"):
+        if file.parent != package or not file.name.startswith("config"):
+            code = re.sub(r'""".*?"""|#[^\n]*', "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+            read |= set(re.findall(r"(?<=[\w\])])\.([a-z]\w*)", code))
+    presets = {
+        "TrainConfig.algorithm",
+        "TrainConfig.correction",
+    }  # config_file.py puts the fields that they stand for in
+    unread = [name for name in names_of_fields(ExperimentConfig, set()) if name.partition(".")[2] not in read]
+    assert set(unread) == presets

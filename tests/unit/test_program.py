@@ -9,6 +9,7 @@ from asyncrl.config import ConfigError
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.commands.common import process_objects
 from asyncrl.launch.program import load_process_config, plan, save_config, server_spec
+from asyncrl.topology import ParallelGrid, inference_topology
 
 CONFIG = """
 model_path: m
@@ -80,6 +81,16 @@ def test_a_gpu_for_each_model_worker_after_those_of_the_servers(config_of):
     assert [given[f"model_worker/{index}"] for index in range(3)] == ["2", "3", "4"]
     more = server_spec(1, config, attempt=1, num_prompts=64, devices=[str(index) for index in range(8)])
     assert more.env["CUDA_VISIBLE_DEVICES"] == "5,6"
+
+
+def test_gpus_of_generation_servers_are_in_inference_order(config_of):
+    """Each server has the GPUs of one data rank."""
+    specs = plan(config_of("allocation=sglang.d3m2+d1"), attempt=1, num_prompts=64, devices=[str(i) for i in range(8)])
+    topology = inference_topology(ParallelGrid(data=3, tensor=2))
+    for data in range(3):
+        (server,) = (spec for spec in specs if spec.name == f"generation_server/{data}")
+        ranks = [topology.get_rank(data=data, pipe=0, tensor=tensor) for tensor in range(2)]
+        assert server.env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, ranks))
 
 
 def test_what_is_made_of_each_role(config_of):

@@ -110,6 +110,21 @@ def test_an_incomplete_sample_is_refused() -> None:
         complete_sample(without, ticket_id="t", task_id=0, birth_time=0.0)
 
 
+@pytest.mark.parametrize("key", ["dense_rewards", "values", "proximal_logprobs"])
+def test_a_key_that_only_mfcs_write_is_refused(key: str) -> None:
+    sample = build_sample("p", [episode([5], [1])])
+    sample = sample.update(sample.derive({key: np.ones(2, np.float32)}))
+    with pytest.raises(ValueError, match=rf"has the keys \['{key}'\].*`rewards`.*train\.extra_mfcs"):
+        complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0)
+
+
+def test_a_key_of_the_agents_own_is_kept() -> None:
+    """It is recorded with record.trajectories."""
+    sample = build_sample("p", [episode([5], [1])])
+    sample = sample.update(sample.derive({"my_notes": np.ones(2, np.float32)}))
+    assert "my_notes" in complete_sample(sample, ticket_id="t", task_id=0, birth_time=0.0).keys
+
+
 def test_a_sequence_without_sampled_tokens_is_refused() -> None:
     sample = build_sample("p", [episode([5], [1]), Episode([5])])
     with pytest.raises(ValueError, match="without a sampled token"):
