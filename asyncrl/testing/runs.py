@@ -37,12 +37,15 @@ _POLL_S = 0.05
 class RunHandle:
     """A launcher in a process group of its own, as in a terminal. Leaving the `with` block kills what is left of the run."""
 
-    def __init__(self, command: list[str], run_dir: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: list[str], run_dir: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
         self.run_dir = run_dir
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self._printed = ""  # the whole output, once that is closed
         self.popen = subprocess.Popen(
             command,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -123,10 +126,13 @@ class RunHandle:
         self.close()
 
 
-def launch(config_path: str | Path, *overrides: str, env: Mapping[str, str] | None = None) -> RunHandle:
-    """`asyncrl-launch run CONFIG key=value ...` in a process of its own; env is added to this process's."""
+def launch(
+    config_path: str | Path, *overrides: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> RunHandle:
+    """`asyncrl-launch run CONFIG key=value ...` in a process of its own; env is added to this process's. cwd: its current folder;
+    config_path and fileroot must then be absolute."""
     command = [sys.executable, "-m", "asyncrl.launch.cli", "run", str(config_path), *overrides]
-    return RunHandle(command, run_directory(load_experiment(config_path, overrides)), env)
+    return RunHandle(command, run_directory(load_experiment(config_path, overrides)), env, cwd)
 
 
 _TINY_CONFIG = """\

@@ -1,16 +1,18 @@
-"""Tasks that a tiny model learns in seconds: a supervised warm start, and the files of a run (model/, data/*.jsonl).
+"""Starting models for small tasks (public): a supervised warm start, and the files of a run (model/, data/*.jsonl).
 
-An example describes its task as a Recipe; `main` is its whole command line. RL needs a start at which some samples are right
-and most are not, so the warm start has a fixed number of steps, not a target accuracy.
+A script that makes a task describes it as a Recipe. `main` is its whole command line; `make` is the same without one. RL needs a
+start at which some samples are right and most are not, so the warm start has a fixed number of steps, not a target accuracy.
+`asyncrl.testing.chat_model` makes chat models the same way. Names and arguments stay as they are within a major version.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -72,45 +74,64 @@ def main(make_recipe: Callable[[np.random.Generator], Recipe], description: str)
 
 
 def make(recipe: Recipe, out: Path, *, seed: int = 1) -> tuple[float, float]:
-    """Data and model of a recipe. Gives the mean sampled and greedy reward on the evaluation prompts.
-
-    The model appears under its name when it is complete, replacing one that was there: an interrupted run leaves none.
-    """
+    """Data and model of a recipe. Gives the mean sampled and greedy reward on the evaluation prompts."""
     with StepProgress(f"{recipe.name}: importing torch and transformers"):
-        import torch
-        from transformers.utils.logging import disable_progress_bar
+        import transformers  # noqa: F401  # takes seconds
 
         from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
 
-    torch.set_num_threads(1)
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # save_pretrained's; train has its own
     for split, pairs in (("train", recipe.train), ("eval", recipe.evaluation)):
-        write_prompts(out / "data" / f"{split}.jsonl", pairs)
+        write_lines(out / "data" / f"{split}.jsonl", ({"prompt": prompt, "answer": answer} for prompt, answer in pairs))
     tokenizer = make_char_tokenizer(None, recipe.alphabet)
     model = make_tiny_model(None, tokenizer=tokenizer, seed=seed)
     train(model, tokenizer, recipe, seed=seed)
-    temporary = out / f"model.{os.getpid()}.tmp"
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    shutil.rmtree(out / "model", ignore_errors=True)
-    temporary.rename(out / "model")
+    save(out / "model", model, tokenizer)
     return evaluate(model, tokenizer, recipe, greedy=False, seed=seed), evaluate(model, tokenizer, recipe, greedy=True)
 
 
-def write_prompts(path: Path, pairs: Sequence[Pair]) -> None:
-    """A JSONL file as a user would write it: {"prompt": ..., "answer": ...} a line."""
+def write_lines(path: Path, rows: Iterable[object]) -> None:
+    """A JSONL file, such as prompts: {"prompt": ..., "answer": ...} a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(msgspec.json.encode({"prompt": p, "answer": a}) + b"\n" for p, a in pairs))
+    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
+def save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a model's folder. It appears when it is complete and replaces an older one; an interrupted script leaves none."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # of the shards; there is one
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.rename(path)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread in the block, and on as many as before after it.
+
+    A tiny model gains nothing from more threads. Beside other processes it loses: threads that share cores wait for one another,
+    and a step took 4 s instead of 0.8 s.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, *, seed: int = 1) -> None:
-    """Supervised steps on the recipe's demonstrations: AdamW, constant rate, loss on the completions and their EOS."""
+    """Supervised steps on the recipe's demonstrations: AdamW, constant rate, loss on the completions and their EOS. One thread."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)
     batches = _batches(tokenizer, recipe, np.random.default_rng([seed, 1]))
     model.train()
-    with StepProgress(f"{recipe.name}: warm start", recipe.steps) as progress:
+    with one_thread(), StepProgress(f"{recipe.name}: warm start", recipe.steps) as progress:
         for _ in range(recipe.steps):
             input_ids, labels, mean_tokens = next(batches)
             logits = model(input_ids=input_ids, use_cache=False).logits
@@ -186,7 +207,7 @@ def complete(
     seed: int = 1,
     progress: Callable[[int], None] = lambda num_prompts: None,
 ) -> list[Completion]:
-    """Completions at temperature 1, or the likeliest. Prompts of one length run together, so nothing is padded.
+    """Completions at temperature 1, or the likeliest. Prompts of one length run together, so nothing is padded. One thread.
 
     progress: is told how many more prompts are completed.
     """
@@ -195,7 +216,7 @@ def complete(
     generate: Any = model.generate
     completions: dict[int, Completion] = {}
     encoded = sorted(enumerate(tokenizer(list(prompts))["input_ids"]), key=lambda item: len(item[1]))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with one_thread(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for length, group in groupby(encoded, key=lambda item: len(item[1])):
             positions, rows = zip(*group, strict=True)

@@ -1,6 +1,6 @@
 """Makes the code task: a tiny model that has seen expressions, mostly wrong ones, and the prompts to teach it better.
 
-python examples/code/make.py --out DIR [--seed N]
+python make.py --out DIR [--seed N]
 """
 
 import json

@@ -1,6 +1,6 @@
 """Makes the long tail: subtract the digit sum again and again. A few completions are ten times as long as most.
 
-python examples/long_tail/make.py --out DIR [--seed N]
+python make.py --out DIR [--seed N]
 """
 
 import math

@@ -1,13 +1,12 @@
-"""Makes what configs/async_ppo_math.yaml trains on: GSM8K and fractions, in one file of prompts; if asked, a small model for a CPU.
+"""Makes the prompts of config.yaml: GSM8K and fractions, in one file; if asked, a small model for a CPU.
 
-python examples/math/make.py --out examples/math                       # GSM8K from the Hub: pip install 'asyncrl[hub]'
-python examples/math/make.py --out DIR --gsm8k PATH [--model]          # a folder with train.jsonl and test.jsonl, or one file
+python make.py --out DIR                          # GSM8K from the Hub: pip install 'asyncrl[hub]'
+python make.py --out DIR --gsm8k PATH [--model]   # a folder with train.jsonl and test.jsonl, or one file
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -16,11 +15,10 @@ import numpy as np
 from final_answer import number
 
 from asyncrl.config_file import load_experiment
+from asyncrl.testing.chat_model import make_tokenizer, read_lines, render, system, user
+from asyncrl.testing.warm_start import write_lines
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "word_problems"))  # the small model is made as there
-from chat_model import make_tokenizer, read_lines, render, save, system, user, write_lines
-
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "async_ppo_math.yaml"
+CONFIG = Path(__file__).with_name("config.yaml")
 GSM8K, FRACTIONS = "gsm8k", "fractions"  # the tasks of the config
 HUB_NAME, HUB_SUBSET = "openai/gsm8k", "main"
 MIN_FRACTIONS = 128
@@ -139,7 +137,7 @@ def fraction_problem(rng: np.random.Generator) -> Row:
 def make_small_model(path: Path, rows: list[Row], *, steps: int, seed: int) -> None:
     """Ends a response as Qwen2.5 does: at the end of the turn, or at the end of the text. It knows nothing of mathematics."""
     from asyncrl.testing.tiny import make_tiny_model
-    from asyncrl.testing.warm_start import Pair, Recipe, train
+    from asyncrl.testing.warm_start import Pair, Recipe, save, train
 
     prompt = load_experiment(CONFIG).prompts.system_prompt
     tokenizer = make_tokenizer(texts(rows, prompt), vocab_size=VOCABULARY)

@@ -1,8 +1,6 @@
 """Makes the calculator's problems, and a small chat model that has seen how tools are called, mostly with a wrong expression.
 
-python examples/openai_agent/make.py --out DIR [--seed N] [--steps N]
-
-Stories, tokenizer and warm start are those of examples/word_problems; new is a chat template that knows tools.
+python make.py --out DIR [--seed N] [--steps N]
 """
 
 from __future__ import annotations
@@ -15,14 +13,9 @@ from typing import Any
 import numpy as np
 from agent import CALCULATOR, calculate
 
-from asyncrl.groups.loading import load_object
 from asyncrl.rollout.tool_calls import parse_tool_calls
-from asyncrl.testing.warm_start import Pair, Recipe
-
-WORD_PROBLEMS = Path(__file__).resolve().parents[1] / "word_problems"
-draw = load_object(f"{WORD_PROBLEMS}/make.py:draw", "a story")
-
-import chat_model  # noqa: E402 - of that folder, which is on sys.path now
+from asyncrl.testing import chat_model
+from asyncrl.testing.warm_start import Pair, Recipe, write_lines
 
 NUM_TRAIN, NUM_EVAL = 2048, 256
 SHARE_WRONG = 0.6  # of the calls that are shown
@@ -36,6 +29,15 @@ TOOL_TEMPLATE = (
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LARGEST = 9
+NAMES = ("Ann", "Ben", "Cleo", "Dmitri", "Eve", "Farid", "Gül", "Hana")
+THINGS = ("apples", "books", "coins", "stamps", "marbles", "pencils", "shells", "cards")
+STORIES = (
+    ("+", "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?"),
+    ("+", "{name} finds {a} {things}, and {friend} finds {b}. How many do they find together?"),
+    ("-", "{name} has {a} {things} and loses {b} of them. How many {things} are left?"),
+    ("-", "There are {a} {things} on the table. {name} takes {b} away. How many are left?"),
+)
 Row = dict[str, Any]
 
 
@@ -47,8 +49,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rng = np.random.default_rng(arguments.seed)
     train, evaluation = invented(rng)
-    chat_model.write_lines(arguments.out / "data" / "train.jsonl", train)
-    chat_model.write_lines(arguments.out / "data" / "eval.jsonl", evaluation)
+    write_lines(arguments.out / "data" / "train.jsonl", train)
+    write_lines(arguments.out / "data" / "eval.jsonl", evaluation)
 
     tokenizer = make_tokenizer(np.random.default_rng([arguments.seed, 1]))
 
@@ -92,10 +94,21 @@ def invented(rng: np.random.Generator) -> tuple[list[Row], list[Row]]:
     """Prompts with their answers, all different."""
     answers: dict[str, str] = {}
     while len(answers) < NUM_TRAIN + NUM_EVAL:
-        question, solution = draw(rng)
-        answers[question] = solution.rpartition(" ")[2]
+        question, expression = draw(rng)
+        answers[question] = calculate(json.dumps({"expression": expression}))
     rows = [{"messages": prompt(question), "answer": answer} for question, answer in answers.items()]
     return rows[:NUM_TRAIN], rows[NUM_TRAIN:]
+
+
+def draw(rng: np.random.Generator) -> Pair:
+    """A question, and the expression that answers it."""
+    operator, story = STORIES[rng.integers(len(STORIES))]
+    name, friend = rng.choice(NAMES, 2, replace=False)
+    a, b = (int(number) for number in rng.integers(1, LARGEST + 1, 2))
+    if operator == "-":
+        a, b = max(a, b), min(a, b)
+    question = story.format(name=name, friend=friend, things=rng.choice(THINGS), a=a, b=b)
+    return question, f"{a} {operator} {b}"
 
 
 def prompt(question: str) -> list[Row]:
@@ -104,8 +117,8 @@ def prompt(question: str) -> list[Row]:
 
 def conversation(rng: np.random.Generator) -> list[Row]:
     """A story, a call (mostly the other operation, or another number), what the tool says to it, and the answer."""
-    question, solution = draw(rng)
-    a, operator, b = solution.partition(" = ")[0].split()
+    question, expression = draw(rng)
+    a, operator, b = expression.split()
     if rng.random() < SHARE_WRONG:
         if rng.random() < 0.5:
             operator = "-" if operator == "+" else "+"

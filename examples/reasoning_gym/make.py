@@ -1,21 +1,18 @@
 """Makes the reasoning-gym example: prompts from its generators, and a small chat model that has seen what answers look like.
 
-python examples/reasoning_gym/make.py --out DIR [--seed N]
+python make.py --out DIR [--seed N]
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from asyncrl.testing.warm_start import Pair, Recipe
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "word_problems"))  # the model is made as there
-from chat_model import make_model, make_tokenizer, render, user, write_lines
+from asyncrl.testing.chat_model import make_model, make_tokenizer, render, user
+from asyncrl.testing.warm_start import Pair, Recipe, write_lines
 
 try:
     import reasoning_gym

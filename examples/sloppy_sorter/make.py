@@ -1,6 +1,6 @@
 """Makes the sloppy sorter: a tiny model that has seen digits sorted, mostly wrongly, and the prompts to teach it better.
 
-python examples/sloppy_sorter/make.py --out DIR [--seed N]
+python make.py --out DIR [--seed N]
 """
 
 import string

@@ -1,7 +1,7 @@
 """Makes the word problems: a small chat model with a tokenizer of its own, and prompts as chat messages.
 
-python examples/word_problems/make.py --out DIR [--architecture qwen3] [--seed N]
-python examples/word_problems/make.py --out DIR --gsm8k PATH     # real GSM8K: a folder with train.jsonl and test.jsonl, or a file
+python make.py --out DIR [--architecture qwen3] [--seed N]
+python make.py --out DIR --gsm8k PATH     # real GSM8K: a folder with train.jsonl and test.jsonl, or a file
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 from answers import final_number
-from chat_model import assistant, make_model, make_tokenizer, read_lines, render, system, user, write_lines
 from env import hint
 from reward import score
 
+from asyncrl.testing.chat_model import assistant, make_model, make_tokenizer, read_lines, render, system, user
 from asyncrl.testing.tiny import ARCHITECTURES
-from asyncrl.testing.warm_start import Pair, Recipe
+from asyncrl.testing.warm_start import Pair, Recipe, write_lines
 
 ONCE, TWICE = "once", "twice"  # the tasks of config.yaml
 SYSTEM = {

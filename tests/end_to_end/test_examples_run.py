@@ -1,4 +1,4 @@
-"""The examples of a user's own model, data, reward and environment, as shipped, for a few steps.
+"""The examples of a user's own model, data, reward and environment, as shipped, for a few steps. Each runs in a copy of its folder.
 
 What the runs recorded is read back: which tasks there were, what the policy read, and what of it was trained.
 """
@@ -6,6 +6,7 @@ What the runs recorded is read back: which tasks there were, what the policy rea
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,24 +45,19 @@ SMALL = (
 pytestmark = pytest.mark.timeout(900)
 
 
-def make(example: str, out: Path, *arguments: str) -> Path:
-    """Model and data, with a warm start just long enough for answers to end."""
-    command = [sys.executable, str(EXAMPLES / example / "make.py"), "--out", str(out), *arguments]
-    subprocess.run(command, check=True, timeout=600)
+def make(example: str, out: Path, *arguments: str, folder: str = ".") -> Path:
+    """A copy of the example, with model and data in it: a warm start just long enough for answers to end."""
+    for file in (EXAMPLES / example).iterdir():
+        if file.is_file():
+            shutil.copy(file, out)
+    command = [sys.executable, "make.py", "--out", folder, *arguments]
+    subprocess.run(command, cwd=out, check=True, timeout=600)
     return out
 
 
 def launch_example(config: str, made: Path, fileroot: Path, *overrides: str) -> RunHandle:
-    """From the repository's root, where the paths in the config begin."""
-    return launch(
-        EXAMPLES / config,
-        f"fileroot={fileroot}",
-        f"model_path={made / 'model'}",
-        f"prompts.path={made / 'data' / 'train.jsonl'}",
-        f"eval.prompts.path={made / 'data' / 'eval.jsonl'}",
-        *SMALL,
-        *overrides,
-    )
+    """In the copy, where the paths in the config begin."""
+    return launch(made / config, f"fileroot={fileroot}", *SMALL, *overrides, cwd=made)
 
 
 def recorded(run_dir: Path) -> list[SequenceSample]:
@@ -77,7 +73,7 @@ def word_problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def word_run(word_problems: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHandle]:
-    with launch_example("word_problems/config.yaml", word_problems, tmp_path_factory.mktemp("runs")) as run:
+    with launch_example("config.yaml", word_problems, tmp_path_factory.mktemp("runs")) as run:
         assert run.wait(300) == 0, run.output()
         yield run
 
@@ -93,9 +89,9 @@ def rendered(row: dict[str, Any]) -> str:
 
 
 def prompt_source(made: Path, config: str, tokenizer: Any) -> PromptSource:
-    prompts = load_experiment(EXAMPLES / config).prompts
+    prompts = load_experiment(made / config).prompts
     assert prompts.chat_template
-    own = {**vars(prompts), "path": str(made / "data" / "train.jsonl")}
+    own = {**vars(prompts), "path": str(made / prompts.path)}
     return PromptSource(PromptSourceConfig(**own), tokenizer)
 
 
@@ -172,13 +168,11 @@ def said_by(mask: np.ndarray, ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 def test_real_gsm8k(tmp_path: Path) -> None:
     """The excerpt in the repository: unicode, prompts of all lengths (the longest are rejected), commas in the answers."""
-    made = make(
-        "word_problems", tmp_path, "--gsm8k", str(EXAMPLES / "word_problems" / "gsm8k_excerpt.jsonl"), "--steps", "5"
-    )
-    source = prompt_source(made, "word_problems/gsm8k.yaml", load_tokenizer(made / "model"))
+    made = make("word_problems", tmp_path, "--gsm8k", "gsm8k_excerpt.jsonl", "--steps", "5", folder="gsm8k")
+    source = prompt_source(made, "gsm8k.yaml", load_tokenizer(made / "gsm8k" / "model"))
     assert len(source) == 48
     overrides = ("train.max_steps=1", "prompts.max_prompt_length=150", "eval.prompts=null")
-    with launch_example("word_problems/gsm8k.yaml", made, tmp_path / "runs", *overrides) as run:
+    with launch_example("gsm8k.yaml", made, tmp_path / "runs", *overrides) as run:
         assert run.wait(300) == 0, run.output()
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert set(summary["rejected"]) <= {"prompt_too_long"}
@@ -188,7 +182,7 @@ def test_real_gsm8k(tmp_path: Path) -> None:
 def test_reasoning_gym(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="pip install 'asyncrl[gym]'")
     made = make("reasoning_gym", tmp_path, "--steps", "30")
-    with launch_example("reasoning_gym/config.yaml", made, tmp_path / "runs") as run:
+    with launch_example("config.yaml", made, tmp_path / "runs") as run:
         assert run.wait(300) == 0, run.output()
     samples = recorded(run.run_dir)
     assert len(samples) == STEPS * BATCH
@@ -197,12 +191,16 @@ def test_reasoning_gym(tmp_path: Path) -> None:
 
 
 def test_math_on_a_cpu(tmp_path: Path) -> None:
-    """configs/async_ppo_math.yaml: model, data and allocation are overridden; the rest but the sizes is as it is for 8 GPUs."""
+    """Model and allocation are overridden; the rest but the sizes is as it is for 8 GPUs."""
     excerpt = EXAMPLES / "word_problems" / "gsm8k_excerpt.jsonl"
     made = make("math", tmp_path, "--gsm8k", str(excerpt), "--fractions", "48", "--model", "--steps", "12")
-    config = "../configs/async_ppo_math.yaml"
-    allocation = ("allocation=transformers.d1p1m1+d1p1m1", "eval.num_prompts=0", "rollout.sampling.max_new_tokens=32")
-    with launch_example(config, made, tmp_path / "runs", *allocation) as run:
+    overrides = (
+        "model_path=model",
+        "allocation=transformers.d1p1m1+d1p1m1",
+        "eval.num_prompts=0",
+        "rollout.sampling.max_new_tokens=32",
+    )
+    with launch_example("config.yaml", made, tmp_path / "runs", *overrides) as run:
         assert run.wait(300) == 0, run.output()
     tokenizer = load_tokenizer(made / "model")
     names = ("fractions", "gsm8k")  # by task id
@@ -226,7 +224,7 @@ def test_math_on_a_cpu(tmp_path: Path) -> None:
 def test_an_agent_of_openais_client(tmp_path: Path) -> None:
     """Both turns are one sequence: a call, what the calculator says to it (which nobody trains), an answer."""
     made = make("openai_agent", tmp_path, "--steps", "120")
-    with launch_example("openai_agent/config.yaml", made, tmp_path / "runs") as run:
+    with launch_example("config.yaml", made, tmp_path / "runs") as run:
         assert run.wait(300) == 0, run.output()
     assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == {}
     samples = recorded(run.run_dir)

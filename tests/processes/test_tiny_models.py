@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from asyncrl.config import PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.messages import Locator
 from asyncrl.testing.tiny import ALPHABET, ARCHITECTURES, EOS_TOKEN, make_char_tokenizer, make_tiny_model
-from asyncrl.testing.warm_start import Pair, Recipe, complete, make
+from asyncrl.testing.warm_start import Pair, Recipe, complete, make, train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -121,6 +122,31 @@ def test_a_warm_start_teaches_and_leaves_a_whole_run(tmp_path: Path) -> None:
     assert [(text.text, text.finished) for text in texts] == [("bb", True), ("c", True), ("aa", True), ("d", True)]
     cut = complete(model, tokenizer, ["!b="], max_new_tokens=2, greedy=True)
     assert (cut[0].text, cut[0].finished) == ("bb", False)
+
+
+def test_a_warm_start_computes_on_one_thread_and_puts_the_others_back(tmp_path: Path) -> None:
+    recipe = echo_recipe(steps=2)
+    seen = []
+
+    def demonstrate(rng: np.random.Generator) -> Pair:
+        seen.append(torch.get_num_threads())
+        return recipe.demonstrate(rng)
+
+    tokenizer = make_char_tokenizer(None, recipe.alphabet)
+    model = make_tiny_model(None, tokenizer=tokenizer)
+    torch.set_num_threads(3)
+    train(model, tokenizer, replace(recipe, demonstrate=demonstrate))
+    assert torch.get_num_threads() == 3
+    complete(
+        model,
+        tokenizer,
+        ["a="],
+        max_new_tokens=1,
+        greedy=True,
+        progress=lambda num_prompts: seen.append(torch.get_num_threads()),
+    )
+    assert torch.get_num_threads() == 3
+    assert set(seen) == {1}
 
 
 @pytest.mark.parametrize("example", ["sloppy_sorter", "long_tail"])

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "async_ppo_math.yaml"
 FOLDER = ROOT / "examples" / "math"
 EXCERPT = ROOT / "examples" / "word_problems" / "gsm8k_excerpt.jsonl"
-MODULES = ("final_answer", "verifier", "reward", "make", "chat_model")
+MODULES = ("final_answer", "verifier", "reward", "make")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,6 @@ def example() -> Iterator[dict[str, ModuleType]]:
     """The example's modules, imported as its make.py does. Afterwards the names are free again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
-        patch.setattr(sys, "path", [*sys.path])  # make.py appends to it
         for name in MODULES:
             patch.delitem(sys.modules, name, raising=False)
         yield {name: importlib.import_module(name) for name in MODULES}

@@ -47,7 +47,8 @@ def test_answers(text: str, number: int | None) -> None:
     assert load("final_number")(text) == number
 
 
-def test_the_config_names_an_agent_and_no_reward() -> None:
+def test_the_config_names_an_agent_and_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FOLDER)
     config = load_experiment(FOLDER / "config.yaml")
     task = config.rollout.tasks["default"]
     assert (task.reward, task.env) == ("", "")

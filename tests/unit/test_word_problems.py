@@ -21,7 +21,7 @@ from asyncrl.groups.reward import Completion
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "word_problems"
-MODULES = ("answers", "reward", "env", "chat_model", "make")
+MODULES = ("answers", "reward", "env", "make")
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +146,9 @@ def test_conversion_of_real_gsm8k(example: dict[str, ModuleType]) -> None:
 def test_a_tokenizer_of_ones_own(example: dict[str, ModuleType], tmp_path: Path) -> None:
     """It survives the disk with template, EOS and padding, keeps digits apart, and encodes whatever GSM8K holds."""
     from asyncrl.data.prompts import load_tokenizer
+    from asyncrl.testing import chat_model
 
-    chat_model, make = example["chat_model"], example["make"]
+    make = example["make"]
     train, evaluation = make.converted(FOLDER / "gsm8k_excerpt.jsonl")
     chat_model.make_tokenizer(map(make.text_of, train), vocab_size=600).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
@@ -176,7 +177,6 @@ def test_reasoning_gyms_prompts_carry_what_its_verifiers_want(monkeypatch: pytes
     pytest.importorskip("reasoning_gym", reason="pip install 'asyncrl[gym]'")
     folder = FOLDER.parent / "reasoning_gym"
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(sys, "path", [*sys.path])  # its make.py appends to it
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     make: Any = importlib.import_module("make")

@@ -1,23 +1,21 @@
-"""A small chat model made on the spot: a BPE tokenizer with a chat template, a Llama or Qwen3, a supervised warm start.
+"""Small chat models (public): a BPE tokenizer with a chat template, a tiny model, a supervised warm start (warm_start.py).
 
-Nothing here is special to asyncrl: what comes out is a folder as `save_pretrained` writes it, and any other such folder will do.
+The result is a folder as `save_pretrained` writes it; any other such folder will do for a run. Names and arguments stay as they
+are within a major version.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.testing.warm_start import Recipe, evaluate, train
+from asyncrl.testing.warm_start import Recipe, evaluate, save, train
 
 PAD, TURN_START, TURN_END = (
     "<|endoftext|>",
@@ -57,7 +55,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         eos_token=TURN_END,
         pad_token=PAD,
@@ -88,22 +86,6 @@ def make_model(
         f"{out / 'model'}: {architecture}, {model.num_parameters():,} parameters, {len(tokenizer)} tokens; "
         f"sampled reward {sampled:.3f}, greedy reward {greedy:.3f} ({time.monotonic() - started:.0f} s)"
     )
-
-
-def save(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """The folder appears when it is complete, replacing one that was there: an interrupted run leaves none."""
-    disable_progress_bar()  # of the shards; there is one
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    shutil.rmtree(path, ignore_errors=True)
-    temporary.rename(path)
-
-
-def write_lines(path: Path, rows: Iterable[object]) -> None:
-    """A JSONL file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, str]]:
