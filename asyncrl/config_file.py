@@ -25,7 +25,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     Raises ConfigError naming the field, its value and the remedy or nearest valid name.
     """
     if not Path(path).is_file():
-        raise ConfigError(f"config {str(path)!r} is not a file; configs/ has examples")
+        raise ConfigError(f"config {str(path)!r} is not a file; `asyncrl-launch init NAME` writes one")
     try:
         layers = [(str(path), OmegaConf.load(path))]
     except YAMLError as error:

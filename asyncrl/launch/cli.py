@@ -19,6 +19,7 @@ from asyncrl.launch.commands import (
     chaos,
     check,
     debug,
+    init,
     inspect,
     logs,
     ls,
@@ -41,6 +42,7 @@ from asyncrl.launch.rundir import LaunchError
 
 _INTERRUPTED = 130
 _COMMANDS = (
+    init,
     run,
     resume,
     agent,
@@ -70,6 +72,7 @@ step, and ends them all when it ends. Everything it makes is in <fileroot>/<expe
 
 _EPILOG = """examples, in the order of a first hour:
   asyncrl-launch check                                              is this machine fit? nothing is started
+  asyncrl-launch init   my_task                                     a task that learns in minutes, to be changed
   asyncrl-launch check  configs/quickstart_cpu.yaml                 what would run, and whether it can
   asyncrl-launch run    configs/quickstart_cpu.yaml trial=second train.optimizer.lr=1e-4
   asyncrl-launch ls                                                 all runs under ./runs: state, step, reward

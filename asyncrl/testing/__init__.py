@@ -1,1 +1,1 @@
-"""Tools for tests and small tasks. Public: tiny, warm_start, chat_model. The others may change at any time."""
+"""Tools for tests and small tasks. `tiny`, `warm_start` and `chat_model` keep names and arguments within a major version."""

@@ -1,6 +1,6 @@
 """How stale may data be? Reproduces AReaL's staleness ablation (arXiv 2505.24298, section 5) on the real asynchronous system.
 
-    python examples/staleness/run.py [--out runs/staleness] [--etas 0 1 4 8 16] [--seeds 1 2 3] [--steps 60]
+    python run.py [--out runs/staleness] [--etas 0 1 4 8 16] [--seeds 1 2 3] [--steps 60]
 
 The quickstart's task for a fixed number of train steps, at every eta, with the naive PPO loss (its ratio is to the policy that
 sampled) and the decoupled one (its ratio is to the policy at the start of the train step), for every seed. eta is only a
@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIG = "configs/quickstart_cpu.yaml"
+EXAMPLE, CONFIG = "sloppy_sorter", "config.yaml"  # the quickstart's task, which is copied into --out
 EVAL_REPEATS = 4  # of each held-out prompt: 2048 samples, a standard error of 0.007
 LOSSES = {"naive": False, "decoupled": True}  # train.ppo.use_decoupled_loss
 RUN_LIMIT_S = 1200.0
@@ -37,14 +36,17 @@ def main() -> int:
     parser.add_argument("--losses", nargs="+", choices=list(LOSSES), default=list(LOSSES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--eval-prompts", type=Path, default=REPOSITORY / "examples/sloppy_sorter/data/eval.jsonl")
+    parser.add_argument("--eval-prompts", type=Path, help="instead of the example's")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further overrides of the config")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    launch("prepare", CONFIG, *arguments.overrides)
+    task = out / "task"
+    if not task.exists():
+        launch("init", str(task), "--example", EXAMPLE, folder=out)
+    launch("prepare", CONFIG, *arguments.overrides, folder=task)
     eval_prompts = out / "eval.jsonl"
-    eval_prompts.write_text(arguments.eval_prompts.read_text() * EVAL_REPEATS)
+    eval_prompts.write_text((arguments.eval_prompts or task / "data" / "eval.jsonl").read_text() * EVAL_REPEATS)
     num_eval = len(eval_prompts.read_text().splitlines())
     grid = [(eta, loss, seed) for seed in arguments.seeds for eta in arguments.etas for loss in arguments.losses]
     began, num_run = time.monotonic(), 0
@@ -59,6 +61,7 @@ def main() -> int:
             )
             print(f"run {number + 1} of {len(grid)}: eta = {eta}, {loss}, seed {seed}{left}", flush=True)
             train(
+                task,
                 run_dir,
                 f"manager.max_head_offpolicyness={eta}",
                 f"train.ppo.use_decoupled_loss={str(LOSSES[loss]).lower()}",
@@ -77,8 +80,8 @@ def main() -> int:
     return 0
 
 
-def train(run_dir: Path, *overrides: str) -> None:
-    """One whole run: a launcher, its processes, train steps, an evaluation at the end."""
+def train(task: Path, run_dir: Path, *overrides: str) -> None:
+    """One whole run in the task's folder: a launcher, its processes, train steps, an evaluation at the end."""
     launch(
         "run",
         CONFIG,
@@ -92,11 +95,12 @@ def train(run_dir: Path, *overrides: str) -> None:
         "eval.at_start=false",
         "tensorboard=false",
         *overrides,
+        folder=task,
         log=run_dir.parent / f"{run_dir.name}.log",
     )
 
 
-def launch(command: str, *arguments: str, log: Path | None = None) -> None:
+def launch(command: str, *arguments: str, folder: Path, log: Path | None = None) -> None:
     words = [sys.executable, "-m", "asyncrl.launch.cli", command, *arguments]
     with contextlib.ExitStack() as stack:
         output = None
@@ -104,7 +108,7 @@ def launch(command: str, *arguments: str, log: Path | None = None) -> None:
             log.parent.mkdir(parents=True, exist_ok=True)
             output = stack.enter_context(log.open("w"))
         code = subprocess.run(
-            words, cwd=REPOSITORY, stdout=output, stderr=output, timeout=RUN_LIMIT_S, check=False
+            words, cwd=folder, stdout=output, stderr=output, timeout=RUN_LIMIT_S, check=False
         ).returncode
     if code:
         raise SystemExit(f"`asyncrl-launch {command}` ended with {code}{f'; see {log}' if log else ''}")

@@ -26,8 +26,8 @@ from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt
 from asyncrl.messages import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
 
-COMMANDS = ("run", "check", "prepare", "ls", "status", "scale", "logs", "stop", "plot", "inspect", "chaos")
-OWN = ("run", "check", "prepare", "ls", "status", "scale", "logs", "stop")
+COMMANDS = ("init", "run", "check", "prepare", "ls", "status", "scale", "logs", "stop", "plot", "inspect", "chaos")
+OWN = ("init", "run", "check", "prepare", "ls", "status", "scale", "logs", "stop")
 
 CONFIG = """\
 experiment: small

@@ -72,7 +72,7 @@ def add_config_command(
     """A command that takes CONFIG [key=value ...]. optional: it can do without (config is then None)."""
     parser = add_command(commands, name, function, description=description, epilog=_CONFIG_EPILOG + epilog)
     nargs = "?" if optional else None
-    parser.add_argument("config", metavar="CONFIG", nargs=nargs, help="YAML file; configs/ has examples")
+    parser.add_argument("config", metavar="CONFIG", nargs=nargs, help="YAML file; `asyncrl-launch init` writes one")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of the file's fields")
     return parser
 

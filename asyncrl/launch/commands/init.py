@@ -1,0 +1,107 @@
+"""`asyncrl-launch init`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.config import ConfigError
+from asyncrl.launch.commands.common import Commands, add_command, print_json
+
+_DEFAULT = "sloppy_sorter"
+_CONFIG = "config.yaml"
+
+_DESCRIPTION = """Write a folder with a task that trains: config, prompts, reward and a README.
+
+The folder is a copy of an example that comes with asyncrl, by default of the sloppy sorter, which learns within
+minutes on two cores. Nothing in it refers to other folders: change it, and it is your own task."""
+
+_EPILOG = """examples:
+  asyncrl-launch init my_task                          a task that learns in minutes, to be changed
+  asyncrl-launch init my_task --example word_problems  a chat model, a slow judge, two tries
+  asyncrl-launch init --list                           all examples
+
+exit codes: 0 the folder is written; 2 it is not: the name, the example or the folder will not do."""
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(commands, "init", init, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="the folder to write; its last part names the experiment"
+    )
+    parser.add_argument("--example", default=_DEFAULT, help=f"the example to copy (default: {_DEFAULT})")
+    parser.add_argument("--list", action="store_true", help="list the examples instead")
+
+
+def init(arguments: argparse.Namespace, console: Console) -> int:
+    """Write a folder with a task that trains, to be changed into your own."""
+    examples = shipped_examples()
+    if arguments.list:
+        titles = {name: _title(folder) for name, folder in examples.items()}
+        if arguments.json:
+            print_json({"examples": titles})
+        else:
+            _say(console, "\n".join(f"  {name:15s} {title}" for name, title in titles.items()))
+        return 0
+    if arguments.name is None:
+        raise ConfigError("NAME is missing: say which folder to write, such as `asyncrl-launch init my_task`")
+    if arguments.example not in examples:
+        raise ConfigError(
+            f"--example {arguments.example}: there is no such example; choose one of {', '.join(examples)}"
+        )
+    target = Path(arguments.name).expanduser()
+    written = write_task(examples[arguments.example], target)
+    commands = [f"cd {shlex.quote(str(target))}"]
+    if _CONFIG in written:
+        commands += [f"asyncrl-launch prepare {_CONFIG}", f"asyncrl-launch run {_CONFIG}"]
+    if arguments.json:
+        folder = str(target.absolute())
+        print_json({"folder": folder, "example": arguments.example, "files": written, "next": commands})
+    else:
+        _say(console, f"{target} is a copy of the example {arguments.example}: {', '.join(written)}")
+        _say(console, f"README.md says what they are. Next:\n\n  {' && '.join(commands)}\n")
+    return 0
+
+
+def shipped_examples() -> dict[str, Path]:
+    """The folders of the examples, by name. In a checkout asyncrl/examples is a link to examples/; a wheel has the files."""
+    root = Path(str(files("asyncrl"))) / "examples"
+    return {file.parent.name: file.parent for file in sorted(root.glob("*/README.md"))}
+
+
+def write_task(example: Path, target: Path) -> list[str]:
+    """Copy an example's files into a new or empty folder, and call the experiment like the folder. Gives the names of the files.
+
+    What a run or a `prepare` has made in the example (folders) stays behind.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"NAME {str(target)!r}: it exists and is not an empty folder; choose another name")
+    target.mkdir(parents=True, exist_ok=True)
+    written = sorted(file.name for file in example.iterdir() if file.is_file())
+    for name in written:
+        shutil.copyfile(example / name, target / name)
+    if _CONFIG in written:
+        config = target / _CONFIG
+        line = (
+            f"experiment: {json.dumps(target.absolute().name)}"  # quoted: YAML reads some names as numbers or switches
+        )
+        text = re.sub(r"(?m)^experiment: .*$", lambda _: line, config.read_text(encoding="utf-8"))
+        config.write_text(text, encoding="utf-8")
+    return written
+
+
+def _title(example: Path) -> str:
+    """The first line of its README."""
+    with (example / "README.md").open(encoding="utf-8") as readme:
+        return readme.readline().lstrip("# ").strip()
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
