@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
+import mutants
 import surface
 import weights
 
@@ -104,7 +105,11 @@ def the_surface(_: argparse.Namespace) -> Answer:
     return surface.check()
 
 
-# A section is one function: it returns the differences and the figures. A `mutants` section belongs here too.
+def the_mutants(_: argparse.Namespace) -> Answer:
+    return mutants.run_all(), f"{len(mutants.MUTANTS)} mutants"
+
+
+# A section is one function: it returns the differences and the figures.
 SECTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
     "surface": the_surface,
     "train_only": train_only,
@@ -112,6 +117,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
     "same_update": same_update,
     "simulation": simulation,
     "planted_bugs": planted_bugs,
+    "mutants": the_mutants,
 }
 
 
