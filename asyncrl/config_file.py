@@ -16,6 +16,12 @@ from asyncrl.config_checks import validate
 from asyncrl.config_fields import find_field
 from asyncrl.presets import ALGORITHMS, CORRECTIONS
 
+_REMOVED = {  # fields of earlier releases, and what to use instead
+    "name_resolve.backend": "names are always in etcd: leave it out for a private one, or set name_resolve.endpoints to yours",
+    "name_resolve.path": "names are not kept in files any more: leave it out for a private etcd",
+    "name_resolve.poll_s": "names are not kept in files any more: leave it out",
+}
+
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults, and check the whole once.
@@ -76,6 +82,8 @@ def _merge(layers: Sequence[tuple[str, Any]]) -> Any:
 def _explain(error: OmegaConfBaseException, written: str) -> str:
     """An OmegaConf error as field, value, remedy. written: the path in an override, of which the error may name a part only."""
     field_name = error.full_key or "the config"
+    if field_name in _REMOVED:
+        return f"removed field {field_name!r}: {_REMOVED[field_name]}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         parent = error.object_type
         owner = parent if parent is not None and is_dataclass(parent) else ExperimentConfig

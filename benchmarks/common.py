@@ -96,7 +96,7 @@ def worker_info(kind: str, folder: str) -> Any:
         attempt=1,
         run_dir=folder,
         seed=1,
-        name_resolve=NameResolveConfig(backend="memory"),
+        name_resolve=NameResolveConfig(endpoints=["memory://"]),
         runtime=RuntimeConfig(),
     )
 

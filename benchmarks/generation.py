@@ -127,7 +127,7 @@ class Served:
         from asyncrl.rollout.client import PartialRolloutManager
         from asyncrl.runtime.worker import StatusBoard
 
-        resolve = NameResolveConfig(backend="memory")
+        resolve = NameResolveConfig(endpoints=["memory://"])
         info = WorkerInfo("rollout_worker", 0, 1, "benchmark", "t0", 1, "", 1, resolve, RuntimeConfig())
         client = PartialRolloutManager(
             _NoOtherServer(),

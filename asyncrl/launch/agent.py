@@ -457,8 +457,7 @@ class _Correspondent:
                 self._resolver.use_also(wish.endpoints)
 
     def _is_refused(self) -> bool:
-        """Every server's host answers that nobody listens there. (Of a folder there is no such answer: the launcher's end shows in
-        its key, which goes with its lease.)"""
+        """Every server's host answers that nobody listens there."""
         endpoints = self._config.name_resolve.endpoints
         return bool(endpoints) and all(refuses(endpoint) for endpoint in endpoints)
 

@@ -131,7 +131,7 @@ def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec]
         find_port(runtime.host),
         judge_gpus(devices, gpus, installed_version("torch") or ""),
         *([judge_num_gpus(len(devices), config)] if config else []),
-        *find_name_resolve(name_resolve),
+        *(find_endpoints(name_resolve) if name_resolve.endpoints else [find_etcd_binary(name_resolve.binary)]),
         judge_sglang(
             allocation_of(config).engine if config else "",
             find_sglang(config.generation.python if config else ""),
@@ -519,14 +519,6 @@ def find_etcd_binary(binary: str) -> Finding:
     if version is None:
         return Finding("etcd", "warn", f"{path} tells no version: {output[:100]!r}", "is name_resolve.binary an etcd?")
     return Finding("etcd", "ok", f"{version[1]}, private to each run ({path})")
-
-
-def find_name_resolve(config: NameResolveConfig) -> list[Finding]:
-    if config.backend == "file":
-        return [
-            Finding("name resolve", "ok", f"in files, in {config.path or 'the folder of the run'}; no etcd is needed")
-        ]
-    return find_endpoints(config) if config.endpoints else [find_etcd_binary(config.binary)]
 
 
 def find_endpoints(config: NameResolveConfig) -> list[Finding]:

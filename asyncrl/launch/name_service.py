@@ -60,19 +60,14 @@ class NameService:
         self._notice = notice
         self._names = Names(config.experiment, config.trial)
         self._etcd: PrivateEtcd | None = None
-        self._own_folder: Path | None = None
         self._resolver: NameResolver | None = None
         self._name_is_ours = False  # in an etcd that runs share
         self._publisher: _Publisher | None = None
         self._grows = grows(config.cluster, config.hosts)
 
     def open(self) -> None:
-        """Start etcd or reach the user's, or the folder that stands for it; make sure that the run's keys are ours, and clear them.
-        Raises LaunchError."""
-        if self.name_resolve.backend == "file":
-            if not self.name_resolve.path:
-                self._make_folder()
-        elif not self.name_resolve.endpoints:
+        """Start etcd or reach the user's; make sure that the run's keys are ours, and clear them. Raises LaunchError."""
+        if not self.name_resolve.endpoints:
             self._start_private_etcd()
         try:
             self._resolver = open_name_resolver(self.name_resolve)
@@ -80,8 +75,6 @@ class NameService:
                 self._claim_name()
             self._resolver.clear_subtree(self._names.root)
         except (NameResolveError, ValueError) as error:
-            if self.name_resolve.backend == "file":  # which names the folder
-                raise LaunchError(str(error)) from error
             answers = self._etcd is not None or not isinstance(error, NameResolveTimeout)
             hint = (
                 ""
@@ -202,17 +195,8 @@ class NameService:
             self._publisher.close()
         if self._etcd is not None:
             self._etcd.close(_STOP_LIMIT_S)
-        if self._own_folder is not None:
-            shutil.rmtree(self._own_folder, ignore_errors=True)
         if self._etcd is not None and self._grows:  # of hosts that were lost
             shutil.rmtree(self._run_dir / MEMBERS_FOLDER, ignore_errors=True)
-
-    def _make_folder(self) -> None:
-        """Of this attempt only, as a private etcd's data: the attempt's number is never in it."""
-        folder = self._run_dir.absolute() / "names"
-        _remove(folder)
-        self._own_folder = folder
-        self.name_resolve = replace(self.name_resolve, path=str(folder))
 
     def _start_private_etcd(self) -> None:
         """Its data is of this attempt only: the attempt's number is never in it."""

@@ -28,6 +28,7 @@ from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
 from asyncrl.runtime.etcd_access import EtcdAccess
 from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
+from asyncrl.runtime.name_resolve import MEMORY
 from asyncrl.weights import MANIFEST, read_manifest, tensor_files
 
 _SHAPE_FIELDS = (  # of config.json: models that differ in one have other tensors
@@ -270,7 +271,7 @@ def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
     dtype = with_dtypes(config, on_gpu=bool(visible_devices())).train.dtype
     weights = num_parameters * (2 if dtype == "bfloat16" else 4)
     others = 2 + (config.train.critic is not None)
-    own_etcd = config.name_resolve.backend == "etcd" and not config.name_resolve.endpoints
+    own_etcd = not config.name_resolve.endpoints
     needed = (config.weights.keep + others) * weights + (_ETCD_BYTES if own_etcd else 0)
     recover, num_checkpoints = 0, config.checkpoint.keep_last + 1
     if writes_checkpoints(config):
@@ -303,21 +304,15 @@ def _check_length(config: ExperimentConfig, model: Mapping[str, object]) -> None
 
 def _check_name_resolve(config: ExperimentConfig) -> None:
     name_resolve = config.name_resolve
-    if name_resolve.backend == "memory":
+    if any(endpoint.startswith(MEMORY) for endpoint in name_resolve.endpoints):
         raise ConfigError(
-            f"name_resolve.backend={name_resolve.backend!r}: is for tests in one process; a run needs etcd or file"
+            f"name_resolve.endpoints={list(name_resolve.endpoints)}: {MEMORY} is for tests in one process; a run needs etcd: leave "
+            "the field out for a private one"
         )
     try:
         EtcdAccess.of(name_resolve)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if name_resolve.backend == "file":
-        if name_resolve.endpoints:
-            raise ConfigError(
-                f"name_resolve.endpoints={list(name_resolve.endpoints)}: are an etcd's; name_resolve.backend=file has "
-                "name_resolve.path"
-            )
-        return
     if not name_resolve.endpoints:
         secured = [name for name in ("prefix", "user", "ca_file") if getattr(name_resolve, name)]
         if secured:

@@ -345,7 +345,6 @@ def absolute_name_resolve(config: NameResolveConfig) -> NameResolveConfig:
     """As it can be used from any folder."""
     return replace(
         config,
-        path=_absolute(config.path),
         password_file=_absolute(config.password_file),
         ca_file=_absolute(config.ca_file),
         cert_file=_absolute(config.cert_file),

@@ -32,7 +32,7 @@ def make_certificate(folder: Path, name: str, hosts: Sequence[str]) -> EtcdTls:
     if program is None:
         raise CertificateError(
             "a private etcd that other hosts reach needs a certificate, and there is no program openssl to make it; install it "
-            "(apt install openssl), set name_resolve.endpoints to an etcd of yours, or name_resolve.backend=file"
+            "(apt install openssl), or set name_resolve.endpoints to an etcd of yours"
         )
     certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
     command = [program, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]

@@ -51,9 +51,7 @@ def _load_api() -> Api:
 
         spec = importlib.util.find_spec("etcd3")
         if spec is None or spec.origin is None:
-            raise ModuleNotFoundError(
-                "name_resolve.backend 'etcd' needs the package etcd3; run `pip install etcd3==0.12.0`"
-            )
+            raise ModuleNotFoundError("name resolve needs the package etcd3; run `pip install etcd3==0.12.0`")
         if "etcd3" not in sys.modules:
             pool = descriptor_pool.DescriptorPool()
             for name in ("kv", "auth", "rpc"):  # rpc imports the others

@@ -1,9 +1,8 @@
 """Name resolve: how processes find each other, and how versions, addresses and status reach whoever waits for them.
 
 A flat store of `key -> text`. Keys are `/`-separated and a subtree is what lies below a `/`, so that clearing `t1` leaves
-`t10`. Three backends stand behind one interface: etcd (etcd.py; between processes and hosts), a folder on a shared file system
-(file_names.py; the same, where etcd is not wanted) and memory (here; between threads of one process, for tests and simulations).
-One test suite runs on all.
+`t10`. There are two stores behind one interface: etcd (etcd.py; between processes and hosts) and memory (here; between threads of
+one process, for tests). One test suite runs on both.
 
 Everything is synchronous and thread-safe; code on an event loop calls it through `asyncio.to_thread`. No call waits without
 a limit: an operation gives up after the resolver's `timeout_s`, `wait` after its own.
@@ -29,6 +28,7 @@ from asyncrl.config import NameResolveConfig
 
 logger = logging.getLogger(__name__)
 
+MEMORY = "memory://"  # an endpoint that begins so names a space in this process's memory
 MAX_NAME_BYTES = 4096
 MAX_VALUE_BYTES = 1_000_000  # etcd refuses requests above 1.5 MB
 _CANCEL_LIMIT_S = 5.0  # cancelling a watch waits at most this long for a callback that is running
@@ -280,10 +280,6 @@ class NameResolver(ABC):
             raise NameEntryNotFound(f"name {key!r} does not exist")
         return value
 
-    def is_held(self, name: str) -> bool:
-        """Whether there is an entry, and whoever holds its lease has given signs of life."""
-        return self._is_held(self._key(name))
-
     def get_subtree(self, name: str) -> dict[str, str]:
         """Keys and values of all entries below name, sorted by key; the entry of that very name is not among them."""
         return self._get_subtree(self._key(name))
@@ -391,10 +387,6 @@ class NameResolver(ABC):
     @abstractmethod
     def _get(self, key: str) -> str | None: ...
 
-    def _is_held(self, key: str) -> bool:
-        """A store that ends leases by itself says so by having the entry."""
-        return self._get(key) is not None
-
     @abstractmethod
     def _get_subtree(self, key: str) -> dict[str, str]: ...
 
@@ -431,24 +423,17 @@ class NameResolver(ABC):
 
 
 def open_name_resolver(config: NameResolveConfig, limit_s: float | None = None) -> NameResolver:
-    """The resolver a config asks for. With etcd, the first endpoint that answers is used; later ones on its failure. limit_s: how
-    long to try to reach one (default: config.timeout_s).
+    """The resolver a config asks for. The first endpoint that answers is used; later ones on its failure. limit_s: how long to try
+    to reach one (default: config.timeout_s).
 
-    The memory backend shares its entries between resolvers that name the same endpoints (usually none) in one process.
+    The endpoint `memory://SPACE` is for tests: resolvers of one process that name the same space share their entries.
     """
-    if config.backend == "memory":
-        return MemoryNameResolver(space=",".join(config.endpoints))
-    if config.backend == "etcd":
-        from asyncrl.runtime.etcd import EtcdNameResolver  # loads gRPC: only where it is used, never before a fork
-        from asyncrl.runtime.etcd_access import EtcdAccess
+    if config.endpoints and config.endpoints[0].startswith(MEMORY):
+        return MemoryNameResolver(config.endpoints[0].removeprefix(MEMORY))
+    from asyncrl.runtime.etcd import EtcdNameResolver  # loads gRPC: only where it is used, never before a fork
+    from asyncrl.runtime.etcd_access import EtcdAccess
 
-        return EtcdNameResolver(config.endpoints, config.timeout_s, limit_s, EtcdAccess.of(config))
-    if config.backend == "file":
-        from asyncrl.runtime.file_names import FileNameResolver  # which imports this module
-
-        folder = f"{config.path}/{normalize_name(config.prefix)}" if config.prefix else config.path
-        return FileNameResolver(folder, config.timeout_s, config.poll_s, limit_s)
-    raise ValueError(f"name_resolve.backend is {config.backend!r}; use 'etcd', 'file' or 'memory'")
+    return EtcdNameResolver(config.endpoints, config.timeout_s, limit_s, EtcdAccess.of(config))
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

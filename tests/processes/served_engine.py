@@ -80,7 +80,7 @@ async def serve(run_dir: Path, tokenizer: Any = None) -> AsyncIterator[Served]:
         tensors = ((name, parameter.detach()) for name, parameter in model.named_parameters())
         path = version_dir(run_dir, "actor", version)
         write_version(path, tensors, source_dir=run_dir / "model", version=version, fsync=False)
-    name_resolve = NameResolveConfig(backend="memory", endpoints=[str(run_dir)])
+    name_resolve = NameResolveConfig(endpoints=[f"memory://{run_dir}"])
     server = GenerationServer(
         GenerationServerConfig(
             worker=WorkerInfo("generation_server", 0, 1, "e", "t", 1, str(run_dir), 1, name_resolve, RuntimeConfig()),

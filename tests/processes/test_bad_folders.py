@@ -16,6 +16,7 @@ import pytest
 from name_sessions import LIMIT_S, patient
 
 from asyncrl.config import ExperimentConfig, NameResolveConfig
+from asyncrl.launch.commands.common import goes_on
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import (
     RUN_FORMAT,
@@ -100,6 +101,18 @@ def test_etcd_takes_other_ports_where_its_own_are_taken_meanwhile(
         monkeypatch.setattr(etcd_server, "_free_ports", lambda host: choices.pop(0))
         with EtcdServer(tmp_path / "data", tmp_path / "log") as server:
             assert server.endpoint == f"127.0.0.1:{expected}"
+
+
+def test_a_run_of_another_host_goes_on_until_the_key_of_its_launcher_is_gone(tmp_path: Path) -> None:
+    with EtcdServer(tmp_path / "data", tmp_path / "log") as server:
+        name_resolve = patient(NameResolveConfig(endpoints=[server.endpoint]))
+        record = msgspec.structs.replace(RECORD, host="another", name_resolve=name_resolve)
+        assert not goes_on(tmp_path, record)
+        with open_name_resolver(name_resolve) as launcher:
+            launcher.add(Names("e", "t").launcher(), "x", lease=launcher.grant_lease(30).id)
+            assert goes_on(tmp_path, record)
+        assert not goes_on(tmp_path, record)
+    assert not goes_on(tmp_path, record)  # its etcd has ended with it
 
 
 class NoEtcd(BaseHTTPRequestHandler):

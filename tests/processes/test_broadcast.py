@@ -85,7 +85,7 @@ def held(version: WeightVersion, bucket_bytes: int = 100_000) -> Held:
 
 
 def make_server(model_path: Path, space: str) -> tuple[GenerationServer, NameResolveConfig]:
-    resolve = NameResolveConfig(backend="memory", endpoints=[space])
+    resolve = NameResolveConfig(endpoints=[f"memory://{space}"])
     info = WorkerInfo(
         kind="generation_server", index=0, count=1, experiment="e", trial="t", attempt=1,
         run_dir=str(model_path.parent / space), seed=1, name_resolve=resolve, runtime=RuntimeConfig(),

@@ -47,7 +47,7 @@ def with_breakpoint(tiny, tmp_path):
     """The config of a rollout worker whose reward function stops where it is loaded. It finds nobody: its names are its own."""
     (tmp_path / "stops.py").write_text("breakpoint()\ndef reward(prompt, completion, answer):\n    return 0.0\n")
     overrides = [f"rollout.tasks.default.reward={tmp_path}/stops.py:reward", "runtime.start_timeout_s=2"]
-    config = load_experiment(tiny, [*overrides, "name_resolve.backend=memory"])
+    config = load_experiment(tiny, [*overrides, "name_resolve.endpoints=[memory://]"])
     (spec,) = (s for s in plan(config, attempt=1, num_prompts=20) if s.name == "rollout_worker/0")
     path = tmp_path / "rollout_worker_0.yaml"
     save_config(spec.config, path)
@@ -86,7 +86,7 @@ def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path, monkey
     from asyncrl.names import Names
     from asyncrl.runtime.name_resolve import open_name_resolver
 
-    memory = NameResolveConfig(backend="memory", endpoints=["test-debug"])
+    memory = NameResolveConfig(endpoints=["memory://test-debug"])
     config = debug_command._load(resolved(tiny, tmp_path, "rollout_worker/0"))
     key = Names(config.worker.experiment, config.worker.trial).status("rollout_worker/0")
     with open_name_resolver(memory) as resolver:

@@ -61,7 +61,7 @@ PROMPT, GROUP = [5, 6, 7, 8], 16
 
 
 def info(kind: str, run_dir: Path) -> WorkerInfo:
-    name_resolve = NameResolveConfig(backend="memory", endpoints=[str(run_dir)])
+    name_resolve = NameResolveConfig(endpoints=[f"memory://{run_dir}"])
     return WorkerInfo(kind, 0, 1, "e", "t", 1, str(run_dir), 1, name_resolve, RUNTIME)
 
 

@@ -170,5 +170,5 @@ def test_a_server_alone_waits_for_nobody_who_does_not_come(tmp_path: Path, root:
 
 def test_without_openssl_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CertificateError, match=r"no program openssl .*; install it .*name_resolve\.backend=file"):
+    with pytest.raises(CertificateError, match=r"no program openssl .*; install it .*name_resolve\.endpoints"):
         make_certificate(tmp_path / "secrets", "etcd", [])

@@ -83,7 +83,7 @@ class Client:
 
 @asynccontextmanager
 async def served(model_path: Path, run_dir: Path, version: WeightVersion | None = V0) -> AsyncIterator[Client]:
-    resolve = NameResolveConfig(backend="memory", endpoints=[f"generation-{next(_spaces)}"])
+    resolve = NameResolveConfig(endpoints=[f"memory://generation-{next(_spaces)}"])
     info = WorkerInfo(
         kind="generation_server", index=1, count=2, experiment="e", trial="t", attempt=1, run_dir=str(run_dir), seed=1,
         name_resolve=resolve, runtime=RuntimeConfig(),
@@ -271,7 +271,7 @@ async def test_one_rid_at_a_time_a_full_queue_and_clients_that_leave(model_path:
 def test_the_config_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     info = WorkerInfo(
         kind="generation_server", index=0, count=1, experiment="e", trial="t", attempt=1, run_dir=str(tmp_path), seed=1,
-        name_resolve=NameResolveConfig(backend="memory"), runtime=RuntimeConfig(),
+        name_resolve=NameResolveConfig(endpoints=["memory://"]), runtime=RuntimeConfig(),
     )  # fmt: skip
     for engine, path, word in [("vllm", tmp_path, "vllm"), ("transformers", tmp_path, "config.json")]:
         with pytest.raises(ValueError, match=word):

@@ -125,7 +125,7 @@ class Setup:
             attempt=1,
             run_dir=str(run_dir),
             seed=1,
-            name_resolve=NameResolveConfig(backend="memory"),
+            name_resolve=NameResolveConfig(endpoints=["memory://"]),
             runtime=RuntimeConfig(start_timeout_s=LIMIT_S, stop_timeout_s=5.0),
         )
         self.run_dir = run_dir

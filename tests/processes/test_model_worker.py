@@ -242,7 +242,7 @@ async def worker_here(config: ModelWorkerConfig) -> AsyncIterator[tuple[ModelWor
 
 @pytest.fixture
 def memory():
-    return NameResolveConfig(backend="memory", endpoints=[uuid.uuid4().hex])
+    return NameResolveConfig(endpoints=[f"memory://{uuid.uuid4().hex}"])
 
 
 # ---------------------------------------------------------------------------------------------------- one, in this process

@@ -1,4 +1,4 @@
-"""Name resolve: one suite on all backends; what a private etcd does. Outages are in test_etcd_outages.py."""
+"""Name resolve: one suite on etcd and memory; what a private etcd does. Outages are in test_etcd_outages.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from name_sessions import LIMIT_S, OpenSession, Recorder, gone, put, sessions
 
 from asyncrl.config import NameResolveConfig
-from asyncrl.runtime import etcd, file_names, name_resolve
+from asyncrl.runtime import etcd, name_resolve
 from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError, find_etcd
 from asyncrl.runtime.name_resolve import (
     MAX_NAME_BYTES,
@@ -43,15 +43,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
         yield server
 
 
-@pytest.fixture(params=["memory", "etcd", "file"])
+@pytest.fixture(params=["memory", "etcd"])
 def open_session(request: pytest.FixtureRequest) -> Iterator[OpenSession]:
     """Opens further sessions with the same store."""
-    if request.param == "file":
-        folder = request.getfixturevalue("tmp_path") / "names"
-        yield from sessions(NameResolveConfig(backend="file", path=str(folder), poll_s=0.05))
-        return
-    endpoint = request.getfixturevalue("server").endpoint if request.param == "etcd" else f"space {uuid.uuid4()}"
-    yield from sessions(NameResolveConfig(backend=request.param, endpoints=[endpoint]))
+    endpoint = request.getfixturevalue("server").endpoint if request.param == "etcd" else f"memory://{uuid.uuid4()}"
+    yield from sessions(NameResolveConfig(endpoints=[endpoint]))
 
 
 @pytest.fixture
@@ -393,8 +389,7 @@ def test_a_lease_with_an_id_is_shared(open_session: OpenSession, root: str) -> N
 def test_close_revokes_kept_leases_and_ends_waits(
     open_session: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for backend in (etcd, file_names):
-        monkeypatch.setattr(backend, "_CLOSE_LIMIT_S", LIMIT_S)  # past it leases are left to expire
+    monkeypatch.setattr(etcd, "_CLOSE_LIMIT_S", LIMIT_S)  # past it leases are left to expire
     names, other = open_session(), open_session()
     kept, left = names.grant_lease(30), names.grant_lease(30, keep_alive=False)
     names.add(f"{root}/kept", "1", lease=kept.id)
@@ -431,8 +426,6 @@ def test_invalid_leases(names: NameResolver, ttl_s: float, lease_id: int | None)
 
 
 def test_open_refuses_nonsense() -> None:
-    with pytest.raises(ValueError, match="backend is 'zookeeper'"):
-        open_name_resolver(NameResolveConfig(backend="zookeeper"))
     with pytest.raises(ValueError, match="needs a list"):
         open_name_resolver(NameResolveConfig(endpoints=[]))
     with pytest.raises(ValueError, match="http://x:1"):

@@ -25,7 +25,8 @@ from asyncrl.testing.tiny import make_chat_tokenizer
 
 LOGGER = logging.getLogger("test_openai_api")
 BOARD = StatusBoard(
-    WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig()), LOGGER
+    WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()),
+    LOGGER,
 )
 TOKENIZER = make_chat_tokenizer(None)
 EOS = TOKENIZER.eos_token_id

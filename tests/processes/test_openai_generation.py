@@ -24,7 +24,8 @@ from asyncrl.testing.tiny import make_chat_tokenizer
 
 LOGGER = logging.getLogger("test_openai_generation")
 BOARD = StatusBoard(
-    WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig()), LOGGER
+    WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()),
+    LOGGER,
 )
 GROUP, MAX_NEW_TOKENS = 3, 40
 SAMPLING = SamplingConfig(max_new_tokens=MAX_NEW_TOKENS, temperature=1.3)

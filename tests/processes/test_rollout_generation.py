@@ -47,7 +47,9 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 async def test_an_update_in_mid_sequence_keeps_tokens_logprobs_and_versions(
     tmp_path: Path, reached: threading.Event
 ) -> None:
-    info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig())
+    info = WorkerInfo(
+        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
+    )
     client = PartialRolloutManager(
         NoOtherServer(),
         board=StatusBoard(info, LOGGER),

@@ -117,7 +117,7 @@ class Stage:
         self.resolver.add(self.names.gserver_manager(), self.manager.url)
         await self.puller.start()
         self.start_pulling()
-        name_resolve = NameResolveConfig(backend="memory", endpoints=[self.space])
+        name_resolve = NameResolveConfig(endpoints=[f"memory://{self.space}"])
         info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, str(self.tmp_path), 1, name_resolve, self.runtime)
         self.worker = RolloutWorker(
             RolloutWorkerConfig(

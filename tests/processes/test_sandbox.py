@@ -486,7 +486,7 @@ def worker_info(kind: str, folder: Path) -> WorkerInfo:
         attempt=1,
         run_dir=str(folder),
         seed=1,
-        name_resolve=NameResolveConfig(backend="memory"),
+        name_resolve=NameResolveConfig(endpoints=["memory://"]),
         runtime=RuntimeConfig(),
     )
 

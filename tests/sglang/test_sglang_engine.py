@@ -433,7 +433,7 @@ async def test_a_whole_generation_server_in_front(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig, tmp_path: Path
 ) -> None:
     """The engine `external` in its process: our protocol over sockets, versions, the journal; SGLang lives on after it."""
-    name_resolve = NameResolveConfig(backend="memory", endpoints=[str(tmp_path)])
+    name_resolve = NameResolveConfig(endpoints=[f"memory://{tmp_path}"])
     info = WorkerInfo("generation_server", 0, 1, "e", "t", 1, str(tmp_path), 1, name_resolve, RuntimeConfig())
     server = GenerationServer(
         GenerationServerConfig(

@@ -24,7 +24,8 @@ from asyncrl.runtime.worker import StatusBoard
 
 LOGGER = logging.getLogger("test_agents")
 BOARD = StatusBoard(
-    WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig()), LOGGER
+    WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()),
+    LOGGER,
 )
 SAMPLING = SamplingConfig(max_new_tokens=8)
 EOS = 0

@@ -114,7 +114,7 @@ async def make(tmp_path: Path) -> Any:
     def make_master(
         train: dict[str, Any] | None = None, max_rejected_share: float = 0.5, **eval_fields: Any
     ) -> MasterWorker:
-        name_resolve = NameResolveConfig(backend="memory", endpoints=[str(tmp_path)])
+        name_resolve = NameResolveConfig(endpoints=[f"memory://{tmp_path}"])
         info = WorkerInfo("master", 0, 1, "e", "t", 1, str(tmp_path), 1, name_resolve, RuntimeConfig())
         prompts = PromptSourceConfig(path=str(tmp_path / "p.jsonl"))
         train_config = TrainConfig(**{"batch_size": 2, **(train or {})})

@@ -65,7 +65,9 @@ def test_wrong_dtypes_name_key_and_both_dtypes(key, dtype):
 def test_reward_functions_that_could_not_be_called(tmp_path, source, told):
     file = tmp_path / "bad.py"
     file.write_text(source)
-    info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig())
+    info = WorkerInfo(
+        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
+    )
     with pytest.raises(ConfigError, match=told):
         Reward(f"{file}:reward", timeout_s=1.0, isolation="thread", board=StatusBoard(info, LOGGER), logger=LOGGER)
 

@@ -47,6 +47,7 @@ def test_overrides_win(config_file):
         ("train.learning_rate=1", "unknown field 'train.learning_rate': did you mean 'train.optimizer.lr'?"),
         ("actor_rollout_ref.rollout.n=8", "unknown field 'actor_rollout_ref': did you mean 'rollout.group_size'?"),
         ("blorp=1", "unknown field 'blorp': valid names here: experiment"),
+        ("name_resolve.backend=file", "removed field 'name_resolve.backend': names are always in etcd: leave it out"),
         ("train.batch_size=many", "train.batch_size: Value 'many'"),
         ("train.batch_size=0", "train.batch_size=0: must be at least 1"),
         ("train.batch_size", "is not of the form key=value"),

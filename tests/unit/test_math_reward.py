@@ -320,7 +320,9 @@ def test_without_math_verify_a_run_does_not_start(example: dict[str, Any], monke
 
 async def test_as_a_rollout_worker_calls_it(example: dict[str, Any]) -> None:
     """In threads, a group at a time, of which one member hangs."""
-    info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig())
+    info = WorkerInfo(
+        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
+    )
     logger = logging.getLogger("test_math_reward")
     reward = Reward(
         f"{FOLDER}/reward.py:correct",

@@ -69,7 +69,7 @@ def test_check_accepts_each_config(folder: Path, capsys: pytest.CaptureFixture[s
 
 def table(config: ExperimentConfig, tokenizer: Any) -> TaskTable:
     worker = WorkerInfo(
-        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig()
+        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
     )
     logger = logging.getLogger("test_readme")
     return TaskTable(config.rollout, tokenizer=tokenizer, board=StatusBoard(worker, logger), logger=logger)

@@ -104,7 +104,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def board() -> StatusBoard:
-    info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(backend="memory"), RuntimeConfig())
+    info = WorkerInfo(
+        "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
+    )
     return StatusBoard(info, LOGGER)
 
 

@@ -15,7 +15,7 @@ from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.name_resolve import NameResolveTimeout, open_name_resolver
 from asyncrl.runtime.worker import STATUS_FD_ENV, RunEndedError, WaitTimeoutError, Worker
 
-MEMORY = NameResolveConfig(backend="memory")
+MEMORY = NameResolveConfig(endpoints=["memory://"])
 
 
 def make_info(**runtime):

@@ -126,7 +126,7 @@ def _start_led_at(resolver: NameResolver, config: ExperimentConfig) -> str:
 
 def _names_at(config: ExperimentConfig, run_dir: Path) -> NameResolveConfig | None:
     """How name resolve is reached; None: nobody has said so yet."""
-    if config.name_resolve.endpoints or config.name_resolve.path:
+    if config.name_resolve.endpoints:
         return absolute_name_resolve(config.name_resolve)
     record = read_record(run_dir)
     return record.names_at if record else None

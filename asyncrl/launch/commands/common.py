@@ -168,16 +168,15 @@ def goes_on(run_dir: Path, record: RunRecord | None) -> bool:
     if record.host in ("", socket.gethostname()):
         return is_running(run_dir)
     at = record.names_at
-    is_over = (
-        not Path(at.path).is_dir()
-        if at.backend == "file"
-        else bool(at.endpoints) and all(refuses(endpoint) for endpoint in at.endpoints)
-    )
-    if is_over:  # a run's own name resolve ends with it; to open a folder would make it again
+    if at.endpoints and all(refuses(endpoint) for endpoint in at.endpoints):  # a run's own etcd ends with it
         return False
+    key = Names(record.experiment, record.trial).launcher()
     try:
         with open_name_resolver(at) as resolver:
-            return resolver.is_held(Names(record.experiment, record.trial).launcher())
+            resolver.get(key)
+            return True
+    except NameEntryNotFound:
+        return False
     except NameResolveError as error:
         raise LaunchError(
             f"the run was started on {record.host}, and cannot be asked from here: its name resolve at "

@@ -217,7 +217,7 @@ def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Nam
     attempt = specs[0].config.worker.attempt
     console.print(process_table(f"{run_directory(config)}, attempt {attempt}: would start", specs))
     console.print(sizes_text(config, num_prompts), highlight=False)
-    if not config.name_resolve.endpoints and config.name_resolve.backend == "etcd":
+    if not config.name_resolve.endpoints:
         console.print("and a private etcd, whose endpoint the processes' configs then name", highlight=False)
     console.print(
         f"config.yaml and {len(specs)} resolved configs are in {folder}; nothing was started",

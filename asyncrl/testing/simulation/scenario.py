@@ -135,7 +135,7 @@ class Scenario:
             eval=EvalConfig(),
             weights=WeightsConfig(keep=3),
             checkpoint=CheckpointConfig(every_steps=self.checkpoint_steps, every_s=0.0),
-            name_resolve=NameResolveConfig(backend="memory"),
+            name_resolve=NameResolveConfig(endpoints=["memory://"]),
             runtime=RuntimeConfig(resend_after_s=1.0, start_timeout_s=60.0, stop_timeout_s=5.0, max_restarts=100),
             tensorboard=False,
         )
