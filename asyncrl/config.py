@@ -337,7 +337,7 @@ class CheckpointConfig:
 class NameResolveConfig:
     """How processes find each other: an etcd."""
 
-    # host:port; empty: the launcher starts a private etcd, of three servers where there are three hosts
+    # host:port; empty: the launcher starts a private etcd
     endpoints: list[str] = field(default_factory=list)
     prefix: str = ""  # all keys are below it: what a user of a shared etcd may write, e.g. team/alice
     user: str = ""  # of an etcd with passwords

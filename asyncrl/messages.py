@@ -793,27 +793,6 @@ class ChildReport(Struct, frozen=True, kw_only=True):
     tail: str = ""  # of its log, once it has ended
 
 
-class EtcdWish(Struct, frozen=True, kw_only=True):
-    """Where the servers of the run's private etcd are to be, beside the launcher's."""
-
-    launcher: str  # its incarnation
-    attempt: int
-    cluster: str  # another one: the launcher has begun anew, and what was of the one before is over
-    guarded: bool  # it asks for the run's certificate
-    members: dict[str, str] = {}  # hosts, and the incarnation of the agent that is meant
-    endpoints: list[str] = []  # all that are known, the launcher's first
-
-
-class EtcdReport(Struct, frozen=True, kw_only=True):
-    """A server of the run's private etcd on a host."""
-
-    cluster: str
-    state: Literal["joins", "runs", "failed"]
-    endpoint: str = ""  # "": it could not even be thought of
-    peer_url: str = ""
-    error: str = ""
-
-
 class HostReport(Struct, frozen=True, kw_only=True):
     """What runs on a host, a few times a second. Ends are in it until the launcher wants the process no more."""
 
@@ -821,4 +800,3 @@ class HostReport(Struct, frozen=True, kw_only=True):
     launcher: str  # whom it obeys
     children: list[ChildReport] = []
     notices: list[tuple[int, str]] = []  # what a person should know: the newest, numbered
-    etcd: EtcdReport | None = None

@@ -133,10 +133,6 @@ class Names:
         """The run's secrets (runtime/security.py), for hosts without its folder: only in an etcd that not everybody reads."""
         return f"{self.root}/secrets"
 
-    def etcd(self) -> str:
-        """Where the servers of the run's private etcd are to be (an EtcdWish). Written by the launcher, read by the agents."""
-        return f"{self.root}/etcd"
-
     def stop_wish(self) -> str:
         """Somebody wants the run to stop: any value. Read by the launcher."""
         return f"{self.root}/stop_wish"

@@ -27,7 +27,6 @@ from asyncrl.config import ExperimentConfig, authenticates
 from asyncrl.launch.agent_rules import Tether, There, decide, obeyed
 from asyncrl.launch.children import Child, how_it_ended, tail_of
 from asyncrl.launch.crew import Crew
-from asyncrl.launch.etcd_member import EtcdMember
 from asyncrl.launch.hosts import refuses
 from asyncrl.launch.mirror import READ_EVERY_S, Mirror
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, parse_process_config
@@ -36,7 +35,6 @@ from asyncrl.messages import (
     DECODE_ERRORS,
     AgentRecord,
     ChildReport,
-    EtcdWish,
     HostReport,
     LauncherRecord,
     WantedProcess,
@@ -121,10 +119,6 @@ class Agent:
             resolver, Names(config.experiment, config.trial), record, config, self._tether, run_dir
         )
 
-        self._etcd = EtcdMember(
-            config, host=host, agent=self.incarnation, address=address, run_dir=run_dir, notice=self._notice
-        )
-
     def run(self) -> int:
         """Serve until the run is over (0), a signal comes (128 + N), or the launcher is gone (LaunchError)."""
         raise_open_files()
@@ -160,7 +154,6 @@ class Agent:
             self._say("a launcher has come")
         if launcher:
             self._bring(obeyed(wishes, launcher, self.incarnation))
-        self._etcd.turn(self._post.etcd_wish())
         self._post.report(self._report())
 
     def _bring(self, wanted: Mapping[str, WantedProcess]) -> None:
@@ -256,11 +249,7 @@ class Agent:
             if ours.report is not None or ours.child is not None
         ]
         return HostReport(
-            agent=self.incarnation,
-            launcher=self._launcher,
-            children=children,
-            notices=list(self._notices),
-            etcd=self._etcd.report(),
+            agent=self.incarnation, launcher=self._launcher, children=children, notices=list(self._notices)
         )
 
     def _notice(self, text: str) -> None:
@@ -277,10 +266,9 @@ class Agent:
             if self._crew is not None:
                 self._crew.stop(self._config.runtime.stop_timeout_s, lambda: self._impatient)
                 self._post.report(self._report())
-            self._etcd.close()
         finally:
             if self._crew is not None:
-                self._crew.close()  # which kills what is left, a server of etcd too
+                self._crew.close()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._impatient = self._stop_signal is not None
@@ -333,7 +321,6 @@ class _Correspondent:
         self._lock = threading.Lock()
         self._wishes: dict[str, WantedProcess] = {}  # by key
         self._mirror = Mirror(self._observe)
-        self._etcd_wish: EtcdWish | None = None
         self._newest: HostReport | None = None
         self._closing = threading.Event()
         self._lease: Lease | None = None
@@ -355,12 +342,6 @@ class _Correspondent:
         with self._lock:
             launcher = self._tether.launcher
             return launcher.incarnation if launcher else "", list(self._wishes.values())
-
-    def etcd_wish(self) -> EtcdWish | None:
-        """The newest of the launcher's; None: it has none."""
-        with self._lock:
-            launcher, wish = self._tether.launcher, self._etcd_wish
-        return wish if wish is not None and launcher is not None and wish.launcher == launcher.incarnation else None
 
     def is_over(self) -> bool:
         with self._lock:
@@ -413,7 +394,6 @@ class _Correspondent:
                         met = record.incarnation
                     with self._lock:
                         self._tether.sees(record, time.monotonic())
-                    self._look_for_etcd()
                 if time.monotonic() >= next_read:
                     next_read = time.monotonic() + READ_EVERY_S
                     self._mirror.read(self._resolver.get_subtree(self._names.wanted(self._record.host)))
@@ -447,17 +427,8 @@ class _Correspondent:
         except (NameEntryNotFound, *DECODE_ERRORS):
             return None
 
-    def _look_for_etcd(self) -> None:
-        """Where the private etcd has its servers, if it has more than one."""
-        with contextlib.suppress(NameEntryNotFound, *DECODE_ERRORS):
-            wish = msgspec.json.decode(self._resolver.get(self._names.etcd()), type=EtcdWish)
-            if wish != self._etcd_wish:
-                with self._lock:
-                    self._etcd_wish = wish
-                self._resolver.use_also(wish.endpoints)
-
     def _is_refused(self) -> bool:
-        """Every server's host answers that nobody listens there."""
+        """The host of each endpoint answers that nothing listens there."""
         endpoints = self._config.name_resolve.endpoints
         return bool(endpoints) and all(refuses(endpoint) for endpoint in endpoints)
 

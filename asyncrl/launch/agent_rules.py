@@ -10,7 +10,7 @@ from asyncrl.messages import LauncherRecord, WantedProcess
 from asyncrl.names import is_earlier
 
 # Of a launcher whose key is gone though name resolve answers: its session may be bringing it back.
-ABSENT_LIMIT_S = 8.0
+_ABSENT_LIMIT_S = 8.0
 _REFUSED_LIMIT_S = 20.0  # a private etcd is started again by its launcher well within; then that is dead, too
 
 Verb = Literal["start", "stop", "kill", "skip", "forget"]
@@ -96,7 +96,7 @@ class Tether:
             if now - self._began > self._wait_s:
                 return f"no launcher has come within {self._wait_s:g} s (network.agents_limit_s)"
             return ""
-        if self._absent is not None and now - self._absent > ABSENT_LIMIT_S:
+        if self._absent is not None and now - self._absent > _ABSENT_LIMIT_S:
             return "the launcher is gone"
         if self._refused is not None and now - self._refused > _REFUSED_LIMIT_S:
             return "the launcher and its name resolve are gone"

@@ -244,9 +244,6 @@ class LocalLauncher:
             service.hand_out(secrets)
         if self._crew is None and not self._open_remote_crew(service):
             return
-        if self.config.name_resolve != service.name_resolve:  # a private etcd that has grown
-            self.config = with_name_resolve(self.config, service.name_resolve)
-            self._write_record()
         self._plan(checkpoint)
         if isinstance(self._crew, RemoteCrew):
             self._crew.place_all(list(self._specs.values()))

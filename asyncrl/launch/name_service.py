@@ -11,7 +11,7 @@ import shutil
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +19,6 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import ExperimentConfig
-from asyncrl.launch.etcd_member import MEMBERS_FOLDER
-from asyncrl.launch.etcd_rules import alone_after_s, grows
 from asyncrl.launch.hosts import is_loopback
 from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.program import absolute_name_resolve
@@ -28,8 +26,7 @@ from asyncrl.launch.rundir import LaunchError
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
 from asyncrl.runtime.certificates import CertificateError, make_certificate
-from asyncrl.runtime.etcd_cluster import EtcdTls
-from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError
+from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError, EtcdTls
 from asyncrl.runtime.name_resolve import (
     Lease,
     LeaseNotFound,
@@ -63,7 +60,6 @@ class NameService:
         self._resolver: NameResolver | None = None
         self._name_is_ours = False  # in an etcd that runs share
         self._publisher: _Publisher | None = None
-        self._grows = grows(config.cluster, config.hosts)
 
     def open(self) -> None:
         """Start etcd or reach the user's; make sure that the run's keys are ours, and clear them. Raises LaunchError."""
@@ -93,16 +89,6 @@ class NameService:
         """Of the launcher's session, once open."""
         assert self._resolver is not None
         return self._resolver
-
-    @property
-    def growing_etcd(self) -> PrivateEtcd | None:
-        """The private etcd that servers on other hosts are to join; None: there is none."""
-        return self._etcd if self._grows else None
-
-    def reach_also(self, endpoints: Sequence[str]) -> None:
-        """Further servers of the private etcd, for this session and for processes that are started from now on."""
-        self.resolver.use_also(endpoints)
-        self.name_resolve = replace(self.name_resolve, endpoints=list(endpoints))
 
     def grant_lease(self) -> Lease:
         """A lease that lives as long as this service, or until it is revoked."""
@@ -195,8 +181,6 @@ class NameService:
             self._publisher.close()
         if self._etcd is not None:
             self._etcd.close(_STOP_LIMIT_S)
-        if self._etcd is not None and self._grows:  # of hosts that were lost
-            shutil.rmtree(self._run_dir / MEMBERS_FOLDER, ignore_errors=True)
 
     def _start_private_etcd(self) -> None:
         """Its data is of this attempt only: the attempt's number is never in it."""
@@ -205,14 +189,8 @@ class NameService:
         host = self._config.runtime.host
         try:
             tls = self._make_certificate() if self._must_be_guarded() else None
-            server = EtcdServer(data_dir, self._log, self._config.name_resolve.binary, host, tls=tls, grows=self._grows)
-            self._etcd = PrivateEtcd(
-                server,
-                self._log,
-                self._config.runtime.max_restarts,
-                self._notice,
-                alone_after_s=alone_after_s(self._config.network) if self._grows else None,
-            )
+            server = EtcdServer(data_dir, self._log, self._config.name_resolve.binary, host, tls=tls)
+            self._etcd = PrivateEtcd(server, self._log, self._config.runtime.max_restarts, self._notice)
             self._etcd.start()
         except (EtcdServerError, CertificateError) as error:
             raise LaunchError(str(error)) from error
@@ -228,8 +206,7 @@ class NameService:
 
     def _make_certificate(self) -> EtcdTls:
         """The run's processes read it from the run's folder, as they read where name resolve is."""
-        hosts = [self._config.runtime.host, *self._config.hosts]
-        return make_certificate(self._run_dir.absolute() / "secrets", "etcd", hosts)
+        return make_certificate(self._run_dir.absolute() / "secrets", "etcd", [self._config.runtime.host])
 
     def _claim_name(self) -> None:
         """In an etcd that runs share, the keys of one experiment and trial are of one launcher."""

@@ -1,8 +1,7 @@
 """A run's private etcd is kept running: one that has ended, or does not answer for some seconds, is started again.
 
 On its data, if that can be read; else without: every session puts again what it has put. So an etcd's end, however it comes, is
-an outage of about a second, and a frozen one's of ten. One that others have joined (etcd_group.py), and that has lost their
-majority for good, begins anew by itself: the sessions' memory makes up for that, too.
+an outage of about a second, and a frozen one's of ten.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.launch.rundir import LaunchError
@@ -31,44 +30,21 @@ class PrivateEtcd:
     """waits for: nothing; a thread of its own looks after the server, and waits for its exit, its answers and its starts.
     unblocked by: those, their limits, `close`. `turn` raises what the thread could not help."""
 
-    def __init__(
-        self,
-        server: EtcdServer,
-        log: Path,
-        max_restarts: int,
-        notice: Callable[[str], None],
-        *,
-        alone_after_s: float | None = None,
-    ) -> None:
-        """max_restarts: within an hour. notice: is told what a person should know, from any thread. alone_after_s: without a
-        majority it goes on by itself after so long; None: never."""
+    def __init__(self, server: EtcdServer, log: Path, max_restarts: int, notice: Callable[[str], None]) -> None:
+        """max_restarts: within an hour. notice: is told what a person should know, from any thread."""
         self._server = server
         self._log = log
         self._max_restarts = max(max_restarts, _MIN_RESTARTS)
         self._notice = notice
-        self._alone_after_s = alone_after_s
-        self._others_lock = threading.Lock()  # of the server's name and others
-        self._has_others = False  # or has had them: its cluster's majority may be elsewhere
         self._restarts: deque[float] = deque()  # time.monotonic() of those within the window
         self._failure: LaunchError | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="private etcd", daemon=True)
 
-    def start(self, limit_s: float = 30.0) -> None:
+    def start(self) -> None:
         """Raises EtcdServerError."""
-        self._server.start(limit_s)
+        self._server.start()
         self._thread.start()
-
-    @property
-    def server(self) -> EtcdServer:
-        return self._server
-
-    def know_others(self, cluster: str, endpoints: Sequence[str]) -> None:
-        """Servers that have joined this one, or are about to. cluster: the server's name, lest it is another one's by now."""
-        with self._others_lock:
-            if self._server.name == cluster:
-                self._server.others = list(endpoints)
-                self._has_others = self._has_others or bool(endpoints)
 
     def turn(self) -> None:
         """Raises LaunchError where it could not be started again, or has ended too often."""
@@ -81,15 +57,8 @@ class PrivateEtcd:
             self._thread.join(_START_LIMIT_S)
         self._server.stop(limit_s)
 
-    def leave(self, limit_s: float) -> None:
-        """The same of one that has joined others."""
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(_START_LIMIT_S)
-        self._server.leave(limit_s)
-
     def _look_after(self) -> None:
-        in_vain = without_majority = 0
+        in_vain = 0
         while not self._closed.is_set():
             try:
                 if self._server.wait_for_exit(_LOOK_EVERY_S):
@@ -97,10 +66,6 @@ class PrivateEtcd:
                     in_vain = 0
                 elif self._server.answers(_LOOK_LIMIT_S):
                     in_vain = 0
-                    without_majority = 0 if self._has_majority() else without_majority + 1
-                    if self._alone_after_s is not None and without_majority * _LOOK_EVERY_S > self._alone_after_s:
-                        self._begin_anew(f"has had no majority for {without_majority * _LOOK_EVERY_S:g} s")
-                        without_majority = 0
                 elif self._server.running:
                     in_vain += 1
                     if in_vain == _FROZEN_LOOKS:
@@ -142,22 +107,5 @@ class PrivateEtcd:
             self._notice(f"etcd does not start on its data, and is started without: {error}")
             with contextlib.suppress(OSError):  # what cannot be removed is told by the start
                 shutil.rmtree(self._server.data_dir)
-            try:
-                self._server.start(_START_LIMIT_S)
-            except EtcdServerError:
-                if not self._has_others or self._alone_after_s is None:
-                    raise
-                self._begin_anew("cannot join the servers that had joined it")
-        self._notice("etcd runs again")
-
-    def _has_majority(self) -> bool:
-        return not self._has_others or self._server.is_healthy(_LOOK_LIMIT_S)
-
-    def _begin_anew(self, how: str) -> None:
-        """Raises EtcdServerError."""
-        self._notice(f"etcd {how}; it goes on alone, with what the processes put again")
-        with self._others_lock:
-            self._server.begin_anew()
-            self._has_others = False
-        if not self._closed.is_set():
             self._server.start(_START_LIMIT_S)
+        self._notice("etcd runs again")

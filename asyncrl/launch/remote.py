@@ -23,7 +23,6 @@ import msgspec
 
 from asyncrl.config import ExperimentConfig
 from asyncrl.launch.children import Child
-from asyncrl.launch.etcd_group import EtcdGroup
 from asyncrl.launch.mirror import READ_EVERY_S, Mirror
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.placement import Host, Placement, PlacementError, placed
@@ -35,7 +34,6 @@ from asyncrl.messages import (
     DECODE_ERRORS,
     AgentRecord,
     ChildReport,
-    EtcdWish,
     HostReport,
     LauncherRecord,
     WantedProcess,
@@ -50,7 +48,6 @@ from asyncrl.runtime.name_resolve import (
 )
 
 _LEASE_TTL_S = 10.0  # of the launcher's own word: agents outlive it by little
-_GROW_LIMIT_S = 15.0  # for hosts to say where their etcd will be
 _SAY_AFTER_S = 2.0
 _SILENT_S = 3.0  # agents report twice a second
 _KILL_LIMIT_S = 60.0
@@ -183,16 +180,6 @@ class RemoteCrew:
         self._placement = Placement([], own_host)
         self._lives = 0
         self._ended_at_once: deque[RemoteChild] = deque()
-        self._etcd: EtcdGroup | None = None
-        if service.growing_etcd is not None:
-            self._etcd = EtcdGroup(
-                service.growing_etcd,
-                launcher=self._record.incarnation,
-                own_host=own_host,
-                attempt=attempt,
-                put=self._put_etcd_wish,
-                say=say,
-            )
 
     # ------------------------------------------------------------------------------------------------------------- the start
 
@@ -201,7 +188,7 @@ class RemoteCrew:
         try:
             for key, mirror in self._mirrors.items():
                 self._resolver.watch(key, mirror.observe, subtree=True)
-            self._lease = self._resolver.grant_lease(self._lease_ttl_s)
+            self._lease = self._resolver.grant_lease(_LEASE_TTL_S)
             self._put_record(self._record)
         except NameResolveError as error:
             raise LaunchError(f"name resolve at {self._service.name_resolve.where}: {error}") from error
@@ -227,7 +214,7 @@ class RemoteCrew:
             with self._news:
                 self._news.wait(_STOP_TURN_S)
         self._take_in_agents()
-        return self._grow_etcd(interrupted)
+        return True
 
     @property
     def devices(self) -> list[str]:
@@ -281,15 +268,12 @@ class RemoteCrew:
             self._tell(host, report)
             if report.launcher != self._record.incarnation:
                 continue
-            if self._etcd is not None:
-                self._etcd.hear(report)
             for entry in report.children:
                 child = by_name.get(entry.name)
                 if child is not None and child.agent == report.agent:
                     child.take_in(entry)
         self._take_in_agents()
         self._look_after_own_agent()
-        self._look_after_etcd()
         ended: list[Child] = [*self._ended_at_once]
         self._ended_at_once.clear()
         return ended + [child for child in self.children if id(child) in before and child.returncode is not None]
@@ -316,8 +300,6 @@ class RemoteCrew:
 
     def close(self) -> None:
         """The run is over: agents are told, and waited for."""
-        if self._etcd is not None:
-            self._etcd.close()
         if self._lease is not None:
             with contextlib.suppress(NameResolveError):
                 self._put_record(msgspec.structs.replace(self._record, ends=True))
@@ -333,36 +315,6 @@ class RemoteCrew:
                 self._own_agent.wait()
 
     # ------------------------------------------------------------------------------------------------------------- inside
-
-    @property
-    def _lease_ttl_s(self) -> float:
-        """With servers of etcd on other hosts those would forget this one, while its cable is out, before it counts as lost."""
-        return max(_LEASE_TTL_S, self._config.network.host_lost_after_s) if self._etcd is not None else _LEASE_TTL_S
-
-    def _grow_etcd(self, interrupted: Callable[[], bool]) -> bool:
-        """Have it told where two more servers will be. False if interrupted. Waits for: their hosts' word, at most _GROW_LIMIT_S;
-        without it the run starts with what there is."""
-        deadline = time.monotonic() + _GROW_LIMIT_S
-        while self._etcd is not None and not self._etcd.is_settled:
-            if interrupted():
-                return False
-            if time.monotonic() > deadline:
-                self._notice(
-                    f"no word within {_GROW_LIMIT_S:g} s of servers of etcd on other hosts: it goes on without"
-                )
-                return True
-            self.turn(_STOP_TURN_S)
-        return True
-
-    def _look_after_etcd(self) -> None:
-        if self._etcd is None:
-            return
-        self._etcd.turn(self._known)
-        if self._etcd.endpoints != self._service.endpoints:
-            self._service.reach_also(self._etcd.endpoints)
-
-    def _put_etcd_wish(self, wish: EtcdWish) -> None:
-        self._wishes.put(self._names.etcd(), msgspec.json.encode(wish).decode())
 
     def _start(self, spec: ProcessSpec, lease: Lease) -> RemoteChild:
         place = self._placement.place(spec)

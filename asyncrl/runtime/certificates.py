@@ -1,4 +1,4 @@
-"""A run's own certificate: its private etcd's servers and all who talk to them show it, and trust nothing else.
+"""A run's own certificate: its private etcd and all its clients show it, and trust nothing else.
 
 One for all, signed by itself: whoever has its key belongs to the run. Made by the program openssl, which every cluster has.
 """
@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.runtime.etcd_cluster import EtcdTls
+from asyncrl.runtime.etcd_server import EtcdTls
 
 _LIMIT_S = 30.0
 _DAYS = 3650
@@ -54,7 +54,7 @@ def make_certificate(folder: Path, name: str, hosts: Sequence[str]) -> EtcdTls:
 
 
 def _alternatives(hosts: Sequence[str]) -> str:
-    """Names and their addresses: peers call each other by address."""
+    """Names and their addresses: processes may connect to either."""
     found: dict[str, None] = {}
     for host in (*_LOCAL, *hosts):
         found[_alternative(host)] = None

@@ -52,10 +52,6 @@ class EtcdNameResolver(NameResolver):
             raise
         self._keeper = LeaseKeeper(self._store, self._closed, store_id)
 
-    def use_also(self, endpoints: Sequence[str]) -> None:
-        """Further servers of the cluster, which it has taken in since."""
-        self._store.use_also(endpoints)
-
     # entries
 
     def _add(self, key: str, value: str, replace: bool, lease: int | None) -> None:

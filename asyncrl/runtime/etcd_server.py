@@ -1,5 +1,4 @@
-"""A private etcd: a server for one run, started by the launcher (and by tests) where the config names no endpoints; on three
-hosts and more two others join it.
+"""A private etcd: a server for one run, started by the launcher (and by tests) where the config names no endpoints.
 
 It lives as long as the process that started it: the kernel kills it when that process dies, however it dies.
 """
@@ -13,15 +12,16 @@ import logging
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.runtime.etcd_cluster import EtcdCluster, EtcdClusterError, EtcdTls, is_new, open_connection
 from asyncrl.runtime.ports import free_ports
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,25 @@ class EtcdServerError(RuntimeError):
     """etcd could not be started."""
 
 
+@dataclass(frozen=True)
+class EtcdTls:
+    """A server with these files shows its certificate, and refuses clients without one that the same authority has signed."""
+
+    cert_file: str
+    key_file: str
+    ca_file: str
+
+    def context(self) -> ssl.SSLContext:
+        """Of a client that has the same certificate."""
+        context = ssl.create_default_context(cafile=self.ca_file)
+        context.load_cert_chain(self.cert_file, self.key_file)
+        return context
+
+
 class EtcdServer:
     """Starts, stops and restarts one etcd. The ports are chosen at the first start and stay, so that clients come back.
 
-    A single node needs no patience with its peers: heartbeat and election are short, which makes a restart take 0.3 s. One that
-    has no data and whose cluster has others joins them.
+    A single node needs no patience with its peers: heartbeat and election are short, which makes a restart take 0.3 s.
     """
 
     def __init__(
@@ -59,21 +73,15 @@ class EtcdServer:
         host: str = "127.0.0.1",
         extra_args: Sequence[str] = (),
         tls: EtcdTls | None = None,
-        join: Sequence[str] = (),
-        grows: bool = False,
     ) -> None:
-        """join: endpoints of a cluster that runs, which it is to be of. grows: others are to join this one. tls: where not only
-        this machine can reach it."""
+        """tls: where not only this machine can reach it."""
         self._data_dir = Path(data_dir)
         self._log_path = Path(log_path)
         self._binary = find_etcd(binary)
         self._host = host
         self._extra_args = list(extra_args)
         self._tls = tls
-        self.others = list(join)  # endpoints of its cluster's other members, as far as somebody has said
-        self._election_ms = (100, 1000) if join or grows else (50, 250)
-        self._member_id = 0
-        self.name = _new_name()  # of it and, if it has begun one, of its cluster
+        self._name = f"asyncrl-{uuid.uuid4().hex[:12]}"
         self._ports: tuple[int, int] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._exited = threading.Event()
@@ -84,16 +92,6 @@ class EtcdServer:
         if self._ports is None:
             raise EtcdServerError("etcd has not been started yet, so it has no endpoint")
         return f"{self._host}:{self._ports[0]}"
-
-    @property
-    def peer_url(self) -> str:
-        """For the other servers of its cluster."""
-        return self._urls[1]
-
-    @property
-    def guarded(self) -> bool:
-        """Whether it asks for a certificate."""
-        return self._tls is not None
 
     @property
     def pid(self) -> int:
@@ -126,11 +124,6 @@ class EtcdServer:
         finally:
             connection.close()
 
-    def choose_ports(self) -> None:
-        """Now, so that its endpoint can be told before it has started."""
-        if self._ports is None:
-            self._ports = _free_ports(self._host)
-
     def start(self, timeout_s: float = 30.0) -> None:
         """Start and wait until it answers. Raises EtcdServerError with the end of its log."""
         if self.running:
@@ -140,9 +133,10 @@ class EtcdServer:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         fixed = self._ports is not None
         for tries_left in reversed(range(_START_TRIES)):
-            self.choose_ports()
+            if self._ports is None:
+                self._ports = _free_ports(self._host)
             log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
-            self._spawn(self._join(deadline) if self.others and is_new(self._data_dir) else "")
+            self._spawn()
             if self._wait_until_healthy(deadline):
                 return
             self.kill()
@@ -172,28 +166,6 @@ class EtcdServer:
             if not self._exited.wait(10.0):
                 raise EtcdServerError(f"etcd (pid {self.pid}) is still there 10 s after SIGKILL")
 
-    def leave(self, limit_s: float) -> None:
-        """Out of its cluster first, so that the majority is one of those that stay; then it ends, and its data go."""
-        try:
-            EtcdCluster([*self.others, self.endpoint], self._tls).remove_peer(self.peer_url, limit_s)
-        except EtcdClusterError as error:  # it is out of reach, or over
-            logger.warning("etcd ends without having left: %s", error)
-        self.stop(limit_s)
-        shutil.rmtree(self._data_dir, ignore_errors=True)
-
-    def begin_anew(self) -> None:
-        """At the next start: a cluster of its own, without data. Under another name, so that the servers of the one before, should
-        they come back, are strangers."""
-        self.kill()
-        shutil.rmtree(self._data_dir, ignore_errors=True)
-        self.others = []
-        self.name = _new_name()
-        self._member_id = 0
-
-    def take_out(self, peer_url: str, limit_s: float) -> None:
-        """Of its cluster, one that is gone for good. Raises EtcdClusterError."""
-        EtcdCluster([self.endpoint, *self.others], self._tls).remove_peer(peer_url, limit_s)
-
     def restart(self, timeout_s: float = 30.0) -> None:
         """Stop it if it runs, and start it again on its data and ports."""
         self.stop()
@@ -210,34 +182,15 @@ class EtcdServer:
         assert self._process is not None
         self._process.send_signal(number)  # looks first whether it has exited: never another process's id
 
-    @property
-    def _urls(self) -> tuple[str, str]:
-        """For clients and for peers."""
+    def _spawn(self) -> None:
         assert self._ports is not None
         scheme = "http" if self._tls is None else "https"
         client, peer = (f"{scheme}://{self._host}:{port}" for port in self._ports)
-        return client, peer
-
-    def _join(self, deadline: float) -> str:
-        """Be taken in by the others; what they are."""
-        try:
-            cluster = EtcdCluster(self.others, self._tls)
-            limit_s = max(deadline - time.monotonic(), 0.0)
-            self._member_id, peers = cluster.add_learner(self.name, self._urls[1], limit_s)
-        except EtcdClusterError as error:
-            raise EtcdServerError(f"etcd cannot join {', '.join(self.others)}: {error}") from error
-        return peers
-
-    def _spawn(self, cluster: str) -> None:
-        """cluster: that takes it in; "": its own, or the one that its data say."""
-        client, peer = self._urls
-        command = [self._binary, "--name", self.name, "--data-dir", str(self._data_dir)]
+        command = [self._binary, "--name", self._name, "--data-dir", str(self._data_dir)]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        command += ["--initial-cluster", cluster or f"{self.name}={peer}", "--initial-cluster-token", self.name]
-        command += ["--initial-cluster-state", "existing" if cluster else "new"]
-        heartbeat_ms, election_ms = self._election_ms
-        command += ["--heartbeat-interval", str(heartbeat_ms), "--election-timeout", str(election_ms)]
+        command += ["--initial-cluster", f"{self._name}={peer}", "--initial-cluster-token", self._name]
+        command += ["--heartbeat-interval", "50", "--election-timeout", "250"]
         command += ["--log-level", "warn"]
         # Its memory has what it has not compacted, and the log since its last snapshot: each process puts its status every second
         command += ["--auto-compaction-mode", "periodic", "--auto-compaction-retention", "10m"]
@@ -285,9 +238,7 @@ class EtcdServer:
     def _wait_until_healthy(self, deadline: float) -> bool:
         """False if it has exited or the time is over. Unblocked by: its health, its exit, the deadline."""
         while time.monotonic() < deadline:
-            if self._member_id and EtcdCluster(self.others, self._tls).promote(self._member_id):
-                self._member_id = 0
-            if not self._member_id and self.is_healthy(min(deadline - time.monotonic(), 1.0)):
+            if self._is_healthy(min(deadline - time.monotonic(), 1.0)):
                 return True
             if self._exited.wait(_POLL_S):
                 return False
@@ -295,10 +246,12 @@ class EtcdServer:
 
     def _connect(self, limit_s: float) -> http.client.HTTPConnection:
         assert self._ports is not None
-        return open_connection(self._host, self._ports[0], self._tls, limit_s)
+        if self._tls is None:
+            return http.client.HTTPConnection(self._host, self._ports[0], timeout=limit_s)
+        return http.client.HTTPSConnection(self._host, self._ports[0], timeout=limit_s, context=self._tls.context())
 
-    def is_healthy(self, limit_s: float) -> bool:
-        """It answers, a majority of its cluster is there, and the one that answers is ours."""
+    def _is_healthy(self, limit_s: float) -> bool:
+        """It answers, it has a leader, and the server that answers is ours."""
         connection = self._connect(max(limit_s, 0.01))
         try:
             connection.request("GET", "/health")
@@ -306,15 +259,11 @@ class EtcdServer:
                 return False
             connection.request("POST", "/v3/cluster/member/list", body="{}")
             members = json.loads(connection.getresponse().read()).get("members", [])
-            return self.name in [member.get("name") for member in members]
+            return self._name in [member.get("name") for member in members]
         except (OSError, http.client.HTTPException, ValueError):
             return False
         finally:
             connection.close()
-
-
-def _new_name() -> str:
-    return f"asyncrl-{uuid.uuid4().hex[:12]}"
 
 
 def _complaints(log: str) -> str:

@@ -143,13 +143,6 @@ class Connection:
             if attempt % len(self._stubs) == 0:
                 self._closed.wait(min(_RETRY_S, max(deadline - time.monotonic(), 0.0)))
 
-    def use_also(self, endpoints: Sequence[str]) -> None:
-        """Further servers of the same cluster."""
-        with self._lock:
-            known = {stubs.endpoint for stubs in self._stubs}
-            added = [Stubs(self._api, endpoint, self.login) for endpoint in endpoints if endpoint not in known]
-            self._stubs = [*self._stubs, *added]
-
     def failed(self, stubs: Stubs, reason: str) -> None:
         """This endpoint broke: the next one's turn."""
         with self._lock:
@@ -226,9 +219,6 @@ class EtcdStore:
 
     def close(self) -> None:
         self._connection.close()
-
-    def use_also(self, endpoints: Sequence[str]) -> None:
-        self._connection.use_also(endpoints)
 
     # entries
 

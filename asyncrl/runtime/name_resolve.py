@@ -263,9 +263,6 @@ class NameResolver(ABC):
         the backend lose its data."""
         self._look_after(self._key(name), value)
 
-    def use_also(self, endpoints: Sequence[str]) -> None:  # noqa: B027 - where a store has no servers there is nothing to do
-        """Further servers of the same store, which has grown since this session was opened."""
-
     def add_subentry(self, name: str, value: str, *, lease: int | None = None) -> str:
         """Put an entry under a new unique key below name, and return the key."""
         key = self._key(f"{name}/{uuid.uuid4().hex}")

@@ -15,9 +15,9 @@ import pytest
 from name_sessions import LIMIT_S, OpenSession, Recorder, Refreshes, gone, patient, put, sessions
 
 from asyncrl.config import NameResolveConfig
+from asyncrl.runtime.certificates import CertificateError, make_certificate
 from asyncrl.runtime.etcd_access import EtcdAccess, Login
-from asyncrl.runtime.etcd_cluster import EtcdTls
-from asyncrl.runtime.etcd_server import EtcdServer, find_etcd
+from asyncrl.runtime.etcd_server import EtcdServer, EtcdTls, find_etcd
 from asyncrl.runtime.name_resolve import (
     NameEntryExists,
     NameResolveError,
@@ -283,3 +283,9 @@ def test_nothing_of_the_secrets_shows(guarded: tuple[EtcdServer, NameResolveConf
     assert "pass:w@rd" not in repr(EtcdAccess.of(guarded[1]))
     with open_name_resolver(guarded[1]) as names:
         assert "pass:w@rd" not in repr(vars(names))
+
+
+def test_without_openssl_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CertificateError, match=r"no program openssl .*; install it .*name_resolve\.endpoints"):
+        make_certificate(tmp_path / "secrets", "etcd", [])
