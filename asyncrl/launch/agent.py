@@ -262,13 +262,13 @@ class Agent:
         return f"{len(names)} processes of it were running here and end" if names else "nothing of it was running here"
 
     def _end_all(self) -> None:
+        if self._crew is None:
+            return
         try:
-            if self._crew is not None:
-                self._crew.stop(self._config.runtime.stop_timeout_s, lambda: self._impatient)
-                self._post.report(self._report())
+            self._crew.stop(self._config.runtime.stop_timeout_s, lambda: self._impatient)
+            self._post.report(self._report())
         finally:
-            if self._crew is not None:
-                self._crew.close()
+            self._crew.close()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._impatient = self._stop_signal is not None

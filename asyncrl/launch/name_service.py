@@ -92,9 +92,8 @@ class NameService:
 
     def grant_lease(self) -> Lease:
         """A lease that lives as long as this service, or until it is revoked."""
-        assert self._resolver is not None
         try:
-            return self._resolver.grant_lease(self._config.runtime.lease_ttl_s)
+            return self.resolver.grant_lease(self._config.runtime.lease_ttl_s)
         except NameResolveError as error:
             raise LaunchError(f"name resolve at {self.name_resolve.where}: {error}") from error
 
@@ -132,9 +131,8 @@ class NameService:
         """
 
         def on_wish_kept(event: WatchEvent) -> None:
-            assert self._resolver is not None
             if event.kind == "put":
-                self._resolver.look_after(event.key, event.value)
+                self.resolver.look_after(event.key, event.value)
             on_wish(event)
 
         self._watch(self._names.generation_wish(), on_wish_kept)
@@ -142,17 +140,15 @@ class NameService:
 
     def ask_for_last_checkpoint(self, attempt: int) -> None:
         """Have this attempt's master write a checkpoint and end. Waits for name resolve; raises NameResolveError."""
-        assert self._resolver is not None
-        self._resolver.add(self._names.last_checkpoint(), str(attempt), replace=True)
+        self.resolver.add(self._names.last_checkpoint(), str(attempt), replace=True)
 
     def watch_stop(self, callback: WatchCallback) -> None:
         """Have the callback told, likewise, that somebody on another host wants the run to stop."""
         self._watch(self._names.stop_wish(), callback)
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool = False) -> None:
-        assert self._resolver is not None
         try:
-            self._resolver.watch(key, callback, subtree=subtree)
+            self.resolver.watch(key, callback, subtree=subtree)
         except NameResolveError as error:
             raise LaunchError(f"name resolve at {self.name_resolve.where}: {error}") from error
 
@@ -210,15 +206,14 @@ class NameService:
 
     def _claim_name(self) -> None:
         """In an etcd that runs share, the keys of one experiment and trial are of one launcher."""
-        assert self._resolver is not None
         runtime = self._config.runtime
-        lease = self._resolver.grant_lease(runtime.lease_ttl_s)
+        lease = self.resolver.grant_lease(runtime.lease_ttl_s)
         owner = f"{socket.gethostname()}:{self._run_dir}"
         try:
-            self._resolver.add(self._names.owner(), owner, lease=lease.id)
+            self.resolver.add(self._names.owner(), owner, lease=lease.id)
         except NameEntryExists:
             try:
-                other = self._resolver.get(self._names.owner())
+                other = self.resolver.get(self._names.owner())
             except NameEntryNotFound:
                 other = owner
             if other != owner:
@@ -228,7 +223,7 @@ class NameService:
                     f"killed is free again after {runtime.lease_ttl_s:g} s)"
                 ) from None
             # our predecessor's, who is dead: the folder's lock is ours
-            self._resolver.add(self._names.owner(), owner, replace=True, lease=lease.id)
+            self.resolver.add(self._names.owner(), owner, replace=True, lease=lease.id)
         self._name_is_ours = True
 
     def _delete_keys(self, resolver: NameResolver) -> None:

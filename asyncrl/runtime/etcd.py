@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import threading
 from collections.abc import Sequence
 
 from asyncrl.runtime.etcd_access import EVERYBODY, EtcdAccess
@@ -42,8 +41,6 @@ class EtcdNameResolver(NameResolver):
         if not timeout_s > 0:
             raise ValueError(f"name_resolve.timeout_s is {timeout_s!r}; it must be positive")
         self._store = EtcdStore(endpoints, timeout_s, self._closed, access)
-        self._watches: list[EtcdWatch] = []
-        self._watches_lock = threading.Lock()
         try:
             store_id, _ = self._store.read_store_id(open_limit_s)  # fail here, not at the first use
         except BaseException:
@@ -101,9 +98,7 @@ class EtcdNameResolver(NameResolver):
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool, limit_s: float | None) -> Watch:
         watch = EtcdWatch(self._store, key, subtree, callback)
-        with self._watches_lock:
-            self._check_open()
-            self._watches = [known for known in self._watches if not known.cancelled] + [watch]
+        self._keep(watch)
         try:
             watch.start(limit_s)
         except BaseException:
@@ -121,26 +116,19 @@ class EtcdNameResolver(NameResolver):
         return Lease(self, chosen, ttl)
 
     def _refresh_lease(self, lease_id: int) -> bool:
-        self._check_open()
         return self._store.refresh([lease_id])[lease_id] > 0
 
     def _lease_alive(self, lease_id: int) -> bool:
-        self._check_open()
         return self._store.lease_keys(lease_id) is not None
 
     def _revoke_lease(self, lease_id: int) -> None:
-        self._check_open()
         self._keeper.release(lease_id)
         self._store.revoke(lease_id)
 
     def _close(self) -> None:
-        with self._watches_lock:
-            watches = list(self._watches)
-        for watch in watches:
-            watch.cancel()
         self._keeper.join()
         self._store.revoke_last(self._keeper.kept, _CLOSE_LIMIT_S)
         self._store.close()
-        for watch in watches:
-            if watch.thread.is_alive() and watch.thread is not threading.current_thread():
-                watch.thread.join(_CLOSE_LIMIT_S)
+        for watch in self._watches:
+            assert isinstance(watch, EtcdWatch)
+            watch.join(_CLOSE_LIMIT_S)

@@ -67,7 +67,7 @@ class LeaseKeeper:
         self._leases: dict[int, _HeldLease] = {}
         self._lease_of: dict[str, int] = {}  # by key: whose entries it is among
         self._wakes_at = -math.inf  # the thread looks at leases then, if not before
-        self._losses = 0  # how often something was lost: an entry that is put meanwhile may need to be put again
+        self.losses = 0  # how often something was lost: an entry that is put meanwhile may need to be put again
         self._store_id = store_id
         self._thread: threading.Thread | None = None
         self._stream: WatchStream | None = None
@@ -93,10 +93,6 @@ class LeaseKeeper:
         with self._lock:
             return [lease.id for lease in self._leases.values() if lease.kept]
 
-    @property
-    def losses(self) -> int:
-        return self._losses
-
     def keeps(self, lease_id: int) -> bool:
         with self._lock:
             return lease_id in self._leases and self._leases[lease_id].kept
@@ -109,9 +105,9 @@ class LeaseKeeper:
             is_new = lease_id not in self._leases
             held = self._leases.setdefault(lease_id, _HeldLease(lease_id))
             held.entries[key], self._lease_of[key] = value, lease_id
-            if self._losses != losses:
+            if self.losses != losses:
                 held.lost_since, held.due = time.monotonic(), -math.inf
-            if is_new or self._losses != losses:
+            if is_new or self.losses != losses:
                 self._wake()
 
     def swapped(self, key: str, value: str) -> None:
@@ -183,7 +179,7 @@ class LeaseKeeper:
             self._changed = False
             if self._store_id != store_id:
                 logger.warning("etcd has lost its data: leases and entries are restored")
-                self._losses += 1
+                self.losses += 1
                 for held in self._leases.values():
                     held.lost_since, held.due = time.monotonic(), -math.inf
             self._store_id = store_id
@@ -193,19 +189,14 @@ class LeaseKeeper:
         now = time.monotonic()
         with self._lock:
             due = [held for held in self._leases.values() if held.due <= now]
-        kept = [held for held in due if held.kept]
-        ttls = self._store.refresh([held.id for held in kept])
-        for held in kept:
-            if ttls[held.id] <= 0:
+        ttls = self._store.refresh([held.id for held in due if held.kept])
+        for held in sorted(due, key=lambda held: not held.kept):
+            if held.kept and ttls[held.id] <= 0:
                 self.restore(held.id)
+            elif not held.kept and held.id != _NO_LEASE:
+                self._look_at(held, now)
             elif held.lost_since is not None:
                 self._put_entries(held)
-        for held in due:
-            if held.id == _NO_LEASE:
-                if held.lost_since is not None:
-                    self._put_entries(held)
-            elif not held.kept:
-                self._look_at(held, now)
         with self._lock:
             for held in due:
                 held.due = now + (held.usual_s(len(self._leases)) if held.lost_since is None else _LOST_CHECK_S)
@@ -216,7 +207,7 @@ class LeaseKeeper:
             held = self._leases.get(lease_id)
             if held is None or not held.kept:
                 return
-            self._losses += 1
+            self.losses += 1
             held.lost_since = time.monotonic()
         logger.warning("etcd has lost lease %#x: granting it again", lease_id)
         self._store.grant(lease_id, held.ttl_s, again=True)
@@ -255,13 +246,11 @@ class LeaseKeeper:
                             self._drop(key)
             if not held.kept and held.id != _NO_LEASE:
                 self._store.put(self._mark(held).decode(), "", held.id)
-        except LeaseNotFound:
+        except (LeaseNotFound, NameResolveTimeout) as error:
             with self._lock:
                 held.lost_since = time.monotonic()
-        except NameResolveTimeout:
-            with self._lock:
-                held.lost_since = time.monotonic()
-            raise
+            if isinstance(error, NameResolveTimeout):
+                raise
 
     def _wait_until_due(self, revision: int) -> None:
         with self._lock:

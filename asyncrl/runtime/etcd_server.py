@@ -5,6 +5,7 @@ It lives as long as the process that started it: the kernel kills it when that p
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import importlib.util
 import json
@@ -114,15 +115,11 @@ class EtcdServer:
 
     def answers(self, limit_s: float) -> bool:
         """Whether it says anything at all within limit_s, be it an error: one that is frozen does not."""
-        connection = self._connect(limit_s)
         try:
-            connection.request("GET", "/health")
-            connection.getresponse().read()
-            return True
+            self._ask("GET", "/health", limit_s)
         except (OSError, http.client.HTTPException):
             return False
-        finally:
-            connection.close()
+        return True
 
     def start(self, timeout_s: float = 30.0) -> None:
         """Start and wait until it answers. Raises EtcdServerError with the end of its log."""
@@ -244,26 +241,29 @@ class EtcdServer:
                 return False
         return False
 
-    def _connect(self, limit_s: float) -> http.client.HTTPConnection:
+    def _ask(self, method: str, path: str, limit_s: float, body: str | None = None) -> bytes:
+        """What it says, be it an error. Raises OSError or HTTPException."""
         assert self._ports is not None
-        if self._tls is None:
-            return http.client.HTTPConnection(self._host, self._ports[0], timeout=limit_s)
-        return http.client.HTTPSConnection(self._host, self._ports[0], timeout=limit_s, context=self._tls.context())
+        at = (self._host, self._ports[0])
+        connection = (
+            http.client.HTTPConnection(*at, timeout=limit_s)
+            if self._tls is None
+            else http.client.HTTPSConnection(*at, timeout=limit_s, context=self._tls.context())
+        )
+        with contextlib.closing(connection):
+            connection.request(method, path, body)
+            return connection.getresponse().read()
 
     def _is_healthy(self, limit_s: float) -> bool:
         """It answers, it has a leader, and the server that answers is ours."""
-        connection = self._connect(max(limit_s, 0.01))
+        limit_s = max(limit_s, 0.01)
         try:
-            connection.request("GET", "/health")
-            if json.loads(connection.getresponse().read()).get("health") != "true":
+            if json.loads(self._ask("GET", "/health", limit_s)).get("health") != "true":
                 return False
-            connection.request("POST", "/v3/cluster/member/list", body="{}")
-            members = json.loads(connection.getresponse().read()).get("members", [])
+            members = json.loads(self._ask("POST", "/v3/cluster/member/list", limit_s, "{}")).get("members", [])
             return self._name in [member.get("name") for member in members]
         except (OSError, http.client.HTTPException, ValueError):
             return False
-        finally:
-            connection.close()
 
 
 def _complaints(log: str) -> str:

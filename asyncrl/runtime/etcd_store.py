@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from asyncrl.runtime.etcd_access import EVERYBODY, EtcdAccess, Login
+from asyncrl.runtime.etcd_access import EtcdAccess, Login
 from asyncrl.runtime.etcd_api import Api, load_api
 from asyncrl.runtime.name_resolve import (
     LeaseExists,
@@ -205,13 +205,7 @@ class EtcdStore:
     Keys are those below the prefix of `access`, without it.
     """
 
-    def __init__(
-        self,
-        endpoints: Sequence[str],
-        timeout_s: float,
-        closed: threading.Event,
-        access: EtcdAccess = EVERYBODY,
-    ) -> None:
+    def __init__(self, endpoints: Sequence[str], timeout_s: float, closed: threading.Event, access: EtcdAccess) -> None:
         self._timeout_s = timeout_s
         self._api = load_api()
         self._connection = Connection(self._api, endpoints, timeout_s, closed, access)

@@ -26,7 +26,7 @@ class EtcdWatch(Watch):
     """A watch with a stream and a thread of its own."""
 
     def __init__(self, store: EtcdStore, key: str, subtree: bool, callback: WatchCallback) -> None:
-        super().__init__(key + "/" if subtree else key, callback)
+        super().__init__(key, subtree, callback)
         self._store = store
         self._range = below(key) if subtree else one_key(key)
         self._state: dict[str, str] = {}  # as told
@@ -35,16 +35,16 @@ class EtcdWatch(Watch):
         self._revision = 0  # what was read or heard; 0: read anew
         self._lock = threading.Lock()
         self._stream: WatchStream | None = None
-        self.thread = threading.Thread(target=self._run, name=f"watch {self.what}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"watch {self.what}", daemon=True)
 
     def start(self, limit_s: float | None) -> None:
         """Deliver the current state, then go on in the thread."""
         self._reload(limit_s, settle_s=0.0)
-        self.thread.start()
+        self._thread.start()
 
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled.is_set()
+    def join(self, limit_s: float) -> None:
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(limit_s)
 
     def _run(self) -> None:
         """Consumes the server's stream of changes; produces callbacks.

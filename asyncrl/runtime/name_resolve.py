@@ -121,13 +121,21 @@ def _check_ttl(ttl_s: float, lease_id: int | None) -> None:
 class Watch:
     """A running watch. Callbacks come one at a time and in order; none starts after `cancel` has returned."""
 
-    def __init__(self, what: str, callback: WatchCallback) -> None:
-        self.what = what
+    def __init__(self, key: str, subtree: bool, callback: WatchCallback) -> None:
+        self.what = key + "/" if subtree else key
         self._callback = callback
         self._condition = threading.Condition()
         self._pending: deque[WatchEvent] = deque()
         self._delivering: int | None = None  # the thread that is running callbacks
         self._cancelled = threading.Event()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def matches(self, key: str) -> bool:
+        """Whether the watch is about this key, which never ends with a slash."""
+        return key.startswith(self.what) if self.what.endswith("/") else key == self.what
 
     def cancel(self) -> None:
         """End the watch; waits (5 s at most) for a callback that another thread is running. May be called from a callback."""
@@ -181,7 +189,7 @@ class Watch:
             self._condition.notify_all()
 
 
-def refresh_interval(ttl_s: float, num_leases: int = 1) -> float:
+def refresh_interval(ttl_s: float, num_leases: int) -> float:
     """Seconds between two refreshes of a lease: often enough that a long one outlives an outage of nearly its whole time; of very
     many leases less often."""
     return min(ttl_s / 3, max(_LONGEST_REFRESH_S, num_leases / _MOST_REFRESHES_A_SECOND))
@@ -197,15 +205,18 @@ class Lease:
 
     def refresh(self) -> bool:
         """Begin the time to live anew. False if the lease is gone, and its entries with it."""
+        self._resolver._check_open()
         return self._resolver._refresh_lease(self.id)
 
     def revoke(self) -> None:
         """End the lease and delete its entries. Revoking one that is gone changes nothing."""
+        self._resolver._check_open()
         self._resolver._revoke_lease(self.id)
 
     @property
     def alive(self) -> bool:
         """Whether the store knows the lease now (a round trip)."""
+        self._resolver._check_open()
         return self._resolver._lease_alive(self.id)
 
 
@@ -225,8 +236,9 @@ class NameResolver(ABC):
 
     def __init__(self) -> None:
         self._closed = threading.Event()
+        self._lock = threading.Lock()  # of those below
         self._waiters: set[_Waiter] = set()
-        self._waiters_lock = threading.Lock()
+        self._watches: list[Watch] = []
 
     # ------------------------------------------------------------------------------------------------------- entries
 
@@ -309,7 +321,7 @@ class NameResolver(ABC):
         key = self._key(name)
         deadline = time.monotonic() + timeout_s
         waiter = _Waiter()
-        with self._waiters_lock:
+        with self._lock:
             self._waiters.add(waiter)
         try:
             watch = self._watch(key, waiter, subtree=False, limit_s=max(timeout_s, _MIN_READ_S))
@@ -320,7 +332,7 @@ class NameResolver(ABC):
         except NameResolveTimeout as error:
             raise NameResolveTimeout(f"name {key!r} could not be read within {timeout_s:g} s: {error}") from error
         finally:
-            with self._waiters_lock:
+            with self._lock:
                 self._waiters.discard(waiter)
         if waiter.value is not None:
             return waiter.value
@@ -354,12 +366,14 @@ class NameResolver(ABC):
 
     def close(self) -> None:
         """End watches and waits, revoke kept leases. A second close changes nothing."""
-        with self._waiters_lock:
+        with self._lock:
             if self._closed.is_set():
                 return
             self._closed.set()
             for waiter in self._waiters:
                 waiter.done.set()
+        for watch in self._watches:
+            watch.cancel()
         self._close()
 
     def __enter__(self) -> NameResolver:
@@ -371,6 +385,12 @@ class NameResolver(ABC):
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise NameResolverClosed("name resolver is closed")
+
+    def _keep(self, watch: Watch) -> None:
+        """Have a watch cancelled by close."""
+        with self._lock:
+            self._check_open()
+            self._watches = [known for known in self._watches if not known.cancelled] + [watch]
 
     def _key(self, name: str) -> str:
         self._check_open()
@@ -450,20 +470,17 @@ class _MemoryLease:
 
 
 class _MemoryWatch(Watch):
-    def __init__(self, space: _Space, key: str, subtree: bool, callback: WatchCallback) -> None:
-        super().__init__(key + "/" if subtree else key, callback)
+    def __init__(self, space: MemoryStore, key: str, subtree: bool, callback: WatchCallback) -> None:
+        super().__init__(key, subtree, callback)
         self._space = space
-        self._subtree = subtree
-
-    def matches(self, key: str) -> bool:
-        return key.startswith(self.what) if self._subtree else key == self.what
 
     def _stop(self) -> None:
         self._space.remove_watch(self)
 
 
-class _Space:
-    """What the memory resolvers of one space share. Callbacks run after the lock is released, in the changing thread."""
+class MemoryStore:
+    """What the memory resolvers of one space share; the simulation has a space of its own kind. Callbacks run after the lock is
+    released, in the changing thread."""
 
     def __init__(self) -> None:
         self.entries: dict[str, _Entry] = {}
@@ -557,18 +574,18 @@ class _Space:
                 self._condition.wait(max(next_expiry - time.monotonic(), 0.0))
 
 
-_spaces: dict[str, _Space] = {}
+_spaces: dict[str, MemoryStore] = {}
 _spaces_lock = threading.Lock()
 
 
 class MemoryNameResolver(NameResolver):
     """Name resolve inside one process: resolvers of the same space share their entries, as sessions of one etcd do."""
 
-    def __init__(self, space: str = "") -> None:
+    def __init__(self, space: str | MemoryStore = "") -> None:
+        """space: its name, or a store of the caller's own."""
         super().__init__()
         with _spaces_lock:
-            self._space = _spaces.setdefault(space, _Space())
-        self._watches: list[_MemoryWatch] = []
+            self._space = space if isinstance(space, MemoryStore) else _spaces.setdefault(space, MemoryStore())
         self._kept: set[int] = set()
 
     def _add(self, key: str, value: str, replace: bool, lease: int | None) -> None:
@@ -616,8 +633,7 @@ class MemoryNameResolver(NameResolver):
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool, limit_s: float | None) -> Watch:
         watch = _MemoryWatch(self._space, key, subtree, callback)
         with self._space.locked():
-            self._check_open()
-            self._watches = [known for known in self._watches if not known._cancelled.is_set()] + [watch]
+            self._keep(watch)
             self._space.add_watch(watch)
         return watch
 
@@ -634,7 +650,6 @@ class MemoryNameResolver(NameResolver):
         return Lease(self, lease_id, ttl_s)
 
     def _refresh_lease(self, lease_id: int) -> bool:
-        self._check_open()
         with self._space.locked():
             lease = self._space.leases.get(lease_id)
             if lease is None:
@@ -644,19 +659,15 @@ class MemoryNameResolver(NameResolver):
             return True
 
     def _revoke_lease(self, lease_id: int) -> None:
-        self._check_open()
         with self._space.locked():
             self._kept.discard(lease_id)
             self._space.revoke(lease_id)
 
     def _lease_alive(self, lease_id: int) -> bool:
-        self._check_open()
         with self._space.locked():
             return lease_id in self._space.leases
 
     def _close(self) -> None:
-        for watch in self._watches:
-            watch.cancel()
         with self._space.locked():
             for lease_id in self._kept:
                 self._space.revoke(lease_id)

@@ -1,23 +1,22 @@
 """Name resolve's twin: what etcd promises, in memory, with the world's delays and outages.
 
-Entries, leases and watches are the store's, which outlives processes; a SimNameResolver is one process's session. The base class
-does what it does in a run (names, sizes, errors). `asyncio.to_thread(resolver.add, ...)` comes here through World.on_thread, which
-waits for the way there and back, and through an outage for as long as a real resolver tries.
+Entries, leases and watches are the store's, which outlives processes; a SimNameResolver is one process's session. The base classes
+do what the memory store does in tests of one process. `asyncio.to_thread(resolver.add, ...)` comes here through World.on_thread,
+which waits for the way there and back, and through an outage for as long as a real resolver tries.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.runtime.name_resolve import (
     Lease,
     LeaseExists,
     LeaseNotFound,
-    NameEntryExists,
-    NameResolver,
+    MemoryNameResolver,
+    MemoryStore,
     NameResolveTimeout,
     Watch,
     WatchCallback,
@@ -30,13 +29,6 @@ if TYPE_CHECKING:
 _TRIES_S = 5.0  # NameResolveConfig.timeout_s
 
 
-@dataclass
-class _Lease:
-    ttl_s: float
-    expires: float
-    keys: dict[str, None] = field(default_factory=dict)
-
-
 class SimWatch(Watch):
     """A watch of a process. Events come in order, each after a delay."""
 
@@ -45,28 +37,24 @@ class SimWatch(Watch):
         self.callback = callback
         self.process = process
         self.last_at = 0.0
-        self._store, self._subtree = store, subtree
-        self.cancelled = False
-
-    def matches(self, key: str) -> bool:
-        return key.startswith(self.what) if self._subtree else key == self.what
+        self._store = store
+        self._over = False
 
     def deliver(self, event: WatchEvent) -> None:
-        if not self.cancelled:
+        if not self._over:
             self.callback(event)
 
     def cancel(self) -> None:
-        self.cancelled = True
+        self._over = True
         self._store.watches.pop(id(self), None)
 
 
-class NameStore:
+class NameStore(MemoryStore):
     """etcd."""
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         self._world = world
-        self.entries: dict[str, tuple[str, int | None]] = {}
-        self.leases: dict[int, _Lease] = {}
         self.watches: dict[int, SimWatch] = {}
         self.down_until = 0.0
         self._next_lease = 1
@@ -76,33 +64,17 @@ class NameStore:
         return self._world.now < self.down_until
 
     def put(self, key: str, value: str, lease: int | None) -> None:
-        if lease is not None and lease not in self.leases:
-            raise LeaseNotFound(f"lease {lease:#x} of name {key!r} does not exist (expired, revoked or never granted)")
-        self._detach(key)
-        self.entries[key] = (value, lease)
-        if lease is not None:
-            self.leases[lease].keys[key] = None
-        self._tell(WatchEvent("put", key, value))
+        super().put(key, value, lease)
         self._world.on_put(key, value)
 
-    def delete(self, key: str) -> None:
-        self._detach(key)
-        del self.entries[key]
-        self._tell(WatchEvent("delete", key))
-
-    def grant(self, ttl_s: float, lease_id: int | None) -> int:
+    def grant_kept(self, ttl_s: float, lease_id: int | None = None) -> int:
+        """A lease that lives until it is revoked."""
         if lease_id is None:
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
         if lease_id in self.leases:
             raise LeaseExists(f"lease {lease_id:#x} exists already")
-        self.leases[lease_id] = _Lease(ttl_s, math.inf)  # whoever keeps it, does so until it revokes it
+        self.grant(lease_id, ttl_s, math.inf)
         return lease_id
-
-    def revoke(self, lease_id: int) -> None:
-        lease = self.leases.pop(lease_id, None)
-        for key in sorted(lease.keys) if lease else ():
-            del self.entries[key]
-            self._tell(WatchEvent("delete", key))
 
     def forget(self) -> None:
         """It comes back without its data."""
@@ -110,11 +82,6 @@ class NameStore:
         self.leases.clear()
         self.watches.clear()
         self.down_until = 0.0
-
-    def _detach(self, key: str) -> None:
-        entry = self.entries.get(key)
-        if entry is not None and entry[1] is not None:
-            self.leases[entry[1]].keys.pop(key, None)
 
     def _tell(self, event: WatchEvent) -> None:
         for watch in list(self.watches.values()):
@@ -124,68 +91,28 @@ class NameStore:
                 self._world.scheduler.at(at, watch.deliver, event, loop=watch.process.loop)
 
 
-class SimNameResolver(NameResolver):
+class SimNameResolver(MemoryNameResolver):
     """A process's session."""
 
     def __init__(self, store: NameStore, process: Process) -> None:
-        super().__init__()
+        super().__init__(store)
         self._store, self._process = store, process
-
-    def _add(self, key: str, value: str, replace: bool, lease: int | None) -> None:
-        if not replace and key in self._store.entries:
-            raise NameEntryExists(f"name {key!r} exists already")
-        self._store.put(key, value, lease)
 
     def _get(self, key: str) -> str | None:
         self.check_up()
-        entry = self._store.entries.get(key)
-        return None if entry is None else entry[0]
-
-    def _get_subtree(self, key: str) -> dict[str, str]:
-        return {name: entry[0] for name, entry in sorted(self._store.entries.items()) if name.startswith(key + "/")}
-
-    def _delete(self, key: str) -> bool:
-        if key not in self._store.entries:
-            return False
-        self._store.delete(key)
-        return True
-
-    def _clear_subtree(self, key: str) -> int:
-        keys = sorted(name for name in self._store.entries if name.startswith(key + "/"))
-        for name in keys:
-            self._store.delete(name)
-        return len(keys)
-
-    def _compare_and_swap(self, key: str, expected: str | None, value: str) -> bool:
-        entry = self._store.entries.get(key)
-        if (None if entry is None else entry[0]) != expected:
-            return False
-        self._store.put(key, value, None if entry is None else entry[1])
-        return True
+        return super()._get(key)
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool, limit_s: float | None) -> Watch:
         watch = SimWatch(self._store, self._process, key, subtree, callback)
         for name, entry in sorted(self._store.entries.items()):
             if watch.matches(name):
-                callback(WatchEvent("put", name, entry[0]))
+                callback(WatchEvent("put", name, entry.value))
         self._store.watches[id(watch)] = watch
         self._process.watches.append(watch)
         return watch
 
     def _grant_lease(self, ttl_s: float, lease_id: int | None, keep_alive: bool) -> Lease:
-        return Lease(self, self._store.grant(ttl_s, lease_id), ttl_s)
-
-    def _refresh_lease(self, lease_id: int) -> bool:
-        return lease_id in self._store.leases
-
-    def _revoke_lease(self, lease_id: int) -> None:
-        self._store.revoke(lease_id)
-
-    def _look_after(self, key: str, value: str) -> None:
-        """Nothing is ever lost."""
-
-    def _lease_alive(self, lease_id: int) -> bool:
-        return lease_id in self._store.leases
+        return Lease(self, self._store.grant_kept(ttl_s, lease_id), ttl_s)
 
     def _close(self) -> None:
         for watch in self._process.watches:

@@ -178,7 +178,7 @@ class World:
         """A new life of this name."""
         self._num_lives[name] += 1
         process = Process(self, name, self._num_lives[name], config=config, started_at=self.now)
-        process.lease = self.names.grant(30.0, None)
+        process.lease = self.names.grant_kept(30.0)
         process.number = sum(self._num_lives.values())
         self.processes[name] = process
         self.note(process, "started")
