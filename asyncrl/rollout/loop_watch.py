@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import threading
-import traceback
+
+from asyncrl.runtime.stacks import stack_of
 
 _MAX_FRAMES = 12  # of the stack that is shown
 
@@ -42,8 +42,7 @@ class LoopWatch:
                 return
             if turned.wait(self._limit_s):
                 continue
-            frame = sys._current_frames().get(thread_id)
-            stack = "".join(traceback.format_stack(frame)[-_MAX_FRAMES:])
+            stack = "\n".join(stack_of(thread_id).splitlines()[: 1 + _MAX_FRAMES])
             self._logger.error(
                 "the event loop has stood still for %g s%s; it is at\n%s", self._limit_s, self._hint, stack
             )

@@ -1,9 +1,12 @@
-"""What a process is doing: Python stacks of its threads and its asyncio tasks, on request, however it hangs.
+"""What a process is doing: the Python stacks of its threads and its asyncio tasks, on request.
 
-Each process answers two signals by writing into a file of its own, beside its log. SIGUSR1: the stacks of all threads, by
-faulthandler, which needs neither the interpreter nor the event loop to turn. SIGUSR2: the tasks, by a handler in Python, which
-runs when the main thread's interpreter turns, though the loop may not. Whoever asks (`ask`) looks first whether the process is
-there, is that one, and can run: a signal that nobody handles would kill.
+One thread of each process waits for SIGUSR1 with sigwait. For each signal it appends one answer to a file beside the process's
+log. It reads the other threads' frames while it holds the GIL. A process in which another thread keeps the GIL (a long regular
+expression, C code) therefore does not answer; `py-spy dump` can read it from outside. Two other ways were tried and crash a process
+with busy threads: faulthandler's signal handler, which reads frames without the GIL, and sys._current_frames (Python 3.11.7).
+
+The signal is blocked in this thread only, and it is sent to this thread only, so no child process inherits a blocked signal.
+`ask_all` first checks that the process exists, is the one that wrote the file, and can run.
 """
 
 from __future__ import annotations
@@ -12,64 +15,92 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
-import math
 import os
-import re
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 SUFFIX = ".stacks"
-_THREADS, _TASKS = signal.SIGUSR1, signal.SIGUSR2
+_REQUEST = signal.SIGUSR1
 _HEADER = "asyncrl stacks of"
-_THREADS_END = "-- threads end --"
-_TASKS_END = "-- tasks end --"
+_BEGIN, _TASKS, _END = "-- threads --\n", "-- tasks --\n", "-- end --\n"
 _MAX_FILE_BYTES = 1_000_000  # a larger file begins anew with the next request
 _MAX_KINDS = 200  # of tasks, in one answer: those that wait at the same place are one kind
-_MAX_FRAMES = 40
-_POLL_S = 0.02
-_QUIET_S = 0.1  # the threads are told in many small pieces, and without an end
-_ASK_AGAIN_S = 1.0
-_THREAD = re.compile(r"^(Current thread|Thread) 0x", re.MULTILINE)
+_MAX_FRAMES = 40  # of a task
+_POLL_S = 0.005
 _ENDED, _STANDS_STILL = {"", "Z", "X"}, {"T", "t"}  # states in /proc
 
 State = Literal["answered", "busy", "stopped", "gone"]
+
+_loop: asyncio.AbstractEventLoop | None = None  # of the main thread
 
 
 # ------------------------------------------------------------------------------------------------------------- who is asked
 
 
 def answer_requests(path: Path, name: str) -> None:
-    """From now on this process answers. Call on the main thread; of a forked process, after the fork."""
+    """From now on this process answers. Call on the main thread; in a forked process, after the fork."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    faulthandler.register(_THREADS, file=fd, all_threads=True, chain=False)  # which keeps the number, not a file
+    thread = threading.Thread(target=_answer, args=(fd, name), name="stacks", daemon=True)
 
-    def write_tasks(_number: int, _frame: FrameType | None) -> None:
-        # no logging, no locks: it may have interrupted anything
-        try:
-            told = "\n".join(["", *task_lines(), _TASKS_END, ""])
-        except Exception as error:
-            told = f"\nthe tasks cannot be told: {error!r}\n{_TASKS_END}\n"
+    def pass_on(_number: int, _frame: FrameType | None) -> None:
+        # The signal came to the process as a whole: from a person, or because this system has no tgkill.
+        if thread.is_alive():  # it is not in a child of os.fork
+            signal.pthread_kill(thread.ident, _REQUEST)  # type: ignore[arg-type]
+
+    signal.signal(_REQUEST, pass_on)
+    thread.start()
+
+
+def tell_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
+    """From now on answers contain the tasks of this loop, which runs on the main thread."""
+    global _loop
+    _loop = loop
+
+
+def _answer(fd: int, name: str) -> None:
+    """waits for: the next request. unblocked by: a signal to this thread."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {_REQUEST})
+    process = f"process {os.getpid()}, thread {threading.get_native_id()}, started {_stat_of(os.getpid())[1]}"
+    told = f"{_HEADER} {name}, {process}\n"  # a process that reads this line may send signals
+    while True:
         with contextlib.suppress(OSError):  # the disk is full
-            os.write(fd, f"{_THREADS_END}{told}".encode(errors="replace"))
+            os.write(fd, told.encode(errors="replace"))
+        signal.sigwait({_REQUEST})
+        parts = []
+        for mark, read in ((_BEGIN, thread_stacks), (_TASKS, task_lines)):
+            try:
+                parts += [mark, *(f"{line}\n" for line in read())]
+            except Exception as error:  # the next request must find this thread alive
+                parts += [mark, f"cannot be told: {error!r}\n"]
+        told = "".join([*parts, _END])
 
-    signal.signal(_TASKS, write_tasks)
-    # last: who finds this line may send signals
-    os.write(fd, f"{_HEADER} {name}, process {os.getpid()}, started {_stat_of(os.getpid())[1]}\n".encode())
+
+def thread_stacks() -> list[str]:
+    """The stacks of all threads but the calling one, the innermost call of each first."""
+    with open(os.memfd_create("stacks"), "r+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = file.read().decode(errors="replace").split("\n\n")
+    return [stack.strip() for stack in stacks if not stack.startswith("Current thread ")]
+
+
+def stack_of(thread: int) -> str:
+    """The stack of another thread, given its `ident`; "" where it is not told."""
+    return next((stack for stack in thread_stacks() if stack.startswith(f"Thread 0x{thread:016x} ")), "")
 
 
 def task_lines() -> Iterator[str]:
-    """The tasks of the loop that runs in this thread: how many wait where, from the outermost coroutine to the innermost."""
-    try:
-        tasks = asyncio.all_tasks()
-    except RuntimeError:
+    """The tasks of the main thread's loop: how many wait where, from the outermost coroutine to the innermost."""
+    if _loop is None:
         return
-    current = asyncio.current_task()
+    tasks, current = asyncio.all_tasks(_loop), asyncio.current_task(_loop)
     kinds: dict[tuple[str, ...], list[str]] = {}
     for task in tasks:
         frames = tuple(_frames(task.get_coro()))
@@ -90,8 +121,7 @@ def _frames(awaited: Any) -> Iterator[str]:
         frame = _attribute(awaited, "cr_frame", "gi_frame", "ag_frame")
         if frame is None:
             break
-        code = frame.f_code
-        yield f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}'
+        yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
         awaited = _attribute(awaited, "cr_await", "gi_yieldfrom", "ag_await")
     if isinstance(awaited, asyncio.Task):
         yield f"  waits for task {awaited.get_name()}"
@@ -114,12 +144,12 @@ class Stacks:
     pid: int
     file: str
     state: State
-    note: str = ""  # of one that has not answered in full: why
-    threads: str = ""  # as faulthandler writes them: the innermost call first
+    note: str = ""  # of one that has not answered: why
+    threads: str = ""  # the innermost call first
     tasks: str = ""  # the outermost call first
 
 
-def ask_all(logs: Sequence[Path], limit_s: float, *, settle: Callable[[float], None] = time.sleep) -> list[Stacks]:
+def ask_all(logs: Sequence[Path], limit_s: float) -> list[Stacks]:
     """The stacks of all processes whose files lie in these folders and that are not long gone, by name.
 
     Waits for: their answers, at most limit_s for all together; those that cannot answer are not waited for.
@@ -134,7 +164,7 @@ def ask_all(logs: Sequence[Path], limit_s: float, *, settle: Callable[[float], N
         request.send()
     deadline = time.monotonic() + limit_s
     while any([request.is_open() for request in requests]) and time.monotonic() < deadline:
-        settle(_POLL_S)
+        time.sleep(_POLL_S)
     return [request.result(limit_s) for request in requests]
 
 
@@ -143,18 +173,14 @@ class _Request:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.name, self._pid, started = _read_header(path)
+        self.name, self._pid, self._thread, started = _read_header(path)
         self._begin = 0
-        self._size = 0  # what is known to be written, and since when it has not grown
-        self._since = 0.0
         self._sent = False
-        self._tasks_asked = -math.inf
         self._stat, found = _stat_of(self._pid) if self.name else ("", 0)
         self.is_gone = found != started or self._stat in _ENDED
-        self._is_stopped = self._stat in _STANDS_STILL
 
     def send(self) -> None:
-        if self.is_gone or self._is_stopped:
+        if self.is_gone or self._stat in _STANDS_STILL:
             return
         with contextlib.suppress(OSError):
             size = self._path.stat().st_size
@@ -163,84 +189,71 @@ class _Request:
                     size = len(file.readline())
                 os.truncate(self._path, size)
             self._begin = size
-            os.kill(self._pid, _THREADS)
+            _signal_thread(self._pid, self._thread)
             self._sent = True
 
     def is_open(self) -> bool:
-        """Whether an answer is still to come. Asks for the tasks once the threads are told: two writers would mix."""
+        """Whether an answer is still to come."""
         if not self._sent:
             return False
         self._stat, _ = _stat_of(self._pid)
-        if self._stat in _ENDED | _STANDS_STILL:
-            return False
-        written, now = self._written(), time.monotonic()
-        if len(written) != self._size:
-            self._size, self._since = len(written), now
-        if written and now - self._since > _QUIET_S and now - self._tasks_asked > _ASK_AGAIN_S:
-            self._tasks_asked = now
-            _signal_main_thread(self._pid, _TASKS)
-        return self._parsed(written) is None
+        return self._stat not in _ENDED | _STANDS_STILL and self._answer() is None
 
-    def _written(self) -> str:
+    def _answer(self) -> tuple[str, str] | None:
+        """Threads and tasks; None: the answer is not there yet."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._begin)
-                return file.read(2 * _MAX_FILE_BYTES).decode(errors="replace")
+                written = file.read().decode(errors="replace")
         except OSError:
-            return ""
-
-    @staticmethod
-    def _parsed(written: str) -> tuple[str, str] | None:
-        """Threads and tasks; None: not all is there. A late answer to somebody who asked before may come first."""
-        begin = _THREAD.search(written)
-        threads, ended, tasks = written[begin.start() if begin else 0 :].partition(_THREADS_END)
-        tasks, all_there, _ = tasks.partition(_TASKS_END)
-        return (threads.strip(), tasks.strip()) if begin and ended and all_there else None
+            return None
+        threads, _, rest = written.partition(_BEGIN)[2].partition(_TASKS)
+        tasks, all_there, _ = rest.partition(_END)
+        return (threads.strip(), tasks.strip()) if all_there else None
 
     def result(self, limit_s: float) -> Stacks:
-        def stacks(state: State, note: str, threads: str = "", tasks: str = "") -> Stacks:
-            return Stacks(self.name, self._pid, str(self._path), state, note, threads, tasks)
-
+        state: State = "busy"
+        if self._sent and (answer := self._answer()):
+            return Stacks(self.name, self._pid, str(self._path), "answered", "", *answer)
         if self.is_gone:
-            return stacks("gone", "it has ended")
-        if self._is_stopped:
-            return stacks("stopped", _STOPPED)
-        written = self._written()
-        if parsed := self._parsed(written):
-            return stacks("answered", "", *parsed)
-        threads = written.partition(_THREADS_END)[0].strip()
-        if self._stat in _STANDS_STILL:
-            return stacks("stopped", _STOPPED, threads)
-        if self._stat in _ENDED:
-            return stacks("gone", "it has ended meanwhile", threads)
-        if threads:
-            inside = "its main thread is inside a call that is not Python's"
-            return stacks("busy", f"its tasks were not told within {limit_s:g} s: {inside}", threads)
-        where = "waits for the kernel (a disk?)" if self._stat == "D" else f"is in state {self._stat!r}"
-        return stacks("busy", f"it did not answer within {limit_s:g} s; it {where}")
+            state, note = "gone", "it has ended"
+        elif self._stat in _STANDS_STILL:
+            state, note = "stopped", _STOPPED
+        elif self._stat in _ENDED:
+            state, note = "gone", "it has ended meanwhile"
+        else:
+            note = f"it did not answer within {limit_s:g} s: {self._why_busy()}"
+        return Stacks(self.name, self._pid, str(self._path), state, note)
+
+    def _why_busy(self) -> str:
+        if self._stat == "D":
+            return "it waits for the kernel (a disk?)"
+        return (
+            "one of its threads holds the GIL (a long regular expression, C code), or the machine is busy. If py-spy is "
+            f"installed, `py-spy dump --pid {self._pid}` shows the stacks"
+        )
 
 
-def _signal_main_thread(pid: int, number: int) -> None:
-    """A signal to the process as a whole may reach another thread, and leave the main thread in the call that it waits in."""
-    with contextlib.suppress(OSError):
-        try:
-            ctypes.CDLL(None).tgkill(pid, pid, int(number))
-        except AttributeError:  # glibc before 2.30, and other systems
-            os.kill(pid, number)
+def _signal_thread(pid: int, thread: int) -> None:
+    try:
+        ctypes.CDLL(None).tgkill(pid, thread, int(_REQUEST))
+    except AttributeError:  # glibc before 2.30, and other systems: the handler of answer_requests passes it on
+        os.kill(pid, _REQUEST)
 
 
 _STOPPED = "it is stopped (SIGSTOP, or a debugger) and cannot answer; SIGCONT lets it go on"
 
 
-def _read_header(path: Path) -> tuple[str, int, int]:
-    """Name, pid and start of the process that writes there; "" where there is none."""
+def _read_header(path: Path) -> tuple[str, int, int, int]:
+    """Name, pid, thread and start of the process that writes there; "" where there is none."""
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         line = file.readline(4096).decode(errors="replace")
         head, _, started = line.rpartition(", started ")
+        head, _, thread = head.rpartition(", thread ")
         head, _, pid = head.rpartition(", process ")
         if head.startswith(f"{_HEADER} ") and line.endswith("\n"):
-            return head.removeprefix(f"{_HEADER} "), int(pid), int(started)
-    return "", 0, -1
+            return head.removeprefix(f"{_HEADER} "), int(pid), int(thread), int(started)
+    return "", 0, 0, -1
 
 
 def _stat_of(pid: int) -> tuple[str, int]:

@@ -32,6 +32,7 @@ from asyncrl.names import Names, incarnation
 from asyncrl.runtime import http_client
 from asyncrl.runtime.disk import StorageError, out_of_files
 from asyncrl.runtime.name_resolve import NameResolver, WatchEvent, open_name_resolver
+from asyncrl.runtime.stacks import tell_tasks_of
 from asyncrl.runtime.trace import OFF, Tracer, place_of, trace_file
 
 T = TypeVar("T")
@@ -450,6 +451,7 @@ def run_worker(worker: Worker, on_error: Callable[[BaseException], None] | None 
     on_error: is shown the error too, while its frames are as they were (a debugger).
     """
     loop = asyncio.new_event_loop()
+    tell_tasks_of(loop)
     try:
         loop.run_until_complete(worker.main())
     except KeyboardInterrupt:

@@ -50,7 +50,7 @@ def test_a_standstill_is_reported_and_all_stacks_are_in_the_logs(tmp_path, capsy
             return all("its stacks, because there is no train step for " in log.read_text() for log in logs.values())
 
         run.wait_until(in_all_logs, "stacks were in all logs", LIMIT_S)
-        assert "Current thread 0x" in logs["master/0"].read_text()
+        assert "Thread 0x" in logs["master/0"].read_text()
         assert "it is stopped (SIGSTOP, or a debugger) and cannot answer" in logs["generation_server/0"].read_text()
         found = stacks_of(run, capsys)
         assert found["generation_server/0"]["state"] == "stopped"
