@@ -10,6 +10,8 @@ from asyncrl.config import NameResolveConfig
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.commands import debug as debug_command
 from asyncrl.launch.program import plan, save_config, with_name_resolve
+from asyncrl.launch.rundir import RunLock
+from asyncrl.runtime.etcd_server import EtcdServer
 from asyncrl.testing.runs import make_tiny_run
 
 LIMIT_S = 100.0
@@ -41,6 +43,29 @@ def test_an_error_is_looked_at_where_it_was_raised(tiny, tmp_path):
     assert "nothing answers at 127.0.0.1:1; it gets a private etcd" in done.stdout
     assert f"('directory is', '{tmp_path.name}')" in done.stdout  # of the frame that raised
     assert "has no tokenizer.json" in done.stderr
+
+
+def test_a_process_left_for_debugging_stops_when_its_run_ends(tiny, tmp_path):
+    """Also where the launcher was killed, and could ask nobody to stop: the end of its lock is enough."""
+    with EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log", NameResolveConfig().binary) as etcd:
+        run_dir = tmp_path / "run"
+        lock = RunLock(run_dir)
+        lock.acquire()
+        config = with_name_resolve(
+            load_experiment(tiny, ["runtime.start_timeout_s=1000"]), NameResolveConfig(endpoints=[etcd.endpoint])
+        )
+        (spec,) = (spec for spec in plan(config, attempt=1, num_prompts=20) if spec.name == "rollout_worker/0")
+        path = tmp_path / "rollout_worker_0.yaml"
+        save_config(replace(spec.config, worker=replace(spec.config.worker, run_dir=str(run_dir))), path)
+        command = [sys.executable, "-m", "asyncrl.launch.cli", "debug", str(path)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stderr is not None
+                assert any("setting up" in line for line in process.stderr)
+                lock.release()
+                assert process.wait(LIMIT_S) == 0
+            finally:
+                process.kill()
 
 
 def with_breakpoint(tiny, tmp_path):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import pdb
 import shutil
+import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +25,7 @@ from yaml import YAMLError
 from asyncrl.config import ConfigError, NameResolveConfig, RolloutWorkerConfig
 from asyncrl.launch.commands.common import Commands, add_command, print_json
 from asyncrl.launch.program import ProcessConfig, load_process_config
-from asyncrl.launch.rundir import LaunchError
+from asyncrl.launch.rundir import LaunchError, is_running
 from asyncrl.launch.worker_main import end_process, make_worker
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
@@ -29,11 +33,14 @@ from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError
 from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolveError, open_name_resolver
 from asyncrl.runtime.worker import configure_logging, run_worker
 
+_LOOK_EVERY_S = 1.0
+
 _DESCRIPTION = """Run one process of a run in this terminal, from its resolved config: breakpoint() works, Ctrl-C stops it.
 
 It joins the run that its config names. To have that run leave a process to you, start it with
-debug.leave_out=[rollout_worker/0]: it prints the command to type here, and waits. Where no such run goes on, the
-process gets a private etcd and waits for others that do not come: enough to see it start, load, and serve."""
+debug.leave_out=[rollout_worker/0]: it prints the command to type here, and waits. The process stops when that run ends.
+Where no such run goes on, the process gets a private etcd and waits for others that do not come: enough to see it start, load,
+and serve."""
 
 _EPILOG = """examples:
   asyncrl-launch run my_run.yaml 'debug.leave_out=[rollout_worker/0]'          in one terminal; then in another
@@ -67,6 +74,7 @@ def debug(arguments: argparse.Namespace, console: Console) -> int:
             on_error(error)
             code = 1
         else:
+            threading.Thread(target=_stop_with_run, args=(Path(config.worker.run_dir),), daemon=True).start()
             code = run_worker(made, on_error=on_error)
     if arguments.json:
         print_json({"worker": config.worker.name, "exit_code": code})
@@ -128,6 +136,17 @@ def _answers(config: ProcessConfig, name_resolve: NameResolveConfig) -> bool:
         f"{worker.name} runs already (process {status.pid}); start the run with debug.leave_out=[{worker.name}] to have it "
         "left to you"
     )
+
+
+def _stop_with_run(run_dir: Path) -> None:
+    """Stop this process when the run that it has joined ends, however the launcher ended.
+
+    waits for: the launcher's lock. In a debugger the signal has no effect before the event loop turns again.
+    """
+    if is_running(run_dir):
+        while is_running(run_dir):
+            time.sleep(_LOOK_EVERY_S)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _post_mortem(error: BaseException) -> None:
