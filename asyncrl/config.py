@@ -387,7 +387,9 @@ class RuntimeConfig:
     # the newest checkpoint. Past it everything is started again, once; then the run ends with the first cause. 0: the first end is
     # that of the run.
     max_restarts: int = 3
-    frozen_after_s: float = 30.0  # a process whose progress counter stands still this long is killed; 0: never
+    # A process whose event loop does not turn and that uses no CPU for so long is killed; one that computes, after 20 times as
+    # long (launch/supervision.py: BUSY_LIMITS). 0: never.
+    frozen_after_s: float = 30.0
     watchdog_after_s: float = 120.0  # without a train step: the launcher prints what each process waits for; 0: never
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     push_credit_items: int = 64  # trajectories a pusher may have unacknowledged, per head

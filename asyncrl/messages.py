@@ -787,6 +787,7 @@ class ChildReport(Struct, frozen=True, kw_only=True):
     pid: int = 0  # 0: not forked yet
     log: str = ""
     status: WorkerStatus | None = None
+    cpu_s: float = 0.0  # CPU time of one that lives, in whole seconds: each change of a report is sent
     returncode: int | None = None  # of one that has ended, or could not be started
     ended: float = 0.0  # unix seconds
     how: str = ""  # it ended, in a line

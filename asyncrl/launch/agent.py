@@ -278,7 +278,8 @@ class Agent:
 def _live_report(name: str, life: int, child: Child | None) -> ChildReport:
     assert child is not None
     pid = child.process.pid if child.process is not None else 0
-    return ChildReport(name=name, life=life, pid=pid, log=str(child.log), status=child.status)
+    cpu_s = float(int(child.cpu_s()))
+    return ChildReport(name=name, life=life, pid=pid, log=str(child.log), status=child.status, cpu_s=cpu_s)
 
 
 def _last_report(name: str, life: int, child: Child) -> ChildReport:

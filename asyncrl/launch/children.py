@@ -26,6 +26,7 @@ from asyncrl.launch.rundir import RUN_DIR_ENV, configs_dir, logs_dir
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.messages import DECODE_ERRORS, Wait, WorkerStatus
 from asyncrl.runtime.name_resolve import Lease
+from asyncrl.runtime.stacks import cpu_s
 from asyncrl.runtime.worker import LEASE_ENV, STATUS_FD_ENV
 
 _READ_BYTES = 1 << 16
@@ -172,6 +173,10 @@ class Child:
     def progress_count(self) -> int | None:
         """What grows while it does not stand still; None before its first word."""
         return self.status.progress if self.status is not None else None
+
+    def cpu_s(self) -> float:
+        """The CPU time that it has used; 0.0 where that is not known."""
+        return cpu_s(self.process.pid) if self.process is not None else 0.0
 
     def tail(self) -> str:
         """The end of its log."""

@@ -55,7 +55,17 @@ from asyncrl.launch.rundir import (
 )
 from asyncrl.launch.scaling import KIND as SERVER_KIND
 from asyncrl.launch.scaling import Scaling, make_scaling
-from asyncrl.launch.supervision import EVERYTHING, GANG, GANG_KINDS, WINDOW_S, End, EndRun, FreezeWatch, Supervision
+from asyncrl.launch.supervision import (
+    BUSY_LIMITS,
+    EVERYTHING,
+    GANG,
+    GANG_KINDS,
+    WINDOW_S,
+    End,
+    EndRun,
+    FreezeWatch,
+    Supervision,
+)
 from asyncrl.messages import WorkerStatus
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import explain, nearly_full, raise_open_files
@@ -128,6 +138,7 @@ class LocalLauncher:
             runtime.max_restarts, mode=config.mode, by_hand=config.debug.leave_out, apart=apart
         )
         self._freezes = FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s)
+        self._told_busy: set[int] = set()
         self._hang_report = HangReport(self.run_dir, runtime.watchdog_after_s, view.notice)
         self._left_out: list[LeftOut] = []  # processes that somebody else starts
         self._own_host = ""  # on a run of more than one host: which of them this is
@@ -345,13 +356,24 @@ class LocalLauncher:
         return self._scaling.shown(child, status) if self._scaling is not None else status
 
     def _kill_frozen(self) -> None:
-        """A process that does not move is as good as dead, and its peers wait for it."""
+        """A process that does not move is as good as dead, and its peers wait for it. A busy one is waited for."""
         assert self._crew is not None
         alive = {  # by lease: on several hosts processes may have one number
             child.lease.id: child for child in self._crew.alive if child.process is not None and not child.is_done
         }
         counts = {key: child.progress_count() for key, child in alive.items()}
-        for key, still_s in self._freezes.turn(time.monotonic(), counts).items():
+        cpu_s = {key: child.cpu_s() for key, child in alive.items()}
+        frozen = self._freezes.turn(time.monotonic(), counts, cpu_s)
+        busy = self._freezes.busy
+        for key in busy.keys() - self._told_busy:
+            limit_s = BUSY_LIMITS * self.config.runtime.frozen_after_s
+            self._view.notice(
+                f"{alive[key].name} is busy: its event loop has not turned for {busy[key]:.0f} s, in which it computed. It is "
+                f"killed after {limit_s:.0f} s. Its log names what occupies the loop ({alive[key].log}), and "
+                "`asyncrl-launch status --stacks` shows it"
+            )
+        self._told_busy = set(busy)
+        for key, still_s in frozen.items():
             child = alive[key]
             if not child.froze_s and not child.in_trouble:
                 child.froze_s = still_s

@@ -80,12 +80,16 @@ class RemoteChild(Child):
         self._tail = ""
         self._asked = "run"
         self._heard = time.monotonic()  # of it, last
+        self._cpu_s = 0.0
 
     def progress_count(self) -> int | None:
         """Of a host that is silent nobody knows whether its processes stand still."""
         count = super().progress_count()
         silent_s = time.monotonic() - self._heard
         return count + int(silent_s) if count is not None and silent_s > _SILENT_S else count
+
+    def cpu_s(self) -> float:
+        return self._cpu_s
 
     def poll(self) -> bool:
         return self.returncode is not None
@@ -111,6 +115,7 @@ class RemoteChild(Child):
         if report.life != self.life or self.returncode is not None:
             return
         self._heard = time.monotonic()
+        self._cpu_s = report.cpu_s
         if report.pid and self.process is None:
             self.process = _RemotePid(report.pid)
         if report.log:

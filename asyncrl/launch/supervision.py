@@ -15,8 +15,9 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 WINDOW_S = 3600.0
 GANG = "the training side"
@@ -29,6 +30,8 @@ _LONGEST_PAUSE_S = 30.0
 CALM_S = 60.0  # who has lived so long since its start died of something else than the one before: a row begins anew
 _MAX_TOLD = 20  # lines about what was tried
 _LONGEST_TURN_S = 1.0
+BUSY_LIMITS = 20  # a process that uses CPU may stand still for so many times runtime.frozen_after_s
+_CPU_SHARE = 0.01  # of that time; background threads of a deadlocked process use less
 
 
 @dataclass(frozen=True)
@@ -190,31 +193,66 @@ def _kind(name: str) -> str:
     return name.partition("/")[0]
 
 
+def standstill(still_s: float, idle_s: float, limit_s: float) -> Literal["moves", "busy", "frozen"]:
+    """The state of a process whose progress counter has stood still for still_s, and its CPU time for idle_s.
+
+    A process that uses CPU is busy: its event loop is late, and will turn again. A process that uses none is stopped or deadlocked.
+    """
+    if still_s <= limit_s:
+        return "moves"
+    return "frozen" if idle_s > limit_s or still_s > BUSY_LIMITS * limit_s else "busy"
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Of a process: its newest count and when that came; a CPU time and when it was reached."""
+
+    count: int | None
+    moved: float
+    cpu_s: float
+    worked: float
+
+
 class FreezeWatch:
-    """Who stands still. Only time in which the launcher itself turned counts: after a sleep of all everybody has his time again."""
+    """Which processes stand still. Only time in which the launcher itself turned counts: limits restart after a sleep."""
 
     def __init__(self, limit_s: float, start_limit_s: float) -> None:
         """limit_s: between two counts of a process, 0: no limit. start_limit_s: before the first one."""
         self._limit_s, self._start_limit_s = limit_s, start_limit_s
         self._awake_s = 0.0
         self._last_turn: float | None = None
-        self._moved: dict[int, tuple[int | None, float]] = {}  # newest count, and when it came
+        self._seen: dict[int, _Seen] = {}
+        self.busy: dict[int, float] = {}  # at the latest turn: for how many seconds
 
-    def turn(self, now: float, counts: Mapping[int, int | None]) -> dict[int, float]:
-        """counts: progress counter of each process, None before its first word. Those that are frozen: for how many seconds."""
+    def turn(
+        self, now: float, counts: Mapping[int, int | None], cpu_s: Mapping[int, float] = MappingProxyType({})
+    ) -> dict[int, float]:
+        """Those that are frozen: for how many seconds.
+
+        counts: progress counter of each process, None before its first word. cpu_s: the CPU time of those for which it is known.
+        """
         if self._last_turn is not None:
             self._awake_s += min(now - self._last_turn, _LONGEST_TURN_S)
         self._last_turn = now
-        before = self._moved
-        self._moved = {
-            key: before[key] if key in before and before[key][0] == count else (count, self._awake_s)
-            for key, count in counts.items()
-        }
         if not self._limit_s:
             return {}
-        still = {key: self._awake_s - since for key, (_, since) in self._moved.items()}
-        return {
-            key: seconds
-            for key, seconds in still.items()
-            if seconds > (self._start_limit_s if counts[key] is None else self._limit_s)
-        }
+        self._seen = {key: self._look(self._seen.get(key), count, cpu_s.get(key, 0.0)) for key, count in counts.items()}
+        self.busy, frozen = {}, {}
+        for key, seen in self._seen.items():
+            still_s, idle_s = self._awake_s - seen.moved, self._awake_s - seen.worked
+            if seen.count is None:
+                state = "frozen" if still_s > self._start_limit_s else "moves"
+            else:
+                state = standstill(still_s, idle_s, self._limit_s)
+            if state == "frozen":
+                frozen[key] = still_s
+            elif state == "busy":
+                self.busy[key] = still_s
+        return frozen
+
+    def _look(self, before: _Seen | None, count: int | None, cpu_s: float) -> _Seen:
+        if before is None or before.count != count:
+            return _Seen(count, self._awake_s, cpu_s, self._awake_s)
+        if cpu_s - before.cpu_s >= _CPU_SHARE * self._limit_s:
+            return replace(before, cpu_s=cpu_s, worked=self._awake_s)
+        return before

@@ -27,7 +27,6 @@ from aiohttp import web
 
 from asyncrl.groups.outcome import RolloutEnded, RolloutRejected
 from asyncrl.groups.trajectory import Response
-from asyncrl.rollout.loop_watch import LoopWatch
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, parse_chat_request
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, closed_error, message_of
 from asyncrl.rollout.tool_calls import held_back
@@ -42,7 +41,6 @@ MAX_BODY_BYTES = 8 << 20
 MODEL = "policy"  # what /v1/models lists; any name is taken
 _NO_RETRY = {"x-should-retry": "false"}  # openai's client asks again after 409, 429 and 5xx unless it is told not to
 _CHAT = "/v1/chat/completions"
-_BLOCKED = " (a blocking client in an `async def chat` waits for itself: write `def chat`, which runs in a thread)"
 
 
 class ChatEndpoint:
@@ -53,7 +51,7 @@ class ChatEndpoint:
         self._sessions: dict[str, Session] = {}  # bounded by the rollouts and their groups
         self._runner: web.AppRunner | None = None
         self._client: AsyncOpenAI | None = None
-        self._watch = LoopWatch(logger, hint=_BLOCKED)
+        self._starting = asyncio.Lock()
         self.url = ""
         self.counts = SessionCounts()
 
@@ -70,13 +68,11 @@ class ChatEndpoint:
         # handler_cancellation: a client that goes away cancels its handler, and with it the generation.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         self.url = await serve(self._runner, host, port)
-        self._watch.start()
         quiet = logging.getLogger("httpx")  # of openai's client: it would log a line a request
         if quiet.level == logging.NOTSET:
             quiet.setLevel(logging.WARNING)
 
     async def close(self) -> None:
-        self._watch.close()
         if self.counts.requests:
             self._logger.info("chat sessions: %s", self.counts)
         if self._client is not None:
@@ -90,6 +86,12 @@ class ChatEndpoint:
         self._sessions[session_id] = session
         self._board.set_queue("chat sessions", len(self._sessions))
         return session_id
+
+    async def next_start(self) -> None:
+        """Returns to one caller in a turn of the event loop, so that several hundred agents that start do not hold up the worker:
+        an openai client takes 22 ms of CPU to make."""
+        async with self._starting:
+            await asyncio.sleep(0)
 
     async def end(self, session_id: str) -> None:
         """From now on the session is unknown, and what it still asks for is cancelled."""

@@ -265,13 +265,27 @@ def _stat_of(pid: int) -> tuple[str, int]:
             return "", 0
         return "?", 0
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        fields = _stat_fields(pid)
         return fields[0].decode(), int(fields[19])
     except (OSError, IndexError, ValueError):
         return "", 0
 
 
+def _stat_fields(pid: int) -> list[bytes]:
+    """From the state on: the third and all later fields of proc_pid_stat(5)."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal or a debugger."""
     return _stat_of(pid)[0] in _STANDS_STILL
+
+
+def cpu_s(pid: int) -> float:
+    """The CPU time of a process, in seconds; 0.0 where the system does not tell."""
+    try:
+        fields = _stat_fields(pid)
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0

@@ -31,6 +31,7 @@ from asyncrl.messages import Wait, WorkerStatus
 from asyncrl.names import Names, incarnation
 from asyncrl.runtime import http_client
 from asyncrl.runtime.disk import StorageError, out_of_files
+from asyncrl.runtime.loop_watch import LoopWatch
 from asyncrl.runtime.name_resolve import NameResolver, WatchEvent, open_name_resolver
 from asyncrl.runtime.stacks import tell_tasks_of
 from asyncrl.runtime.trace import OFF, Tracer, place_of, trace_file
@@ -452,6 +453,8 @@ def run_worker(worker: Worker, on_error: Callable[[BaseException], None] | None 
     """
     loop = asyncio.new_event_loop()
     tell_tasks_of(loop)
+    if _is_launched():  # under a debugger the loop stands still
+        LoopWatch(worker.logger).start(loop)
     try:
         loop.run_until_complete(worker.main())
     except KeyboardInterrupt:

@@ -220,6 +220,32 @@ def test_who_does_not_count_any_more_is_frozen() -> None:
     assert watch.turn(12.0, {1: 6, 2: 19}) == {}  # it has moved after all
 
 
+def test_a_process_that_computes_is_busy_and_not_frozen() -> None:
+    """For 20 times the limit; then it computes without end. One that uses as little CPU as background threads do is frozen."""
+    watch = FreezeWatch(10.0, 100.0)
+    for second in range(11):
+        assert (
+            watch.turn(float(second), {1: 5, 2: 5, 3: 5}, {1: float(second), 2: 0.002 * second, 3: 0.02 * second}) == {}
+        )
+        assert watch.busy == {}
+    assert watch.turn(11.0, {1: 5, 2: 5, 3: 5}, {1: 11.0, 2: 0.022, 3: 0.22}) == {2: 11.0}
+    assert watch.busy == {1: 11.0, 3: 11.0}
+    for second in range(12, 201):
+        assert watch.turn(float(second), {1: 5}, {1: float(second)}) == {}
+    assert watch.turn(201.0, {1: 5}, {1: 201.0}) == {1: 201.0}
+    assert watch.turn(202.0, {1: 6}, {1: 202.0}) == {}
+    assert watch.busy == {}
+
+
+def test_a_busy_process_that_is_stopped_is_frozen_one_limit_later() -> None:
+    watch = FreezeWatch(10.0, 100.0)
+    for second in range(16):
+        assert watch.turn(float(second), {1: 5}, {1: float(second)}) == {}
+    for second in range(16, 26):
+        assert watch.turn(float(second), {1: 5}, {1: 15.0}) == {}
+    assert watch.turn(26.0, {1: 5}, {1: 15.0}) == {1: 26.0}
+
+
 def test_a_sleep_of_the_launcher_is_nobodys_fault() -> None:
     watch = FreezeWatch(10.0, 100.0)
     watch.turn(0.0, {1: 5})
