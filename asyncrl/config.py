@@ -270,7 +270,7 @@ class TrainConfig:
     # For experiments about staleness: a step waits until generation is eta versions ahead, so that all data is that old.
     wait_for_full_lag: bool = False
     # Batches of steps whose loss or gradient was not finite (those steps are skipped), the newest so many, with the weights they
-    # began from: for `asyncrl-launch replay`. 0: none
+    # began from: for examples/bad_batch. 0: none
     keep_bad_batches: int = 3
     max_skipped_steps: int = 10  # train steps skipped in a row; then the run ends. 0: it goes on
     call_timeout_s: float = 1800.0  # a call to the model workers

@@ -1,4 +1,4 @@
-"""Batches of which a train step could not be made, because its loss or gradient was not finite: kept for `asyncrl-launch replay`.
+"""Batches whose loss or gradient was not finite: kept for examples/bad_batch/examine.py, which names the sequences.
 
     <run>/bad_batches/a0001-s00000012/      attempt 1, train step 12, which began from version 11
         step_00000011-group_0000-model_worker_0.safetensors ...       as in trajectories.py, with all keys that there were
@@ -17,21 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
-from asyncrl.messages import DECODE_ERRORS, WeightVersion
+from asyncrl.messages import WeightVersion
 
 FOLDER = "bad_batches"  # of a run
 WEIGHTS = "weights"
 _NAME = re.compile(r"a(\d{4,})-s(\d{8,})")
 _WHY = "why.json"
-
-
-class Why(Struct, frozen=True, kw_only=True):
-    """What the step said about itself. What is no number is null."""
-
-    time: float
-    stats: dict[str, float | None]
 
 
 @dataclass(frozen=True, order=True)
@@ -47,19 +39,13 @@ class BadBatch:
         """What its step began from."""
         return WeightVersion(self.attempt, self.step - 1)
 
-    def why(self) -> Why | None:
-        """None where the master did not come to write it."""
-        try:
-            return msgspec.json.decode((self.path / _WHY).read_bytes(), type=Why)
-        except (OSError, *DECODE_ERRORS):
-            return None
-
 
 def folder_of(run_dir: Path, attempt: int, step: int) -> Path:
     return run_dir / FOLDER / f"a{attempt:04d}-s{step:08d}"
 
 
 def write_why(folder: Path, time: float, stats: Mapping[str, float]) -> None:
+    """What the step said about itself."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _WHY).write_bytes(
         msgspec.json.encode({"time": time, "stats": dict(stats)})
@@ -81,5 +67,5 @@ def prune_bad_batches(run_dir: Path, keep: int) -> None:
 
 
 def weights_needed(run_dir: Path) -> list[WeightVersion]:
-    """Versions without which no kept batch could be replayed."""
+    """Versions without which no kept batch could be examined."""
     return [batch.weights for batch in list_bad_batches(run_dir)]

@@ -25,7 +25,6 @@ from asyncrl.launch.commands import (
     ls,
     plot,
     prepare,
-    replay,
     resume,
     run,
     scale,
@@ -55,7 +54,6 @@ _COMMANDS = (
     plot,
     inspect,
     audit,
-    replay,
     chaos,
     simulate,
     trace,
@@ -87,7 +85,6 @@ to look closer:
   asyncrl-launch run    CONFIG record.trajectories=true trace=true  keep what is trained, and who did what when
   asyncrl-launch inspect RUN                                        a trajectory, token by token
   asyncrl-launch audit   RUN                                        was every prompt trained once, whatever was killed?
-  asyncrl-launch replay  RUN STEP                                   which sequences made a step's loss not finite
   asyncrl-launch trace   RUN                                        a timeline for ui.perfetto.dev
   asyncrl-launch debug   CONFIG_OF_PROCESS --pdb                    one process by itself
 

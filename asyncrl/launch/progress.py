@@ -290,7 +290,7 @@ class SkippedSteps:
         step = record["step"]
         return (
             f"step {step}: {' and '.join(parts)} skipped, because loss or gradient were not finite{so_far}. Which sequences "
-            f"did it: asyncrl-launch replay {self._run_dir} {step}"
+            f"did it: python examples/bad_batch/examine.py {self._run_dir} {step}"
         )
 
 
@@ -398,7 +398,7 @@ def _summary_rows(summary: Mapping[str, object]) -> list[tuple[str, str]]:
         rows.append(("W&B", str(summary["wandb"])))
     if skipped := summary.get("skipped_steps"):
         rows.append(
-            ("skipped", f"{skipped} optimizer steps, whose loss or gradient was not finite (asyncrl-launch replay)")
+            ("skipped", f"{skipped} optimizer steps, whose loss or gradient was not finite (examples/bad_batch)")
         )
     rows.append(("rejected prompts", ", ".join(f"{why}: {count}" for why, count in rejected.items()) or "none"))
     return rows

@@ -91,7 +91,7 @@ class SkippedSteps:
             await asyncio.to_thread(prune_bad_batches, self._run_dir, self._train.keep_bad_batches)
         except OSError as error:
             self._logger.warning("%s could not be written: %s", folder, error)
-        self._saved = f"Which sequences: `asyncrl-launch replay {self._run_dir} {step}`."
+        self._saved = f"Which sequences: `python examples/bad_batch/examine.py {self._run_dir} {step}`."
         self._logger.warning(
             "step %d: %d optimizer steps skipped, loss or gradient not finite; the batch is in %s. %s",
             step,

@@ -394,7 +394,7 @@ class MasterWorker(Worker):
             work.cancel()
 
     async def _keep_bad_batch(self, metas: Sequence[TrajectoryMeta], result: StepResult) -> None:
-        """Of a step that was skipped, or a part of it: for `asyncrl-launch replay`. Its weights are not pruned."""
+        """Of a step that was skipped, or a part of it: for examples/bad_batch. Its weights are not pruned."""
         await self.skipped.save(
             metas, self.step, result.stats, heads=self.heads, tracker=self.tracker, caller=self.caller
         )

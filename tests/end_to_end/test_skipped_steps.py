@@ -1,23 +1,23 @@
-"""A loss that is not finite: the step is skipped, told and counted, its batch is kept, and `replay` finds what did it."""
+"""A loss that is not finite: the step is skipped, told and counted; its batch is kept, and a script names the sequence."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncrl.data.bad_batches import list_bad_batches
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.data.trajectories import list_recording, read_trajectory
-from asyncrl.launch.cli import main
 from asyncrl.messages import WeightVersion
 from asyncrl.testing.runs import RunHandle, launch, make_tiny_run, train_steps
-from asyncrl.weights import list_versions, version_dir
+from asyncrl.weights import list_versions
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -62,19 +62,15 @@ def environment(config: Path, prefix: str) -> dict[str, str]:
     return {"PYTHONPATH": paths, "POISON": json.dumps(tokenizer.encode(prefix, add_special_tokens=False))}
 
 
-Replay = Callable[..., dict[str, Any]]
+SCRIPT = Path(__file__).parents[2] / "examples" / "bad_batch" / "examine.py"
 
 
-@pytest.fixture
-def replay(capsys: pytest.CaptureFixture[str]) -> Replay:
-    """`asyncrl-launch replay ... --json`."""
-
-    def call(*words: str, code: int = 0) -> dict[str, Any]:
-        assert main(["replay", *words, "--json"]) == code
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
-
-    return call
+def examine(run_dir: Path, *step: str, env: dict[str, str]) -> list[str]:
+    """The script's lines, without tickets."""
+    command = [sys.executable, str(SCRIPT), str(run_dir), *step]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env={**os.environ, **env})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [re.sub(r"^\S+ (?=e\d+-p)", "", line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +89,14 @@ def run(tiny: Path) -> Iterator[RunHandle]:
         yield run
 
 
-def test_one_bad_sequence_costs_its_minibatch(
-    run: RunHandle, replay: Replay, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_bad_sequence_costs_its_minibatch(tiny: Path, run: RunHandle) -> None:
     steps = train_steps(run.run_dir)
     assert [step["actor/skipped_steps"] for step in steps] == [0, 1, 0, 0, 0]
     assert [step["actor/optimizer_steps"] for step in steps] == [2] * 5
     assert json.loads((run.run_dir / "summary.json").read_text())["skipped_steps"] == 1
     told = "warning: step 2: 1 of 2 optimizer steps of the actor skipped, because loss or gradient were not finite"
     assert run.output().count(told) == 1
-    assert f"asyncrl-launch replay {run.run_dir} 2" in run.output()
+    assert f"examples/bad_batch/examine.py {run.run_dir} 2" in run.output()
 
     (batch,) = list_bad_batches(run.run_dir)
     assert (batch.attempt, batch.step, batch.weights) == (1, 2, WeightVersion(1, 1))
@@ -111,56 +105,32 @@ def test_one_bad_sequence_costs_its_minibatch(
     assert [group.header.meta.locator.position for group in groups] == [2, 3]
     assert {"advantages", "proximal_logprobs", "dense_rewards", "trained_mask"} <= set(groups[0].sample.keys)
 
-    found = replay(str(run.run_dir), "2")
-    assert (found["step"], found["groups"], found["sequences"]) == (2, 2, 4)
-    assert found["stats"]["actor/skipped_steps"] == 1
-    assert sorted(part["grad_norm"] is None for part in found["minibatches"]) == [False, True]
-    assert found["max_logprob_difference"] < 1e-4
-    assert [(bad["prompt"], bad["member"], bad["spread"]) for bad in found["bad"]] == [
-        ("e0-p3", 1, False),
-        ("e0-p3", 0, True),  # its advantage is normalised with that of the other
-    ]
-    itself = found["bad"][0]
-    assert (itself["cause"], itself["ticket"]) == ("dense_rewards", groups[1].header.meta.ticket_id)
-    assert [values["what"] for values in itself["bad"]] == ["dense_rewards", "advantages", "loss", "gradient"]
-    assert itself["bad"][0]["value"] == "inf"
-    assert itself["bad"][0]["first"] == itself["tokens"] - 1
-
-    assert replay(str(run.run_dir)) == found  # the newest
-
-    assert main(["replay", str(run.run_dir), "2"]) == 0
-    text = capsys.readouterr().out
-    assert "2 sequences with values that are not finite, 1 of them by themselves" in text
-    assert "dense_rewards inf at token" in text
-
-    # A step that was recorded, and sound; its weights are those of the end
-    sound = replay(str(run.run_dir), "4", "--weights", str(run.run_dir / "checkpoints" / "final"))
-    assert sound["finite"] is True
-    assert sound["bad"] == []
-    # Pruned, unless a server had them to the end
-    shutil.rmtree(version_dir(run.run_dir, "actor", WeightVersion(1, 3)), ignore_errors=True)
-    gone = replay(str(run.run_dir), "4", code=1)["error"]["message"]
-    assert "a0001-v00000003 has no manifest.json: not a weight version, or it was pruned" in gone
-    assert "--weights DIR takes others" in gone
-    missing = replay(str(run.run_dir), "77", code=1)["error"]["message"]
-    assert "there is no batch of step 77. Bad batches are kept of the steps: 2 (attempt 1)" in missing
+    title, *found = examine(run.run_dir, "2", env=environment(tiny, "0003"))
+    assert title == f"train step 2 of attempt 1, weights {run.run_dir}/weights/actor/a0001-v00000001"
+    assert found[:2] == ["e0-p2 member 0: finite", "e0-p2 member 1: finite"]
+    # the advantage of the first member is normalised with that of the second
+    assert re.fullmatch(r"e0-p3 member 0: NOT FINITE: advantages nan at token \d+, loss, grad_norm", found[2])
+    last = len(groups[1].sample.slices()[0][1]) - 1
+    assert found[3].startswith(f"e0-p3 member 1: NOT FINITE: dense_rewards inf at token {last}, advantages ")
+    assert found[3].endswith(", loss, grad_norm")
+    assert len(found) == 4
+    missing = subprocess.run([sys.executable, SCRIPT, run.run_dir, "77"], capture_output=True, text=True, check=False)
+    assert (missing.returncode, missing.stderr) == (1, f"{run.run_dir} keeps no such bad batch; there are [2]\n")
 
 
-def test_what_was_recorded_is_skipped_again_when_it_is_trained_again(
-    tiny: Path, run: RunHandle, replay: Replay
-) -> None:
+def test_what_was_recorded_is_skipped_again_when_it_is_trained_again(tiny: Path, run: RunHandle) -> None:
     """mode=train_only: the recorded batch is bad again, and found out again."""
     overrides = ("mode=train_only", "trial=again", f"replay.path={run.run_dir}", "train.max_steps=3")
     with launch(tiny, *OVERRIDES, *overrides, env=environment(tiny, "0003")) as again:
         assert again.wait(300) == 0, again.output()
     assert [step["actor/skipped_steps"] for step in train_steps(again.run_dir)] == [0, 1, 0]
-    found = replay(str(again.run_dir))
-    assert found["step"] == 2
-    (itself,) = [bad for bad in found["bad"] if not bad["spread"]]
-    assert (itself["member"], itself["cause"]) == (1, "dense_rewards")
+    found = examine(again.run_dir, env=environment(tiny, "0003"))
+    assert found[0].startswith("train step 2 of attempt 1, weights ")
+    (itself,) = [line for line in found if "dense_rewards" in line]
+    assert "member 1: NOT FINITE: dense_rewards inf at token" in itself
 
 
-def test_too_many_in_a_row_end_the_run_with_the_reason(tiny: Path, replay: Replay) -> None:
+def test_too_many_in_a_row_end_the_run_with_the_reason(tiny: Path) -> None:
     """mode=sync; from the second step on all prompts are bad."""
     overrides = (*OVERRIDES, "mode=sync", "trial=sync", "train.max_skipped_steps=4", "train.keep_bad_batches=2")
     with launch(tiny, *overrides, "train.max_steps=20", env=environment(tiny, "00")) as run:
@@ -168,10 +138,11 @@ def test_too_many_in_a_row_end_the_run_with_the_reason(tiny: Path, replay: Repla
     output = run.output()
     assert "the last 4 train steps of the actor were skipped: loss or gradient were not finite in all of them" in output
     assert "train.max_skipped_steps=4" in output
-    assert f"asyncrl-launch replay {run.run_dir} 4" in output
+    assert f"examples/bad_batch/examine.py {run.run_dir} 4" in output
     assert "Traceback" not in output
     assert [step["actor/skipped_steps"] for step in train_steps(run.run_dir)] == [1] * 4
     assert [batch.step for batch in list_bad_batches(run.run_dir)] == [3, 4]
-    found = replay(str(run.run_dir))
-    assert found["step"] == 4
-    assert [(bad["member"], bad["spread"]) for bad in found["bad"]] == [(1, False)] * 2 + [(0, True)] * 2
+    title, *found = examine(run.run_dir, env=environment(tiny, "00"))
+    assert title == f"train step 4 of attempt 1, weights {run.run_dir}/bad_batches/a0001-s00000004/weights"
+    assert ["dense_rewards" in line for line in found] == [False, True] * 2
+    assert all(line.endswith("loss, grad_norm") for line in found)

@@ -1,4 +1,4 @@
-"""A batch that makes the loss not finite, on real model workers in several layouts: kept whole, and found out by `diagnose`."""
+"""A batch that makes the loss not finite, on real model workers in several layouts: kept whole; examples/bad_batch finds it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,13 +13,14 @@ from test_model_worker import TRAIN, on_one_worker, one_model, placed_mfcs, push
 
 from asyncrl.config import CriticConfig, MFCConfig, ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.bad_batches import folder_of, list_bad_batches
-from asyncrl.data.trajectories import Trajectory, TrajectoryHeader, list_recording, read_trajectory
+from asyncrl.data.trajectories import Trajectory, list_recording, read_trajectory
+from asyncrl.groups.loading import load_object
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.messages import CommitWeights, WriteWeights
-from asyncrl.model.diagnosis import diagnose
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
 
+EXAMINE = load_object(f"{Path(__file__).parents[2]}/examples/bad_batch/examine.py:examine", "the script")
 LOGGER = logging.getLogger("test_bad_batches")
 IDS = ["a", "b", "c", "d", "e"]
 HEADS = {"a": 0, "b": 1, "c": 0, "d": 0, "e": 1}
@@ -114,22 +114,21 @@ async def test_every_head_saves_its_groups_with_what_others_have_made_of_them(
         assert made <= set(group.sample.keys)
         assert (group.header.step, group.header.batch, group.header.trained) == (0, 5, True)
 
-    says: list[str] = []
-    found = diagnose(batch, train, model_path, seed=1, says=says.append)
-    assert [(bad.ticket, bad.member, bad.cause, bad.spread) for bad in found.bad] == [("d", 1, "dense_rewards", False)]
-    assert [values.what for values in found.bad[0].bad] == [
-        "dense_rewards",
-        "advantages",
-        "returns",
-        "loss",
-        "gradient",
+    (kept,) = list_bad_batches(tmp_path)
+    found = list(EXAMINE(kept.path, train, model_path, seed=1))
+    assert [line.endswith(": finite") for line in found] == [
+        not (group.header.meta.ticket_id == "d" and member == 1)
+        for group in batch
+        for member in range(group.sample.num_sequences())
     ]
-    assert found.bad[0].bad[0].value == "-inf"
-    assert [part.grad_norm is None for part in found.minibatches].count(True) == 1
-    assert found.max_logprob_difference is not None
-    assert found.max_logprob_difference < 1e-4
-    assert not found.finite
-    assert says[-1].startswith("minibatch ") or says[-1].startswith("loss and gradient")
+    (bad,) = (line for line in found if "NOT FINITE" in line)
+    assert bad.startswith("d e0-p0 member 1: NOT FINITE: ")
+    what = [part.split()[0] for part in bad.partition("NOT FINITE: ")[2].split(", ")]
+    assert sorted(what) == ["advantages", "dense_rewards", "grad_norm", "loss", "returns"]
+    assert "dense_rewards -inf at token" in bad
+
+    name = break_weights(model_path, tmp_path / "broken")
+    assert next(EXAMINE(kept.path, train, tmp_path / "broken", seed=1)) == f"weights model.{name}: NOT FINITE"
 
 
 async def test_a_disk_that_refuses_costs_a_warning(
@@ -147,9 +146,8 @@ async def test_a_disk_that_refuses_costs_a_warning(
     assert "could not be written" in caplog.text
 
 
-def test_weights_that_are_not_finite_are_named(tmp_path: Path, model_path: Path, train: TrainConfig) -> None:
-    """Then no sequence is looked for."""
-    broken = tmp_path / "broken"
+def break_weights(model_path: Path, broken: Path) -> str:
+    """A copy in which a value of one tensor is infinite. Returns the tensor's name."""
     broken.mkdir()
     for file in model_path.iterdir():
         if file.suffix != ".safetensors":
@@ -159,49 +157,4 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path, model_path: Path,
     name = sorted(tensors)[-1]
     tensors[name].view(-1)[0] = torch.inf
     save_file(tensors, broken / tensors_file.name, metadata={"format": "pt"})
-    found = diagnose(in_memory(train), train, broken, seed=1)
-    assert found.bad_weights == [name]
-    assert found.minibatches == []
-    assert not found.finite
-
-
-def test_logprobs_that_the_trainer_made_and_cannot_be_are_told_apart(
-    tmp_path: Path, model_path: Path, train: TrainConfig
-) -> None:
-    """Recorded as no number, finite when computed again: the device or the layout did it."""
-    batch = in_memory(train)
-    batch[1].sample.data["proximal_logprobs"][6] = np.nan
-    found = diagnose(batch, train, model_path, seed=1)
-    (bad,) = found.bad
-    assert (bad.ticket, bad.member, bad.cause, bad.spread) == ("b", 0, "proximal_logprobs", False)
-    what = [values.what for values in bad.bad]
-    assert "recomputed logprobs" not in what
-    assert {"ratio", "behaviour weight", "loss"} <= set(what)
-
-
-def in_memory(train: TrainConfig) -> list[Trajectory]:
-    """A batch as it would have been saved, made up: sound."""
-    batch = []
-    for position, ticket in enumerate(IDS):
-        meta, sample = trajectory(ticket, position=position)
-        logprobs = sample.data["packed_logprobs"]
-        mask = sample.data["loss_mask"]
-        made = {
-            "proximal_logprobs": logprobs.copy(),
-            "packed_ref_logprobs": logprobs.copy(),
-            "advantages": mask.astype(np.float32),
-            "trained_mask": mask,
-        }
-        sample = sample.update(sample.derive(made))
-        header = TrajectoryHeader(
-            meta=meta,
-            seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()},
-            step=0,
-            position=position,
-            batch=len(IDS),
-            trained=True,
-            recorded_by="model_worker/0",
-            time=1.0,
-        )
-        batch.append(Trajectory(header, sample))
-    return batch
+    return name
