@@ -7,6 +7,9 @@ parent-death signal; leader of a session; with an environment and a command line
 forked twice: the process between ends at once, and the kernel gives orphans to the nearest ancestor that is a subreaper, which the
 launcher is meanwhile. A fork server ends when the launcher needs no more workers.
 
+multiprocessing's fork server cannot take its place. Its workers are its own children, in the launcher's session. When it is killed,
+they are reported as ended (exit code 255) while they live.
+
 This file is both ends: `ForkServer` is the launcher's, `main` the process. What is imported there before a fork may start no
 thread, open no socket context, initialise no CUDA (CUDA_VISIBLE_DEVICES is each worker's own) and load no gRPC.
 """
