@@ -6,9 +6,7 @@ generated. A run may still go on, its last line be half written, a value be miss
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from asyncrl.lineage import Lineage, Stretch, lineages_of, read_attempts
-from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, METRICS_FILE
+from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, METRICS_FILE, read_json_lines
 
 NAN = float("nan")
 
@@ -103,29 +101,14 @@ def read_runs(run_dirs: Sequence[Path], is_running: Callable[[Path], bool] = lam
 
 
 def read_records(path: Path, newest_bytes: int | None = None) -> tuple[list[Record], int]:
-    """The records of a file of JSON objects, and how many lines are none. A last line without an end is being written.
+    """The records of a file of JSON objects that have a step, and how many other lines there are.
 
-    newest_bytes: only this much of the file's end, whose first line may be cut.
+    newest_bytes: only the lines that begin in this much of the file's end.
     """
-    try:
-        with path.open("rb") as file:
-            if newest_bytes is not None:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - newest_bytes))
-            lines = file.read().split(b"\n")[:-1]
-    except (FileNotFoundError, NotADirectoryError):
-        return [], 0
-    records: list[Record] = []
-    num_broken = 0
-    for line in lines:
-        try:
-            record = json.loads(line)  # unlike msgspec's, it takes NaN
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and math.isfinite(number(record, "step")):
-            records.append(record)
-        elif line.strip():
-            num_broken += 1
-    return records, num_broken
+    broken: list[str] = []
+    found: list[Record] = [*read_json_lines(path, broken.append, newest_bytes)]
+    records = [record for record in found if math.isfinite(number(record, "step"))]
+    return records, len(broken) + len(found) - len(records)
 
 
 def number(record: Record, key: str) -> float:
@@ -191,13 +174,9 @@ def _generating(run_dir: Path) -> list[int]:
     """The tenths of a second in which some generation server of the run generated."""
     buckets = set()
     for journal in (run_dir / "journal").glob("generation_server_*.jsonl"):
-        for line in journal.read_bytes().split(b"\n")[:-1]:
-            try:
-                record = json.loads(line)
-                if record["tokens"] > 0:
-                    buckets.add(round(record["time"] / JOURNAL_BUCKET_S))
-            except (ValueError, KeyError, TypeError):
-                continue  # as in read_records
+        for record in read_json_lines(journal, lambda _: None):
+            if number(record, "tokens") > 0 and math.isfinite(number(record, "time")):
+                buckets.add(round(number(record, "time") / JOURNAL_BUCKET_S))
     return sorted(buckets)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.launch.progress import LongWaits, MetricsTail
+from asyncrl.launch.progress import LongWaits
 from asyncrl.launch.redact import redact_urls
 from asyncrl.messages import WorkerStatus
+from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
 
 
 class JsonView:
@@ -26,7 +27,7 @@ class JsonView:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._tail = MetricsTail(run_dir)
+        self._metrics = JsonLinesReader(run_dir / METRICS_FILE, broken=self.notice, newest_bytes=0)
         self._states: dict[str, str] = {}
         self._long_waits = LongWaits()
         self._lock = threading.Lock()  # notices come from other threads
@@ -48,7 +49,7 @@ class JsonView:
             if self._states.get(status.worker) != status.state:
                 self._states[status.worker] = status.state
                 self.emit("worker", name=status.worker, state=status.state, pid=status.pid, attempt=status.attempt)
-        for record in self._tail.new_records():
+        for record in self._metrics.new_records():
             self.emit("metrics", **_without_own_names(record))
         for text in self._long_waits.new(statuses):
             self.notice(text)
@@ -62,7 +63,6 @@ class JsonView:
     def close(self) -> None:
         """Emit what is left."""
         self.turn(())
-        self._tail.close()
 
     def _fall_silent(self) -> None:
         """Also for the interpreter, which flushes stdout at its end."""

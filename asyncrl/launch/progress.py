@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -23,7 +23,7 @@ from asyncrl.launch.curves import number
 from asyncrl.launch.pace import WINDOW, bottom_line, duration_text, seconds_left, step_text
 from asyncrl.launch.recording import recording_lines, recording_rows
 from asyncrl.messages import Wait, WorkerStatus
-from asyncrl.runtime.metrics import METRICS_FILE
+from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
 from asyncrl.runtime.worker import LONG_WAIT_S
 
 _MAX_NAMED = 8  # processes of one kind of news named in a line
@@ -44,7 +44,7 @@ class RunView:
     ) -> None:
         self._console = console
         self._clock = clock
-        self._tail = MetricsTail(run_dir)
+        self._metrics = JsonLinesReader(run_dir / METRICS_FILE, broken=self.notice, newest_bytes=0)
         self._began = clock()
         self._training = TrainingProgress(total_steps)
         self._long_waits = LongWaits()
@@ -56,7 +56,7 @@ class RunView:
 
     def turn(self, statuses: Sequence[WorkerStatus]) -> None:
         now = self._clock()
-        for record in self._tail.new_records():
+        for record in self._metrics.new_records():
             self._starting = False
             self._training.add(record, now)
             if is_evaluation(record):
@@ -86,7 +86,6 @@ class RunView:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        self._tail.close()
 
     def _show(self, statuses: Sequence[WorkerStatus], now: float) -> None:
         """What goes on, besides what lines have said."""
@@ -228,35 +227,6 @@ class LongWaits:
             for_what = wait.what if wait.on == status.worker else _wait_text(wait)
             lines.append(f"{who} waited {since_s:.0f} s so far for {for_what} (limit {wait.limit_s:g} s)")
         return lines
-
-
-class MetricsTail:
-    """The records of metrics.jsonl that were added after its making."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / METRICS_FILE
-        self._position = self._path.stat().st_size if self._path.exists() else 0
-        self._file: BinaryIO | None = None
-
-    def new_records(self) -> list[dict[str, Any]]:
-        """What has come since the last call."""
-        if self._file is None:
-            if not self._path.exists():
-                return []
-            self._file = self._path.open("rb")
-            self._file.seek(self._position)
-        records = []
-        while line := self._file.readline():
-            if not line.endswith(b"\n"):  # half a line: again when the rest is there
-                self._file.seek(self._position)
-                break
-            self._position += len(line)
-            records.append(msgspec.json.decode(line))
-        return records
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 def is_evaluation(record: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from asyncrl.messages import EvaluationResult, ServerView, TrajectoryMeta, Weigh
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, read_json_lines
 
 _SHORTEST_SPAN_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 # What helps against rejections, by their reason. The log of the rollout worker has the traceback of the first of each.
 _REMEDIES = {
@@ -245,7 +248,7 @@ def generation_idle_share(run_dir: Path, start: float, end: float) -> float | No
     busy = {
         round(float(str(record["time"])) / JOURNAL_BUCKET_S)
         for journal in journals
-        for record in read_json_lines(journal)
+        for record in read_json_lines(journal, broken=logger.warning)
         if start <= float(str(record["time"])) < end and int(str(record["tokens"])) > 0
     }
     return max(0.0, 1.0 - len(busy) * JOURNAL_BUCKET_S / (end - start))

@@ -7,6 +7,7 @@ worker ends with a StorageError that says so: a journal with a hole would prove 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -97,11 +98,11 @@ class BackgroundJournal:
 
 
 def _last_record(path: Path) -> dict[str, object] | None:
-    """The last line of a journal; None where there is none that can be read."""
+    """The last record of a journal; None where there is none. Lines that hold no JSON object are passed over."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LONGEST_LINE))
         lines = file.read().splitlines()
-    try:
-        return msgspec.json.decode(lines[-1], type=dict[str, object]) if lines else None
-    except DECODE_ERRORS:
-        return None
+    for line in reversed(lines):
+        with contextlib.suppress(*DECODE_ERRORS):
+            return msgspec.json.decode(line, type=dict[str, object])
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import socket
 import struct
@@ -15,6 +16,7 @@ from types import TracebackType
 
 import msgspec
 
+from asyncrl.messages import DECODE_ERRORS
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.wandb_writer import WandbWriter
 
@@ -23,11 +25,14 @@ _LAST_WORDS_S = 2.0  # of W&B, where the run ends before its time
 _BLOCK_BYTES = 1 << 16
 JOURNAL_BUCKET_S = 0.1  # generation servers write down the tokens of every tenth of a second
 
+logger = logging.getLogger(__name__)
+
 
 class JsonLinesWriter:
     """Appends one JSON object a line, written at once, so that a reader never waits and a crash loses at most one line.
 
-    Half a line that a crash left behind is cut off, so that every line of the file is whole. Raises StorageError.
+    Half a line that a crash left behind, or NUL bytes that a power failure left, are cut off with a warning, so that every line of
+    the file is whole. Raises StorageError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,8 +40,9 @@ class JsonLinesWriter:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b", buffering=0)
-            whole = _end_of_lines(self._file.fileno())
-            if whole < path.stat().st_size:
+            whole, size = _end_of_lines(self._file.fileno()), path.stat().st_size
+            if whole < size:
+                logger.warning("%s ends in %d bytes that are no whole line; they are cut off", path, size - whole)
                 self._file.truncate(whole)
 
     def write(self, record: Mapping[str, object]) -> None:
@@ -167,17 +173,53 @@ def _write_all(file: io.FileIO, data: bytes) -> None:
         left = left[file.write(left) :]
 
 
-def read_json_lines(path: Path) -> list[dict[str, object]]:
-    """All complete lines of a file of JSON objects; none where there is no file. A line that is none is a ValueError."""
-    if not path.exists():
-        return []
-    records = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
+class JsonLinesReader:
+    """Reads a file of JSON objects, one a line, which may still grow, or not exist yet.
+
+    A last line without its end is not read: it is being written, or a crash or a power failure has cut it short.
+    broken: is told of each line that holds no JSON object, which is skipped. Without it such a line is a ValueError.
+    newest_bytes: lines that begin before this much of the file's end are skipped. 0: all that are there already.
+    """
+
+    def __init__(
+        self, path: Path, *, broken: Callable[[str], None] | None = None, newest_bytes: int | None = None
+    ) -> None:
+        self._path, self._broken = path, broken
+        self._position = self._num_lines = 0
+        if newest_bytes is not None:
+            begin = path.stat().st_size - newest_bytes if path.exists() else 0
+            for _ in self._new_lines() if begin > 0 else ():
+                if self._position >= begin:
+                    break
+
+    def new_records(self) -> Iterator[dict[str, object]]:
+        """The records of the lines that were not read yet."""
+        for line in self._new_lines():
             try:
-                records.append(msgspec.json.decode(line, type=dict[str, object]))
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path}:{number}: not an object of JSON: {error}; delete the line") from error
-    return records
+                yield msgspec.json.decode(line, type=dict[str, object])
+            except DECODE_ERRORS as error:
+                text = f"{self._path}:{self._num_lines}: not a JSON object: {error}"
+                if self._broken is None:
+                    raise ValueError(f"{text}; delete the line") from error
+                self._broken(f"{text}; the line is skipped")
+
+    def _new_lines(self) -> Iterator[bytes]:
+        try:
+            file = self._path.open("rb")
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        with file:
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._position += len(line)
+                self._num_lines += 1
+                yield line
+
+
+def read_json_lines(
+    path: Path, broken: Callable[[str], None] | None = None, newest_bytes: int | None = None
+) -> list[dict[str, object]]:
+    """The complete lines of a file of JSON objects, as JsonLinesReader reads them; none where there is no file."""
+    return list(JsonLinesReader(path, broken=broken, newest_bytes=newest_bytes).new_records())

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import msgspec
 
 from asyncrl.config import WorkerInfo
-from asyncrl.messages import DECODE_ERRORS
+from asyncrl.runtime.metrics import JsonLinesReader
 
 Value = str | int | float | bool
 _MAX_BUFFERED = 100_000  # events between two flushes
@@ -189,16 +189,15 @@ def merge(folder: Path, out: Path) -> int:
         target.write('{"displayTimeUnit": "ms", "traceEvents": [')
         reference: TraceHeader | None = None
         for path in sorted(folder.glob("*.jsonl")):
-            with path.open("rb") as lines:
-                header = _read_header(lines.readline())
-                if header is None:
-                    continue
-                reference = reference or header
-                shift_us = 0 if header.boot == reference.boot else header.unix_us - reference.unix_us
-                events = itertools.chain(_about(header), _read_events(lines, shift_us))
-                for event in events:
-                    target.write((",\n" if num_events else "\n") + _encoder.encode(event).decode())
-                    num_events += 1
+            records = JsonLinesReader(path, broken=lambda _: None).new_records()
+            header = _header_of(records)
+            if header is None:
+                continue
+            reference = reference or header
+            shift_us = 0 if header.boot == reference.boot else header.unix_us - reference.unix_us
+            for event in itertools.chain(_about(header), _shifted(records, shift_us)):
+                target.write((",\n" if num_events else "\n") + _encoder.encode(event).decode())
+                num_events += 1
         target.write("\n]}\n")
     temporary.rename(out)
     return num_events
@@ -209,19 +208,16 @@ def _about(header: TraceHeader) -> Iterator[dict[str, Any]]:
     yield _metadata("process_sort_index", header.pid, {"sort_index": header.order})
 
 
-def _read_header(line: bytes) -> TraceHeader | None:
+def _header_of(records: Iterator[dict[str, Any]]) -> TraceHeader | None:
+    """The first record of a file; None where it is no header."""
     try:
-        return msgspec.json.decode(line, type=TraceHeader)
-    except DECODE_ERRORS:
+        return msgspec.convert(next(records, None), TraceHeader)
+    except msgspec.ValidationError:
         return None
 
 
-def _read_events(lines: Any, shift_us: int) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            event = msgspec.json.decode(line, type=dict[str, Any])
-        except DECODE_ERRORS:  # cut short by the end of its process
-            continue
+def _shifted(events: Iterator[dict[str, Any]], shift_us: int) -> Iterator[dict[str, Any]]:
+    for event in events:
         if shift_us and "ts" in event:
             event["ts"] += shift_us
         yield event

@@ -135,7 +135,7 @@ def test_event_files_are_tensorflows(tmp_path):
 def test_a_line_that_is_no_json_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": \xff}\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=rf"{path}:2: not an object of JSON: .*; delete the line"):
+    with pytest.raises(ValueError, match=rf"{path}:2: not a JSON object: .*; delete the line"):
         read_json_lines(path)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl.launch.curves import as_json, distinct_names, picture, read_records, read_runs, smoothed
@@ -38,10 +39,15 @@ def evaluation(number, **fields):
     return {"step": number, "attempt": 1, "eval/sampled_reward": 0.3, "eval/greedy_reward": 0.6, **fields}
 
 
+def encoded(record) -> str:
+    """As MetricsWriter writes it: null for what is not finite."""
+    return msgspec.json.encode(record).decode()
+
+
 def write_run(run_dir: Path, records, generating=None) -> Path:
     """A run's folder; generating: times of the journal of each generation server."""
     run_dir.mkdir(parents=True)
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run_dir / "metrics.jsonl").write_text("".join(encoded(record) + "\n" for record in records))
     for index, times in enumerate(generating or []):
         journal = run_dir / "journal" / f"generation_server_{index}.jsonl"
         journal.parent.mkdir(exist_ok=True)
@@ -172,14 +178,14 @@ def test_names_as_long_as_needed():
 def test_what_is_half_written_broken_or_no_number(tmp_path):
     file = tmp_path / "metrics.jsonl"
     lines = [
-        json.dumps(step(1, **{"reward/mean": math.nan})),
+        encoded(step(1, **{"reward/mean": math.nan})),
         "{broken",
         "[1]",
         '{"no": "step"}',
-        json.dumps(step(2, **{"reward/mean": None})),
-        json.dumps(step(3, **{"reward/mean": "text", "offpolicy/head_mean": math.inf})),
-        json.dumps(step(4)),
-        json.dumps(step(5))[:40],
+        encoded(step(2, **{"reward/mean": None})),
+        encoded(step(3, **{"reward/mean": "text", "offpolicy/head_mean": math.inf})),
+        encoded(step(4)),
+        encoded(step(5))[:40],
     ]
     file.write_text("\n".join(lines))
     records, num_broken = read_records(file)

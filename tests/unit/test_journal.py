@@ -45,6 +45,50 @@ async def test_records_are_written_beside_the_work_in_order(tmp_path: Path) -> N
     again.close()
 
 
+# ------------------------------------------------------------------------------------------------- what a crash leaves
+
+TORN_ENDS = [b'{"n": 3', b"\0" * 70_000, b'{"n": 3\0\0\0', b"\xff\xfe\x00"]
+
+
+@pytest.mark.parametrize("end", TORN_ENDS)
+@pytest.mark.parametrize("whole", [b"", b'{"n": 1}\n{"n": 2}\n'])
+def test_a_torn_end_is_cut_off_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: bytes, end: bytes
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(whole + end)
+    before = numbers(path)
+    journal = BackgroundJournal(path)
+    assert journal.last == ({"n": before[-1]} if before else None)
+    journal.add({"n": 4})
+    journal.close()
+    assert path.read_bytes() == whole + b'{"n":4}\n'
+    assert [record.message for record in caplog.records] == [
+        f"{path} ends in {len(end)} bytes that are no whole line; they are cut off"
+    ]
+
+
+@pytest.mark.parametrize("line", [b"{broken", b"\0\0\0\0", b"[1]", b"", b"\xff"])
+def test_a_torn_line_in_the_middle_is_named_or_skipped(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"n":1}\n' + line + b'\n{"n":3}\n')
+    with pytest.raises(ValueError, match=rf"{path}:2: not a JSON object: .*; delete the line"):
+        read_json_lines(path)
+    told: list[str] = []
+    assert read_json_lines(path, told.append) == [{"n": 1}, {"n": 3}]
+    (text,) = told
+    assert text.startswith(f"{path}:2: not a JSON object: ")
+    assert text.endswith("; the line is skipped")
+
+
+def test_the_last_record_is_found_before_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"n":1}\n\0\0\0\n')
+    journal = BackgroundJournal(path)
+    assert journal.last == {"n": 1}
+    journal.close()
+
+
 class FullDisk:
     """Refuses what it is given; or hangs."""
 

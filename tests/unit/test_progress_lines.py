@@ -10,7 +10,6 @@ from rich.text import Text
 
 from asyncrl.launch.progress import (
     LongWaits,
-    MetricsTail,
     RunConsole,
     RunView,
     TrainingProgress,
@@ -20,7 +19,7 @@ from asyncrl.launch.progress import (
     step_line,
 )
 from asyncrl.messages import Wait, WorkerStatus
-from asyncrl.runtime.metrics import JsonLinesWriter
+from asyncrl.runtime.metrics import JsonLinesReader, JsonLinesWriter
 
 STEP = {
     "step": 3,
@@ -91,16 +90,41 @@ def test_the_line_of_an_evaluation():
 def test_only_what_this_attempt_writes_is_shown_and_no_half_line(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(msgspec.json.encode({**STEP, "step": 1}).decode() + "\n")
-    tail = MetricsTail(tmp_path)
-    assert tail.new_records() == []
+    tail = JsonLinesReader(file, newest_bytes=0)
+    assert list(tail.new_records()) == []
     line = msgspec.json.encode(STEP)
     with file.open("ab", buffering=0) as writer:
         writer.write(line[:20])
-        assert tail.new_records() == []
+        assert list(tail.new_records()) == []
         writer.write(line[20:] + b"\n" + msgspec.json.encode(EVALUATION) + b"\n")
-    assert tail.new_records() == [STEP, EVALUATION]
-    assert tail.new_records() == []
-    tail.close()
+    assert list(tail.new_records()) == [STEP, EVALUATION]
+    assert list(tail.new_records()) == []
+
+
+@pytest.mark.parametrize("end", [b'{"step": 2, "rew', b"\0" * 4096, b"\xff\xfe"])
+def test_a_run_that_goes_on_shows_its_steps_after_a_torn_end(tmp_path, end):
+    """The view is made before the master cuts the end off."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(msgspec.json.encode(STEP) + b"\n" + end)
+    console = RunConsole(file=io.StringIO(), width=200)
+    view = RunView(tmp_path, 10, console)
+    with JsonLinesWriter(file) as master:
+        master.write({**STEP, "step": 4})
+    view.close()
+    assert "step    4/10" in console.file.getvalue()
+    assert "warning" not in console.file.getvalue()
+
+
+def test_a_line_of_metrics_that_cannot_be_read_is_skipped_with_a_warning(tmp_path):
+    console = RunConsole(file=io.StringIO(), width=200)
+    view = RunView(tmp_path, 10, console)
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"\0\0\0\n" + msgspec.json.encode({**STEP, "step": 4}) + b"\n")
+    view.close()
+    told = " ".join(console.file.getvalue().split())
+    assert f"warning: {file}:1: not a JSON object:" in told
+    assert "the line is skipped" in told
+    assert "step 4/10" in told
 
 
 def test_who_is_starting_and_at_what():

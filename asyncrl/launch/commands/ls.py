@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import socket
 import time
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from asyncrl.config import ConfigError
 from asyncrl.launch.commands.common import Commands, add_command, print_json
+from asyncrl.launch.curves import number, read_records
 from asyncrl.launch.rundir import LOCK_FILE, RUN_FILE, LaunchError, is_running, read_record
 from asyncrl.runtime.metrics import METRICS_FILE
 
@@ -109,20 +109,9 @@ def read_entry(run_dir: Path) -> RunEntry:
 
 def newest_step(metrics: Path) -> tuple[int, float | None]:
     """The newest train step, and the mean reward of the last few. Lines that are no records are passed over."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return 0, None
-    step, rewards = 0, []
-    for line in lines:
-        try:
-            record: Any = json.loads(line)
-            step = max(step, int(record["step"]))
-            rewards.append(float(record["reward/mean"]))
-        except (ValueError, KeyError, TypeError, OverflowError):  # an evaluation, or a line that is cut off
-            continue
+    records, _ = read_records(metrics, _TAIL_BYTES)
+    rewards = [reward for record in records if math.isfinite(reward := number(record, "reward/mean"))]
+    step = max((int(number(record, "step")) for record in records), default=0)
     return step, fmean(rewards[-_REWARD_STEPS:]) if rewards else None
 
 
