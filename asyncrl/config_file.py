@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import omegaconf
+from omegaconf import OmegaConf, dictconfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -21,6 +23,8 @@ _REMOVED = {  # fields of earlier releases, and what to use instead
     "name_resolve.path": "names are not kept in files any more: leave it out for a private etcd",
     "name_resolve.poll_s": "names are not kept in files any more: leave it out",
 }
+_MERGES_INTO_FROZEN = tuple(map(int, omegaconf.__version__.split(".")[:2])) >= (2, 4)
+_patching = threading.Lock()
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -34,8 +38,10 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         raise ConfigError(f"config {str(path)!r} is not a file; `asyncrl-launch init NAME` writes one")
     try:
         layers = [(str(path), OmegaConf.load(path))]
-    except YAMLError as error:
+    except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not OmegaConf.is_dict(layers[0][1]):
+        raise ConfigError(f"{path} has no fields at its top level; write them as `field: value`, a line each")
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
@@ -70,13 +76,31 @@ def _switch(value: str) -> str:
 
 def _merge(layers: Sequence[tuple[str, Any]]) -> Any:
     """Layers, each with where it comes from, onto the defaults; later ones win."""
-    merged = OmegaConf.structured(ExperimentConfig)
+    merged: Any = ExperimentConfig
     for source, layer in layers:
         try:
-            merged = OmegaConf.merge(merged, layer)
+            merged = merge_into(merged, layer)
         except OmegaConfBaseException as error:
             raise ConfigError(f"in {source}: {_explain(error, source.partition('=')[0])}") from error
     return merged
+
+
+def merge_into(base: Any, layer: Any) -> Any:
+    """OmegaConf.merge onto a frozen dataclass, or onto a config that this has made of one.
+
+    OmegaConf before 2.4 makes each node of a frozen dataclass read-only, also those that a merge itself adds, and then refuses to
+    write into them. There it must not know that the classes are frozen. Hydra 1.3 needs such a version.
+    """
+    if _MERGES_INTO_FROZEN:
+        return OmegaConf.merge(base, layer)
+    with _patching:
+        module: Any = dictconfig
+        is_frozen = module.is_structured_config_frozen
+        module.is_structured_config_frozen = lambda _: False
+        try:
+            return OmegaConf.merge(base, layer)
+        finally:
+            module.is_structured_config_frozen = is_frozen
 
 
 def _explain(error: OmegaConfBaseException, written: str) -> str:

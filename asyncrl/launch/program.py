@@ -47,6 +47,7 @@ from asyncrl.config import (
     fetches_weights,
     max_head_offpolicyness,
 )
+from asyncrl.config_file import merge_into
 from asyncrl.dataflow import DataflowGraph, build_dataflow, build_recording_dataflow
 from asyncrl.launch.redact import redact
 from asyncrl.names import ACTOR
@@ -421,7 +422,7 @@ def parse_process_config(text: str) -> ProcessConfig:
 
 
 def _process_config(kind: str, raw: object) -> ProcessConfig:
-    loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(CONFIG_CLASSES[kind]), raw))
+    loaded = OmegaConf.to_object(merge_into(CONFIG_CLASSES[kind], raw))
     assert isinstance(loaded, ProcessConfig)
     return loaded
 

@@ -192,10 +192,18 @@ def test_a_missing_file(tmp_path):
         load_experiment(tmp_path / "none.yaml")
 
 
-def test_not_yaml(tmp_path):
+@pytest.mark.parametrize("content", [b"a: [", b"\x80\xff", b"\0\0\0"])
+def test_not_yaml(tmp_path, content):
     file = tmp_path / "bad.yaml"
-    file.write_text("a: [")
+    file.write_bytes(content)
     with pytest.raises(ConfigError, match="is not YAML"):
+        load_experiment(file)
+
+
+def test_a_list_is_no_config(tmp_path):
+    file = tmp_path / "bad.yaml"
+    file.write_text("[1, 2]")
+    with pytest.raises(ConfigError, match=r"bad.yaml has no fields at its top level; write them as `field: value`"):
         load_experiment(file)
 
 
