@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from asyncrl import __version__
 from asyncrl.messages import DECODE_ERRORS, Locator
 from asyncrl.weights import FileEntry, WeightsError, check_files
 
@@ -41,10 +42,19 @@ class CheckpointError(WeightsError):
     """A checkpoint that must not be loaded, or does not fit; says why."""
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """checkpoint.json: the files, the workers that wrote them, what the caller gave."""
+class NewerCheckpointError(CheckpointError):
+    """A checkpoint of a release that writes another format. No older checkpoint is taken in its place."""
+
+
+class _Written(msgspec.Struct, frozen=True):
+    """What checkpoint.json has in every format."""
 
     format: int
+
+
+class Manifest(_Written, frozen=True):
+    """checkpoint.json: the files, the workers that wrote them, what the caller gave."""
+
     files: dict[str, FileEntry]
     workers: list[int]
     state: dict[str, Any]
@@ -153,14 +163,18 @@ def list_checkpoints(run_dir: str | Path) -> list[tuple[int, int]]:
 def read_manifest(path: Path) -> Manifest:
     """Raises CheckpointError where there is none that can be read."""
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        data = (path / MANIFEST).read_bytes()
+        written = msgspec.json.decode(data, type=_Written)
+        if written.format != FORMAT:
+            raise NewerCheckpointError(
+                f"{path} has format {written.format}; this is asyncrl {__version__}, which reads format {FORMAT}: go on with the "
+                "release that wrote it"
+            )
+        return msgspec.json.decode(data, type=Manifest)
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {MANIFEST}: not a checkpoint, or not a complete one") from None
     except (*DECODE_ERRORS, OSError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.format}, this program reads {FORMAT}")
-    return manifest
 
 
 def check(path: Path, files: Mapping[str, FileEntry]) -> None:
@@ -208,7 +222,7 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def newest(run_dir: str | Path, notice: Callable[[str], None]) -> Checkpoint | None:
     """The newest whole checkpoint of the run that goes on here; None: there is none. Reads all of it, to see that it is whole.
 
-    notice: is told of each torn one that was passed over.
+    notice: is told of each torn one that was passed over. Raises NewerCheckpointError.
     """
     floor = _first_attempt(run_dir)
     for attempt, step in reversed(list_checkpoints(run_dir)):
@@ -220,6 +234,8 @@ def newest(run_dir: str | Path, notice: Callable[[str], None]) -> Checkpoint | N
             if MASTER_FILE not in manifest.files:
                 raise CheckpointError(f"{path} has no {MASTER_FILE}")
             return Checkpoint(path=path, attempt=attempt, step=step, state=read_state(path))
+        except NewerCheckpointError:
+            raise
         except CheckpointError as error:
             notice(f"the checkpoint of step {step}, attempt {attempt}, is torn, the one before is taken: {error}")
     return None

@@ -328,9 +328,14 @@ class CheckpointConfig:
     every_epochs: int = 0
     every_s: float = 600.0
     keep_last: int = 2
+    # A run that comes to its end writes one more, unless all three of every_steps, every_epochs, every_s are 0.
     # A run that is told to stop (Ctrl-C, SIGTERM, a time limit) ends its train step and writes a checkpoint first, if that can be
     # had within so many seconds; a second signal ends it at once. 0: the first one does
     on_stop_s: float = 60.0
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.every_steps or self.every_epochs or self.every_s)
 
 
 @dataclass(frozen=True)

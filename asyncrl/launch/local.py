@@ -38,8 +38,9 @@ from asyncrl.launch.program import (
     with_absolute_paths,
     with_name_resolve,
     worlds_of_run,
+    writes_checkpoints,
 )
-from asyncrl.launch.recovery import going_on, starting_point, writes_checkpoints
+from asyncrl.launch.recovery import going_on, starting_point
 from asyncrl.launch.remote import RemoteCrew
 from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.rundir import (

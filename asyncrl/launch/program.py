@@ -306,9 +306,7 @@ def with_dtypes(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:
 
 def writes_checkpoints(config: ExperimentConfig) -> bool:
     """Whether the run writes what it could go on from. What other modes do is done again as quickly as it would be restored."""
-    options = config.checkpoint
-    due = options.every_steps or options.every_epochs or options.every_s
-    return bool(due) and config.mode in RECOVERABLE_MODES
+    return config.checkpoint.enabled and config.mode in RECOVERABLE_MODES
 
 
 def can_scale(config: ExperimentConfig) -> bool:

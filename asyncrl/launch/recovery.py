@@ -17,6 +17,7 @@ from asyncrl.checkpoints import (
     Checkpoint,
     CheckpointError,
     DataIdentity,
+    MasterState,
     begin_anew,
     list_checkpoints,
     newest,
@@ -25,6 +26,7 @@ from asyncrl.checkpoints import (
 from asyncrl.config import CRITIC, RECOVERABLE_MODES, ConfigError, ExperimentConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch.rundir import next_attempt
+from asyncrl.master.schedule import ended_by
 from asyncrl.names import ACTOR
 from asyncrl.weights import tensor_files
 
@@ -42,7 +44,8 @@ def starting_point(
     """The checkpoint that a launch goes on from; None: it begins anew. To be asked before an attempt is begun.
 
     notice: is told what a person should know at once, such as torn checkpoints; say: what is good to know (default: notice).
-    Raises ConfigError where there is none and recover=required, or where the newest does not fit the config. A restart of the
+    Raises ConfigError where there is none and recover=required, where the newest does not fit the config, or where a complete run
+    has nothing more to do. A restart of the
     training side within a launch asks `checkpoints.newest`: there nothing has to be decided.
     """
     say = say or notice
@@ -73,13 +76,36 @@ def starting_point(
     problems = [*_of_data(config, found), *_of_models(config, found)]
     if problems:
         raise ConfigError("\n".join(problems))
+    if complete and (finished := _finished(config, found)):
+        raise ConfigError(finished)
     say(f"going on from step {found.step} of attempt {found.attempt} (recover=off begins anew)")
     return found
 
 
-def writes_checkpoints(config: ExperimentConfig) -> bool:
-    options = config.checkpoint
-    return config.mode in RECOVERABLE_MODES and bool(options.every_steps or options.every_epochs or options.every_s)
+def _finished(config: ExperimentConfig, found: Checkpoint) -> str:
+    """What to change for a complete run to have more to do; "": nothing."""
+    train, state = config.train, found.state
+    field = ended_by(
+        train,
+        step=found.step,
+        recent_rewards=state.recent_rewards,
+        num_done=_num_done(state),
+        num_total=state.data.num_prompts * train.num_epochs,
+    )
+    if not field:
+        return ""
+    value = getattr(train, field)
+    example = {"max_steps": 2 * found.step, "num_epochs": train.num_epochs + 1, "target_reward": "null"}[field]
+    return (
+        f"train.{field}={value}: the run is complete, with its last step {found.step}; for more steps resume it with, for example, "
+        f"train.{field}={example}"
+    )
+
+
+def _num_done(state: MasterState) -> int:
+    """Prompts over all epochs."""
+    cursor = state.done_cursor
+    return cursor.epoch * state.data.num_prompts + cursor.position + len(state.done_beyond)
 
 
 def going_on(config: ExperimentConfig, found: Checkpoint | None, num_prompts: int) -> ExperimentConfig:
@@ -87,9 +113,7 @@ def going_on(config: ExperimentConfig, found: Checkpoint | None, num_prompts: in
     train = config.train
     if found is None or train.total_steps or train.batch_size == found.state.batch_size:
         return config
-    cursor = found.state.done_cursor
-    done = cursor.epoch * num_prompts + cursor.position + len(found.state.done_beyond)
-    total = found.step + math.ceil((num_prompts * train.num_epochs - done) / train.batch_size)
+    total = found.step + math.ceil((num_prompts * train.num_epochs - _num_done(found.state)) / train.batch_size)
     return replace(config, train=replace(train, total_steps=min(total, train.max_steps) if train.max_steps else total))
 
 

@@ -224,7 +224,7 @@ def read_job(run_dir: Path) -> JobRecord | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (*DECODE_ERRORS, OSError) as error:
-        raise LaunchError(f"{path} cannot be read: {error}") from error
+        raise LaunchError(f"{path} cannot be read: {error}; delete it if no job of the run is left") from error
 
 
 def job_state(job_id: str) -> JobState:

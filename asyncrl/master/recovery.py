@@ -60,9 +60,9 @@ class Checkpointer:
         self._begin(take())
 
     async def last(self, *, step: int, take: Callable[[], MasterState]) -> None:
-        """Have a checkpoint of this step, now that no other step follows."""
+        """Have a checkpoint of this step, now that no other step follows, if the run writes any."""
         await self.end()
-        if self._newest != step:
+        if self._config.checkpoint.enabled and self._newest != step:
             self._begin(take())
             await self.end()
 

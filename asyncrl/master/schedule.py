@@ -1,10 +1,27 @@
-"""When to save, evaluate and so on: every so many steps, epochs or seconds. Pure."""
+"""When to save, evaluate and so on: every so many steps, epochs or seconds; when training ends. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from asyncrl.checkpoints import ScheduleState
+from asyncrl.config import TrainConfig
+
+REWARD_WINDOW = 5  # steps that target_reward is averaged over
+
+
+def ended_by(train: TrainConfig, *, step: int, recent_rewards: Sequence[float], num_done: int, num_total: int) -> str:
+    """The field of `train` by which this step is the last one; "": another step follows.
+
+    recent_rewards: of the last steps, at most REWARD_WINDOW; num_done: prompts over all epochs.
+    """
+    mean = sum(recent_rewards) / REWARD_WINDOW if len(recent_rewards) == REWARD_WINDOW else -math.inf
+    if train.target_reward is not None and mean >= train.target_reward:
+        return "target_reward"
+    if train.max_steps and step >= train.max_steps:
+        return "max_steps"
+    return "num_epochs" if num_done >= num_total else ""
 
 
 class Schedule:

@@ -37,7 +37,7 @@ from asyncrl.master.report import (
     rejection_lines,
     step_metrics,
 )
-from asyncrl.master.schedule import Schedule
+from asyncrl.master.schedule import REWARD_WINDOW, Schedule, ended_by
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import (
@@ -74,7 +74,6 @@ T = TypeVar("T")
 _LONG_POLL_S = 5.0  # how long the manager may hold back its answer while nothing changes
 _CALL_LIMIT_S = 60.0  # a call to the manager, retries included
 _MAX_EVALUATIONS = 4  # that go on at the same time
-_REWARD_WINDOW = 5  # steps that target_reward is averaged over
 _REJECTION_WINDOW = 4  # batches' worth of prompts that max_rejected_share looks back on
 _RECORDER = ModelPlacement(ACTOR, ParallelGrid(), (0,))  # rollout_only: no model, but who takes its place
 _SAVED = (ACTOR, CRITIC)  # models that the user gets at the end
@@ -153,7 +152,7 @@ class MasterWorker(Worker):
         self._num_rejections_seen = 0
         self._first_details: dict[str, str] = {}  # of rejections, by reason
         self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * train.batch_size)
-        self._recent_rewards: deque[float] = deque(maxlen=_REWARD_WINDOW)
+        self._recent_rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._publishing: asyncio.Task[None] | None = None
         self._evaluations: list[asyncio.Task[None]] = []
         self._baseline: asyncio.Task[None] | None = None
@@ -290,8 +289,7 @@ class MasterWorker(Worker):
 
     async def _leave(self) -> None:
         """Between two steps: write what the run can go on from, then end as one that was told to stop."""
-        if self._parent is None or self.step > self._parent[1]:  # there is something to keep
-            await self.checkpointer.last(step=self.step, take=self._state)
+        await self._write_last_checkpoint()
         self.logger.info("stopped after step %d, as the launcher asked", self.step)
         self.stopping.set()
         await asyncio.Event().wait()  # unblocked by: cancellation, which `stopping` brings at once
@@ -407,23 +405,26 @@ class MasterWorker(Worker):
 
     def _is_over(self) -> bool:
         """Whether the step before was the last one."""
-        train = self.config.train
-        if train.target_reward is not None and len(self._recent_rewards) == _REWARD_WINDOW:
-            mean = sum(self._recent_rewards) / _REWARD_WINDOW
-            if mean >= train.target_reward:
-                self.logger.info("target reward %.3f reached: %.3f", train.target_reward, mean)
-                return True
-        return (
-            bool(train.max_steps and self.step >= train.max_steps) or self.progress.num_done >= self.progress.num_total
+        field = ended_by(
+            self.config.train,
+            step=self.step,
+            recent_rewards=self._recent_rewards,
+            num_done=self.progress.num_done,
+            num_total=self.progress.num_total,
         )
+        if field:
+            self.logger.info(
+                "step %d was the last one: train.%s=%s", self.step, field, getattr(self.config.train, field)
+            )
+        return bool(field)
 
     async def finish(self) -> None:
-        """After the last step: last weights, last evaluation, the model for the user, the summary."""
+        """After the last step: last weights, the model for the user, a checkpoint, the last evaluation, the summary."""
         training_ended = time.time()
         await self._wait_for_publisher()
-        await self.checkpointer.end()
         if self.trains:
             await self._save("final")  # first: an evaluation that fails must not cost the result
+        await self._write_last_checkpoint()
         await self._tell_consumed(stop=True)
         if self.config.eval.at_end and self.config.eval.prompts is not None:
             try:
@@ -684,6 +685,11 @@ class MasterWorker(Worker):
         self.checkpointer.after_step(
             step=self.step, epochs=self.progress.epochs_done(), now=time.monotonic(), take=self._state
         )
+
+    async def _write_last_checkpoint(self) -> None:
+        """Of the last step of this attempt, if it has trained one: what `resume` goes on from."""
+        if self._parent is None or self.step > self._parent[1]:
+            await self.checkpointer.last(step=self.step, take=self._state)
 
     def _schedules(self) -> dict[str, Schedule]:
         return {"save": self.save_schedule, "eval": self.eval_schedule, "checkpoint": self.checkpoint_schedule}

@@ -226,9 +226,36 @@ def test_a_complete_run_begins_anew(runs: Runs) -> None:
     with launch(runs.config, *EXACT, "trial=whole", "train.max_steps=4") as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         assert "the run in this folder is complete: it begins anew (recover=required goes on" in run.output()
-    assert list_checkpoints(runs.whole) == [(2, 3)]  # those of the run before went with the first
+    assert list_checkpoints(runs.whole) == [
+        (2, 3),
+        (2, 4),
+    ]  # those of the run before went with the first; its last step
     found = audit(runs.whole)
     assert ([stretch.attempt for stretch in found.lineage], found.steps, found.problems) == ([2], 4, [])
+
+
+def test_a_complete_run_goes_on_for_more_steps(config: Path) -> None:
+    """As if it had never ended; the learning rate must not depend on how many steps there are."""
+    overrides = [option for option in EXACT if option != Gate.OVERRIDE]
+    overrides += ["train.optimizer.schedule=constant", "checkpoint.every_steps=0", "checkpoint.every_s=3600"]
+    weights = {}
+    for trial, steps in (("six", 6), ("three", 3)):
+        with launch(config, *overrides, f"trial={trial}", f"train.max_steps={steps}") as run:
+            assert run.wait(LIMIT_S) == 0, run.output()
+        assert list_checkpoints(run.run_dir) == [(1, steps)]  # no schedule has one written
+        weights[trial] = run.run_dir
+    with resumed(weights["three"]) as run:
+        assert run.wait(LIMIT_S) == 2, run.output()
+        assert "train.max_steps=3: the run is complete" in run.output()
+        assert "train.max_steps=6" in run.output()
+    with resumed(weights["three"], "train.max_steps=6") as run:
+        assert run.wait(LIMIT_S) == 0, run.output()
+        assert "going on from step 3 of attempt 1" in run.output()
+    assert list_checkpoints(weights["three"]) == [(1, 3), (2, 6)]
+    expected, found = final_weights(weights["six"]), final_weights(weights["three"])
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    told = audit(weights["three"])
+    assert (told.problems, told.steps, told.voided_steps, told.complete) == ([], 6, 0, True)
 
 
 # ------------------------------------------------------------------------------------------- mode=sync, and several models

@@ -7,10 +7,12 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
 
+from asyncrl.checkpoints import MasterState, checkpoint_dir
 from asyncrl.config import (
     EvalConfig,
     MasterWorkerConfig,
@@ -28,6 +30,7 @@ from asyncrl.master import worker as master_worker
 from asyncrl.master.worker import MasterWorker, RejectedShareError
 from asyncrl.messages import (
     CallResult,
+    CommitCheckpoint,
     CommitWeights,
     EvaluateReply,
     EvaluateRequest,
@@ -35,6 +38,7 @@ from asyncrl.messages import (
     LedgerView,
     Locator,
     RejectedPrompt,
+    SaveCheckpoint,
     SaveModel,
 )
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
@@ -139,6 +143,7 @@ async def make(tmp_path: Path) -> Any:
         master.manager, master.caller = FakeManager(), FakeCaller()  # type: ignore[assignment]
         master.metrics = MetricsWriter(tmp_path, attempt=1, tensorboard=False)
         master.journal = JsonLinesWriter(tmp_path / "journal" / "master.jsonl")
+        master.checkpointer.caller, master.checkpointer.journal = master.caller, master.journal
         master.wandb = None
         made.append(master)
         return master
@@ -310,7 +315,7 @@ async def test_no_more_than_four_evaluations_go_on_at_a_time(
 # -------------------------------------------------------------------------------------------------------------------- the end
 
 
-async def test_the_model_is_saved_before_the_last_evaluation(make: MakeMaster, tmp_path: Path) -> None:
+async def test_model_and_checkpoint_are_saved_before_the_last_evaluation(make: MakeMaster, tmp_path: Path) -> None:
     """Whatever becomes of that, the result is on disk."""
     master = make()
     master.step = 1
@@ -321,7 +326,12 @@ async def test_the_model_is_saved_before_the_last_evaluation(make: MakeMaster, t
     assert master.caller.calls == [  # type: ignore[attr-defined]
         SaveModel(role="actor", path=final),
         CommitWeights(role="actor", weight_version="", path=final, files=[]),
+        SaveCheckpoint(path=str(checkpoint_dir(tmp_path, 1, 1))),
+        ANY,
     ]
+    commit = master.caller.calls[-1]  # type: ignore[attr-defined]
+    assert isinstance(commit, CommitCheckpoint)
+    assert msgspec.json.decode(commit.master, type=MasterState).step == 1
     assert not (tmp_path / "summary.json").exists()
     finishing.cancel()
     await asyncio.wait({finishing})
@@ -334,7 +344,8 @@ async def test_a_last_evaluation_that_fails_costs_no_model(make: MakeMaster) -> 
     master.manager.fails = True  # type: ignore[attr-defined]
     with pytest.raises(ConnectionError, match="gserver manager is gone"):
         await asyncio.wait_for(master.finish(), LIMIT_S)
-    assert [type(call) for call in master.caller.calls] == [SaveModel, CommitWeights]  # type: ignore[attr-defined]
+    kinds = [type(call) for call in master.caller.calls]  # type: ignore[attr-defined]
+    assert kinds == [SaveModel, CommitWeights, SaveCheckpoint, CommitCheckpoint]
 
 
 async def test_the_summary_says_which_versions_an_evaluation_saw(

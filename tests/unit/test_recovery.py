@@ -15,6 +15,7 @@ import pytest
 import xxhash
 from safetensors.numpy import save_file
 
+from asyncrl import __version__
 from asyncrl.checkpoints import Checkpoint, DataIdentity, Manifest, MasterState, checkpoint_dir, list_checkpoints
 from asyncrl.config import (
     CheckpointConfig,
@@ -29,9 +30,19 @@ from asyncrl.config_checks import validate
 from asyncrl.config_file import load_experiment
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch import cli
+from asyncrl.launch.commands.resume import config_to_resume
 from asyncrl.launch.program import plan, save_config, with_absolute_paths, writes_checkpoints
 from asyncrl.launch.recovery import going_on, starting_point
-from asyncrl.launch.rundir import EXPERIMENT_FILE, begin_attempt, configs_dir, newest_experiment
+from asyncrl.launch.rundir import (
+    EXPERIMENT_FILE,
+    LaunchError,
+    RunRecord,
+    begin_attempt,
+    configs_dir,
+    newest_experiment,
+    write_record,
+)
+from asyncrl.launch.slurm import JobRecord, read_job, slurm_dir, write_job
 from asyncrl.messages import Locator
 from asyncrl.weights import FileEntry
 
@@ -41,6 +52,8 @@ SHAPES = {
     "model.layers.1.w": (2, 2),
     "lm_head.weight": (4, 2),
 }
+
+RECORD = RunRecord(pid=1, attempt=1, experiment="asyncrl", trial="t0", endpoints=[], started=0.0)
 
 
 class Notices(list[str]):
@@ -141,6 +154,31 @@ class TestStartingPoint:
         (run_dir / "summary.json").write_text("{}")
         found, _ = start(replace(config, recover="required"), run_dir)
         assert found is not None
+
+    @pytest.mark.parametrize(
+        ("train", "fields", "told"),
+        [
+            ({"max_steps": 2}, {}, "train.max_steps=2: the run is complete, .* with, for example, train.max_steps=4$"),
+            ({}, {"done_cursor": Locator(1, 0)}, "train.num_epochs=1: .*, for example, train.num_epochs=2$"),
+            (
+                {"target_reward": 0.5},
+                {"recent_rewards": [0.5] * 5},
+                "train.target_reward=0.5: .* train.target_reward=null$",
+            ),
+        ],
+    )
+    def test_a_complete_run_with_nothing_more_to_do_says_what_to_change(
+        self, config, run_dir, save, train, fields, told
+    ):
+        save(**fields)
+        config = replace(config, recover="required", train=replace(config.train, **train))
+        assert start(config, run_dir)[0] is not None  # interrupted after its last checkpoint: the end is still to come
+        (run_dir / "summary.json").write_text("{}")
+        with pytest.raises(ConfigError, match=told) as raised:
+            start(config, run_dir)
+        assert "\n" not in str(raised.value)
+        longer = replace(config, train=replace(config.train, max_steps=3, num_epochs=2, target_reward=None))
+        assert start(longer, run_dir)[0] is not None
 
     def test_required_refuses_where_there_is_none(self, config, run_dir):
         with pytest.raises(ConfigError, match=r"^recover='required': there is no checkpoint to go on from in .*t0/ch"):
@@ -290,6 +328,87 @@ def test_the_masters_config(config):
 def test_fields_are_checked(config, fields, told):
     with pytest.raises(ConfigError, match=told):
         validate(replace(config, **fields))
+
+
+def test_a_checkpoint_of_a_newer_release_is_refused_and_no_older_one_is_taken(config, run_dir, save):
+    save(step=1)
+    manifest = save(step=2) / "checkpoint.json"
+    manifest.write_text('{"format": 2, "files": []}')
+    with pytest.raises(
+        ConfigError, match=rf"s00000002 has format 2; this is asyncrl {__version__}, which reads format 1"
+    ):
+        start(config, run_dir)
+
+
+def cut_short(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+DAMAGES = {
+    "truncated": cut_short,
+    "empty": lambda _: b"",
+    "garbage": lambda _: b"\x80\xff{]",
+    "NULs": lambda content: b"\0" * len(content),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+class TestDamagedFiles:
+    """What a resume reads; for metrics and journals see test_journal.py, for tensors test_checkpoints.py."""
+
+    @pytest.mark.parametrize("name", ["checkpoint.json", "master.json", "state-00000.json"])
+    def test_a_damaged_checkpoint_is_passed_over(self, config, run_dir, save, name, damage):
+        save(step=1)
+        file = save(step=2) / name
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
+        found, notices = start(config, run_dir)
+        assert found is not None
+        assert found.step == 1
+        assert notices[0].startswith("the checkpoint of step 2, attempt 1, is torn, the one before is taken: ")
+        assert name in notices[0]
+
+    def test_which_run_the_checkpoints_are_of_cannot_be_read(self, config, run_dir, save, damage):
+        save()
+        start(replace(config, recover="off"), run_dir)
+        file = run_dir / "checkpoints" / "recover" / "began_anew.json"
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
+        with pytest.raises(ConfigError, match=r"began_anew.json cannot be read: .*; delete it"):
+            start(config, run_dir)
+
+    def test_its_config(self, config, run_dir, damage):
+        file = configs_dir(run_dir, 1) / EXPERIMENT_FILE
+        with_reward = replace(config, rollout=replace(config.rollout, tasks={"default": TaskConfig(reward="m:f")}))
+        save_config(with_reward, file)
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
+        with pytest.raises(ConfigError, match=f"{file} is empty or cut short; remove it") as raised:
+            config_to_resume(run_dir, [])
+        assert "`asyncrl-launch run CONFIG recover=required` goes on" in str(raised.value)
+
+    def test_its_record(self, run_dir, damage):
+        run_dir.mkdir(parents=True)
+        write_record(run_dir, RECORD)
+        file = run_dir / "run.json"
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
+        with pytest.raises(LaunchError, match=f"{file} cannot be read"):
+            config_to_resume(run_dir, [])
+
+    def test_its_slurm_job(self, run_dir, damage):
+        slurm_dir(run_dir).mkdir(parents=True)
+        write_job(run_dir, JobRecord(job_id="7", script="", output="job-7.out"))
+        file = slurm_dir(run_dir) / "job.json"
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
+        with pytest.raises(LaunchError, match=f"{file} cannot be read: .*; delete it if no job of the run is left"):
+            read_job(run_dir)
+
+
+def test_a_run_of_a_newer_release_is_refused_before_its_config_is_read(config, run_dir):
+    file = configs_dir(run_dir, 1) / EXPERIMENT_FILE
+    save_config(config, file)
+    file.write_text(file.read_text() + "not_known_yet: 1\n")
+    (run_dir / "run.json").write_text('{"format": 2, "release": "9.9", "pids": [1]}')
+    told = rf"has the run of asyncrl 9\.9, in format 2; this is asyncrl {__version__}, which knows format 1"
+    with pytest.raises(LaunchError, match=told):
+        config_to_resume(run_dir, [])
 
 
 class TestResume:

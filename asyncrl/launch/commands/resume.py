@@ -12,7 +12,7 @@ from asyncrl.config import ConfigError, ExperimentConfig
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.commands.common import Commands, add_command
 from asyncrl.launch.commands.run import add_detach, start
-from asyncrl.launch.rundir import EXPERIMENT_FILE, newest_experiment
+from asyncrl.launch.rundir import EXPERIMENT_FILE, newest_experiment, read_record
 
 _DESCRIPTION = """Go on with a run that was stopped or killed, from the newest checkpoint in its folder, with its own config.
 
@@ -30,7 +30,8 @@ _EPILOG = """examples:
 The same as `run` with the run's config and recover=required. How often checkpoints are written: checkpoint.every_s (10 minutes
 where nothing is said), checkpoint.every_steps, checkpoint.every_epochs.
 
-exit codes: as of `run`; 2 where there is no checkpoint, or it does not fit what the overrides say."""
+exit codes: as of `run`; 2 where there is no checkpoint, it does not fit what the overrides say,
+or the run is complete and the overrides give it no more steps."""
 
 
 def add_to(commands: Commands) -> None:
@@ -51,11 +52,17 @@ def resume(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def config_to_resume(run_dir: Path, overrides: Sequence[str]) -> ExperimentConfig:
-    """That of the run's newest attempt, changed by the overrides."""
+    """That of the run's newest attempt, changed by the overrides. Raises ConfigError, or LaunchError for a newer release's run."""
+    read_record(run_dir)  # first: the config of a newer release may have fields that are unknown here
     kept = newest_experiment(run_dir)
     if kept is None:
         raise ConfigError(
             f"{run_dir} has no configs/attempt_N/{EXPERIMENT_FILE}: no run was started there; "
+            "`asyncrl-launch run CONFIG recover=required` goes on with the config that you name"
+        )
+    if not kept.read_bytes().endswith(b"\n"):
+        raise ConfigError(
+            f"{kept} is empty or cut short; remove it, and the config of the attempt before is used, or "
             "`asyncrl-launch run CONFIG recover=required` goes on with the config that you name"
         )
     here = [f"fileroot={run_dir.parent.parent}", f"experiment={run_dir.parent.name}", f"trial={run_dir.name}"]
