@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import logging
 import os
+import re
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -106,52 +107,75 @@ class MetricsWriter:
 
 
 class EventFile:
-    """TensorBoard events, written by whoever calls. tensorboardX gives the format only: the thread that its SummaryWriter
-    starts dies of a full disk without a word, and whoever adds to its queue then waits for ever.
-    """
+    """TensorBoard events, written at once: a full disk is a StorageError here, and no thread of a library can die of it unseen."""
 
     def __init__(self, folder: Path) -> None:
-        with _without_torch():
-            from tensorboardX.proto.event_pb2 import Event
-            from tensorboardX.record_writer import masked_crc32c
-            from tensorboardX.summary import scalar
-        self._event, self._scalar = Event, scalar
-        self._checksum: Callable[[bytes], int] = masked_crc32c
         self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
         with writing(self._path):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
-        self._append(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        self._append(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """All scalars of a step, as one event. Raises StorageError."""
-        event = self._event(wall_time=time.time(), step=step)
-        for name, value in scalars.items():
-            event.summary.MergeFrom(self._scalar(name, value))
-        self._append(event.SerializeToString())
+        values = [_bytes(1, _TAG.sub("_", name).encode()) + _float(2, value) for name, value in scalars.items()]
+        summary = b"".join(_bytes(1, value) for value in values)
+        self._append(_double(1, time.time()) + b"\x10" + _varint(step) + _bytes(5, summary))
 
     def close(self) -> None:
         self._file.close()
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, event: bytes) -> None:
         """A record of TensorFlow's: length, its checksum, data, its checksum."""
-        length = struct.pack("<Q", len(data))
-        ends = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
+        length = struct.pack("<Q", len(event))
+        ends = [struct.pack("<I", _masked_crc32c(part)) for part in (length, event)]
         with writing(self._path):
-            _write_all(self._file, length + ends[0] + data + ends[1])
+            _write_all(self._file, length + ends[0] + event + ends[1])
 
 
-@contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    """tensorboardX imports torch where there is one, and needs it for no scalar: it is not shown torch."""
-    hide = "torch" not in sys.modules
-    if hide:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # importing it raises ImportError
-    try:
-        yield
-    finally:
-        if hide:
-            del sys.modules["torch"]
+# An Event is a protocol buffer: wall_time = 1 (double), step = 2, file_version = 3, summary = 5; a summary is repeated
+# value = 1, with tag = 1 and simple_value = 2 (float). A field begins with 8 * its number + its wire type.
+
+_TAG = re.compile(r"[^-/\w.]")  # what a tag has not
+
+
+def _varint(value: int) -> bytes:
+    data = bytearray()
+    while value > 0x7F:
+        data.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*data, value])
+
+
+def _bytes(field: int, data: bytes) -> bytes:
+    return bytes([8 * field + 2]) + _varint(len(data)) + data
+
+
+def _double(field: int, value: float) -> bytes:
+    return bytes([8 * field + 1]) + struct.pack("<d", value)
+
+
+def _float(field: int, value: float) -> bytes:
+    return bytes([8 * field + 5]) + struct.pack(
+        "<f", ctypes.c_float(value).value
+    )  # inf where it is too large for a float
+
+
+def _crc_of(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+_CRCS = [_crc_of(byte) for byte in range(256)]
+
+
+def _masked_crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _CRCS[(crc ^ byte) & 0xFF]
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _end_of_lines(file: int) -> int:
