@@ -3,7 +3,7 @@
 # Environment: ASYNCRL_VENV  where the environment is (default: .venv in the repository)
 #              ASYNCRL_EXTRAS what a run needs besides, such as gym (pyproject.toml names them)
 #              ASYNCRL_TORCH the torch version to install (default below; an open range could pull another build)
-#              PYTHON        the interpreter it is made with (default: python3, 3.10 or newer)
+#              PYTHON        the interpreter it is made with (default: python3, 3.11 or newer)
 
 ASYNCRL_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -12,7 +12,7 @@ asyncrl_setup() {
     local torch="${ASYNCRL_TORCH:-2.13.0}" stamp
     [[ "$venv" = /* ]] || venv="$PWD/$venv"
     # One stamp per set of requirements: a second start installs nothing and needs no network.
-    stamp="$venv/.asyncrl-$(cat "$ASYNCRL_ROOT/pyproject.toml" - <<<"$extras $torch $ASYNCRL_ROOT" | cksum | cut -d' ' -f1)"
+    stamp="$venv/.asyncrl-$(cat "$ASYNCRL_ROOT/pyproject.toml" "$ASYNCRL_ROOT/launcher/requirements.lock" - <<<"$extras $torch $ASYNCRL_ROOT" | cksum | cut -d' ' -f1)"
     [ -e "$stamp" ] || _asyncrl_install || return 1
     PATH="$venv/bin:$PATH"
     ASYNCRL_ACTIVATE="$(printf '. %q' "$venv/bin/activate")" # `asyncrl-launch run` ends with what to do next
@@ -30,14 +30,15 @@ _asyncrl_install() {
         _asyncrl_step 10 "making the virtual environment" "$python" -m venv --clear "$venv" || return 1
     fi
     _asyncrl_step 90 "installing torch $torch, the largest part" "${pip[@]}" "torch==$torch" || return 1
-    _asyncrl_step 50 "installing asyncrl and all else that it needs" "${pip[@]}" -e "$ASYNCRL_ROOT${extras:+[$extras]}" || return 1
+    _asyncrl_step 50 "installing asyncrl and all else that it needs" "${pip[@]}" -e "$ASYNCRL_ROOT${extras:+[$extras]}" \
+        -c <(grep -v "^torch==" "$ASYNCRL_ROOT/launcher/requirements.lock") || return 1 # what was tested; torch is there already
     touch "$stamp"
     [ "$log" = /dev/null ] || rm -f "$log"
 }
 
 _asyncrl_check_python() {
-    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-        echo "asyncrl needs Python 3.10 or newer; '$python' is $("$python" --version 2>&1). Set PYTHON=/path/to/python3" >&2
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "asyncrl needs Python 3.11 or newer; '$python' is $("$python" --version 2>&1). Set PYTHON=/path/to/python3" >&2
         return 1
     fi
 }
@@ -91,7 +92,7 @@ _asyncrl_remedy() {
         echo "'$python' cannot make virtual environments; on Debian: apt-get install python3-venv"
     elif grep -q 'different Python\|No matching distribution' "$log"; then
         version="$("$1" --version 2>&1 || true)"
-        echo "there is no such package for $version on this machine: PYTHON=/path/to/another/python3 (3.10 to 3.13), or ASYNCRL_TORCH=..."
+        echo "there is no such package for $version on this machine: PYTHON=/path/to/another/python3 (3.11 to 3.13), or ASYNCRL_TORCH=..."
     else
         echo "mend what is said above and start again: what is installed already stays"
     fi

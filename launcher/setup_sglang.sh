@@ -4,7 +4,7 @@
 # without one, with stand-ins for compiled kernels that have no build for CPUs (launcher/sglang_cpu). What was installed before
 # stays; a second start installs nothing. It ends with the interpreter, which is what generation.python wants.
 #
-# Environment: PYTHON  the interpreter it is made with (default: python3, 3.10 or newer)
+# Environment: PYTHON  the interpreter it is made with (default: python3, 3.11 or newer)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 

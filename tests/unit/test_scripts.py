@@ -9,6 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tomllib
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -67,7 +70,7 @@ def test_the_first_time_it_installs_and_the_second_time_it_does_not(call, clone)
     first = call("run_async_ppo.sh")
     assert any(f"-m venv --clear {clone}/.venv" in line for line in first)
     assert any("pip install" in line and "torch==" in line for line in first)
-    assert any(f"-e {clone}" in line for line in first)
+    assert any(f"-e {clone}" in line and "-c /" in line for line in first)  # with the locked versions
     assert call("run_async_ppo.sh") == [
         f"{clone}: -m asyncrl.launch.cli prepare configs/quickstart_cpu.yaml",
         f"{clone}: -m asyncrl.launch.cli run configs/quickstart_cpu.yaml",
@@ -183,7 +186,7 @@ def test_an_environment_elsewhere(call, clone, tmp_path):
 
 def test_a_python_that_is_too_old(call):
     call("run_async_ppo.sh", code=1, TOO_OLD="1")
-    assert "needs Python 3.10 or newer" in call.output
+    assert "needs Python 3.11 or newer" in call.output
     assert "is Python 2.7. Set PYTHON=" in call.output
 
 
@@ -256,3 +259,35 @@ def test_the_full_tier_makes_sglangs_environment(call, clone, tmp_path):
 def test_arguments_of_the_test_script_are_pytests(call, clone, tmp_path):
     call("run_tests.sh", "tests/unit", cwd=tmp_path)
     assert call("run_tests.sh", "tests/unit", "-k", "a b", cwd=tmp_path) == [f"{clone}: -m pytest tests/unit -k a b"]
+
+
+def load(name):
+    """A script of launcher/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "launcher" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_lowest_versions_of_what_is_asked_for():
+    requirements = [
+        "a>=1.2,<2",
+        "b==3.*",
+        'c>=4 ; extra == "x"',
+        'd>=5 ; extra == "y"',
+        "e",
+        'asyncrl[x] ; extra == "z"',
+    ]
+    assert load("lower_bounds").lower_bounds(requirements, ["x", "z"]) == ["a==1.2", "b==3.*", "c==4"]
+
+
+def test_the_lock_has_what_pyproject_asks_for():
+    text = (REPOSITORY / "launcher" / "requirements.lock").read_text()
+    pins = dict(line.split("==") for line in text.splitlines() if not line.startswith("#"))
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    tested = [*project["dependencies"], *extras["test"], *extras["dev"]]
+    tested += [entry for name in ("gym", "math", "openai", "plot", "wandb") for entry in extras[name]]
+    for requirement in map(Requirement, tested):
+        if requirement.name != "asyncrl":
+            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
