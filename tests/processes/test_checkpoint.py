@@ -247,7 +247,7 @@ def test_a_newer_format_is_said(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "c")
     about = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
     (tmp_path / "c" / "checkpoint.json").write_text(json.dumps(about | {"format": 2}))
-    with pytest.raises(CheckpointError, match="has format 2; this is asyncrl .*, which reads format 1"):
+    with pytest.raises(CheckpointError, match=r"has format 2; this is asyncrl .*, which reads format 1"):
         checkpoint.verify(tmp_path / "c")
 
 
