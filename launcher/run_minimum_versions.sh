@@ -9,6 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${ASYNCRL_VENV:-$PWD/.venv-minimum}"
+unset ASYNCRL_VENV # tests call scripts that would install into it
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 
 folder=$(mktemp -d)
@@ -19,7 +20,7 @@ if [ ! -e "$stamp" ]; then
     "${PYTHON:-python3}" -m venv --clear "$venv"
     "${pip[@]}" packaging
     "${pip[@]}" --no-deps -e .
-    "$venv/bin/python" launcher/lower_bounds.py gym math openai plot wandb >"$folder/constraints.txt"
+    "$venv/bin/python" launcher/lower_bounds.py gym math openai parquet plot wandb >"$folder/constraints.txt"
     "${pip[@]}" "torch==${ASYNCRL_TORCH:-2.13.0}"
     "${pip[@]}" -e ".[test]" -c "$folder/constraints.txt"
     touch "$stamp"
