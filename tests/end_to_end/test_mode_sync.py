@@ -89,7 +89,7 @@ def test_rejected_prompts_are_replaced_in_the_batch(tmp_path: Path) -> None:
         last = metrics(run.run_dir)[-1]
         assert last["rejected/reward_error"] == 6
         saved = sorted(path.name for path in (run.run_dir / "checkpoints").iterdir())
-        assert saved == ["final", "step_00000002"]
+        assert saved == ["final", "recover", "step_00000002"]
         steps = train_steps(run.run_dir)
         # what samples is what is trained: after each step its weights are copied
         assert [record["actor/behav_weight"] for record in steps] == pytest.approx([1.0] * 3, abs=1e-5)

@@ -89,10 +89,10 @@ def train(paths: dict[str, Path]) -> TrainConfig:
     optimizer = OptimizerConfig(lr=1e-3, warmup_steps=0, eps=1e-5)
     ppo = PPOConfig(minibatches=2, temperature=1.0, kl_coef=0.05, advantage_norm="batch", gae_lambda=0.95)
     critic = CriticConfig(path=str(paths["critic"]), optimizer=optimizer, minibatches=2)
-    return TrainConfig(batch_size=8, optimizer=optimizer, ppo=ppo, critic=critic)
+    return TrainConfig(batch_size=8, optimizer=optimizer, ppo=ppo, critic=critic, max_tokens_per_mb=BUDGETS["whole"])
 
 
-def model_config(name: str, path: Path, train: TrainConfig, *, grid: str = "d1", budget: str = "whole") -> ModelConfig:
+def model_config(name: str, path: Path, train: TrainConfig, *, grid: str = "d1") -> ModelConfig:
     role = name.partition("@")[0]
     return ModelConfig(
         name,
@@ -102,7 +102,6 @@ def model_config(name: str, path: Path, train: TrainConfig, *, grid: str = "d1",
         kind="value" if role == "critic" else "lm",
         trainable=role != "ref",
         optimizer=train.optimizer,
-        max_tokens_per_mb=BUDGETS[budget],
     )
 
 
@@ -145,8 +144,13 @@ def expected(paths: dict[str, Path], train: TrainConfig) -> dict[str, Update]:
 def found(
     paths: dict[str, Path], train: TrainConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str, str], Update]:
-    """By cell: through a gang of model workers."""
-    return asyncio.run(train_all([Cell(*cell) for cell in CELLS], paths, train, tmp_path_factory.mktemp("gang")))
+    """By cell: through a gang of model workers for each budget."""
+    updates = {}
+    for budget, max_tokens in BUDGETS.items():
+        cells = [Cell(*cell) for cell in CELLS if cell[1] == budget]
+        of_budget = replace(train, max_tokens_per_mb=max_tokens)
+        updates |= asyncio.run(train_all(cells, paths, of_budget, tmp_path_factory.mktemp("gang")))
+    return updates
 
 
 def placed_mfcs(cell: Cell, train: TrainConfig) -> list[PlacedMFC]:
@@ -160,7 +164,7 @@ async def train_all(
     models = [model_config("ref", paths["ref"], train)]
     for cell in cells:
         for role in ("actor", "critic"):
-            of_cell = model_config(cell.model(role), paths[role], train, grid=cell.layout, budget=cell.budget)
+            of_cell = model_config(cell.model(role), paths[role], train, grid=cell.layout)
             models.append(of_cell)
     mfcs = {cell: placed_mfcs(cell, train) for cell in cells}
     updates = {}

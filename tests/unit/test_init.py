@@ -88,5 +88,5 @@ def test_what_is_missing_or_unknown_is_told(capsys: pytest.CaptureFixture[str]) 
     assert "NAME is missing: say which folder to write" in capsys.readouterr().out
     assert main(["init", "x", "--example", "maths"]) == 2
     told = capsys.readouterr().out
-    assert "--example maths: there is no such example; choose one of code, long_tail, math" in told
+    assert "--example maths: there is no such example; choose one of bad_batch, code, long_tail, math" in told
     assert not Path("x").exists()
