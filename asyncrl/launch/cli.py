@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -40,6 +42,7 @@ from asyncrl.launch.redact import redact_text, redact_urls
 from asyncrl.launch.rundir import LaunchError
 
 _INTERRUPTED = 130
+_BROKEN_PIPE = 128 + signal.SIGPIPE
 _COMMANDS = (
     init,
     run,
@@ -123,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(redact_text(str(error)), "config", CONFIG_ERROR, console, as_json)
     except LaunchError as error:
         return _refuse(redact_urls(str(error)), "failed", FAILED, console, as_json)
+    except BrokenPipeError:  # the reader of a pipe has ended: `asyncrl-launch logs RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
+        return _BROKEN_PIPE
     except KeyboardInterrupt:  # before there was a run to stop
         return _INTERRUPTED
 

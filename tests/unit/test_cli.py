@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -504,6 +505,17 @@ def test_chaos_that_makes_no_sense_is_refused_before_anything_starts(config, cal
     code, out, _ = call("chaos", config, *options)
     assert code == 2
     assert says in " ".join(out.split())
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_ends_early_gets_no_traceback(logged, options):
+    """`asyncrl-launch logs RUN | head`: the pipe's other end is closed before anything is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "asyncrl.launch.cli", "logs", str(logged), *options]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 # --------------------------------------------------------------------------------------------------------- ls, --version

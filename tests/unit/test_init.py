@@ -90,3 +90,9 @@ def test_what_is_missing_or_unknown_is_told(capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr().out
     assert "--example maths: there is no such example; choose one of bad_batch, code, long_tail, math" in told
     assert not Path("x").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("")
+    assert main(["init", "file/task"]) == 2
+    assert "NAME 'file/task' cannot be made: Not a directory; choose another folder" in capsys.readouterr().out

@@ -83,7 +83,10 @@ def write_task(example: Path, target: Path) -> list[str]:
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"NAME {str(target)!r}: it exists and is not an empty folder; choose another name")
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"NAME {str(target)!r} cannot be made: {error.strerror}; choose another folder") from error
     written = sorted(file.name for file in example.iterdir() if file.is_file())
     for name in written:
         shutil.copyfile(example / name, target / name)
