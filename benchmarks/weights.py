@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import statistics
 import shutil
 import socket
 import sys
@@ -355,8 +356,8 @@ def report(args: argparse.Namespace, found: dict[int, tuple[Rounds, Publisher]])
         gb, case = side.num_bytes / 1e9, f"{size_mb}MB"
         ratio["copy_fsync"][case] = rounds.ratio("asyncrl", "copy_fsync", "s")
         ratio["raw_gloo"][case] = rounds.ratio("broadcast", "raw_gloo", "s")
-        # The warm-up's are not counted here either.
-        counted = {phase: sorted(values[1:])[len(values[1:]) // 2] / gb for phase, values in side.phases.items()}
+        # A warm-up, if there was one, is not counted here either.
+        counted = {phase: statistics.median(values[-args.rounds :]) / gb for phase, values in side.phases.items()}
         phases[case] = {phase: round(seconds, 4) for phase, seconds in counted.items()}
         medians = {f"{name}_s_per_gb": round(rounds.median(name, "s") / gb, 4) for name in SIDES}
         cases[case] = medians | {f"{name}_iqr": round(rounds.spread(name, "s") / gb, 4) for name in SIDES}

@@ -18,8 +18,8 @@ cd "$ASYNCRL_ROOT"
 bash launcher/setup_sandbox.sh || true # else tests/processes/test_sandbox.py fails and says what is missing
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-# Most tests wait for processes, so four of them run at a time on two cores. tests/conftest.py says which must not meet.
-parallel=(-n 4 --dist loadgroup --no-loadscope-reorder)
+# Most tests wait for processes, so three of them run at a time on two cores. tests/conftest.py says which must not meet.
+parallel=(-n 3 --dist loadgroup --no-loadscope-reorder)
 case "${1:-}" in
 "")
     tests=(-m "not full and not alone" tests/end_to_end tests/processes tests/unit) # the longest first
