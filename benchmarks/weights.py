@@ -20,9 +20,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import statistics
 import shutil
 import socket
+import statistics
 import sys
 import tempfile
 import threading
