@@ -18,17 +18,20 @@ cd "$ASYNCRL_ROOT"
 bash launcher/setup_sandbox.sh || true # else tests/processes/test_sandbox.py fails and says what is missing
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-# Most tests wait for processes, so three of them run at a time on two cores. tests/conftest.py says which must not meet.
-parallel=(-n 3 --dist loadgroup --no-loadscope-reorder)
+# Two lanes at the same time on two cores: much of a test is waiting for processes. The first lane is told of at its end.
 case "${1:-}" in
 "")
-    tests=(-m "not full and not alone" tests/end_to_end tests/processes tests/unit) # the longest first
+    lane=(tests/end_to_end tests/unit)
+    other=(tests/processes)
+    marks="not full and not alone"
     ;;
 --all)
     # tests/sglang run against the real server, in an environment of its own.
     [ -n "${ASYNCRL_SGLANG_PYTHON:-}" ] || bash launcher/setup_sglang.sh --cpu
     bash launcher/setup_slurm.sh || true # else tests/slurm fail and say what is missing
-    tests=(-m "not alone")
+    lane=(tests/end_to_end tests/sglang tests/chaos tests/hosts)
+    other=(tests/processes tests/unit tests/slurm tests/fuzz tests/gpu tests/benchmarks)
+    marks="not alone"
     ;;
 *) exec python -m pytest "$@" ;;
 esac
@@ -37,9 +40,16 @@ echo "== set up after $((SECONDS - began)) s"
 began=$SECONDS
 python -m ruff check .
 python -m ruff format --check .
-python -m mypy
+folder=$(mktemp -d)
+python -m pytest -m "$marks" "${lane[@]}" >"$folder/lane" 2>&1 &
+running=$!
+trap 'kill "$running" 2>/dev/null || true; rm -rf "$folder"' EXIT
+echo "== ${lane[*]} are tested beside what follows"
 status=0
-python -m pytest "${parallel[@]}" "${tests[@]}" || status=$?
+python -m mypy || status=$?
+python -m pytest -m "$marks" "${other[@]}" || status=$?
+wait "$running" || status=$?
+cat "$folder/lane"
 if [ "${1:-}" = --all ]; then
     python -m pytest -m alone tests/end_to_end || status=$?
     python tests/oracle/check.py || status=$?

@@ -1,4 +1,4 @@
-"""Marks of whole folders: tiers, tests that must not run at the same time, tests that need a GPU. File systems of their own."""
+"""Marks of whole folders: tiers, tests that need a GPU. File systems: small or read-only ones, where root may mount them."""
 
 import subprocess
 from pathlib import Path
@@ -8,16 +8,12 @@ import pytest
 TESTS = Path(__file__).parent
 # One whole run per mode: async, rollout_only and train_only, sync. The other whole runs belong to the full tier.
 FAST_RUNS = ("test_layouts.py", "test_rollout_then_train.py", "test_mode_sync.py")
-# These share something of the machine: network namespaces, Slurm's ports, one SGLang server of a session.
-ONE_AT_A_TIME = {"hosts": "namespaces", "slurm": "namespaces", "sglang": "sglang"}
 
 
 def pytest_collection_modifyitems(items):
     has_gpu = Path("/dev/nvidia0").exists()
     for item in items:
         folder, *_, name = item.path.relative_to(TESTS).parts
-        # pytest-xdist runs the tests of a group in one process, in order. A file is a group: its fixtures are made once.
-        item.add_marker(pytest.mark.xdist_group(ONE_AT_A_TIME.get(folder, f"{folder}/{name}")))
         if folder == "end_to_end" and name not in FAST_RUNS:
             item.add_marker("full")
         if "gpu" in item.keywords and not has_gpu:
