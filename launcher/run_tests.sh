@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Set everything up, then lint, type-check and test. Times are those of two idle cores, without the set-up:
-#   bash launcher/run_tests.sh                     unit tests, real processes, one whole run per mode: 10 minutes
-#   bash launcher/run_tests.sh --all               also SGLang, Slurm, hosts, chaos, fuzz, mutants, the oracle, benchmarks: 40 minutes
+# Set everything up, then lint, type-check and test:
+#   bash launcher/run_tests.sh                     unit tests, real processes, one whole run per mode
+#   bash launcher/run_tests.sh --all               also SGLang, Slurm, hosts, chaos, fuzz, mutants, the oracle, benchmarks
 #   bash launcher/run_tests.sh tests/unit -k ppo   only pytest, with these arguments
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
