@@ -178,7 +178,10 @@ def sampled_tokens(run_dir: Path, began: float, ended: float) -> int:
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], quick={"steps": 2, "step_s": 0.5})
+    options = parser(
+        __doc__.split("\n")[0],
+        quick={"etas": [0, 4], "scenarios": ["balanced", "generation"], "steps": 2, "step_s": 0.5},
+    )
     options.add_argument("--etas", type=int, nargs="+", default=list(ETAS), help="of the balanced scenario (0 1 2 4 8)")
     options.add_argument(
         "--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS), help="default: all"
