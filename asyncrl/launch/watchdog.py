@@ -1,4 +1,4 @@
-"""The standstill report: what each process waits for, on whom and since when, if no train step ends for long (pure).
+"""The standstill report: what each process waits for, on which process and since when, if no train step ends for long (pure).
 
     no train step for 120 s
       master/0: waits for 3 stragglers from rollout_worker/1 (45 of 3600 s)

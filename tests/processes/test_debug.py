@@ -46,7 +46,7 @@ def test_an_error_is_looked_at_where_it_was_raised(tiny, tmp_path):
 
 
 def test_a_process_left_for_debugging_stops_when_its_run_ends(tiny, tmp_path):
-    """Also where the launcher was killed, and could ask nobody to stop: the end of its lock is enough."""
+    """A killed launcher sends no request to stop. The process notices that the launcher's lock is free."""
     with EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log", NameResolveConfig().binary) as etcd:
         run_dir = tmp_path / "run"
         lock = RunLock(run_dir)

@@ -26,7 +26,7 @@ def test_durations(seconds, text):
     assert duration_text(seconds) == text
 
 
-def test_the_remaining_time_is_the_median_of_the_newest_steps_times_the_steps_left():
+def test_the_remaining_time_is_the_mean_of_the_newest_steps_times_the_steps_left():
     assert seconds_left([], 10) is None
     assert seconds_left([1.0, 1.0, 7.0] * 6, 70) == 70 * 3.0  # steps that wait for data now and then count too
     assert seconds_left([2.0], 0) == 0.0

@@ -39,7 +39,7 @@ _METRICS_BYTES = 1 << 18  # of the end of metrics.jsonl: some 100 steps
 _STACKS_LIMIT_S = 3.0  # a process answers in milliseconds, or is inside a long call
 
 _DESCRIPTION = """Show the step, reward and remaining time of a run that goes on, then every worker: its state, the age of its last
-sign of life, the version of its weights, what it waits for, on whom, for how long and until when at most, and how full its
+sign of life, the version of its weights, what it waits for, on which process, for how long and until when at most, and how full its
 queues are.
 
 With --stacks: what each process on this machine is doing, however it hangs. The stacks of its threads (the innermost call
@@ -67,7 +67,7 @@ def add_to(commands: Commands) -> None:
 
 
 def status(arguments: argparse.Namespace, console: Console) -> int:
-    """Show step, reward and remaining time, then every worker: state, version, what it waits for, on whom, how long, queues."""
+    """Show step, reward and remaining time, then every worker: state, version, what it waits for and how long, queues."""
     run_dir = run_dir_of(arguments.run, arguments.overrides)
     record = read_record(run_dir)
     running = goes_on(run_dir, record)
