@@ -60,6 +60,7 @@ def add_to(commands: Commands) -> None:
 def debug(arguments: argparse.Namespace, console: Console) -> int:
     """Run one process of a run in this terminal, under a debugger if need be, from its resolved config."""
     config = _load(Path(arguments.config))
+    joins = is_running(Path(config.worker.run_dir))  # looked at first: a run that ends meanwhile has been joined all the same
     with _name_service(config, console) as name_resolve:
         config = replace(config, worker=replace(config.worker, name_resolve=name_resolve))
         if isinstance(config, RolloutWorkerConfig):  # so that a reward's breakpoint() has this terminal
@@ -74,7 +75,8 @@ def debug(arguments: argparse.Namespace, console: Console) -> int:
             on_error(error)
             code = 1
         else:
-            threading.Thread(target=_stop_with_run, args=(Path(config.worker.run_dir),), daemon=True).start()
+            if joins:
+                threading.Thread(target=_stop_with_run, args=(Path(config.worker.run_dir),), daemon=True).start()
             code = run_worker(made, on_error=on_error)
     if arguments.json:
         print_json({"worker": config.worker.name, "exit_code": code})
@@ -139,14 +141,13 @@ def _answers(config: ProcessConfig, name_resolve: NameResolveConfig) -> bool:
 
 
 def _stop_with_run(run_dir: Path) -> None:
-    """Stop this process when the run that it has joined ends, however the launcher ended.
+    """Stop this process when the run that it has joined ends, however the launcher ends.
 
     waits for: the launcher's lock. In a debugger the signal has no effect before the event loop turns again.
     """
-    if is_running(run_dir):
-        while is_running(run_dir):
-            time.sleep(_LOOK_EVERY_S)
-        os.kill(os.getpid(), signal.SIGTERM)
+    while is_running(run_dir):
+        time.sleep(_LOOK_EVERY_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _post_mortem(error: BaseException) -> None:
