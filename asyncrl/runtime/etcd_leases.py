@@ -236,6 +236,9 @@ class LeaseKeeper:
             held.lost_since = None
             entries = dict(held.entries)
         try:
+            # The mark first: a lease that is lost and back in between takes it along. Put last, it would vouch for lost entries.
+            if not held.kept and held.id != _NO_LEASE:
+                self._store.put(self._mark(held).decode(), "", held.id)
             for key, value in entries.items():
                 try:
                     self._store.create(key, value, held.id or None, again=True)
@@ -244,8 +247,6 @@ class LeaseKeeper:
                     with self._lock:
                         if held.entries.get(key) == value:
                             self._drop(key)
-            if not held.kept and held.id != _NO_LEASE:
-                self._store.put(self._mark(held).decode(), "", held.id)
         except (LeaseNotFound, NameResolveTimeout) as error:
             with self._lock:
                 held.lost_since = time.monotonic()

@@ -287,14 +287,46 @@ def test_somebody_elses_lease_that_is_back_before_anybody_looked(
     assert holder.wait(f"{root}/a", LIMIT_S) == "1"
 
 
+def test_a_lease_that_is_lost_and_back_while_entries_are_put_again(
+    server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session puts them once more: it does not take those of before for those of now."""
+    monkeypatch.setattr(etcd_leases, "_FOREIGN_CHECK_S", 0.05)
+    holder, user = open_etcd(), open_etcd()
+    lease = holder.grant_lease(30)
+    create, lost = EtcdStore.create, threading.Event()
+
+    def create_and_lose(store: EtcdStore, key: str, value: str, lease_id: int | None, again: bool = False) -> None:
+        create(store, key, value, lease_id, again)
+        if again and not lost.is_set():
+            lost.set()
+            lease.revoke()
+            holder.grant_lease(30, lease_id=lease.id)
+
+    monkeypatch.setattr(EtcdStore, "create", create_and_lose)
+    user.add(f"{root}/a", "1", lease=lease.id)
+    assert lost.wait(LIMIT_S)
+    assert holder.wait(f"{root}/a", LIMIT_S) == "1"
+    time.sleep(0.5)  # many looks
+    assert holder.get_subtree(root) == {f"{root}/a": "1"}
+
+
 def test_what_somebody_else_deletes_stays_deleted(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd_leases, "_FOREIGN_CHECK_S", 0.05)
+    create, marked = EtcdStore.create, threading.Event()
+
+    def create_and_tell(store: EtcdStore, key: str, value: str, lease_id: int | None, again: bool = False) -> None:
+        create(store, key, value, lease_id, again)
+        if again:
+            marked.set()
+
+    monkeypatch.setattr(EtcdStore, "create", create_and_tell)
     holder, user = open_etcd(), open_etcd()
     lease = holder.grant_lease(30)
     user.add(f"{root}/a", "1", lease=lease.id)
-    wait_until(lambda: has_mark(user, lease.id), "the mark hangs on the lease")
+    assert marked.wait(LIMIT_S)
     assert holder.delete(f"{root}/a")
     time.sleep(0.5)  # many looks
     assert holder.get_subtree(root) == {}
