@@ -60,7 +60,9 @@ def add_to(commands: Commands) -> None:
 def debug(arguments: argparse.Namespace, console: Console) -> int:
     """Run one process of a run in this terminal, under a debugger if need be, from its resolved config."""
     config = _load(Path(arguments.config))
-    joins = is_running(Path(config.worker.run_dir))  # looked at first: a run that ends meanwhile has been joined all the same
+    joins = is_running(
+        Path(config.worker.run_dir)
+    )  # looked at first: a run that ends meanwhile has been joined all the same
     with _name_service(config, console) as name_resolve:
         config = replace(config, worker=replace(config.worker, name_resolve=name_resolve))
         if isinstance(config, RolloutWorkerConfig):  # so that a reward's breakpoint() has this terminal
