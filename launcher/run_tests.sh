@@ -18,41 +18,47 @@ cd "$ASYNCRL_ROOT"
 bash launcher/setup_sandbox.sh || true # else tests/processes/test_sandbox.py fails and says what is missing
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-# Two lanes at the same time on two cores: much of a test is waiting for processes. The first lane is told of at its end.
+# The parts, the longest first. Two run at a time.
 case "${1:-}" in
 "")
-    lane=(tests/end_to_end tests/unit)
-    other=(tests/processes)
-    marks="not full and not alone"
+    parts=(end_to_end processes unit mypy)
+    export ASYNCRL_TEST_MARKS="not full and not alone"
     ;;
 --all)
     # tests/sglang run against the real server, in an environment of its own.
     [ -n "${ASYNCRL_SGLANG_PYTHON:-}" ] || bash launcher/setup_sglang.sh --cpu
     bash launcher/setup_slurm.sh || true # else tests/slurm fail and say what is missing
-    lane=(tests/end_to_end tests/sglang tests/chaos tests/hosts)
-    other=(tests/processes tests/unit tests/slurm tests/fuzz tests/gpu tests/benchmarks)
-    marks="not alone"
+    parts=(end_to_end benchmarks processes sglang unit chaos oracle slurm hosts fuzz mypy gpu)
+    export ASYNCRL_TEST_MARKS="not alone"
     ;;
 *) exec python -m pytest "$@" ;;
 esac
 echo "== set up after $((SECONDS - began)) s"
 
+# Run one part; each line of its output begins with its name.
+test_part() {
+    set -o pipefail
+    local began=$SECONDS status=0 command
+    case "$1" in
+    mypy) command=(-m mypy) ;;
+    oracle) command=(tests/oracle/check.py) ;;
+    *) command=(-m pytest -m "$ASYNCRL_TEST_MARKS" "tests/$1") ;;
+    esac
+    {
+        python "${command[@]}" 2>&1 || status=$?
+        echo "== exit code $status after $((SECONDS - began)) s"
+        return "$status"
+    } | sed -u "s|^|$1: |"
+}
+export -f test_part
+
 began=$SECONDS
 python -m ruff check .
 python -m ruff format --check .
-folder=$(mktemp -d)
-python -m pytest -m "$marks" "${lane[@]}" >"$folder/lane" 2>&1 &
-running=$!
-trap 'kill "$running" 2>/dev/null || true; rm -rf "$folder"' EXIT
-echo "== ${lane[*]} are tested beside what follows"
 status=0
-python -m mypy || status=$?
-python -m pytest -m "$marks" "${other[@]}" || status=$?
-wait "$running" || status=$?
-cat "$folder/lane"
+printf '%s\n' "${parts[@]}" | xargs -P 2 -I {} bash -c 'test_part {}' || status=1
 if [ "${1:-}" = --all ]; then
-    python -m pytest -m alone tests/end_to_end || status=$?
-    python tests/oracle/check.py || status=$?
+    python -m pytest -m alone tests/end_to_end || status=1
 fi
 echo "== tested in $((SECONDS - began)) s, exit code $status"
 exit "$status"
