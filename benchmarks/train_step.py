@@ -297,12 +297,12 @@ class Bench:
 
 def main() -> None:
     options = parser(__doc__.split("\n")[0], quick={"prompts": 8, "steps": 1})
-    options.add_argument("--prompts", type=int, default=64)
+    options.add_argument("--prompts", type=int, default=32)
     options.add_argument("--group-size", type=int, default=8)
     options.add_argument("--max-tokens", type=int, default=4096, help="budget of a micro-batch, padding included")
     options.add_argument("--hidden", type=int, default=128)
     options.add_argument("--layers", type=int, default=4)
-    options.add_argument("--steps", type=int, default=2, help="counted steps of a round")
+    options.add_argument("--steps", type=int, default=1, help="counted steps of a round")
     options.add_argument("--peers", nargs="*", default=SIDES[1:], choices=SIDES[1:])
     args = options.parse_args()
     os.environ["TQDM_DISABLE"] = "1"  # bars of loading, here and in the sides
