@@ -19,6 +19,7 @@ echo "$PWD: $*" >>"$CALLS"
 case "$*" in
 "-c "*) exit "${TOO_OLD:-0}" ;;
 "--version") echo "Python 2.7" ;;
+*" ${FAILS:-nothing}") exit 1 ;;
 "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
 "-m pip install "*)
     echo "Collecting something"
@@ -242,22 +243,28 @@ def test_the_fast_tier_runs_in_the_repository(call, clone, tmp_path):
     lines = call("run_tests.sh", cwd=tmp_path)
     checks = [f"{clone}: -m ruff check .", f"{clone}: -m ruff format --check ."]
     assert [line for line in lines if line in checks] == checks
-    marks = "not full and not alone"
-    assert set(lines[lines.index(checks[-1]) + 1 :]) == {
-        f"{clone}: -m mypy",
-        f"{clone}: -m pytest -m {marks} tests/end_to_end tests/unit",
-        f"{clone}: -m pytest -m {marks} tests/processes",
-    }
+    parts = {f"-m pytest -m not full and not alone tests/{name}" for name in ("end_to_end", "processes", "unit")}
+    assert set(lines[lines.index(checks[-1]) + 1 :]) == {f"{clone}: {part}" for part in (*parts, "-m mypy")}
     assert not any(".venv-sglang" in line for line in lines)
 
 
 def test_the_full_tier_makes_sglangs_environment(call, clone, tmp_path):
     lines = call("run_tests.sh", "--all", cwd=tmp_path)
     assert any(f"-m venv --clear {clone}/.venv-sglang" in line for line in lines)
-    lane = "tests/end_to_end tests/sglang tests/chaos tests/hosts"
-    other = "tests/processes tests/unit tests/slurm tests/fuzz tests/gpu tests/benchmarks"
-    assert {f"{clone}: -m pytest -m not alone {lane}", f"{clone}: -m pytest -m not alone {other}"} <= set(lines)
-    assert lines[-2:] == [f"{clone}: -m pytest -m alone tests/end_to_end", f"{clone}: tests/oracle/check.py"]
+    folders = sorted(path.name for path in (REPOSITORY / "tests").iterdir() if any(path.glob("test_*.py")))
+    parts = {f"-m pytest -m not alone tests/{name}" for name in folders}
+    assert {f"{clone}: {part}" for part in (*parts, "-m mypy", "tests/oracle/check.py")} <= set(lines)
+    assert lines[-1] == f"{clone}: -m pytest -m alone tests/end_to_end"
+
+
+def test_a_part_that_fails_fails_all_and_the_others_run(call, clone, tmp_path):
+    lines = call("run_tests.sh", cwd=tmp_path, code=1, FAILS="tests/processes")
+    assert {line.rpartition(" ")[2] for line in lines[-4:]} == {
+        "tests/end_to_end",
+        "tests/processes",
+        "tests/unit",
+        "mypy",
+    }
 
 
 def test_arguments_of_the_test_script_are_pytests(call, clone, tmp_path):
