@@ -127,9 +127,9 @@ def main() -> int:
         outcome = run(name, quick=args.quick, baselines=name not in LONG)
         outcomes.append(outcome)
         print(f"{name}: {outcome.error or row(outcome)} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)
+        if not args.quick and outcome.result:  # at once: hours may follow
+            RESULTS.write_text(table([outcome], RESULTS.read_text() if RESULTS.exists() else ""), encoding="utf-8")
     failed = [outcome.name for outcome in outcomes if not outcome.result]
-    if not args.quick and len(failed) < len(outcomes):
-        RESULTS.write_text(table(outcomes, RESULTS.read_text() if RESULTS.exists() else ""), encoding="utf-8")
     seconds = sum(outcome.seconds for outcome in outcomes)
     print(f"{len(outcomes)} benchmarks in {seconds / 60:.1f} min; failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
