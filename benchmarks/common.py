@@ -225,12 +225,16 @@ def _version(package: str) -> str:
         return ""
 
 
+_MEASURED = (":/", ":(top,exclude)*.md", ":(top,exclude)benchmarks/baselines")
+
+
 def _commit() -> str:
-    """The commit that was measured; "+" where the working tree differs from it."""
+    """The commit that was measured; "+" where the working tree differs from it by more than pages and results."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+        status = [*git, "status", "--porcelain", "-uno", "--", *_MEASURED]
+        changed = subprocess.run(status, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
