@@ -1,6 +1,6 @@
 """Whole runs at eta = 0, 1, 2, 4: what asynchrony gives, and what it costs.
 
-    python benchmarks/end_to_end.py [--rounds 3] [--write-baseline]
+    python benchmarks/end_to_end.py [--rounds 5] [--write-baseline]
     python benchmarks/end_to_end.py --steps 6 --rounds 1                       # a quick try
     python benchmarks/end_to_end.py --config configs/long_tail_cpu.yaml        # where generation takes the time
 
@@ -138,7 +138,7 @@ def servers_idle(run_dir: Path, began: float, ended: float) -> float:
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], rounds=3, quick={"steps": 3, "target": 0.0})
+    options = parser(__doc__.split("\n")[0], quick={"steps": 3, "target": 0.0})
     options.add_argument("--config", default=QUICKSTART, help=f"default {QUICKSTART}")
     options.add_argument("--etas", type=int, nargs="+", default=list(ETAS), help="default 0 1 2 4")
     options.add_argument("--steps", type=int, default=0, help="train.max_steps, which the schedule of lr follows too")

@@ -1,6 +1,6 @@
 """Tokens per second of a generation server: with each engine, at several loads, and while its weights are updated again and again.
 
-    python benchmarks/generation.py [--rounds 3] [--sglang-python .../bin/python] [--seconds 5] [--write-baseline]
+    python benchmarks/generation.py [--rounds 5] [--sglang-python .../bin/python] [--seconds 5] [--write-baseline]
 
 The long-tail task (examples/long_tail): prompts of a few tokens, half of the responses at most 10 tokens long, a few over 100. The
 server is a whole GenerationServer in a process of its own, spoken to over HTTP; the clients are those of rollout workers, which
@@ -282,7 +282,7 @@ def _url_of(server: Child) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__.split("\n")[0], rounds=3, quick={"seconds": 1.0})
+    options = parser(__doc__.split("\n")[0], quick={"seconds": 1.0})
     options.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     options.add_argument("--loads", type=int, nargs="+", default=list(LOADS), help="requests at a time")
     options.add_argument(

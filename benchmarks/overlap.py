@@ -1,6 +1,6 @@
 """Asynchrony by itself: how near generation and training come to never waiting for each other, at each eta.
 
-    python benchmarks/overlap.py [--rounds 3] [--write-baseline]                                # eta 0 and 4, balanced
+    python benchmarks/overlap.py [--rounds 5] [--write-baseline]                                # eta 0 and 4, balanced
     python benchmarks/overlap.py --rounds 1 --etas 0 1 2 4 8 --scenarios balanced generation training abort default
 
 Whole runs by the real launcher, with real manager, master, rollout workers, streams, etcd and weight versions. Only what would
@@ -180,7 +180,6 @@ def sampled_tokens(run_dir: Path, began: float, ended: float) -> int:
 def main() -> None:
     options = parser(
         __doc__.split("\n")[0],
-        rounds=3,
         quick={"etas": [0, 4], "scenarios": ["balanced", "generation"], "steps": 2, "step_s": 0.5},
     )
     options.add_argument("--etas", type=int, nargs="+", default=list(ETAS), help="of the balanced scenario")

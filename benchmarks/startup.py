@@ -8,7 +8,8 @@ that both see the same machine, with warm file caches.
 
 Phases follow each other and add up; each ends when the last process has got there:
   launcher       its imports, the config, the preflight
-  imports        etcd answers; the computing processes are forked, or started, and have imported all they need
+  name_service   etcd answers
+  imports        the computing processes are forked, or started, and have imported all they need
   loading        they have met and loaded the model
   weights_0      the initial weights are written, verified, loaded and echoed: generation may begin
   first_batch    the first train batch is generated, judged, stored
@@ -39,7 +40,7 @@ from asyncrl.launch.rundir import logs_dir, read_record
 from asyncrl.runtime.metrics import read_json_lines
 
 ROOT = Path(__file__).parent.parent
-PHASES = ("launcher", "imports", "loading", "weights_0", "first_batch", "first_step")
+PHASES = ("launcher", "name_service", "imports", "loading", "weights_0", "first_batch", "first_step")
 KINDS = ("generation_server", "model_worker", "master", "gserver_manager", "rollout_worker")
 _RUN_LIMIT_S = 300.0
 _LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) \w+ +(\w+)/\d+: (.*)$", re.MULTILINE)
@@ -96,6 +97,7 @@ def phases(run_dir: Path, began: float) -> dict[str, float]:
     }
     ends = {
         "launcher": (run_dir / "config.yaml").stat().st_mtime,
+        "name_service": record.started,
         "imports": max(imported["generation_server"], imported["model_worker"]),
         "loading": _last(said, r"rank \d+ of|serving at"),
         "weights_0": _last(said, r"generation_server/\d+ serves a0*1-v0+ "),
