@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PROCESSES = [f"processes/test_{letters}*" for letters in ("[a-f]", "[g-m]", "[n-z]")]
 FAKE_PYTHON = """#!/usr/bin/env bash
 echo "$PWD: $*" >>"$CALLS"
 case "$*" in
@@ -243,7 +244,7 @@ def test_the_fast_tier_runs_in_the_repository(call, clone, tmp_path):
     lines = call("run_tests.sh", cwd=tmp_path)
     checks = [f"{clone}: -m ruff check .", f"{clone}: -m ruff format --check ."]
     assert [line for line in lines if line in checks] == checks
-    parts = {f"-m pytest -m not full and not alone tests/{name}" for name in ("end_to_end", "processes", "unit")}
+    parts = {f"-m pytest -m not full and not alone tests/{name}" for name in ("end_to_end", *PROCESSES, "unit")}
     assert set(lines[lines.index(checks[-1]) + 1 :]) == {f"{clone}: {part}" for part in (*parts, "-m mypy")}
     assert not any(".venv-sglang" in line for line in lines)
 
@@ -251,20 +252,21 @@ def test_the_fast_tier_runs_in_the_repository(call, clone, tmp_path):
 def test_the_full_tier_makes_sglangs_environment(call, clone, tmp_path):
     lines = call("run_tests.sh", "--all", cwd=tmp_path)
     assert any(f"-m venv --clear {clone}/.venv-sglang" in line for line in lines)
-    folders = sorted(path.name for path in (REPOSITORY / "tests").iterdir() if any(path.glob("test_*.py")))
-    parts = {f"-m pytest -m not alone tests/{name}" for name in folders}
+    folders = {path.name for path in (REPOSITORY / "tests").iterdir() if any(path.glob("test_*.py"))}
+    parts = {f"-m pytest -m not alone tests/{name}" for name in (*(folders - {"processes"}), *PROCESSES)}
     assert {f"{clone}: {part}" for part in (*parts, "-m mypy", "tests/oracle/check.py")} <= set(lines)
     assert lines[-1] == f"{clone}: -m pytest -m alone tests/end_to_end"
 
 
+def test_each_test_of_processes_is_in_one_part():
+    tests = REPOSITORY / "tests"
+    assert sorted(path for part in PROCESSES for path in tests.glob(part)) == sorted(tests.glob("processes/test_*"))
+
+
 def test_a_part_that_fails_fails_all_and_the_others_run(call, clone, tmp_path):
-    lines = call("run_tests.sh", cwd=tmp_path, code=1, FAILS="tests/processes")
-    assert {line.rpartition(" ")[2] for line in lines[-4:]} == {
-        "tests/end_to_end",
-        "tests/processes",
-        "tests/unit",
-        "mypy",
-    }
+    lines = call("run_tests.sh", cwd=tmp_path, code=1, FAILS="tests/unit")
+    ran = {f"tests/{name}" for name in ("end_to_end", *PROCESSES, "unit")} | {"mypy"}
+    assert {line.rpartition(" ")[2] for line in lines[-len(ran) :]} == ran
 
 
 def test_arguments_of_the_test_script_are_pytests(call, clone, tmp_path):
