@@ -60,9 +60,8 @@ def add_to(commands: Commands) -> None:
 def debug(arguments: argparse.Namespace, console: Console) -> int:
     """Run one process of a run in this terminal, under a debugger if need be, from its resolved config."""
     config = _load(Path(arguments.config))
-    joins = is_running(
-        Path(config.worker.run_dir)
-    )  # looked at first: a run that ends meanwhile has been joined all the same
+    run_dir = Path(config.worker.run_dir)
+    joins = is_running(run_dir)  # asked first: the run may end while this process loads
     with _name_service(config, console) as name_resolve:
         config = replace(config, worker=replace(config.worker, name_resolve=name_resolve))
         if isinstance(config, RolloutWorkerConfig):  # so that a reward's breakpoint() has this terminal
@@ -78,7 +77,7 @@ def debug(arguments: argparse.Namespace, console: Console) -> int:
             code = 1
         else:
             if joins:
-                threading.Thread(target=_stop_with_run, args=(Path(config.worker.run_dir),), daemon=True).start()
+                threading.Thread(target=_stop_with_run, args=(run_dir,), daemon=True).start()
             code = run_worker(made, on_error=on_error)
     if arguments.json:
         print_json({"worker": config.worker.name, "exit_code": code})
