@@ -710,12 +710,12 @@ class CallResult(Struct, frozen=True, kw_only=True):
 
 
 class Wait(Struct, frozen=True, kw_only=True):
-    """A named wait: what for, on whom, since when, until when at most."""
+    """A named wait: what for, on whom, for how long, and until when at most."""
 
     what: str
     on: str
     since_s: float  # seconds waited so far
-    limit_s: float
+    limit_s: float | None  # it is over then, or has failed; None: it has no limit
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):

@@ -100,7 +100,7 @@ class Reward:
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """Judge the completions of one prompt. Waits for the user's function, at most timeout_s each (a fast one: all together)."""
         calls = [call_arguments(prompt, completion, self._arguments) for completion in completions]
-        with self._board.waiting("reward", on=self.spec, limit_s=self._timeout_s):
+        with self._board.showing("reward", on=self.spec):
             try:
                 return await self._score(calls)
             except asyncio.TimeoutError:

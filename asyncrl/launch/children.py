@@ -187,8 +187,8 @@ class Child:
         assert self.returncode is not None
         return how_it_ended(self.returncode, self.log)
 
-    def visible_status(self, import_limit_s: float) -> WorkerStatus:
-        """Its newest status; before the first one what is known without it."""
+    def visible_status(self, import_limit_s: float | None) -> WorkerStatus:
+        """Its newest status; before the first one what is known without it. import_limit_s: None: its imports have no limit."""
         if self.status is not None:
             ours = {"restarts": self.restarts, "host": self.host}
             return msgspec.structs.replace(self.status, **ours) if any(ours.values()) else self.status

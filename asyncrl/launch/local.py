@@ -353,7 +353,8 @@ class LocalLauncher:
             self._name_service.publish(shown | coming)
 
     def _shown(self, child: Child) -> WorkerStatus:
-        status = child.visible_status(self.config.runtime.start_timeout_s)
+        runtime = self.config.runtime
+        status = child.visible_status(runtime.start_timeout_s if runtime.frozen_after_s else None)
         return self._scaling.shown(child, status) if self._scaling is not None else status
 
     def _kill_frozen(self) -> None:

@@ -225,7 +225,8 @@ class LongWaits:
             others = len({entry[1].worker for entry in entries}) - 1
             who = f"{status.worker} and {others} more like it" if others else status.worker
             for_what = wait.what if wait.on == status.worker else _wait_text(wait)
-            lines.append(f"{who} waited {since_s:.0f} s so far for {for_what} (limit {wait.limit_s:g} s)")
+            limit = "no limit" if wait.limit_s is None else f"limit {wait.limit_s:g} s"
+            lines.append(f"{who} waited {since_s:.0f} s so far for {for_what} ({limit})")
         return lines
 
 

@@ -49,9 +49,13 @@ def wait_texts(waits: Sequence[Wait]) -> list[str]:
     for wait in sorted(waits, key=lambda wait: -wait.since_s):
         kinds.setdefault((wait.what, wait.on), []).append(wait)
     return [
-        f"{what} from {on} ({same[0].since_s:.0f} of {same[0].limit_s:.0f} s){f' x{len(same)}' if len(same) > 1 else ''}"
+        f"{what} from {on} ({_age(same[0])}){f' x{len(same)}' if len(same) > 1 else ''}"
         for (what, on), same in kinds.items()
     ]
+
+
+def _age(wait: Wait) -> str:
+    return f"{wait.since_s:.0f} s" if wait.limit_s is None else f"{wait.since_s:.0f} of {wait.limit_s:.0f} s"
 
 
 def _order(status: WorkerStatus) -> bool:

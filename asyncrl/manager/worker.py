@@ -259,11 +259,7 @@ class GserverManager(Worker):
             self._missing = missing
             self._missing_wait.close()
             if missing:
-                # it may have to be started again and to load, and one whose loads failed is tried again after up to 30 s only
-                # (update_plan.LONGEST_RETRY_S): update_timeout_s alone, which stood here, was exceeded in simulation
-                limit_s = self.info.runtime.start_timeout_s + self.config.manager.update_timeout_s
-                wait = self.board.waiting("a server that may serve", on=missing, limit_s=limit_s)
-                self._missing_wait.enter_context(wait)
+                self._missing_wait.enter_context(self.board.showing("a server that may serve", on=missing))
 
     def _follow_attempt(self) -> None:
         """The weights say which attempt it is: before its master does, and where this manager's config is older."""

@@ -63,7 +63,7 @@ from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.push_pull import MetaPuller
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.service_client import ServiceClient
-from asyncrl.runtime.wandb_writer import WandbWriter
+from asyncrl.runtime.wandb_writer import SLACK_S, WandbWriter
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, Worker
 from asyncrl.topology import ModelPlacement, ParallelGrid, build_handler_routing
 from asyncrl.weights import prune_versions, role_dir, version_dir
@@ -195,7 +195,9 @@ class MasterWorker(Worker):
             apart=self.worlds.apart,
             on_new_life=self._world_began_anew,
         )
-        with self.board.waiting("model workers to connect", on="barrier", limit_s=self.info.runtime.start_timeout_s):
+        async with self.board.waiting(
+            "model workers to connect", on="barrier", limit_s=self.info.runtime.start_timeout_s
+        ):
             await self.client.start()
         self.caller = WorkerCaller(self.client, self.board, config.train.call_timeout_s)
         self.apart = ApartWorlds(self.worlds, self.client, self.caller, config.train.call_timeout_s)
@@ -346,7 +348,7 @@ class MasterWorker(Worker):
         waits for: enough trajectories stored, and the stragglers that the deadline rule waits for.
         unblocked by: the manager's ledger changing (long poll, bounded), which every finished rollout does; the end.
         """
-        start = moved = time.monotonic()
+        moved = time.monotonic()
         state = (len(self.buffer), self.progress.num_done)
         view = await self.report()
         while True:  # each turn is bounded, and so is a standstill
@@ -373,8 +375,9 @@ class MasterWorker(Worker):
                 moved = time.monotonic()
             if time.monotonic() - moved > limit_s:
                 raise WaitTimeoutError(decision.reason, decision.on, limit_s)
-            with self.board.waiting(decision.reason, on=decision.on, limit_s=limit_s, since=start):
-                waiting = self.report(revoke=decision.revoke, wait_s=_LONG_POLL_S, after_revision=view.revision)
+            wait_s = min(_LONG_POLL_S, max(0.0, moved + limit_s - time.monotonic()))
+            async with self.board.waiting(decision.reason, on=decision.on, limit_s=limit_s, since=moved):
+                waiting = self.report(revoke=decision.revoke, wait_s=wait_s, after_revision=view.revision)
                 told = await self._unless_leaving(waiting)
             if told is None:
                 return ()
@@ -443,9 +446,8 @@ class MasterWorker(Worker):
             generation_idle=generation_idle_share(self.run_dir, self._training_began, training_ended),
         )
         if self.wandb is not None:
-            with self.board.waiting(
-                "the last metrics to be sent", on="W&B", limit_s=self.config.wandb.finish_timeout_s
-            ):
+            limit_s = self.config.wandb.finish_timeout_s + SLACK_S
+            async with self.board.waiting("the last metrics to be sent", on="W&B", limit_s=limit_s):
                 summary["wandb"] = await asyncio.to_thread(self.wandb.finish)
         self._journal("ended", step=self.step, done=self.progress.num_done, of=self.progress.num_total)
         self._write_summary(summary)
@@ -498,8 +500,10 @@ class MasterWorker(Worker):
     async def _baseline_first(self, version: WeightVersion) -> None:
         """No server moves on before the initial weights have been evaluated. Training goes on meanwhile."""
         if self._baseline is not None and version.version == 1:
-            limit_s = self.config.eval.timeout_s + _CALL_LIMIT_S
-            with self.board.waiting("the evaluation of the initial weights", on="gserver manager", limit_s=limit_s):
+            limit_s = self.config.eval.timeout_s + _CALL_LIMIT_S + _LONG_POLL_S
+            async with self.board.waiting(
+                "the evaluation of the initial weights", on="gserver manager", limit_s=limit_s
+            ):
                 await self._baseline
 
     async def _wait_for_publisher(self) -> None:
@@ -657,8 +661,8 @@ class MasterWorker(Worker):
             )
             if reply.done:
                 if before is not None:  # it gives up in time
-                    limit_s = config.timeout_s + _CALL_LIMIT_S
-                    with self.board.waiting("the evaluation before", on="gserver manager", limit_s=limit_s):
+                    limit_s = config.timeout_s + _CALL_LIMIT_S + _LONG_POLL_S
+                    async with self.board.waiting("the evaluation before", on="gserver manager", limit_s=limit_s):
                         await asyncio.wait({before})
                 self.metrics.write(step, self.summary.add_evaluation(step, reply.results))
                 return

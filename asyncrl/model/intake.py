@@ -105,7 +105,7 @@ class Intake:
             return
         self.metas[meta.ticket_id] = meta
         limit_s = self._verdict_limit_s
-        with self._worker.board.waiting("a verdict on a trajectory", on="master", limit_s=limit_s):
+        async with self._worker.board.waiting("a verdict on a trajectory", on="master", limit_s=limit_s):
             verdict = await self._meta_pusher.push_meta(meta, timeout_s=limit_s)
         if verdict.verdict != "stored":
             self.discard([meta.ticket_id])
@@ -117,7 +117,7 @@ class Intake:
         deadline = time.monotonic() + _ROOM_LIMIT_S
         while (reason := self.store.put(sample)) == FULL and (left := deadline - time.monotonic()) > 0:
             self._room.clear()
-            with self._worker.board.waiting("room in the store", on="master", limit_s=_ROOM_LIMIT_S):
+            with self._worker.board.showing("room in the store", on="master", limit_s=_ROOM_LIMIT_S):
                 try:
                     await asyncio.wait_for(self._room.wait(), left)
                 except asyncio.TimeoutError:

@@ -500,7 +500,10 @@ async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list
 
 
 class _ServerWaits:
-    """One named wait a server while requests are out to it, begun anew whenever it answers: its age tells when one is stuck."""
+    """One named wait a server while requests are out to it, begun anew whenever it answers: its age tells when one is stuck.
+
+    limit_s: of each request, which ends itself at it; so no wait is older.
+    """
 
     def __init__(self, board: StatusBoard, limit_s: float) -> None:
         self._board = board
@@ -523,6 +526,6 @@ class _ServerWaits:
             del self._out[server]
 
     def _enter(self, server: str) -> None:
-        wait = self._board.waiting("the next piece", on=server, limit_s=self._limit_s)
+        wait = self._board.showing("the next piece", on=server, limit_s=self._limit_s)
         wait.__enter__()
         self._open[server] = wait

@@ -115,7 +115,7 @@ class Replayer(Worker):
         trajectory = await asyncio.to_thread(read_trajectory, entry.path)
         meta, sample = translate(trajectory, attempt=self.info.attempt, head=head, place=place)
         limit_s = self.config.call_timeout_s
-        with self.board.waiting("a verdict on a trajectory", on=f"head {head}", limit_s=limit_s):
+        async with self.board.waiting("a verdict on a trajectory", on=f"head {head}", limit_s=limit_s):
             verdict = await self._pusher.push(meta, sample, head=head, timeout_s=limit_s)
         if verdict.verdict != "stored":
             raise RunEndedError(

@@ -162,10 +162,9 @@ class RolloutWorker(Worker):
 
     async def _wait_for_room(self) -> None:
         """Bounded by the rollouts: the manager takes back what is overdue."""
-        limit_s = self.config.rollout.request_timeout_s
         while self._room() < 1:
             self._changed.clear()
-            with self.board.waiting("room for another rollout", on=self.name, limit_s=limit_s):
+            with self.board.showing("room for another rollout", on=self.name):
                 await self._changed.wait()
 
     def _begin(self, ticket: Ticket) -> None:
@@ -386,11 +385,9 @@ class RolloutWorker(Worker):
         )
         limit_s = self.config.rollout.request_timeout_s
         try:
-            with (
-                self.trace.overlapping("push", kind="push", ticket=ticket.ticket_id, head=ticket.head),
-                self.board.waiting("a verdict on a trajectory", on=f"head {ticket.head}", limit_s=limit_s),
-            ):
-                verdict = await self._pusher.push(meta, sample, head=ticket.head, timeout_s=limit_s)
+            with self.trace.overlapping("push", kind="push", ticket=ticket.ticket_id, head=ticket.head):
+                async with self.board.waiting("a verdict on a trajectory", on=f"head {ticket.head}", limit_s=limit_s):
+                    verdict = await self._pusher.push(meta, sample, head=ticket.head, timeout_s=limit_s)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise RolloutReleased("push_timeout", f"head {ticket.head} took no trajectory for {limit_s:g} s") from error
         except ChannelRefused as error:

@@ -20,7 +20,7 @@ from asyncrl.config import WandbConfig
 
 STEP = "train_step"  # the horizontal axis: evaluations end later than the steps that they belong to, and W&B's own step only grows
 _MAX_QUEUE = 10_000  # records that wait for wandb.init, or for a slow disk
-_SLACK_S = 5.0  # beyond wandb's own limits
+SLACK_S = 5.0  # beyond wandb's own limits
 
 _logger = logging.getLogger("asyncrl.wandb")
 
@@ -63,7 +63,7 @@ class WandbWriter:
                 self._records.put_nowait(None)
             except queue.Full:
                 self._num_dropped += 1
-            self._thread.join(self._config.finish_timeout_s + _SLACK_S if limit_s is None else limit_s)
+            self._thread.join(self._config.finish_timeout_s + SLACK_S if limit_s is None else limit_s)
             if self._thread.is_alive():
                 self._fail(
                     "not everything was taken in before the end; `wandb sync` in the run's wandb/ folder sends the rest"

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -47,6 +48,7 @@ _SAY_AGAIN_S = 60.0
 _MAX_WATCH_EVENTS = 10_000  # that wait for the event loop; past it the newest of each key
 _MAX_ERROR_CHARS = 20_000  # a status line must fit into the pipe to the launcher
 _CLOCK_SLACK_S = 0.001  # the loop's timers may be early by its clock's resolution
+_OWN_LIMIT_SLACK_S = 5.0  # for what is awaited to end itself, with an error that says more, at a limit of its own
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
 
@@ -82,7 +84,7 @@ class StatusBoard:
         self._info = info
         self._logger = logger
         self._trace = trace
-        self._waits: dict[int, tuple[str, str, float, float, Callable[[], str]]] = {}
+        self._waits: dict[int, tuple[str, str, float, float | None, Callable[[], str]]] = {}
         self._reported: set[int] = set()
         self._next_wait = 0
         self._progress = 0
@@ -108,19 +110,28 @@ class StatusBoard:
 
     def waiting(
         self, what: str, *, on: str, limit_s: float, since: float | None = None, detail: Callable[[], str] = str
-    ) -> _NamedWait:
-        """Record a wait that somebody else bounds by limit_s. since: of one that goes on (time.monotonic()).
+    ) -> _BoundedWait:
+        """Show what the task waits for in the `async with` block, and end the block at the limit that is shown.
 
-        detail: how far it has come, asked for every status and shown behind `what`.
+        What is awaited may have the same limit of its own, and then ends with its own error. Where it does not, the block
+        is cancelled some seconds after the limit and WaitTimeoutError is raised.
+        since: of a wait that goes on (time.monotonic()). detail: how far it has come, asked for every status and shown
+        behind `what`.
         """
-        return _NamedWait(self, what, on, limit_s, since, detail)
+        return _BoundedWait(_NamedWait(self, what, on, limit_s, since, detail), _OWN_LIMIT_SLACK_S)
+
+    def showing(
+        self, what: str, *, on: str, limit_s: float | None = None, detail: Callable[[], str] = str
+    ) -> _NamedWait:
+        """Show a wait that this does not bound. limit_s: only where all that is waited for ends itself at this limit."""
+        return _NamedWait(self, what, on, limit_s, None, detail)
 
     async def bounded(
         self, awaitable: Awaitable[T], *, what: str, on: str, limit_s: float, detail: Callable[[], str] = str
     ) -> T:
         """Await something for at most limit_s, visibly. Raises WaitTimeoutError naming what and on whom."""
         start = time.monotonic()
-        with self.waiting(what, on=on, limit_s=limit_s, detail=detail):
+        with self.showing(what, on=on, limit_s=limit_s, detail=detail):
             try:
                 return await asyncio.wait_for(awaitable, limit_s)
             except asyncio.TimeoutError:
@@ -133,7 +144,8 @@ class StatusBoard:
         for key, (what, on, since, limit_s, _) in self._waits.items():
             if now - since > LONG_WAIT_S and key not in self._reported:
                 self._reported.add(key)
-                self._logger.warning("waiting for %s from %s for %.0f s (limit %g s)", what, on, now - since, limit_s)
+                limit = "no limit" if limit_s is None else f"limit {limit_s:g} s"
+                self._logger.warning("waiting for %s from %s for %.0f s (%s)", what, on, now - since, limit)
         return WorkerStatus(
             worker=self._info.name,
             pid=os.getpid(),
@@ -153,29 +165,62 @@ class StatusBoard:
 
 
 class _NamedWait:
-    """What StatusBoard.waiting gives; for one use. A class: whatever a worker awaits, it awaits in one of these, and a generator's
+    """What StatusBoard.showing gives; for one use. A class: whatever a worker awaits, it awaits in one of these, and a generator's
     context manager takes several times as long."""
 
-    __slots__ = ("_began_us", "_board", "_key", "_wait")
+    __slots__ = ("_began_us", "_board", "_key", "wait")
 
     def __init__(
-        self, board: StatusBoard, what: str, on: str, limit_s: float, since: float | None, detail: Callable[[], str]
+        self,
+        board: StatusBoard,
+        what: str,
+        on: str,
+        limit_s: float | None,
+        since: float | None,
+        detail: Callable[[], str],
     ) -> None:
         self._board = board
-        self._wait = (what, on, time.monotonic() if since is None else since, limit_s, detail)
+        self.wait = (what, on, time.monotonic() if since is None else since, limit_s, detail)
 
     def __enter__(self) -> None:
         board = self._board
         self._key = board._next_wait
         board._next_wait += 1
-        board._waits[self._key] = self._wait
+        board._waits[self._key] = self.wait
         self._began_us = board._trace.now_us()
 
     def __exit__(self, *error: object) -> None:
         board = self._board
-        board._trace.wait(self._wait[0], self._wait[1], self._began_us)
+        board._trace.wait(self.wait[0], self.wait[1], self._began_us)
         del board._waits[self._key]
         board._reported.discard(self._key)
+
+
+class _BoundedWait:
+    """What StatusBoard.waiting gives; for one use."""
+
+    __slots__ = ("_shown", "_slack_s", "_timeout")
+
+    def __init__(self, shown: _NamedWait, slack_s: float) -> None:
+        self._shown, self._slack_s = shown, slack_s
+
+    async def __aenter__(self) -> None:
+        _, _, since, limit_s, _ = self._shown.wait
+        assert limit_s is not None
+        self._timeout = asyncio.timeout(since + limit_s + self._slack_s - time.monotonic())
+        await self._timeout.__aenter__()
+        self._shown.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shown.__exit__()
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:  # this limit's: another's is the error that comes in
+            what, on, _, limit_s, _ = self._shown.wait
+            assert limit_s is not None
+            raise WaitTimeoutError(what, on, limit_s) from None
 
 
 class Worker:
@@ -209,13 +254,13 @@ class Worker:
     async def publish(self, key: str, value: str) -> None:
         """Put a key of this worker, replacing an older one; it goes when the worker's lease goes. Rides over outages."""
         limit_s = self.info.runtime.start_timeout_s
-        with self.board.waiting(f"publishing {key}", on="name resolve", limit_s=limit_s):
+        async with self.board.waiting(f"publishing {key}", on="name resolve", limit_s=limit_s):
             await asyncio.to_thread(self.resolver.publish, key, value, lease=self.lease, limit_s=limit_s)
 
     async def wait_for_key(self, key: str, what: str) -> str:
         """Value of a key, as soon as somebody publishes it."""
         limit_s = self.info.runtime.start_timeout_s
-        with self.board.waiting(what, on=key, limit_s=limit_s):
+        async with self.board.waiting(what, on=key, limit_s=limit_s):
             try:
                 return await asyncio.to_thread(self.resolver.wait, key, limit_s)
             except TimeoutError as error:
@@ -225,7 +270,7 @@ class Worker:
         """Current state of a key (or subtree), then every change. Ends only by being closed."""
         events = _Changes(asyncio.get_running_loop())
         limit_s = self.info.runtime.start_timeout_s
-        with self.board.waiting(f"reading {key}", on="name resolve", limit_s=limit_s):
+        async with self.board.waiting(f"reading {key}", on="name resolve", limit_s=limit_s):
             watch = await asyncio.to_thread(self.resolver.watch, key, events.put, subtree=subtree, limit_s=limit_s)
         try:
             while True:
@@ -288,7 +333,7 @@ class Worker:
         """A launcher has seen it answer: then an outage is waited for."""
         info = self.info
         limit_s = info.runtime.start_timeout_s if _is_launched() else info.name_resolve.timeout_s
-        with self.board.waiting("its first answer", on="name resolve", limit_s=limit_s):
+        async with self.board.waiting("its first answer", on="name resolve", limit_s=limit_s):
             self.resolver = await asyncio.to_thread(open_name_resolver, info.name_resolve, limit_s)
             if self.lease is None:
                 granted = await asyncio.to_thread(self.resolver.grant_lease, info.runtime.lease_ttl_s)

@@ -37,7 +37,7 @@ def test_a_real_model_is_counted_to_its_last_tensor(model_path, monkeypatch):
             yield tensor
 
     monkeypatch.setattr(progress, "_counted", seen)
-    with board.waiting("loading actor", on="model_worker/0", limit_s=9.0, detail=progress.text):
+    with board.showing("loading actor", on="model_worker/0", limit_s=9.0, detail=progress.text):
         assert board.snapshot().waits[0].what == "loading actor"  # nothing is known yet
         with progress.watched():
             AutoModelForCausalLM.from_pretrained(model_path)

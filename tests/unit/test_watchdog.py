@@ -8,6 +8,10 @@ def wait(what, on, since_s):
     return Wait(what=what, on=on, since_s=since_s, limit_s=600.0)
 
 
+def test_a_wait_without_a_limit_is_told_without_one():
+    assert wait_texts([Wait(what="room", on="rollouts", since_s=329.0, limit_s=None)]) == ["room from rollouts (329 s)"]
+
+
 def status(worker, *waits, state="running"):
     return WorkerStatus(worker=worker, pid=1, attempt=1, state=state, time=0.0, progress=1, waits=list(waits))
 

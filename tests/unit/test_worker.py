@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 
 from asyncrl.config import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.messages import WorkerStatus
+from asyncrl.runtime import worker as worker_module
 from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.name_resolve import NameResolveTimeout, open_name_resolver
 from asyncrl.runtime.worker import STATUS_FD_ENV, RunEndedError, WaitTimeoutError, Worker
@@ -122,6 +124,46 @@ async def test_a_bounded_wait_names_what_and_whom_while_it_lasts_and_when_it_end
     with pytest.raises(WaitTimeoutError, match=r"waited 0.01 s for a batch from head 0"):
         await Recorder(wait).main()
     assert [(w.what, w.on, w.limit_s) for w in seen] == [("a batch", "head 0", 0.01)]
+
+
+async def test_a_wait_that_nothing_else_ends_ends_at_the_limit_that_it_shows(monkeypatch):
+    monkeypatch.setattr(worker_module, "_OWN_LIMIT_SLACK_S", 0.01)
+    seen = []
+
+    async def wait(worker):
+        async with worker.board.waiting("a verdict", on="head 0", limit_s=180.0, since=time.monotonic() - 179.99):
+            seen.extend(worker.board.snapshot().waits)
+            await asyncio.Event().wait()
+
+    worker = Recorder(wait)
+    with pytest.raises(WaitTimeoutError, match=r"waited 180 s for a verdict from head 0"):
+        await worker.main()
+    assert [wait.limit_s for wait in seen] == [180.0]
+    assert not worker.board.snapshot().waits
+
+
+async def test_a_wait_whose_awaited_ends_itself_keeps_that_error():
+    async def wait(worker):
+        async with worker.board.waiting("a verdict", on="head 0", limit_s=0.01):
+            await asyncio.sleep(0.02)
+            raise TimeoutError("head 0 answered 3 of 4 frames")
+
+    with pytest.raises(TimeoutError, match="3 of 4 frames"):
+        await Recorder(wait).main()
+
+
+async def test_a_wait_without_a_limit_shows_none(caplog, monkeypatch):
+    monkeypatch.setattr(worker_module, "LONG_WAIT_S", 0.0)
+    seen = []
+
+    async def wait(worker):
+        with worker.board.showing("room", on="rollouts"):
+            await asyncio.sleep(0.01)
+            seen.extend(worker.board.snapshot().waits)
+
+    await Recorder(wait).main()
+    assert [wait.limit_s for wait in seen] == [None]
+    assert "waiting for room from rollouts for 0 s (no limit)" in caplog.text
 
 
 async def test_a_limit_that_is_not_the_waits_own_is_told_as_it_is():

@@ -167,7 +167,7 @@ class Invariants:
         now = self._run.scheduler.monotonic()
         for what, on, since, limit_s, _ in board._waits.values():
             since = max(since, process.thawed_at)
-            if now - since > limit_s + _WAIT_SLACK_S and not what.startswith("step "):
+            if limit_s is not None and now - since > limit_s + _WAIT_SLACK_S and not what.startswith("step "):
                 self.broken(
                     "wait",
                     f"{process.label} waits for {what} from {on} for {now - since:.0f} s; its limit is {limit_s:g} s",
