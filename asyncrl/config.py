@@ -562,6 +562,7 @@ class WorkerInfo:
     trace: bool = False
     network: NetworkConfig = field(default_factory=NetworkConfig)  # authenticate: on or off
     life: int = 0  # how often its world has been started again alone in this attempt (worlds.py)
+    start: int = 0  # number of this start among all of its launcher's; 0: started by hand
 
     @property
     def name(self) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import time
 import uuid
 
 PREFIX = "asyncrl"
 ACTOR = "actor"  # the role that is trained, and whose weights are served
 _INCARNATION = re.compile(r"\.(\d{19,20})\.\d+\.[0-9a-f]{8}")
+_STARTS_PER_ATTEMPT = 10**9  # more than a launcher ever makes
 _PART = re.compile(r"[^/\x00-\x1f]+")
 
 
@@ -25,9 +25,13 @@ def _check(part: str, what: str) -> str:
     return part
 
 
-def incarnation(name: str) -> str:
-    """One life of a worker. Its time tells which of two lives of a name is the later one, whoever speaks first."""
-    return f"{name}.{time.time_ns():019d}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+def incarnation(name: str, *, attempt: int = 0, start: int = 0) -> str:
+    """One life of a process. Counters, not clocks, tell which of two lives of a name is the later one.
+
+    attempt: of the run. start: number of this start within its launcher; 0: not known, and then neither life is the earlier one.
+    """
+    order = attempt * _STARTS_PER_ATTEMPT + start if start else 0
+    return f"{name}.{order:019d}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
 
 
 def is_earlier(incarnation: str, other: str) -> bool:
@@ -35,7 +39,7 @@ def is_earlier(incarnation: str, other: str) -> bool:
     if incarnation == other:  # nearly always: who reports is who was here before
         return False
     one, two = _INCARNATION.search(incarnation), _INCARNATION.search(other)
-    return one is not None and two is not None and int(one[1]) < int(two[1])
+    return one is not None and two is not None and 0 < int(one[1]) < int(two[1])
 
 
 def root(experiment: str, trial: str) -> str:

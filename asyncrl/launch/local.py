@@ -149,6 +149,7 @@ class LocalLauncher:
         self._scaling: Scaling | None = None  # None: the run has no servers of its own
         self._renewal: _Renewal | None = None
         self._returning: dict[str, _Return] = {}  # by unit
+        self._num_starts = 0  # of processes, in this launch
         self._lives: dict[str, int] = {}  # by process: how often its world was started again in this attempt
         self._failing: dict[str, float] = {}  # by unit of several: since when one of it is seen to have failed
         self._lock: RunLock | None = None
@@ -260,6 +261,7 @@ class LocalLauncher:
         if isinstance(self._crew, RemoteCrew):
             self._crew.place_all(list(self._specs.values()))
         assert self._crew is not None
+        crew = self._crew
         for spec in self._specs.values():
             if self._stop_signal is not None:
                 return
@@ -268,11 +270,11 @@ class LocalLauncher:
                 service.watch_status(spec.name, left_out.observe)
                 self._left_out.append(left_out)
                 continue
-            self._crew.start(spec, service.grant_lease())
+            self._crew.start(self._numbered(spec), service.grant_lease())
         self._scaling = make_scaling(
             self.config,
             spec_of=self._server_spec,
-            start=self._crew.ask,
+            start=lambda spec, lease: crew.ask(self._numbered(spec), lease),
             service=service,
             notice=self._view.notice,
         )
@@ -555,7 +557,13 @@ class LocalLauncher:
         if kind == "model_worker":
             worker = replace(spec.config.worker, life=self._lives.get(name, 0))
             spec = replace(spec, config=replace(spec.config, worker=worker))
-        self._crew.start(spec, lease).restarts = count
+        self._crew.start(self._numbered(spec), lease).restarts = count
+
+    def _numbered(self, spec: ProcessSpec) -> ProcessSpec:
+        """For its next start: which of two processes of a name is the later one is told by this number, by no clock."""
+        self._num_starts += 1
+        worker = replace(spec.config.worker, start=self._num_starts)
+        return replace(spec, config=replace(spec.config, worker=worker))
 
     # ------------------------------------------------------------------------------------------------------------- the end
 

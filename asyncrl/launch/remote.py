@@ -163,7 +163,7 @@ class RemoteCrew:
         self._resolver = service.resolver
         self._service = service
         self._record = LauncherRecord(
-            incarnation=incarnation("launcher"),
+            incarnation=incarnation("launcher", attempt=attempt, start=1),
             host=own_host,
             run_dir=str(run_dir),
             attempt=attempt,

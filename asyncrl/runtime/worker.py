@@ -229,7 +229,7 @@ class Worker:
     def __init__(self, info: WorkerInfo) -> None:
         self.info = info
         self.name = info.name
-        self.incarnation = incarnation(info.name)
+        self.incarnation = incarnation(info.name, attempt=info.attempt, start=info.start)
         self.names = Names(info.experiment, info.trial)
         self.logger = logging.getLogger(f"asyncrl.{info.name}")
         self.trace = Tracer(trace_file(info), process=info.name, order=place_of(info)) if info.trace else OFF

@@ -147,7 +147,7 @@ def test_an_agent_brings_about_what_its_launcher_wants_and_ends_it_when_that_is_
     assert (record.address, record.pid) == ("127.0.0.1", bench.agent.pid)
     assert record.cores >= 1
     assert record.memory_bytes > 10**8
-    earlier, launcher = incarnation("launcher"), incarnation("launcher")
+    earlier, launcher = (incarnation("launcher", attempt=attempt, start=1) for attempt in (1, 2))
     bench.lead(launcher)
 
     bench.want(launcher)
@@ -210,7 +210,7 @@ def test_an_agent_of_a_job_that_was_queued_again_does_not_end_with_the_launcher_
     bench.agent.terminate()  # this one belongs to no job
     assert bench.agent.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert bench.record() is None
-    earlier, launcher = incarnation("launcher"), incarnation("launcher")
+    earlier, launcher = (incarnation("launcher", attempt=attempt, start=1) for attempt in (1, 2))
     bench.lead(earlier, start="7.0")
 
     bench.agent = bench.start_agent("cluster=slurm", SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
+from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.manager.ledger import _MAX_REQUESTS, Gate, Ledger, StaleAttemptError
 from asyncrl.manager.prompts import PromptCursor, TicketId
 from asyncrl.manager.routing import ServerTable
@@ -24,6 +26,7 @@ from asyncrl.messages import (
     WeightVersion,
 )
 from asyncrl.names import incarnation, is_earlier
+from asyncrl.runtime.worker import Worker
 
 
 class Desk:
@@ -437,9 +440,9 @@ def test_a_restarted_worker_loses_what_it_held_and_its_ghost_is_told() -> None:
 
 def test_the_ghost_of_a_worker_cannot_take_its_place_again() -> None:
     """Not even at a new manager, which hears the worker first, and then the process that was frozen since before."""
-    ghost = incarnation("rollout_worker/0")
+    ghost = incarnation("rollout_worker/0", attempt=1, start=9)
     (old,) = Desk().take(1, life=ghost)
-    worker = incarnation("rollout_worker/0")
+    worker = incarnation("rollout_worker/0", attempt=1, start=10)
     desk = successor(num_workers=1, nonce="y")
     assert desk.beat(life=worker) == []
     desk.report(full=True)
@@ -451,6 +454,45 @@ def test_the_ghost_of_a_worker_cannot_take_its_place_again() -> None:
     assert is_earlier(ghost, worker)
     assert not is_earlier(worker, ghost)
     assert not is_earlier("a", "b")
+
+
+def started(number: int) -> str:
+    """The incarnation of a rollout worker that a launcher starts now."""
+    info = WorkerInfo(
+        kind="rollout_worker",
+        index=0,
+        count=1,
+        experiment="e",
+        trial="t",
+        attempt=1,
+        run_dir="/nowhere",
+        seed=1,
+        name_resolve=NameResolveConfig(endpoints=["memory://"]),
+        runtime=RuntimeConfig(),
+        start=number,
+    )
+    return Worker(info).incarnation
+
+
+def test_a_worker_that_is_started_after_the_clock_went_back_is_no_ghost(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = started(4)
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now - 2 * 3600 * 10**9)
+    monkeypatch.setattr(time, "time", lambda: now / 1e9 - 2 * 3600)
+    after = started(5)
+    desk = Desk()
+    desk.take(1, life=before)
+    assert desk.ask(life=after).tickets
+    assert desk.ask(life=before).refusal == "superseded"
+
+
+def test_which_life_is_the_earlier_one_is_not_known_where_one_was_started_by_hand() -> None:
+    by_hand, second = (incarnation("rollout_worker/0", attempt=1, start=start) for start in (0, 2))
+    next_attempt = incarnation("rollout_worker/0", attempt=2, start=1)
+    assert not is_earlier(by_hand, second)
+    assert not is_earlier(second, by_hand)
+    assert is_earlier(second, next_attempt)
+    assert not is_earlier(next_attempt, second)
 
 
 def test_a_trajectory_that_came_although_its_worker_was_lost_wins() -> None:

@@ -68,6 +68,7 @@ class SimulatedRun(World):
         self._rejected_at: dict[tuple[int, int], dict[Prompt, str]] = {}  # at each checkpoint's snapshot
         self._torn: set[str] = set()  # checkpoints
         self.committed: set[str] = set()  # folders that are or were complete
+        self._num_starts = 0
         self.died_at: dict[str, float] = {}  # by a worker's incarnation
         self.num_dropped = 0
         self.quiet_since = 0.0  # the last fault is over
@@ -103,6 +104,8 @@ class SimulatedRun(World):
         config = spec.config
         if isinstance(config, MasterWorkerConfig | ModelWorkerConfig) and self.scenario.one_mfc:
             config = replace(config, mfcs=[replace(config.mfcs[-1], input_keys=["packed_input_ids"])])
+        self._num_starts += 1
+        config = replace(config, worker=replace(config.worker, start=self._num_starts))
         self.start(name, config, _MAKERS[spec.kind])
 
     # -------------------------------------------------------------------------------------------------- attempts, checkpoints
