@@ -165,6 +165,12 @@ class Child:
         return self.returncode is not None and -self.returncode in _KILLED_BY
 
     @property
+    def was_struck(self) -> bool:
+        """It was killed by what is neither itself nor the launcher, and had reported no error: the kernel, or a person."""
+        has_failed = self.status is not None and bool(self.status.error)
+        return self.returncode == -signal.SIGKILL and not self.froze_s and not has_failed
+
+    @property
     def waits_for_words_of(self) -> str:
         """Who has the error that this one was answered with; "" if that is its own."""
         passed_on = _PASSED_ON.search(self.status.error) if self.status is not None else None

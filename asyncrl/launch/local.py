@@ -66,6 +66,7 @@ from asyncrl.launch.supervision import (
     EndRun,
     FreezeWatch,
     Supervision,
+    Trouble,
 )
 from asyncrl.messages import WorkerStatus
 from asyncrl.runtime.devices import visible_devices
@@ -408,8 +409,11 @@ class LocalLauncher:
     def _see_to_ends(self) -> None:
         """Who failed or ended too early is started again, or the run ends: LaunchError."""
         troubled = self._in_trouble()
-        if not all(self._supervision.outlives(child.name, fatal=child.is_fatal) for child in troubled):
-            raise LaunchError(self._first_cause())
+        if not self._may_go_on(troubled):
+            self._hear_last_words()  # one may have been killed, which is noticed later than the errors of its peers
+            troubled = self._in_trouble()
+            if not self._may_go_on(troubled):
+                raise LaunchError(self._first_cause())
         units: dict[str, list[Child]] = {}
         for child in troubled:
             units.setdefault(self._supervision.unit_of(child.name), []).append(child)
@@ -426,6 +430,11 @@ class LocalLauncher:
                 self._see_to(child, [child])
             elif time.time() - (child.failure_time or 0.0) > self.config.runtime.stop_timeout_s:
                 child.kill()  # it has said that it failed, and does not end
+
+    def _may_go_on(self, troubled: Sequence[Child]) -> bool:
+        return self._supervision.outlives_all(
+            Trouble(child.name, child.is_fatal, child.was_struck) for child in troubled
+        )
 
     def _in_trouble(self) -> list[Child]:
         """Those of whom something depends."""
@@ -457,7 +466,8 @@ class LocalLauncher:
         assert self._restarts is not None
         self._failing.pop(self._supervision.unit_of(child.name), None)
         how = short_end(child).splitlines()[0]
-        end = End(child.name, how, first_cause(failed), child.could_run, child.is_fatal)
+        struck = any(one.was_struck for one in failed)  # then the others may only have said so earlier
+        end = End(child.name, how, first_cause(failed), child.could_run, child.is_fatal, struck)
         decision = self._supervision.decide(end, time.time(), time.monotonic())
         if isinstance(decision, EndRun):
             raise LaunchError(self._told(decision.cause, decision.tried))
@@ -567,11 +577,14 @@ class LocalLauncher:
 
     # ------------------------------------------------------------------------------------------------------------- the end
 
-    def _first_cause(self) -> str:
+    def _hear_last_words(self) -> None:
         """Others may fail because of the first, and be quicker to say so: listen to all for a moment."""
         deadline = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < deadline and self._stop_signal is None:
             self._turn()
+
+    def _first_cause(self) -> str:
+        """Of a run that cannot go on."""
         failed = self._in_trouble()
         first = first_failed(failed)
         end = End(first.name, "", first_cause(failed), first.could_run, fatal=True)

@@ -4,8 +4,9 @@ A rollout worker, a generation server and the gserver manager hold nothing that 
 model workers of a world that is apart (asyncrl/worlds.py): those of one world together, in its next life. Master and the other
 model workers (the gang: one torch.distributed world, the books, the optimizer) are started again together, as the next attempt,
 from the newest checkpoint, and worlds that are apart with them. What ends too often within an hour has everything started again,
-once a launch; then the run ends, with the first cause on top. What could only end again ends the run at once: a process that has
-never come through its start, an error that lies in what the user gave. So does the first end of other processes (recorder,
+once a launch; then the run ends, with the first cause on top. What could only end again ends the run at once: a process that fails
+by itself before any of its name has come through its start, an error that lies in what the user gave. A process that something
+else kills in its start is started again like any other. So does the first end of other processes (recorder,
 replayer), and of modes that have them.
 """
 
@@ -43,6 +44,16 @@ class End:
     cause: str  # all that a person is told: its error with the traceback, or the end of its log, and where that is
     could_run: bool  # Child.could_run
     fatal: bool = False  # WorkerStatus.fatal
+    struck: bool = False  # Child.was_struck
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A process that failed or has ended too early, as far as is known of it so far."""
+
+    name: str
+    fatal: bool = False  # WorkerStatus.fatal
+    struck: bool = False  # Child.was_struck
 
 
 @dataclass(frozen=True)
@@ -144,9 +155,17 @@ class Supervision:
         """The processes that are started again with one of this name, itself included, where it is not of the gang."""
         return self._apart.get(name, (name,))
 
-    def outlives(self, name: str, *, fatal: bool = False) -> bool:
+    def outlives(self, name: str, *, fatal: bool = False, struck: bool = False) -> bool:
         """Whether the run may go on after the end of such a process; else nothing is to be waited for."""
-        return self.limit > 0 and bool(self.unit_of(name)) and name in self._ran and not fatal
+        return self.limit > 0 and bool(self.unit_of(name)) and (name in self._ran or struck) and not fatal
+
+    def outlives_all(self, troubled: Iterable[Trouble]) -> bool:
+        """Whether the run may go on after all these. Where one of a unit was struck, the others of it fail because of that."""
+        troubled = list(troubled)
+        struck = {self.unit_of(one.name) for one in troubled if one.struck}
+        return all(
+            self.outlives(one.name, fatal=one.fatal, struck=self.unit_of(one.name) in struck) for one in troubled
+        )
 
     def count(self, name: str) -> int:
         """How often it has been started again so far."""
@@ -156,7 +175,7 @@ class Supervision:
         """now: monotonic seconds; wall_time: unix seconds, for what is told."""
         if end.could_run:
             self._ran.add(end.name)
-        if not self.outlives(end.name, fatal=end.fatal):
+        if not self.outlives(end.name, fatal=end.fatal, struck=end.struck):
             return EndRun(end.cause, self._told(now))
         unit = self.unit_of(end.name)
         pause = self._budget.ended(unit, end.cause, now)

@@ -237,6 +237,27 @@ def test_etcd_comes_back_and_a_killed_worker_is_the_first_cause(start):
     assert_nothing_left(run.run_dir)
 
 
+@pytest.mark.parametrize("name", ["model_worker/0", "gserver_manager/0"])
+def test_a_worker_that_is_killed_in_its_start_is_started_again(start, tmp_path, name):
+    """When it reads its config, and only in its first life."""
+    killed, log_name = tmp_path / "killed", name.replace("/", "_")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "def end(event, arguments):\n"
+        f"    if event == 'open' and str(arguments[0]).endswith('{log_name}.yaml') and arguments[1] == 'r':\n"
+        f"        if not os.path.exists({str(killed)!r}):\n"
+        f"            os.close(os.open({str(killed)!r}, os.O_CREAT))\n"
+        "            os.kill(os.getpid(), 9)\n"
+        "sys.addaudithook(end)\n"
+    )
+    run = start("train.max_steps=2", env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    assert run.wait(2 * LIMIT_S) == 0
+    assert killed.exists()
+    assert f"{name} was killed by signal SIGKILL" in run.output()
+    assert "started again at once (1 of 3)" in run.output()
+    assert_nothing_left(run.run_dir)
+
+
 def test_an_error_is_told_with_its_traceback(start, tmp_path, capsys):
     broken = tmp_path / "broken.py"
     broken.write_text("def reward(prompt, completion, answer): return 1.0\n1 / 0\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config_file import load_experiment
+from asyncrl.launch.children import Child
 from asyncrl.launch.program import plan
 from asyncrl.launch.remote import RemoteChild
 from asyncrl.launch.supervision import (
@@ -24,8 +27,9 @@ from asyncrl.launch.supervision import (
     RestartBudget,
     StartAgain,
     Supervision,
+    Trouble,
 )
-from asyncrl.messages import ChildReport
+from asyncrl.messages import ChildReport, WorkerStatus
 
 NAMES = [
     "master/0",
@@ -154,6 +158,45 @@ def test_what_could_only_end_again_ends_the_run() -> None:
     assert isinstance(decide(supervision, end("rollout_worker/1", could_run=False)), StartAgain)  # in a later start
     assert isinstance(decide(supervision, end("rollout_worker/1", fatal=True)), EndRun)
     assert isinstance(decide(Supervision(0), end("rollout_worker/0")), EndRun)
+
+
+def test_a_process_that_is_killed_in_its_start_is_started_again_and_one_that_fails_by_itself_is_not() -> None:
+    def killed(number: int) -> End:
+        return End("rollout_worker/0", "was killed", f"cause {number}", could_run=False, struck=True)
+
+    supervision = Supervision(2)
+    assert decide(supervision, killed(0)) == StartAgain("rollout_worker/0", 0.0, 1)
+    assert isinstance(decide(supervision, end("rollout_worker/0", could_run=False)), EndRun)
+    decisions = [decide(supervision, killed(number)) for number in range(1, 4)]
+    assert isinstance(decisions[0], StartAgain)
+    assert decisions[1] == StartAgain(EVERYTHING, 2.0)
+    assert isinstance(decisions[2], EndRun)  # it is not started again for ever
+    assert decisions[2].cause == "cause 0"
+    assert isinstance(decide(Supervision(0), killed(0)), EndRun)
+
+
+def test_processes_that_fail_in_their_start_because_one_of_their_unit_was_killed_are_outlived() -> None:
+    supervision = Supervision(3)
+    struck, peer = Trouble("model_worker/0", struck=True), Trouble("model_worker/1")
+    assert supervision.outlives_all([])
+    assert supervision.outlives_all([struck, peer, Trouble("master/0")])
+    assert not supervision.outlives_all([peer])
+    assert not supervision.outlives_all([struck, Trouble("rollout_worker/0")])  # of another unit: its own failure
+    assert not supervision.outlives_all([struck, Trouble("master/0", fatal=True)])
+
+
+def test_only_a_kill_from_outside_is_a_strike(tmp_path: Path) -> None:
+    error = WorkerStatus(worker="w", pid=1, attempt=1, state="error", time=0.0, progress=0, error="ValueError")
+
+    def child(**fields: Any) -> Child:
+        return Child(spec=cast(Any, None), process=None, log=tmp_path / "log", pipe=-1, lease=cast(Any, None), **fields)
+
+    assert child(returncode=-signal.SIGKILL).was_struck
+    assert not child(returncode=-signal.SIGKILL, froze_s=31.0).was_struck  # by the launcher
+    assert not child(returncode=-signal.SIGKILL, status=error).was_struck  # it failed, and did not end
+    assert not child(returncode=-signal.SIGSEGV).was_struck
+    assert not child(returncode=1).was_struck
+    assert not child().was_struck
 
 
 def test_what_somebody_starts_by_hand_is_not_started_by_the_launcher() -> None:
