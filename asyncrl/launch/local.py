@@ -177,10 +177,14 @@ class LocalLauncher:
                 self._start()
                 return self._watch_over()
             except LaunchError as error:
+                if (lost := lock.lost()) and lost not in str(error):
+                    raise LaunchError(lost) from error
                 if hint := nearly_full(self.run_dir):
                     raise LaunchError(f"{error}\n\n{hint}") from error
                 raise
             except OSError as error:  # of the launcher's own files and processes; workers report theirs
+                if lost := lock.lost():
+                    raise LaunchError(lost) from error
                 explained = explain(Path(error.filename or self.run_dir), error)
                 raise LaunchError(f"the launcher failed: {explained or error}") from error
             finally:
@@ -353,6 +357,8 @@ class LocalLauncher:
         if time.monotonic() >= self._next_publish:
             self._next_publish = time.monotonic() + _PUBLISH_STATUS_S
             self._give_way()
+            if self._lock is not None and (lost := self._lock.lost()):
+                raise LaunchError(lost)
             self._name_service.publish(shown | coming)
 
     def _shown(self, child: Child) -> WorkerStatus:
@@ -542,7 +548,7 @@ class LocalLauncher:
 
     def _begin_next_attempt(self, renewal: _Renewal, checkpoint: Checkpoint | None) -> None:
         assert self._restarts is not None
-        before, self._attempt = self._attempt, begin_attempt(self.run_dir)
+        before, self._attempt = self._attempt, begin_attempt(self.run_dir, after=self._attempt)
         self._lives.clear()
         self._plan(checkpoint)
         again = [

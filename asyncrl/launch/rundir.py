@@ -150,6 +150,22 @@ class RunLock:
         """Whether another launcher has been started in this one's place, and waits for its end."""
         return (self._run_dir / _CHALLENGE_FILE).exists()
 
+    def lost(self) -> str:
+        """Why the folder is this launcher's no more: it, or the lock in it, was removed or moved; "": it is there."""
+        try:
+            os.stat(self._run_dir / LOCK_FILE)
+            if os.fstat(self._fd).st_nlink:  # 0: what is there now is another's
+                return ""
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:  # a file system that does not answer now
+            return ""
+        return (
+            f"the run's folder {self._run_dir}, or {LOCK_FILE} in it, was removed or moved during the run: nothing can be "
+            "written there any more, so the run ends. Do not touch the folder of a run before it has ended "
+            f"(`asyncrl-launch stop {self._run_dir}`)"
+        )
+
     def release(self) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, 0)
@@ -184,11 +200,14 @@ def is_running(run_dir: Path) -> bool:
     return False
 
 
-def begin_attempt(run_dir: Path) -> int:
-    """Number of this attempt, after all that left something here. A directory is made once, so the number is ours."""
+def begin_attempt(run_dir: Path, after: int = 0) -> int:
+    """Number of this attempt, after all that left something here. A directory is made once, so the number is ours.
+
+    after: the attempt before of the same launch: numbers only grow, whatever was removed from the folder.
+    """
     check_folder(run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    attempt = next_attempt(run_dir)
+    attempt = max(next_attempt(run_dir), after + 1)
     while True:
         try:
             logs_dir(run_dir, attempt).mkdir()

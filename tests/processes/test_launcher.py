@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -255,6 +256,16 @@ def test_a_worker_that_is_killed_in_its_start_is_started_again(start, tmp_path, 
     assert killed.exists()
     assert f"{name} was killed by signal SIGKILL" in run.output()
     assert "started again at once (1 of 3)" in run.output()
+    assert_nothing_left(run.run_dir)
+
+
+def test_a_run_whose_folder_is_removed_ends_with_that_cause(start):
+    run = start(*ENDLESS)
+    run.wait_for_step(1, LIMIT_S)
+    while run.run_dir.exists() and run.popen.poll() is None:  # processes may make folders anew meanwhile
+        shutil.rmtree(run.run_dir, ignore_errors=True)
+    assert run.wait(LIMIT_S) == 1
+    assert f"failed: the run's folder {run.run_dir}, or launcher.lock in it, was removed or moved" in run.output()
     assert_nothing_left(run.run_dir)
 
 

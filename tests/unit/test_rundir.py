@@ -1,6 +1,7 @@
 """The folder of a run: its lock, its attempts, its record."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -8,6 +9,7 @@ import threading
 import pytest
 
 from asyncrl.launch.rundir import (
+    LOCK_FILE,
     LaunchError,
     RunBusyError,
     RunLock,
@@ -83,6 +85,29 @@ def test_attempts_are_counted_by_folders(tmp_path):
     assert [begin_attempt(tmp_path) for _ in range(3)] == [1, 2, 3]
     assert os.readlink(tmp_path / "logs" / "latest") == "attempt_3"
     assert (tmp_path / "logs" / "latest").is_dir()
+
+
+def test_attempts_only_grow_in_a_folder_that_was_emptied(tmp_path):
+    first = begin_attempt(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    assert begin_attempt(tmp_path / "run", after=first) == first + 1
+
+
+@pytest.mark.parametrize("way", ["removed", "moved", "removed and made anew"])
+def test_a_lock_knows_that_its_folder_is_gone(tmp_path, way):
+    run_dir = tmp_path / "run"
+    lock = RunLock(run_dir)
+    lock.acquire()
+    assert not lock.lost()
+    if way == "moved":
+        run_dir.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(run_dir)
+    if way == "removed and made anew":
+        run_dir.mkdir()
+        (run_dir / LOCK_FILE).touch()
+    assert f"the run's folder {run_dir}, or launcher.lock in it, was removed or moved" in lock.lost()
+    lock.release()
 
 
 def test_the_record_survives(tmp_path):
