@@ -375,8 +375,9 @@ class MasterWorker(Worker):
                 moved = time.monotonic()
             if time.monotonic() - moved > limit_s:
                 raise WaitTimeoutError(decision.reason, decision.on, limit_s)
-            wait_s = min(_LONG_POLL_S, max(0.0, moved + limit_s - time.monotonic()))
-            async with self.board.waiting(decision.reason, on=decision.on, limit_s=limit_s, since=moved):
+            waited_s = time.monotonic() - moved
+            wait_s = min(_LONG_POLL_S, max(0.0, limit_s - waited_s))
+            async with self.board.waiting(decision.reason, on=decision.on, limit_s=limit_s, waited_s=waited_s):
                 waiting = self.report(revoke=decision.revoke, wait_s=wait_s, after_revision=view.revision)
                 told = await self._unless_leaving(waiting)
             if told is None:

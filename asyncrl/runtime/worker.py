@@ -109,22 +109,22 @@ class StatusBoard:
         self._trace.count(name, depth)
 
     def waiting(
-        self, what: str, *, on: str, limit_s: float, since: float | None = None, detail: Callable[[], str] = str
+        self, what: str, *, on: str, limit_s: float, waited_s: float = 0.0, detail: Callable[[], str] = str
     ) -> _BoundedWait:
         """Show what the task waits for in the `async with` block, and end the block at the limit that is shown.
 
         What is awaited may have the same limit of its own, and then ends with its own error. Where it does not, the block
         is cancelled some seconds after the limit and WaitTimeoutError is raised.
-        since: of a wait that goes on (time.monotonic()). detail: how far it has come, asked for every status and shown
+        waited_s: so far, of a wait that goes on. detail: how far it has come, asked for every status and shown
         behind `what`.
         """
-        return _BoundedWait(_NamedWait(self, what, on, limit_s, since, detail), _OWN_LIMIT_SLACK_S)
+        return _BoundedWait(_NamedWait(self, what, on, limit_s, waited_s, detail), _OWN_LIMIT_SLACK_S)
 
     def showing(
         self, what: str, *, on: str, limit_s: float | None = None, detail: Callable[[], str] = str
     ) -> _NamedWait:
         """Show a wait that this does not bound. limit_s: only where all that is waited for ends itself at this limit."""
-        return _NamedWait(self, what, on, limit_s, None, detail)
+        return _NamedWait(self, what, on, limit_s, 0.0, detail)
 
     async def bounded(
         self, awaitable: Awaitable[T], *, what: str, on: str, limit_s: float, detail: Callable[[], str] = str
@@ -176,11 +176,11 @@ class _NamedWait:
         what: str,
         on: str,
         limit_s: float | None,
-        since: float | None,
+        waited_s: float,
         detail: Callable[[], str],
     ) -> None:
         self._board = board
-        self.wait = (what, on, time.monotonic() if since is None else since, limit_s, detail)
+        self.wait = (what, on, time.monotonic() - waited_s, limit_s, detail)
 
     def __enter__(self) -> None:
         board = self._board

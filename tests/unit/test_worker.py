@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -131,7 +130,7 @@ async def test_a_wait_that_nothing_else_ends_ends_at_the_limit_that_it_shows(mon
     seen = []
 
     async def wait(worker):
-        async with worker.board.waiting("a verdict", on="head 0", limit_s=180.0, since=time.monotonic() - 179.99):
+        async with worker.board.waiting("a verdict", on="head 0", limit_s=180.0, waited_s=179.99):
             seen.extend(worker.board.snapshot().waits)
             await asyncio.Event().wait()
 
