@@ -701,6 +701,9 @@ class GserverManagerConfig:
     transport: str = "disk"  # weights.transport
     broadcast_timeout_s: float = 30.0  # weights.broadcast_timeout_s
     fetch: bool = False  # weights.fetch, decided
+    replace_timeout_s: float = (
+        1800.0  # train.call_timeout_s: for the trainer to replace a version that is damaged on disk
+    )
 
 
 @dataclass(frozen=True)

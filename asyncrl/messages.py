@@ -232,6 +232,7 @@ class LedgerView(Struct, frozen=True, kw_only=True):
     settled: bool = (
         True  # False: a new manager that has not heard all rollout workers yet; `live` may lack what they hold
     )
+    damaged: str = ""  # the newest published weight version, while its files do not match its manifest
 
 
 class EvaluateRequest(Struct, frozen=True, kw_only=True):
@@ -594,23 +595,28 @@ class TakeWeights(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WriteWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Snapshot a model's weights, at every worker of it; the reply comes when this worker's files are on disk, with `files`."""
+    """Snapshot a model's weights, at every worker of it; the reply comes when this worker's files are on disk, with `files`.
+
+    rewrite: the version was published before and is damaged on disk; its folder is replaced.
+    """
 
     role: str
     weight_version: str
     path: str
+    rewrite: bool = False
 
 
 class CommitWeights(Struct, frozen=True, kw_only=True, tag=True):
     """To the model's first worker, when all files of a version are on disk: manifest, sync, final name.
 
-    weight_version: "" for a model for the user (SaveModel).
+    weight_version: "" for a model for the user (SaveModel). rewrite: as in WriteWeights.
     """
 
     role: str
     weight_version: str
     path: str
     files: list[WrittenFile]
+    rewrite: bool = False
 
 
 class HoldWeights(Struct, frozen=True, kw_only=True, tag=True):

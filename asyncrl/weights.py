@@ -192,19 +192,21 @@ def commit_version(
     version: WeightVersion,
     fsync: bool = True,
     probe: Probe | None = None,
+    replace: bool = False,
 ) -> Manifest:
     """The second step, at one process that sees what all have written: Hugging Face's names, side files (config, tokenizer) from
     source_dir, manifest, final name.
 
-    Raises FileExistsError if path is there already, OSError (disk full, ...), ValueError where the files have no tensors or one
-    twice, WeightsError where a file is not what was reported: with nothing left behind.
+    replace: a damaged version of this number may be at path; it goes. Raises FileExistsError if path is there already and
+    `replace` is not set, OSError (disk full, ...), ValueError where the files have no tensors or one twice,
+    WeightsError where a file is not what was reported: with nothing left behind.
     """
 
     def finish(writer: FileWriter) -> Manifest:
         name_shards(writer, files)
         return _finish_version(writer, source_dir, version, probe)
 
-    return commit_folder(path, files, finish, fsync=fsync)
+    return commit_folder(path, files, finish, fsync=fsync, replace=replace)
 
 
 def commit_folder(
@@ -215,6 +217,7 @@ def commit_folder(
     What is not in `files` (of an attempt that died) is removed. replace: what is at path goes, else nothing may be there.
     """
     temporary = _temporary(path)
+    old: Path | None = None
     try:
         if not replace:
             _check_absent(path)
@@ -224,13 +227,16 @@ def commit_folder(
         if fsync:
             _sync(temporary)
         if replace and path.exists():
-            shutil.rmtree(path.rename(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent)), ignore_errors=True)
+            old = path.rename(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         temporary.rename(path)
         if fsync:
             _sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
     return result
 
 

@@ -241,6 +241,7 @@ def plan(
         interrupt=config.generation.interrupt,
         transport=config.weights.transport,
         broadcast_timeout_s=config.weights.broadcast_timeout_s,
+        replace_timeout_s=config.train.call_timeout_s,
         fetch=fetches_weights(config),
     )
     rollout_workers = [

@@ -48,6 +48,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 _FIRST_RETRY_S = 0.2
 _LONGEST_RETRY_S = 10.0
 _IDLE_S = 5.0
+_DAMAGED_AFTER = 4  # a part of the limit for a version to show up sound, after which it counts as damaged
 _PROBES_AT_ONCE = 16
 _VERIFY_NICENESS = 5
 _FETCH_SLACK_S = 1.0  # for hosts that are slower than the first
@@ -72,6 +73,10 @@ class UpdateError(ValueError):
     """A server did not do what it was asked."""
 
 
+class RefusedError(UpdateError):
+    """A server refuses a version's files: they may be damaged since they were verified."""
+
+
 class MismatchError(UpdateError):
     """A server has loaded a version, but does not compute with its weights (weights.verify_logprobs)."""
 
@@ -92,11 +97,13 @@ class Fleet:
         logger: logging.Logger,
         interrupt: str = "abort",
         broadcast_limit_s: float = 30.0,
+        replace_limit_s: float = 0.0,
         clock: Clock | None = None,
         trace: Tracer = OFF,
         files_url: str = "",
     ) -> None:
-        """files_url: below it servers find versions that they do not see in the run's folder; "": all of them see it."""
+        """replace_limit_s: for the trainer to replace a version that `damaged` names.
+        files_url: below it servers find versions that they do not see in the run's folder; "": all of them see it."""
         self.table = table
         self.plan = plan
         self.counters: Counter[tuple[str, str]] = Counter()
@@ -106,6 +113,8 @@ class Fleet:
         self._probe_every_s = probe_every_s
         self._probe_limit_s = probe_limit_s
         self._verify_limit_s = verify_limit_s
+        self._replace_limit_s = replace_limit_s
+        self.damaged: WeightVersion | None = None  # the newest publication, once it has failed its check for a while
         self._logger = logger
         self._pause_body = msgspec.json.encode({"mode": interrupt})
         self._broadcast_limit_s = broadcast_limit_s
@@ -116,6 +125,7 @@ class Fleet:
         self._session: aiohttp.ClientSession | None = None
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
         self._published: WeightVersion | None = None
+        self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails its check, and since when
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
@@ -152,6 +162,9 @@ class Fleet:
         if version.attempt < self.table.attempt or (self._published is not None and version < self._published):
             self._logger.warning("model_version %s ignored: it goes back from %s", version, self._published)
             return
+        if version == self.damaged:
+            self._logger.info("weights %s were written again", version)
+            self.damaged = self._failing = None
         self._published = version
         self._publication.set()
 
@@ -203,9 +216,10 @@ class Fleet:
     async def verify_loop(self) -> None:
         """Check the manifest of the newest publication, before any server hears of it; again, with pauses, while it fails.
 
-        A network's file system may show a version late; one that is broken for verify_limit_s stays so, and ends the run.
+        A network's file system may show a version late. One that fails for a quarter of verify_limit_s is `damaged`: the master
+        has it written again, or a newer one replaces it. Neither within the limits ends the run.
         """
-        pause_s, failing = _FIRST_RETRY_S, (WeightVersion(0, 0), 0.0)  # the version that fails, and since when
+        pause_s = _FIRST_RETRY_S
         while True:
             await self._publication.wait()  # for as long as nothing is published: hold
             self._publication.clear()
@@ -218,22 +232,34 @@ class Fleet:
             except (WeightsError, OSError) as error:
                 self.counters["refused_manifest", ""] += 1
                 self._logger.error("weights %s are not served: %s", version, error)
-                if failing[0] != version:
-                    failing = version, self._clock.monotonic()
-                if (broken_s := self._clock.monotonic() - failing[1]) > self._verify_limit_s:
-                    raise RunEndedError(
-                        f"weights {version} cannot be served: {error}; so it has been for {broken_s:.0f} s (limit: "
-                        "manager.update_timeout_s). See that the disk is sound and all processes see the same; start again"
-                    ) from error
+                if self._failing is None or self._failing[0] != version:
+                    self._failing = version, self._clock.monotonic()
+                self._judge_damage(version, self._clock.monotonic() - self._failing[1], error)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._publication.wait(), pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
                 self._publication.set()
                 continue
-            pause_s = _FIRST_RETRY_S
+            if self.damaged is not None:
+                how = "whole again" if self.damaged == version else f"replaced by {version}"
+                self._logger.warning("weights %s, which were damaged on disk, are %s", self.damaged, how)
+            pause_s, self._failing, self.damaged = _FIRST_RETRY_S, None, None
             await self._fetch_everywhere(version)
             if self.plan.publish(version):
                 self._changed()
+
+    def _judge_damage(self, version: WeightVersion, broken_s: float, error: Exception) -> None:
+        """The version has failed its check for broken_s: report it as damaged, or end the run by RunEndedError."""
+        if broken_s > self._verify_limit_s + self._replace_limit_s:
+            raise RunEndedError(
+                f"weights {version} cannot be served: {error}; so it has been for {broken_s:.0f} s (limits: "
+                "manager.update_timeout_s, then train.call_timeout_s for the trainer to replace it). See that the disk is sound "
+                "and all processes see the same; start again"
+            ) from error
+        if self.damaged != version and broken_s > self._verify_limit_s / _DAMAGED_AFTER:
+            self._logger.error("weights %s are damaged on disk; the trainer is asked to replace them", version)
+            self.damaged = version
+            self._changed()
 
     async def _fetch_everywhere(self, version: WeightVersion) -> None:
         """Have the hosts fetch a version while their servers go on with the one before. Nobody waits long for the slow ones, which
@@ -274,7 +300,7 @@ class Fleet:
         answer = await self._post(f"{url}/fetch_weights", msgspec.json.encode(request), also_ok=400)
         reply = msgspec.json.decode(answer, type=UpdateWeightsReply)
         if not reply.success:
-            raise UpdateError(f"not fetched: {reply.message}")
+            raise RefusedError(f"not fetched: {reply.message}")
 
     async def update_loop(self) -> None:
         """Begin the updates that the plan says are due, each as a task of its own. Raises RunEndedError where none can help."""
@@ -377,6 +403,8 @@ class Fleet:
             self.counters["failed", update.server] += 1
             if isinstance(error, MismatchError):
                 self._count_mismatch(update, error)
+            if isinstance(error, RefusedError) and update.version == self._published:
+                self._publication.set()  # verified once more
             self._logger.warning(
                 "%s did not load %s: %s; trying again in %.1f s", update.server, update.version, reason, pause_s
             )
@@ -456,7 +484,7 @@ class Fleet:
         answer = await self._post(f"{url}/update_weights_from_disk", msgspec.json.encode(request), also_ok=400)
         reply = msgspec.json.decode(answer, type=UpdateWeightsReply)
         if not reply.success:
-            raise (MismatchError if reply.mismatch else UpdateError)(f"refused: {reply.message}")
+            raise (MismatchError if reply.mismatch else RefusedError)(f"refused: {reply.message}")
 
     async def _get(self, url: str, kind: type[M]) -> M:
         return msgspec.json.decode(await self._request("GET", url), type=kind)

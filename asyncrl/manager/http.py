@@ -41,6 +41,7 @@ from asyncrl.messages import (
     ScheduleReply,
     ScheduleRequest,
     VersionReply,
+    WeightVersion,
 )
 from asyncrl.runtime.clock import Clock, SystemClock
 from asyncrl.runtime.http_server import refusal_of, serve
@@ -61,8 +62,9 @@ _FINAL_REFUSALS = ("superseded", "expired")  # waiting does not help
 
 
 class FleetMetrics(Protocol):
-    """What /metrics shows of the updates of servers."""
+    """What /metrics and the master are told of the updates of servers."""
 
+    damaged: WeightVersion | None  # published, and not as its manifest says
     counters: Counter[tuple[str, str]]  # (what, server) -> how often
     update_seconds: defaultdict[str, float]  # server -> seconds spent in updates that succeeded
 
@@ -87,6 +89,7 @@ class ManagerService:
         self._change: asyncio.Future[None] | None = None
         self._told_revision = ledger.revision  # those who wait for a change have been told of this one
         self._view_took_s = 0.0
+        self._fleet = fleet
         self._refused: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(_Metrics(ledger, self, fleet))
@@ -199,7 +202,8 @@ class ManagerService:
         now = self._clock.monotonic()
         view = self.ledger.view(now)
         self._view_took_s = self._clock.monotonic() - now
-        return view
+        damaged = self._fleet.damaged if self._fleet is not None else None
+        return view if damaged is None else msgspec.structs.replace(view, damaged=str(damaged))
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """How far the evaluation is, once it is done, or after wait_s."""

@@ -90,6 +90,7 @@ class GserverManager(Worker):
             probe_every_s=options.heartbeat_s,
             probe_limit_s=options.lease_s / 3,
             verify_limit_s=options.update_timeout_s,
+            replace_limit_s=config.replace_timeout_s,
             interrupt=config.interrupt,
             broadcast_limit_s=config.broadcast_timeout_s,
             logger=self.logger,

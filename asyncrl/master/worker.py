@@ -73,6 +73,8 @@ T = TypeVar("T")
 
 _LONG_POLL_S = 5.0  # how long the manager may hold back its answer while nothing changes
 _CALL_LIMIT_S = 60.0  # a call to the manager, retries included
+_MAX_REWRITES = 3  # of a version that is damaged on disk
+_REWRITE_PAUSE_S = 10.0  # for the manager to hear that a version was written again
 _MAX_EVALUATIONS = 4  # that go on at the same time
 _REJECTION_WINDOW = 4  # batches' worth of prompts that max_rejected_share looks back on
 _RECORDER = ModelPlacement(ACTOR, ParallelGrid(), (0,))  # rollout_only: no model, but who takes its place
@@ -154,6 +156,11 @@ class MasterWorker(Worker):
         self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * train.batch_size)
         self._recent_rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._publishing: asyncio.Task[None] | None = None
+        self._rewritten = (
+            WeightVersion(0, 0),
+            0,
+            0.0,
+        )  # the last version that was written again, how often, when the last time
         self._evaluations: list[asyncio.Task[None]] = []
         self._baseline: asyncio.Task[None] | None = None
         self._view: LedgerView | None = None
@@ -362,6 +369,7 @@ class MasterWorker(Worker):
             )
             self.board.set_queue("stored", len(self.buffer))
             self.board.progress()
+            await self._replace_damaged(view)
             if not isinstance(decision, NotReady):
                 return decision.tickets
             if decision.drop:
@@ -498,6 +506,31 @@ class MasterWorker(Worker):
         )
         self._journal("published", version=version.version)
 
+    async def _replace_damaged(self, view: LedgerView) -> None:
+        """Write the newest version again where it is damaged on disk. Called between two steps: the model workers still hold it.
+
+        An older version needs nothing: the newest one replaces it. Raises RunEndedError where the version cannot be written
+        again, or was damaged again after _MAX_REWRITES times.
+        """
+        version = WeightVersion(self.info.attempt, self.version)
+        if view.damaged != str(version):
+            return
+        path, count = version_dir(self.run_dir, ACTOR, version), 0
+        if self._rewritten[0] == version:
+            count = self._rewritten[1]
+            if time.monotonic() < self._rewritten[2] + _REWRITE_PAUSE_S:
+                return
+        if not self.trains or count >= _MAX_REWRITES:
+            tried = f"it was written again {count} times" if count else f"mode={self.config.mode} cannot write it again"
+            raise RunEndedError(f"weights {version} in {path} are damaged, and {tried}; see that the disk is sound")
+        await self._wait_for_publisher()
+        write = WriteWeights(role=ACTOR, weight_version=str(version), path=str(path), rewrite=True)
+        with self.trace.overlapping(f"rewrite {version}", kind="weights"):
+            await self._commit(write, await self._start_of(ACTOR, f"weights {version} to be written again", write))
+        self.logger.warning("weights %s were damaged on disk; they were written again from memory", version)
+        await self.publish(self.names.model_version(ACTOR), str(version))
+        self._rewritten = version, count + 1, time.monotonic()
+
     async def _baseline_first(self, version: WeightVersion) -> None:
         """No server moves on before the initial weights have been evaluated. Training goes on meanwhile."""
         if self._baseline is not None and version.version == 1:
@@ -520,6 +553,7 @@ class MasterWorker(Worker):
         async def served() -> None:
             view = await self.report()
             while view.served_version < version:  # bounded by the caller
+                await self._replace_damaged(view)
                 view = await self.report(wait_s=_LONG_POLL_S, after_revision=view.revision)
 
         await self.board.bounded(
@@ -549,6 +583,7 @@ class MasterWorker(Worker):
             weight_version=body.weight_version if isinstance(body, WriteWeights) else "",
             path=body.path,
             files=[file for reply in written for file in reply.files],
+            rewrite=isinstance(body, WriteWeights) and body.rewrite,
         )
         await self.caller.call(f"{body.path} to be complete", self.models[body.role].workers[:1], commit)
 

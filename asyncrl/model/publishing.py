@@ -228,7 +228,15 @@ class Publisher:
         path, fsync, source_dir = Path(body.path), self._config.weights.fsync, Path(model.path)
         if body.weight_version:
             version = WeightVersion.parse(body.weight_version)
-            commit_version(path, body.files, source_dir=source_dir, version=version, fsync=fsync, probe=probe)
+            commit_version(
+                path,
+                body.files,
+                source_dir=source_dir,
+                version=version,
+                fsync=fsync,
+                probe=probe,
+                replace=body.rewrite,
+            )
         else:
             commit_model(
                 path,

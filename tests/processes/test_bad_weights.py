@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import web
 from safetensors.torch import load_file, save_file
 
 from asyncrl.config import ConfigError, ModelConfig, TrainConfig
@@ -19,7 +21,7 @@ from asyncrl.messages import WeightVersion
 from asyncrl.model.engine import TrainEngine
 from asyncrl.runtime.worker import RunEndedError, told
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import write_version
+from asyncrl.weights import commit_version, list_versions, write_part
 
 LIMIT_S = 30.0
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
@@ -89,21 +91,22 @@ def test_a_shard_that_is_missing_is_named(model: Path) -> None:
 class Published:
     """A manager's fleet without servers, and what it takes for publishable."""
 
-    def __init__(self, tmp_path: Path, source: Path, verify_limit_s: float) -> None:
+    def __init__(self, tmp_path: Path, source: Path, verify_limit_s: float, replace_limit_s: float = 0.0) -> None:
         table = ServerTable("round_robin", dead_after_s=10.0, attempt=1)
         self.tmp_path, self.source = tmp_path, source
         self.verified: asyncio.Queue[WeightVersion] = asyncio.Queue()
-        self.refused = asyncio.Event()
+        self.refused, self.changed = asyncio.Event(), asyncio.Event()
         logger = logging.getLogger(f"asyncrl.test.{id(self)}")
-        logger.addFilter(lambda record: self.refused.set() or record.levelno == logging.ERROR)  # type: ignore[func-returns-value]
+        logger.addFilter(lambda record: self.refused.set() or record.levelno >= logging.WARNING)  # type: ignore[func-returns-value]
         self.fleet = Fleet(
             table,
             UpdatePlan(table, update_fraction=1.0, update_timeout_s=1.0),
             path_of=self.path_of,
-            on_change=lambda: None,
+            on_change=self.changed.set,
             probe_every_s=1.0,
             probe_limit_s=1.0,
             verify_limit_s=verify_limit_s,
+            replace_limit_s=replace_limit_s,
             logger=logger,
         )
         publish = self.fleet.plan.publish
@@ -117,9 +120,11 @@ class Published:
     def path_of(self, version: WeightVersion) -> Path:
         return self.tmp_path / str(version)
 
-    def write(self, version: WeightVersion) -> Path:
-        write_version(self.path_of(version), [("w", torch.ones(3))], source_dir=self.source, version=version)
-        return self.path_of(version)
+    def write(self, version: WeightVersion, *, rewrite: bool = False) -> Path:
+        path = self.path_of(version)
+        files = write_part(path, [("w", torch.ones(3))])
+        commit_version(path, files, source_dir=self.source, version=version, replace=rewrite)
+        return path
 
 
 @pytest.mark.parametrize(
@@ -172,3 +177,60 @@ async def test_a_version_that_shows_late_is_served(tmp_path: Path, sound: Path) 
     assert await asyncio.wait_for(published.verified.get(), LIMIT_S) == V1
     loop.cancel()
     await asyncio.wait({loop})
+
+
+@pytest.mark.parametrize("replacement", [V1, V2])
+async def test_a_damaged_version_is_reported_and_its_replacement_served(
+    tmp_path: Path, sound: Path, caplog: pytest.LogCaptureFixture, replacement: WeightVersion
+) -> None:
+    """The limit of the check is over long before: the trainer has a limit of its own."""
+    published = Published(tmp_path, sound, verify_limit_s=0.3, replace_limit_s=1000.0)
+    (published.write(V1) / "model.safetensors").write_bytes(b"torn")
+    published.fleet.publish(str(V1))
+    loop = asyncio.create_task(published.fleet.verify_loop())
+    await asyncio.wait_for(published.changed.wait(), LIMIT_S)
+    assert published.fleet.damaged == V1
+    await asyncio.sleep(0.5)
+    assert not loop.done()
+    published.write(replacement, rewrite=True)
+    published.fleet.publish(str(replacement))
+    assert await asyncio.wait_for(published.verified.get(), LIMIT_S) == replacement
+    assert published.fleet.damaged is None
+    assert f"weights {V1} are damaged on disk; the trainer is asked to replace them" in caplog.text
+    replaced = f"weights {V1}, which were damaged on disk, are replaced by {V2}" in caplog.text
+    assert replaced == (replacement == V2)
+    loop.cancel()
+    await asyncio.wait({loop})
+    assert list_versions(tmp_path) == sorted({V1, replacement})
+    assert not list(tmp_path.glob(".*"))  # noqa: ASYNC240 (nothing of the old folder is left)
+
+
+async def test_a_version_that_a_server_refuses_is_verified_again(tmp_path: Path, sound: Path) -> None:
+    """It may have been damaged after the manager had verified it."""
+    published = Published(tmp_path, sound, verify_limit_s=0.3, replace_limit_s=1000.0)
+    path = published.write(V1)
+
+    async def refuse(request: web.Request) -> web.Response:
+        if request.path != "/update_weights_from_disk":
+            return web.json_response({"success": True, "message": "", "model_path": "", "weight_version": ""})
+        (path / "model.safetensors").write_bytes(b"torn")
+        return web.json_response({"success": False, "message": "other checksum"}, status=400)
+
+    app = web.Application()
+    app.add_routes([web.route("*", "/{path}", refuse)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await published.fleet.start()
+    published.fleet.publish(str(V1))
+    published.fleet.announce("generation_server/0", f"http://127.0.0.1:{runner.addresses[0][1]}")
+    loops = {asyncio.create_task(published.fleet.verify_loop()), asyncio.create_task(published.fleet.update_loop())}
+    deadline = time.monotonic() + LIMIT_S
+    while published.fleet.damaged != V1:
+        assert time.monotonic() < deadline, "the damage was not seen"
+        await asyncio.sleep(0.02)
+    for loop in loops:
+        loop.cancel()
+    await asyncio.wait(loops)
+    await published.fleet.close()
+    await runner.cleanup()

@@ -65,7 +65,7 @@ from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
-from asyncrl.weights import tensor_files, verify_version
+from asyncrl.weights import MANIFEST, tensor_files, verify_version
 
 RUNTIME = RuntimeConfig(start_timeout_s=60.0, stop_timeout_s=5.0, log_level="WARNING")
 TRAIN = TrainConfig(
@@ -418,7 +418,8 @@ async def write_and_commit(side: TrainingSide, model: ModelConfig, body: WriteWe
     replies = await side.caller.call("write", model.workers, body)
     files = [file for reply in replies for file in reply.files]
     version = body.weight_version if isinstance(body, WriteWeights) else ""
-    commit = CommitWeights(role=body.role, weight_version=version, path=body.path, files=files)
+    rewrite = isinstance(body, WriteWeights) and body.rewrite
+    commit = CommitWeights(role=body.role, weight_version=version, path=body.path, files=files, rewrite=rewrite)
     await side.caller.call("commit", model.workers[:1], commit)
 
 
@@ -466,6 +467,14 @@ async def test_two_processes_train_as_one(tmp_path, model_path):
         assert_close(weights_in(path), in_one_process(model_path, TRAIN, batches)["actor"])
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
         assert torch.equal(loaded.get_input_embeddings().weight, weights_in(path)["model.embed_tokens.weight"])
+
+        manifest = (path / MANIFEST).read_bytes()
+        tensor_files(path)[0].write_bytes(b"torn")  # damaged on disk: the same version is written again from memory
+        rewrite = WriteWeights(role="actor", weight_version=path.name, path=str(path), rewrite=True)
+        await write_and_commit(side, models[0], rewrite)
+        verify_version(path, WeightVersion(1, 2))
+        assert (path / MANIFEST).read_bytes() == manifest
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
         body = ExecuteMFC(mfc="actor_inf", version=2, ids=["a", "gone"], parts=[["a"], ["gone"]])
         with pytest.raises(RemoteCallError, match="master and workers disagree"):  # cleared

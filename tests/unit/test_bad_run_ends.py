@@ -43,7 +43,7 @@ from asyncrl.messages import (
 )
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.name_resolve import open_name_resolver
-from asyncrl.runtime.worker import WaitTimeoutError, told
+from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, told
 from asyncrl.testing.runs import journal
 
 LIMIT_S = 60.0
@@ -376,3 +376,46 @@ async def test_the_summary_says_which_versions_an_evaluation_saw(
     with console.capture() as captured:
         print_summary(tmp_path, console)
     assert "greedy 0.500 (versions 0 to 2)" in captured.get()
+
+
+# --------------------------------------------------------------------------------------------------- weights damaged on disk
+
+
+V0 = "a0001-v00000000"
+
+
+async def test_the_version_that_is_damaged_on_disk_is_written_again(
+    make: MakeMaster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two steps: the next batch waits for it."""
+    master = make()
+    damaged = msgspec.structs.replace(ledger(), damaged=V0)
+    master.manager.later = {1: damaged, 2: damaged}  # type: ignore[attr-defined]
+    master.manager.view = ledger(exhausted=True)  # type: ignore[attr-defined]
+    assert await asyncio.wait_for(master.form_batch(), LIMIT_S) == ()
+    write, commit = master.caller.calls  # type: ignore[attr-defined]
+    path = str(tmp_path / "weights" / "actor" / V0)
+    assert (write.weight_version, write.path, write.rewrite) == (V0, path, True)
+    assert (commit.weight_version, commit.path, commit.rewrite) == (V0, path, True)
+    assert master.resolver.get(master.names.model_version("actor")) == V0
+    assert f"weights {V0} were damaged on disk; they were written again from memory" in caplog.text
+
+
+async def test_an_older_damaged_version_is_not_written_again(make: MakeMaster) -> None:
+    master = make()
+    master.step = 1  # trained on
+    damaged = msgspec.structs.replace(ledger(exhausted=True), damaged=V0)
+    master.manager.later = {1: damaged}  # type: ignore[attr-defined]
+    await asyncio.wait_for(master.form_batch(), LIMIT_S)
+    assert master.caller.calls == []  # type: ignore[attr-defined]
+
+
+async def test_a_disk_that_damages_a_version_again_and_again_ends_the_run(
+    make: MakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.master.worker._REWRITE_PAUSE_S", 0.0)
+    master = make()
+    damaged = msgspec.structs.replace(ledger(), damaged=V0)
+    master.manager.later = dict.fromkeys(range(1, 9), damaged)  # type: ignore[attr-defined]
+    with pytest.raises(RunEndedError, match=f"weights {V0} in .* are damaged, and it was written again 3 times"):
+        await asyncio.wait_for(master.form_batch(), LIMIT_S)

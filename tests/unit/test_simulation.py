@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.testing.simulation.bugs import BUGS
 from asyncrl.testing.simulation.campaign import campaign, explain
-from asyncrl.testing.simulation.scenario import NUM_STEPS, scenario_of
+from asyncrl.testing.simulation.scenario import NUM_STEPS, Fault, scenario_of
 
 JOBS = min(4, os.cpu_count() or 1)
 SEEDS = 300
@@ -41,6 +41,17 @@ def test_a_seed_that_failed_once_is_clean(seed):
 def test_a_known_bug_is_found(bug):
     done = run(0, BUG_SEEDS, bug=bug)
     assert done.failed is not None, f"{BUG_SEEDS} seeds did not find {bug}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [0, 5])
+def test_weights_damaged_on_disk_are_replaced_and_the_run_goes_on(seed):
+    """The first version is written again: nothing newer comes before servers have it. Then newer ones replace what is damaged."""
+    damage = tuple(Fault("damage", event="published", count=count) for count in (1, 3, 7))
+    done = explain(seed, faults=False, extra=damage)
+    assert done.violation == ""
+    committed = [event for event in done.events if " committed " in event and "/weights/actor/a0001-v00000000" in event]
+    assert len(committed) == 2
 
 
 def test_a_seed_replays_exactly():

@@ -82,10 +82,18 @@ def campaign(first: int, count: int, *, jobs: int, bug: str = "", faults: bool =
             yield Progress(num_seeds, num_steps, virtual_s, time.monotonic() - began, failed)
 
 
-def explain(seed: int, *, bug: str = "", shrink: bool = True, faults: bool = True, log: bool = False) -> Explained:
-    """Simulate a seed again, with its events; where it fails, with as few faults as possible."""
+def explain(
+    seed: int,
+    *,
+    bug: str = "",
+    shrink: bool = True,
+    faults: bool = True,
+    log: bool = False,
+    extra: tuple[Fault, ...] = (),
+) -> Explained:
+    """Simulate a seed again, with its events; where it fails, with as few faults as possible. extra: beside the seed's faults."""
     with _interpreters(1) as pool:
-        return pool.submit(_explain, seed, bug, shrink, faults, log).result()
+        return pool.submit(_explain, seed, bug, shrink, faults, log, extra).result()
 
 
 @contextmanager
@@ -121,12 +129,13 @@ def _simulate_seeds(seeds: range, bug: str, faults: bool) -> list[Result]:
     return results
 
 
-def _explain(seed: int, bug: str, shrink: bool, faults: bool, log: bool) -> Explained:
+def _explain(seed: int, bug: str, shrink: bool, faults: bool, log: bool, extra: tuple[Fault, ...] = ()) -> Explained:
     from asyncrl.testing.simulation import seams
     from asyncrl.testing.simulation.bugs import BUGS
     from asyncrl.testing.simulation.run import simulate
 
     scenario = scenario_of(seed, faults=faults)
+    scenario = replace(scenario, faults=(*scenario.faults, *extra))
     with seams.installed(BUGS[bug] if bug else ()):
         outcome = simulate(scenario, keep_events=True)
         if shrink and outcome.violation:

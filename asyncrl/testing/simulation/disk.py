@@ -25,6 +25,7 @@ class Folder:
 class Disk:
     def __init__(self) -> None:
         self.folders: dict[str, Folder] = {}
+        self.damaged: set[str] = set()  # folders whose files do not match their manifests
         self.hidden_until: dict[str, float] = {}  # a network's file system may show a folder late
 
     def rename(self, path: str, folder: Folder, *, replace: bool = False) -> None:
@@ -32,12 +33,15 @@ class Disk:
         if path in self.folders and not replace:
             raise FileExistsError(f"weight version {path} exists already; versions are written once")
         self.folders[path] = folder
+        self.damaged.discard(path)
 
     def verify(self, path: Path, expected: WeightVersion | None, now: float) -> Folder:
         """As weights.verify_version."""
         folder = self.folders.get(str(path))
         if folder is None or self.hidden_until.get(str(path), 0.0) > now:
             raise WeightsError(f"{path} has no manifest.json: not a weight version, or it was pruned")
+        if str(path) in self.damaged:
+            raise WeightsError(f"{path}/model.safetensors has another checksum than the manifest")
         if expected is not None and folder.version != expected:
             raise WeightsError(f"{path} holds {folder.version}, expected {expected}")
         return folder

@@ -49,6 +49,8 @@ class Injector:
             run.supervisor.lose_power(fault.lasts_s)
         elif fault.kind == "torn":
             run.tear_newest_checkpoint()
+        elif fault.kind == "damage":
+            run.damage_newest_weights()
         elif fault.kind == "freeze":
             if process is not None:
                 run.freeze(process, until)

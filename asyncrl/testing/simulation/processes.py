@@ -360,7 +360,8 @@ class SimModelWorker(Worker):
             world.disk.rename(body.path, Folder(None, content))
             world.masters[body.path] = body.master
         else:
-            world.disk.rename(body.path, Folder(version, content), replace=version is None)
+            rewrite = isinstance(body, CommitWeights) and body.rewrite
+            world.disk.rename(body.path, Folder(version, content), replace=version is None or rewrite)
         world.note(process, "committed", path=body.path, trained=len(content.trained))
         call.reply(CallResult())
 

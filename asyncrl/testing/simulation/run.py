@@ -134,6 +134,11 @@ class SimulatedRun(World):
         if len(there) > 1:
             self._torn.add(there[-1])
 
+    def damage_newest_weights(self) -> None:
+        """The files of the version that is published do not match their manifest any more."""
+        if self.invariants.published is not None:
+            self.disk.damaged.add(str(version_dir(self.run_dir, ACTOR, self.invariants.published)))
+
     def prune_checkpoints(self, keep_last: int) -> None:
         """As checkpoints.prune: the newest of the newest one's lineage stay."""
         there = self._checkpoints()

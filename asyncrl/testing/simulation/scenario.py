@@ -31,7 +31,7 @@ _HERE = "asyncrl.testing.simulation.processes"
 class Fault:
     """Something that goes wrong: at a time, or some time after the nth event of a kind."""
 
-    kind: str  # kill | power | torn | freeze | cut | messages | requests | outage | slow_disk | late_disk
+    kind: str  # kill | power | torn | freeze | cut | messages | requests | outage | slow_disk | late_disk | damage
     target: str = ""  # a process; of a cut "one other"
     at: float = 0.0  # seconds; after the event, if there is one
     event: str = ""  # kind of event
