@@ -128,6 +128,7 @@ class ManagerConfig:
     drain_timeout_s: float = 30.0
     head_policy: str = "balanced"  # the head of a trajectory: balanced | grouping (fixed groups of rollout workers)
     update_fraction: float = 1.0  # share of the servers updated at the same time
+    # An update of a server has so long, and the time that the version's bytes take at 100 MB/s
     update_timeout_s: float = 60.0
     lease_s: float = 15.0  # a rollout worker silent for this long loses its tickets
     heartbeat_s: float = 2.0

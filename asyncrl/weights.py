@@ -91,6 +91,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return WeightVersion(self.attempt, self.version)
 
     @property
+    def num_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files.values())
+
+    @property
     def fingerprint(self) -> str:
         """Of the tensors alone: equal for versions that hold the same weights in the same files."""
         return ",".join(entry.xxh3 for name, entry in sorted(self.files.items()) if name.endswith(".safetensors"))
@@ -296,6 +300,35 @@ def verify_version(path: Path, expected: WeightVersion | None = None) -> Manifes
         raise WeightsError(f"{path} lists no safetensors file")
     check_files(path, manifest.files)
     return manifest
+
+
+class VerifiedVersion:
+    """Verifies versions, and remembers the last one: it is read again only if one of its files has changed since."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Path, WeightVersion, _Stamps] | None = None
+
+    def verify(self, path: Path, version: WeightVersion) -> None:
+        """As verify_version; at once for the version that was verified last. Raises WeightsError, OSError."""
+        names = [MANIFEST, *read_manifest(path).files]
+        found = path, version, _stamps(path, names)
+        if found == self._known:
+            return
+        self._known = None
+        verify_version(path, version)
+        self._known = found  # with the stamps from before the files were read
+
+
+_Stamps = list[tuple[str, int, int, int]]  # name, inode, bytes, time of the last change
+
+
+def _stamps(path: Path, names: Iterable[str]) -> _Stamps:
+    """Raises WeightsError for a file that is missing."""
+    try:
+        found = [(name, (path / name).stat()) for name in names]
+    except FileNotFoundError as error:
+        raise WeightsError(f"{error.filename} is in the manifest but not on disk") from None
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
 def check_files(path: Path, files: Mapping[str, FileEntry]) -> None:

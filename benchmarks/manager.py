@@ -129,12 +129,12 @@ def part_generation_servers(parent: Parent, *, core: int, **_: Any) -> None:
             return web.json_response({"model_path": "m", "weight_version": version})
 
         async def agree(request: web.Request) -> web.Response:
-            return web.json_response({"success": True})
+            return web.json_response({"success": True, "message": ""})
 
         app = web.Application()
         app.router.add_post("/update_weights_from_disk", update)
         app.router.add_get("/get_model_info", info)
-        for path in ("/pause_generation", "/continue_generation"):
+        for path in ("/fetch_weights", "/pause_generation", "/continue_generation"):
             app.router.add_post(path, agree)
         app.router.add_get("/health", agree)
         return app

@@ -131,12 +131,13 @@ class ModelTensors:
 
     def __init__(self, model_path: str | Path, *, tied: bool) -> None:
         self._tied = tied
+        self._verified = weights.VerifiedVersion()
         self._expected = self._specs(weights.tensor_files(Path(model_path)))
 
     def verify(self, directory: Path, version: WeightVersion) -> None:
-        """Manifest, checksums, names and shapes. Takes as long as reading the files; raises WeightsRefused."""
+        """Manifest, checksums, names and shapes; raises WeightsRefused. Takes as long as reading the files, the first time."""
         try:
-            weights.verify_version(directory, version)
+            self._verified.verify(directory, version)
             files = weights.tensor_files(directory)
             expected = self._expected or self._specs(files)
             check_tensors(expected, self._aliases(expected), files)

@@ -183,6 +183,13 @@ class GenerationEngine(ABC):
         """Undo `pause`: waiting requests run."""
 
     @abstractmethod
+    async def verify_ahead(self, path: Path, version: WeightVersion) -> None:
+        """Check the files of a version while requests run, so that load_weights need not read them for it.
+
+        Raises WeightsRefused. An engine may leave the check to load_weights.
+        """
+
+    @abstractmethod
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         """Verify a version directory and load it in place; returns how many requests it ended. Flushes the prefix cache.
 

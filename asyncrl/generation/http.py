@@ -2,7 +2,7 @@
 
     POST /generate                   GenerateRequest -> GenerateReply; a list of prompts in, a list of replies out
     POST /pause_generation           {"mode": "abort"}: new requests wait; the mode (engine.py) says what becomes of running ones
-    POST /fetch_weights              FetchWeightsRequest -> UpdateWeightsReply; beside requests, where files are not shared
+    POST /fetch_weights              FetchWeightsRequest -> UpdateWeightsReply; beside requests: has the files at hand, verified
     POST /update_weights_from_disk   UpdateWeightsRequest -> UpdateWeightsReply, 200 or 400 (then nothing has changed)
     POST /init_weights_update_group  and what follows it, for weights over the network: receive.py
     POST /continue_generation        {}
@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Hashable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
@@ -135,6 +135,7 @@ class GenerationHTTP:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._in_progress: dict[Hashable, asyncio.Task[Any]] = {}  # loads and fetches, of which a second one waits
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int = 0) -> str:
@@ -240,7 +241,8 @@ class GenerationHTTP:
         try:
             version = WeightVersion.parse(wanted.weight_version)
             self._fence.check(version)
-            count = await self._to_the_end(self._load(wanted, version))
+            key = "load", wanted.model_path, str(version), wanted.abort_all_requests
+            count = await self._once(key, lambda: self._load(wanted, version))
         except (WeightsRefused, ValueError) as error:
             mismatch = isinstance(error, LogprobMismatch)
             return _json(UpdateWeightsReply(success=False, message=str(error), mismatch=mismatch), status=400)
@@ -249,10 +251,19 @@ class GenerationHTTP:
     async def _fetch_weights(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=FetchWeightsRequest)
         try:
-            where = await self._fetched.fetch(wanted) if self._fetched is not None else wanted.model_path
-        except WeightsRefused as error:
+            key = "fetch", wanted.model_path, wanted.weight_version
+            where = await self._once(key, lambda: self._fetch(wanted))
+        except (WeightsRefused, ValueError) as error:
             return _json(UpdateWeightsReply(success=False, message=str(error)), status=400)
         return _json(UpdateWeightsReply(success=True, message=f"{wanted.weight_version} is in {where}"))
+
+    async def _fetch(self, wanted: FetchWeightsRequest) -> str:
+        """Returns where the version is. It is verified there, so that generation is paused for the load alone."""
+        version, where = WeightVersion.parse(wanted.weight_version), wanted.model_path
+        if self._fetched is not None and wanted.source:
+            where = await self._fetched.fetch(wanted)
+        await self._engine.verify_ahead(Path(where), version)
+        return where
 
     async def _load(self, wanted: UpdateWeightsRequest, version: WeightVersion) -> int:
         with contextlib.ExitStack() as stack:
@@ -269,6 +280,17 @@ class GenerationHTTP:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
+
+    async def _once(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """As _to_the_end. A request that comes while the same work is in progress waits for that, and begins nothing."""
+        task = self._in_progress.get(key)
+        if task is None:
+            task = self._in_progress[key] = asyncio.ensure_future(work())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: self._in_progress.pop(key))
+        result: T = await asyncio.shield(task)
+        return result
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=_Abort)

@@ -35,10 +35,10 @@ class LiveTensors:
             aliases.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)
         self._aliases = list(aliases.values())
 
-    def load_version(self, directory: Path, version: WeightVersion) -> None:
+    def load_version(self, directory: Path, version: WeightVersion, verified: weights.VerifiedVersion) -> None:
         """Verify a version's directory and load it. Raises WeightsRefused, and then nothing has changed."""
         try:
-            weights.verify_version(directory, version)
+            verified.verify(directory, version)
             files = weights.tensor_files(directory)
             where = check_tensors(self._expected, self._aliases, files)
             opened: dict[Path, Any] = {file: safe_open(str(file), framework="pt", device="cpu") for file in files}

@@ -393,6 +393,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
 
     # ------------------------------------------------------------------------------------------------ weights and cache
 
+    async def verify_ahead(self, path: Path, version: WeightVersion) -> None:
+        with self._trace.overlapping("verify weights", kind="engine", version=str(version)):
+            await asyncio.to_thread(self._tensors.verify, path, version)
+
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         async with self._update_lock:
             self._check_alive()

@@ -54,6 +54,7 @@ from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
 from asyncrl.runtime.trace import OFF, Tracer
+from asyncrl.weights import VerifiedVersion, WeightsError
 
 logger = logging.getLogger(__name__)
 
@@ -276,6 +277,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         _check_config(config)
         super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace)
         self._initial_path, self._seed = model_path, seed
+        self._verified = VerifiedVersion()
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")
         self._keys = itertools.count()
@@ -518,9 +520,17 @@ class TransformersEngine(QueueingEngine[_Pending]):
 
     # ------------------------------------------------------------------------------------------------ weights and cache
 
+    async def verify_ahead(self, path: Path, version: WeightVersion) -> None:
+        try:
+            await asyncio.to_thread(self._verified.verify, path, version)
+        except (WeightsError, OSError) as error:
+            raise WeightsRefused(f"{path}: {error}") from error
+
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         num_aborted = await self._update(
-            version, lambda: LiveTensors(self._model).load_version(path, version), abort_running=abort_running
+            version,
+            lambda: LiveTensors(self._model).load_version(path, version, self._verified),
+            abort_running=abort_running,
         )
         self._path = str(path)
         return num_aborted

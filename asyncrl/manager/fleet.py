@@ -27,7 +27,7 @@ import msgspec
 
 from asyncrl.manager import intervals
 from asyncrl.manager.routing import Server, ServerState, ServerTable
-from asyncrl.manager.update_plan import Update, UpdatePlan
+from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, Update, UpdatePlan
 from asyncrl.manager.wave import Wave, broadcast_request
 from asyncrl.messages import (
     BroadcastReply,
@@ -228,7 +228,7 @@ class Fleet:
             try:
                 with self._trace.overlapping(f"verify {version}", kind="weights"):
                     check = partial(verify_version, self._path_of(version), version)
-                    await asyncio.get_running_loop().run_in_executor(self._verifier, check)
+                    manifest = await asyncio.get_running_loop().run_in_executor(self._verifier, check)
             except (WeightsError, OSError) as error:
                 self.counters["refused_manifest", ""] += 1
                 self._logger.error("weights %s are not served: %s", version, error)
@@ -244,8 +244,8 @@ class Fleet:
                 how = "whole again" if self.damaged == version else f"replaced by {version}"
                 self._logger.warning("weights %s, which were damaged on disk, are %s", self.damaged, how)
             pause_s, self._failing, self.damaged = _FIRST_RETRY_S, None, None
-            await self._fetch_everywhere(version)
-            if self.plan.publish(version):
+            await self._fetch_everywhere(version, manifest.num_bytes)
+            if self.plan.publish(version, manifest.num_bytes):
                 self._changed()
 
     def _judge_damage(self, version: WeightVersion, broken_s: float, error: Exception) -> None:
@@ -261,7 +261,7 @@ class Fleet:
             self.damaged = version
             self._changed()
 
-    async def _fetch_everywhere(self, version: WeightVersion) -> None:
+    async def _fetch_everywhere(self, version: WeightVersion, num_bytes: int) -> None:
         """Have the hosts fetch a version while their servers go on with the one before. Nobody waits long for the slow ones, which
         fetch it by themselves, as their updates begin: after the first has it, as long again and a little."""
         if not self._files_url:
@@ -269,7 +269,7 @@ class Fleet:
         servers = [server for server in self.table.servers.values() if server.listed]
         alive = [server for server in servers if server.state is not ServerState.DEAD]
         began = self._clock.monotonic()
-        limit_s = self._verify_limit_s / 2
+        limit_s = self._verify_limit_s / 2 + num_bytes / SLOW_BYTES_PER_S
         tasks = {asyncio.create_task(self._fetch(server.url, version, limit_s), name="fetch") for server in alive}
         self._updates |= tasks
         for task in tasks:
@@ -290,7 +290,7 @@ class Fleet:
             self._logger.warning("weights could not be fetched ahead: %s", error or repr(error))
 
     async def _fetch(self, url: str, version: WeightVersion, limit_s: float) -> None:
-        """Returns at once where the server sees the version, or has it. Raises UpdateError and what else a request may."""
+        """Have the server fetch the version, unless it sees it, and verify it. Raises UpdateError and what else a request may."""
         request = FetchWeightsRequest(
             model_path=str(self._path_of(version)),
             weight_version=str(version),
@@ -443,8 +443,8 @@ class Fleet:
 
     async def _load(self, update: Update, wave: Wave | None) -> None:
         url, version = update.url, str(update.version)
-        if self._files_url and wave is None:
-            await self._fetch(url, update.version, update.limit_s)  # it generates meanwhile
+        if wave is None:
+            await self._fetch(url, update.version, update.limit_s)  # and verify: it generates meanwhile
         try:
             await self._post(f"{url}/pause_generation", self._pause_body)
             if wave is not None:

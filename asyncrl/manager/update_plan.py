@@ -2,7 +2,7 @@
 
 The newest published version is the target. Servers that serve an older one are updated in waves: at most `update_fraction` of
 them (at least one) is out of service at a time, the rest keep serving. Servers that serve nothing cost nothing to take, so
-they load at once. One that is slow leaves its wave (others go on) and has until `update_timeout_s`; one that fails is tried
+they load at once. One that is slow leaves its wave (others go on) and has until `limit_s`; one that fails is tried
 again after a growing pause, or at once where it had not answered and does again. Nothing here waits for any particular server.
 
 Weights may come over the network (`hold`: the trainer has them in memory): then servers that serve get them by broadcast, and
@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.messages import WeightVersion
 
+SLOW_BYTES_PER_S = (
+    100e6  # fetching, verifying and loading a version together are slower than this only where something is wrong
+)
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
 _MOST_FROM_DISK = 31  # versions that a server loads from disk because broadcasts to it fail
@@ -75,7 +78,8 @@ class UpdatePlan:
         self._table = table
         self._fraction = update_fraction
         self._timeout_s = update_timeout_s
-        self._slow_after_s = update_timeout_s / 4 if slow_after_s is None else slow_after_s
+        self._slow_after_s = slow_after_s
+        self._num_bytes = 0  # of the newest version that was published
         self.target: WeightVersion | None = None  # the newest, wherever it is
         self._on_disk: WeightVersion | None = None
         self._in_memory: WeightVersion | None = None
@@ -84,12 +88,24 @@ class UpdatePlan:
         self._failures: dict[str, _Failures] = {}
         self._silent: set[str] = set()  # servers that do not answer, or were replaced
 
-    def publish(self, version: WeightVersion) -> bool:
-        """A version is published and its manifest holds. False (and no effect) unless it is newer than those before and of
-        no attempt that is over."""
+    @property
+    def limit_s(self) -> float:
+        """Of an update: update_timeout_s, and the time that the version's bytes take at SLOW_BYTES_PER_S."""
+        return self._timeout_s + self._num_bytes / SLOW_BYTES_PER_S
+
+    @property
+    def slow_after_s(self) -> float:
+        """After which an update no longer counts in its wave."""
+        return self.limit_s / 4 if self._slow_after_s is None else self._slow_after_s
+
+    def publish(self, version: WeightVersion, num_bytes: int = 0) -> bool:
+        """A version of num_bytes is published and its manifest holds.
+
+        False (and no effect) unless it is newer than those before and of no attempt that is over.
+        """
         if version.attempt < self._table.attempt or (self._on_disk is not None and version <= self._on_disk):
             return False
-        self._on_disk = version
+        self._on_disk, self._num_bytes = version, num_bytes
         self._aim_at(version)
         self._failures.clear()  # other files: nobody has failed with these
         return True
@@ -117,7 +133,7 @@ class UpdatePlan:
         away = (ServerState.DEAD, ServerState.DRAINING)
         alive = sum(server.state not in away for server in servers.values())
         room = max(1, int(self._fraction * alive)) - sum(
-            running.took_from_service and now < running.since + self._slow_after_s for running in self._running.values()
+            running.took_from_service and now < running.since + self.slow_after_s for running in self._running.values()
         )
         updates = []
         for name in sorted(servers, key=self._last_to_trust):
@@ -135,7 +151,7 @@ class UpdatePlan:
             is_new = server.is_new
             life = self._table.begin_update(name, version)
             self._running[name] = _Running(life, now, serving)
-            updates.append(Update(name, server.url, life, version, self._timeout_s, broadcast, is_new))
+            updates.append(Update(name, server.url, life, version, self.limit_s, broadcast, is_new))
         return updates
 
     def _source(self, server: Server) -> tuple[WeightVersion | None, bool]:
@@ -205,7 +221,7 @@ class UpdatePlan:
     def next_change(self, now: float) -> float | None:
         """When `due` may say something new although nothing happens: a pause ends, or a slow server leaves its wave."""
         times = [failed.not_before for failed in self._failures.values()]
-        times += [running.since + self._slow_after_s for running in self._running.values()]
+        times += [running.since + self.slow_after_s for running in self._running.values()]
         return min((at for at in times if at > now), default=None)
 
     def _end(self, update: Update) -> None:

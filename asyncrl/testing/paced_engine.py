@@ -223,6 +223,9 @@ class PacedEngine(QueueingEngine[_Paced]):
 
     # ------------------------------------------------------------------------------------------------------- weights
 
+    async def verify_ahead(self, path: Path, version: WeightVersion) -> None:
+        """load_weights checks the files."""
+
     async def load_weights(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
         async with self._update_lock:
             self.check_version(version)

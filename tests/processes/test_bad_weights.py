@@ -111,9 +111,9 @@ class Published:
         )
         publish = self.fleet.plan.publish
 
-        def note(version: WeightVersion) -> bool:
+        def note(version: WeightVersion, num_bytes: int) -> bool:
             self.verified.put_nowait(version)
-            return publish(version)
+            return publish(version, num_bytes)
 
         self.fleet.plan.publish = note  # type: ignore[method-assign]
 

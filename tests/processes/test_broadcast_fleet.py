@@ -171,6 +171,8 @@ async def test_what_a_broadcast_fails_with_loads_from_disk_when_that_is_there(ho
         assert "continue_generation" not in run.servers["b"].did[-1:]  # it stays paused: what it has is unknown
         run.publish(V1)
         await run.until(a="healthy_1", b="healthy_1")
-        assert run.servers["b"].did[-3:] == ["pause_generation", "update_weights_from_disk", "continue_generation"]
+        ahead, *paused = run.servers["b"].did[-4:]
+        assert ahead == "fetch_weights"  # and verified, before the pause
+        assert paused == ["pause_generation", "update_weights_from_disk", "continue_generation"]
         assert run.fleet.counters["failed", "b"] == 1
         assert run.fleet.table.servers["b"].state is ServerState.HEALTHY

@@ -32,10 +32,6 @@ class Host(FakeServer):
         self.asked: list[tuple[str, bool]] = []  # version, whether it was paused then
         self.where: dict[str, str] = {}
 
-    def add_routes(self, router: web.UrlDispatcher) -> None:
-        super().add_routes(router)
-        router.add_post("/fetch_weights", self._fetch)
-
     async def stop(self) -> None:
         await super().stop()
         self.fetched.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,10 +13,13 @@ import msgspec
 import pytest
 import torch
 
+from asyncrl import weights
 from asyncrl.config import GenerationConfig, GenerationServerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.generation.in_place import LiveTensors
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.messages import (
+    FetchWeightsRequest,
     GenerateReply,
     GenerateRequest,
     SamplingParams,
@@ -297,3 +301,46 @@ def test_journal(tmp_path: Path) -> None:
     assert read_json_lines(tmp_path / "j.jsonl") == expected
     journal.close()
     assert read_json_lines(tmp_path / "j.jsonl") == [*expected, {"time": 100.1, "tokens": 1, "version": "b"}]
+
+
+async def test_a_version_is_verified_before_the_pause_and_a_retry_waits_for_the_load_in_progress(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = asyncio.Event()
+    loop, real, may_load = asyncio.get_running_loop(), weights.check_files, threading.Event()
+
+    def check(*args: Any) -> None:
+        real(*args)
+        loop.call_soon_threadsafe(checked.set)
+
+    monkeypatch.setattr(weights, "check_files", check)
+    copy, copying = LiveTensors._copy, asyncio.Event()
+
+    def slow_copy(*args: Any, **options: Any) -> None:
+        loop.call_soon_threadsafe(copying.set)
+        assert may_load.wait(20)
+        copy(*args, **options)
+
+    async with served(model_path, tmp_path) as client:
+        before = await client.metric("asyncrl_generation_weight_updates")
+        checked.clear()
+        where = str(version_dir(model_path.parent, "actor", V1))
+        request = FetchWeightsRequest(model_path=where, weight_version=str(V1), source="", limit_s=20.0)
+        assert (await client.post("/fetch_weights", request))[0] == 200
+        assert checked.is_set()
+        assert not (await client.get("/get_model_info"))[1]["paused"]
+        checked.clear()
+        monkeypatch.setattr(LiveTensors, "_copy", slow_copy)
+        first = asyncio.create_task(client.update(V1))
+        await asyncio.wait_for(copying.wait(), 20)
+        retry = asyncio.create_task(client.update(V1))
+        assert (await client.get("/get_model_info"))[1]["weight_version"] == str(
+            V0
+        )  # a turn of the server for the retry
+        may_load.set()
+        assert [status for status, _ in await asyncio.gather(first, retry)] == [200, 200]
+        assert not checked.is_set()  # the files were not hashed again
+        assert await client.metric("asyncrl_generation_weight_updates") == before + 1
+
+        status, reply = await client.post("/fetch_weights", msgspec.structs.replace(request, model_path="/no/where"))
+        assert (status, reply["success"]) == (400, False)

@@ -71,6 +71,7 @@ class FakeServer:
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/fetch_weights", self._fetch)
         router.add_post("/pause_generation", self._pause)
         router.add_post("/continue_generation", self._continue)
         router.add_post("/update_weights_from_disk", self._update)
@@ -79,6 +80,9 @@ class FakeServer:
 
     async def stop(self) -> None:
         await self._runner.cleanup()
+
+    async def _fetch(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": True, "message": ""})
 
     async def _pause(self, request: web.Request) -> web.Response:
         assert (await request.json()) == {"mode": "abort"}

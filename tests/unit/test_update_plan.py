@@ -93,6 +93,17 @@ def test_a_slow_server_leaves_its_wave() -> None:
     assert setup.versions() == [1, 1]
 
 
+def test_a_large_version_has_more_time() -> None:
+    setup = Setup(2, update_fraction=0.5, update_timeout_s=60.0)
+    setup.plan.publish(v(1), num_bytes=10_000_000_000)
+    (first,) = setup.plan.due(0.0)
+    assert first.limit_s == 60.0 + 100.0  # at SLOW_BYTES_PER_S
+    assert setup.plan.next_change(0.0) == 40.0
+    setup.plan.succeeded(first, 1.0)
+    setup.plan.publish(v(2), num_bytes=0)
+    assert setup.plan.due(1.0)[0].limit_s == 60.0
+
+
 def test_a_failing_server_is_stale_and_tried_again_with_growing_pauses() -> None:
     setup = Setup(2)
     setup.plan.publish(v(1))

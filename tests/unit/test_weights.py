@@ -275,3 +275,27 @@ def _flip(file):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(bytes(data))
+
+
+def test_a_verified_version_is_read_again_only_if_a_file_has_changed(tmp_path, source, monkeypatch):
+    path, reads = write(tmp_path, source), []
+    real = weights.check_files
+    monkeypatch.setattr(weights, "check_files", lambda *args: (reads.append(args), real(*args)))
+    verified = weights.VerifiedVersion()
+    for _ in range(2):
+        verified.verify(path, V1)
+    assert len(reads) == 1
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for _ in range(2):  # what failed is not remembered
+        with pytest.raises(WeightsError, match="another checksum"):
+            verified.verify(path, V1)
+    file.write_bytes(content)
+    verified.verify(path, V1)
+    assert len(reads) == 4
+    with pytest.raises(WeightsError, match="expected a0001-v00000002"):
+        verified.verify(path, WeightVersion(1, 2))
+    file.unlink()
+    with pytest.raises(WeightsError, match="not on disk"):
+        verified.verify(path, V1)

@@ -20,6 +20,7 @@ class Folder:
 
     version: WeightVersion | None
     content: Any = None
+    num_bytes: int = 0
 
 
 class Disk:
