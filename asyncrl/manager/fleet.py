@@ -73,6 +73,10 @@ class UpdateError(ValueError):
     """A server did not do what it was asked."""
 
 
+class BroadcastError(UpdateError):
+    """A server did not get a version by broadcast. `_broadcast` has told the cause."""
+
+
 class RefusedError(UpdateError):
     """A server refuses a version's files: they may be damaged since they were verified."""
 
@@ -130,6 +134,7 @@ class Fleet:
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # one a life of a server at a time
+        self._from_disk: set[str] = set()  # servers whose last broadcast failed; that was told
         self._mismatches: Counter[str] = Counter()  # in a row, by server
         self._fatal: RunEndedError | None = None
 
@@ -405,8 +410,9 @@ class Fleet:
                 self._count_mismatch(update, error)
             if isinstance(error, RefusedError) and update.version == self._published:
                 self._publication.set()  # verified once more
-            self._logger.warning(
-                "%s did not load %s: %s; trying again in %.1f s", update.server, update.version, reason, pause_s
+            level = logging.DEBUG if isinstance(error, BroadcastError) else logging.WARNING
+            self._logger.log(
+                level, "%s did not load %s: %s; trying again in %.1f s", update.server, update.version, reason, pause_s
             )
         else:
             now = self._clock.monotonic()
@@ -463,8 +469,9 @@ class Fleet:
         reply = await wave.ready(update)
         if update.server in reply.errors:
             mismatch = update.server in reply.mismatched
-            raise (MismatchError if mismatch else UpdateError)(f"broadcast: {reply.errors[update.server]}")
+            raise (MismatchError if mismatch else BroadcastError)(f"broadcast: {reply.errors[update.server]}")
         self.counters["broadcast", update.server] += 1
+        self._from_disk.discard(update.server)
 
     async def _broadcast(self, updates: Sequence[Update]) -> BroadcastReply:
         """Ask the trainer to send a version to servers that are paused for it."""
@@ -474,9 +481,26 @@ class Fleet:
         )
         try:
             call = self._post(f"{self._sender_url}/broadcast_weights", msgspec.json.encode(request))
-            return msgspec.json.decode(await asyncio.wait_for(call, limit_s), type=BroadcastReply)
+            reply = msgspec.json.decode(await asyncio.wait_for(call, limit_s), type=BroadcastReply)
         except _FAILURES as error:
-            return BroadcastReply(errors={update.server: f"the trainer did not send: {error!r}" for update in updates})
+            reply = BroadcastReply(errors={update.server: f"the trainer did not send: {error!r}" for update in updates})
+        self._warn_of_disk(str(updates[0].version), reply)
+        return reply
+
+    def _warn_of_disk(self, version: str, reply: BroadcastReply) -> None:
+        """Servers load from disk because a broadcast failed: one warning for each, until a broadcast to it has succeeded."""
+        told = self._from_disk.union(reply.mismatched)
+        new = {server: why for server, why in reply.errors.items() if server not in told}
+        if new:
+            self._from_disk.update(new)
+            causes = "; ".join(sorted(set(new.values())))
+            self._logger.warning(
+                "broadcast of weights %s to %s failed: %s. They load this version and the next ones from disk; said once, until "
+                "a broadcast to them succeeds",
+                version,
+                ", ".join(sorted(new)),
+                causes,
+            )
 
     async def _load_from_disk(self, update: Update) -> None:
         url, version = update.url, str(update.version)

@@ -64,6 +64,7 @@ class WeightSender:
         self.url = ""  # once it is bound
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
         self._held: Held | None = None
+        self._failing = False  # the last broadcast has failed, which was told
         self._client = ServerClient()
         self._runner: web.AppRunner | None = None
         self._goodbyes: set[asyncio.Task[None]] = set()
@@ -121,10 +122,11 @@ class WeightSender:
             reply = _all_failed(targets, f"{sending.stage}: {why}")
         if reply.errors:
             self._forget(targets)
-            self._logger.warning(
-                "weights %s were not sent: %s", held.version, "; ".join(sorted(set(reply.errors.values())))
-            )
+            level, self._failing = logging.DEBUG if self._failing else logging.WARNING, True
+            causes = "; ".join(sorted(set(reply.errors.values())))
+            self._logger.log(level, "weights %s were not sent: %s; servers load them from disk", held.version, causes)
         else:
+            self._failing = False
             self._logger.info("weights %s sent to %s (%.2f s)", held.version, _who(targets), time.monotonic() - began)
         return reply
 

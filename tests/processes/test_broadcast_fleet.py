@@ -176,3 +176,34 @@ async def test_what_a_broadcast_fails_with_loads_from_disk_when_that_is_there(ho
         assert paused == ["pause_generation", "update_weights_from_disk", "continue_generation"]
         assert run.fleet.counters["failed", "b"] == 1
         assert run.fleet.table.servers["b"].state is ServerState.HEALTHY
+
+
+async def test_a_fall_back_to_disk_is_one_warning_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    """Not one a version; and one more if broadcasts have worked in between."""
+
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+    async with managed("a", "b") as run:
+        run.trainer.fails = {"a", "b"}
+        number = 1
+        for failures in (1, 2, 3):
+            while run.fleet.counters["failed", "b"] < failures:  # some versions come from disk without another try
+                run.fleet.hold(str(WeightVersion(1, number)))
+                run.publish(WeightVersion(1, number))
+                await run.until(a=f"healthy_{number}", b=f"healthy_{number}")
+                number += 1
+        (warning,) = warnings()
+        assert warning.startswith(f"broadcast of weights {V1} to a, b failed: hangs. They load ")
+        run.trainer.fails = set()
+        while not run.fleet.counters["broadcast", "b"]:
+            run.fleet.hold(str(WeightVersion(1, number)))
+            run.publish(WeightVersion(1, number))
+            await run.until(a=f"healthy_{number}", b=f"healthy_{number}")
+            number += 1
+        run.trainer.fails = {"b"}
+        run.fleet.hold(str(WeightVersion(1, number)))
+        run.publish(WeightVersion(1, number))
+        await run.until(a=f"healthy_{number}", b=f"healthy_{number}")
+        assert len(warnings()) == 2
+        assert " to b failed: hangs. " in warnings()[1]
