@@ -3,8 +3,9 @@
     worker  <-- SEQPACKET: hello, start + a socket, kill | ready, started, died -->  nursery
     worker  <-- STREAM: calls | answers -->  judge, one call at a time
 
-The nursery loads the function once, then runs nothing of the user's. Each judge is a fork of it in a session of its own, with
-limits that the kernel keeps. Calls come pickled, from the worker; what goes back is JSON: what a user's process says is not
+The nursery loads the function once, then runs nothing of the user's. Each judge is a fork with limits that the kernel keeps. Its
+parent is a guard, a fork of the nursery in a session of its own: a function that signals its parent ends its own judge, and the
+other judges go on. Calls come pickled, from the worker; what goes back is JSON: what a user's process says is not
 unpickled. Run as a file, so that what it imports before the worker has said where to look is the standard library's alone.
 """
 
@@ -25,6 +26,7 @@ import traceback
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _MAX_MESSAGE = 200_000
 _MAX_TRACEBACK = 20_000
 _LENGTH_BYTES = 8
@@ -35,6 +37,7 @@ def main() -> None:
     """The nursery. Ends, with its judges, when the worker closes its end or is gone."""
     control = socket.socket(fileno=int(sys.argv[1]))
     _on_parents_death(signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a judge whose guard has ended is reaped here
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
     hello = json.loads(control.recv(_MAX_MESSAGE))
     sys.path[:] = hello["sys_path"]
@@ -106,7 +109,7 @@ def _obey(control: socket.socket, judges: set[int], function: Any, memory_bytes:
     if pid == 0:
         try:
             control.close()
-            _be_judge(socket.socket(fileno=connection), function, memory_bytes)
+            _guard(connection, function, memory_bytes)
         finally:
             os._exit(1)
     os.close(connection)
@@ -116,10 +119,15 @@ def _obey(control: socket.socket, judges: set[int], function: Any, memory_bytes:
 
 
 def _reap(control: socket.socket, judges: set[int]) -> None:
-    while judges:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
         if pid == 0:
             return
+        if pid not in judges:  # what a judge has started, or a judge whose guard has ended
+            continue
         judges.discard(pid)
         _kill(pid)  # what it has started
         code = os.waitstatus_to_exitcode(status)
@@ -138,14 +146,29 @@ def _kill(pid: int) -> None:
 # --------------------------------------------------------------------------------------------------------------- a judge
 
 
-def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> NoReturn:
-    """Answer calls, until the worker closes its end or the function ends this process."""
+def _guard(connection: int, function: Any, memory_bytes: int) -> NoReturn:
+    """Start a judge in a session of this process, and end as the judge ends."""
     _on_parents_death(signal.SIGKILL)
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    judge = os.fork()
+    if judge == 0:
+        _be_judge(socket.socket(fileno=connection), function, memory_bytes)
+    os.close(connection)
+    code = os.waitstatus_to_exitcode(os.waitpid(judge, 0)[1])
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> NoReturn:
+    """Answer calls, until the worker closes its end or the function ends this process."""
+    _on_parents_death(signal.SIGKILL)
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     try:

@@ -2,7 +2,9 @@
 
 A reward function reads what a model wrote: a regular expression that takes for ever (and holds the GIL while it does), a formula
 that takes all memory, `exit()` in generated code. In a thread the first stops the worker's event loop, with all its rollouts, and
-the others end the worker. A judge that outlives its limit is killed and replaced in milliseconds; its death is one rejection.
+the others end the worker. A judge that outlives its limit is killed and replaced in milliseconds; that is one rejection. A call
+whose judge dies is tried again in another one, a bounded number of times. The death of the nursery is no fault of a call: the
+calls that it interrupts share one restart, and are made again.
 
 Judges are forks of a nursery (judge_main.py), which has imported the function once: they share its memory, and start in
 milliseconds. The nursery is a new interpreter and no fork of the worker, which has threads, sockets and maybe a GPU. As many judges
@@ -22,7 +24,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from asyncrl.config import ConfigError
 
@@ -33,14 +35,45 @@ _START_LIMIT_S = 120.0  # of the nursery: it imports the user's module
 _FORK_LIMIT_S = 30.0  # of a judge
 _DEATH_LIMIT_S = 2.0  # from the end of a judge's output to the word about its end
 _END_LIMIT_S = 2.0  # of the nursery, which reads the end of its input
-_MAX_NURSERIES = 4  # in a worker's life; one that ends has been killed from outside
+_MAX_TRIES = 3  # of a call whose judge dies in it: in as many judges
+_MAX_LOSSES = 3  # of a call: judges or nurseries that were lost to it through no fault of its own
+_LOSS_PAUSE_S = 0.2  # before a call is made again after one
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # before a nursery is started again: see RestartPace
+_CALM_S = 60.0
 _MAX_MESSAGE = 200_000
 _LENGTH_BYTES = 8
 _MAX_ANSWER = 64_000_000
 
 
 class JudgeDied(RuntimeError):
-    """The function has ended its process, or somebody else has; says how."""
+    """The function has ended its process, in each of several tries; says how."""
+
+
+class JudgesLost(RuntimeError):
+    """There is no judge for a call, through no fault of the call: the nursery has died, or cannot fork."""
+
+
+class RestartPace:
+    """How long to wait before a nursery is started again (pure).
+
+    The first death costs no pause. Each one that comes within calm_s of the one before doubles it, from first_s up to longest_s.
+    """
+
+    def __init__(
+        self, *, first_s: float = _FIRST_PAUSE_S, longest_s: float = _LONGEST_PAUSE_S, calm_s: float = _CALM_S
+    ) -> None:
+        self._first_s, self._longest_s, self._calm_s = first_s, longest_s, calm_s
+        self._died_at: float | None = None
+        self._pause_s = 0.0
+
+    def died(self, now: float) -> float:
+        """A nursery has died. Returns the pause in seconds."""
+        if self._died_at is None or now - self._died_at >= self._calm_s + self._pause_s:
+            self._pause_s = 0.0
+        else:
+            self._pause_s = min(self._longest_s, max(self._first_s, 2 * self._pause_s))
+        self._died_at = now
+        return self._pause_s
 
 
 class _Judge:
@@ -49,7 +82,7 @@ class _Judge:
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid = pid
         self.connection = connection
-        self.used = False  # it has answered before
+        self.lost = False  # it went with its nursery
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how
 
     async def ask(self, question: bytes) -> dict[str, Any] | None:
@@ -96,33 +129,44 @@ class Judges:
         self._free: list[_Judge] = []
         self._judges: dict[int, _Judge] = {}
         self._starting: deque[asyncio.Future[int]] = deque()
-        self._num_nurseries = 0
-        self._nursery: subprocess.Popen[bytes]
         self._control: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that reads what the nursery says
+        self._pace = RestartPace()
+        self._restart: asyncio.Task[None] | None = None  # one for all calls that wait for it
+        self._closed = False
         self.num_started = 0
-        control = self._spawn()
-        self.is_async, self.arguments = self._greet(control)
+        self.num_nurseries = 0
+        self._nursery, control = self._spawn()
+        self.is_async, self.arguments = self._greet(self._nursery, control)
         self._control = control
         self._places = asyncio.Semaphore(most_async if self.is_async else most)
 
     async def ask(self, calls: Calls, limit_s: float) -> dict[str, Any]:
-        """What judge_main answers. Raises TimeoutError (the judge is killed), JudgeDied, or what pickle has against the arguments.
+        """What judge_main answers. Raises TimeoutError (the judge is killed), JudgeDied, JudgesLost, or what pickle has against
+        the arguments. limit_s: of one try.
 
         Cancelling it kills the judge.
         """
         question = pickle.dumps(calls, pickle.HIGHEST_PROTOCOL)
+        num_deaths = num_losses = 0
         async with self._places:
-            judge = self._free.pop() if self._free else await self._start()
-            answer = await self._ask(judge, question, limit_s)
-            if answer is None and judge.used:  # maybe of something that an earlier call has left behind: once more
-                judge.connection.close()
-                judge = await self._start()
-                answer = await self._ask(judge, question, limit_s)
-            if answer is None:
-                raise JudgeDied(await self._end_of(judge))
-            judge.used = True
-            if answer.get("last"):
+            while True:
+                try:  # a second try is in a new judge: an earlier call may have left something behind in those that are free
+                    judge = self._free.pop() if self._free and not num_deaths else await self._start()
+                    answer = await self._ask(judge, question, limit_s)
+                    if answer is not None:
+                        break
+                    await self._raise_end_of(judge)
+                except JudgeDied:
+                    num_deaths += 1
+                    if num_deaths >= _MAX_TRIES:
+                        raise
+                except JudgesLost:
+                    num_losses += 1
+                    if self._closed or num_losses >= _MAX_LOSSES:
+                        raise
+                    await asyncio.sleep(_LOSS_PAUSE_S)
+            if answer.get("last") or judge.died.done():
                 judge.connection.close()
             else:
                 self._free.append(judge)
@@ -137,8 +181,11 @@ class Judges:
 
     def close(self) -> None:
         """End them all."""
+        self._closed = True
         self._forget_nursery("the worker has ended")
-        self._num_nurseries = _MAX_NURSERIES
+        if self._restart is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._restart.cancel()
 
     def __del__(self) -> None:
         if getattr(self, "_control", None) is not None:
@@ -147,31 +194,32 @@ class Judges:
     # ------------------------------------------------------------------------------------------------------------- judges
 
     async def _start(self) -> _Judge:
-        if self._control is None:
-            await self._revive()
-        control = self._control
-        assert control is not None
+        control = await self._living()
         loop = asyncio.get_running_loop()
         if self._loop is None:
             loop.add_reader(control.fileno(), self._hear, control)
             self._loop = loop
-        mine, theirs = socket.socketpair()
-        mine.setblocking(False)
+        mine: socket.socket | None = None
         started: asyncio.Future[int] = loop.create_future()
-        self._starting.append(started)
         try:
+            mine, theirs = socket.socketpair()
+            mine.setblocking(False)
             with theirs:
                 socket.send_fds(control, [json.dumps({"start": True}).encode()], [theirs.fileno()])
+            self._starting.append(started)
             pid = await asyncio.wait_for(asyncio.shield(started), _FORK_LIMIT_S)
-        except asyncio.TimeoutError:
-            mine.close()
-            raise JudgeDied(f"no process for {self.spec} could be forked within {_FORK_LIMIT_S:g} s") from None
-        except OSError as error:
-            mine.close()
-            raise JudgeDied(f"no process for {self.spec} could be started: {error}") from error
-        except BaseException:  # cancelled: the judge ends when it reads the end of its input
-            mine.close()
+        except BaseException as error:  # cancelled: the judge ends when it reads the end of its input
+            if mine is not None:
+                mine.close()
+            if isinstance(error, (ConnectionError, asyncio.TimeoutError)) and self._control is control:
+                self._nursery.kill()
+                self._forget_nursery(f"the process that starts judges is gone, or forked none in {_FORK_LIMIT_S:g} s")
+            if isinstance(error, (OSError, asyncio.TimeoutError)):
+                raise JudgesLost(f"no process for {self.spec} could be started: {error!r}") from error
             raise
+        if self._control is not control:  # the nursery has died since it said so
+            mine.close()
+            raise JudgesLost("the process that starts judges was killed")
         judge = _Judge(pid, mine)
         self._judges[pid] = judge
         self.num_started += 1
@@ -183,29 +231,30 @@ class Judges:
             with contextlib.suppress(OSError):  # the nursery is gone, and its judges with it
                 self._control.send(json.dumps({"kill": judge.pid}).encode())
 
-    async def _end_of(self, judge: _Judge) -> str:
+    async def _raise_end_of(self, judge: _Judge) -> NoReturn:
         judge.connection.close()
         try:
-            return await asyncio.wait_for(asyncio.shield(judge.died), _DEATH_LIMIT_S)
+            how = await asyncio.wait_for(asyncio.shield(judge.died), _DEATH_LIMIT_S)
         except asyncio.TimeoutError:
-            return "it closed its connection"
+            how = "it closed its connection"
+        raise JudgesLost(how) if judge.lost else JudgeDied(how)
 
     # ------------------------------------------------------------------------------------------------------------ nursery
 
-    def _spawn(self) -> socket.socket:
-        self._num_nurseries += 1
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        self.num_nurseries += 1
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = str(Path(__file__).with_name("judge_main.py"))
         with theirs:
-            self._nursery = subprocess.Popen(
-                [sys.executable, program, str(theirs.fileno())],
+            nursery = subprocess.Popen(
+                [sys.executable, program, str(theirs.fileno()), self.spec],  # the last is for `ps`, and fault injection
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 pass_fds=[theirs.fileno()],
             )
-        return mine
+        return nursery, mine
 
-    def _greet(self, control: socket.socket) -> tuple[bool, tuple[str, ...]]:
+    def _greet(self, nursery: subprocess.Popen[bytes], control: socket.socket) -> tuple[bool, tuple[str, ...]]:
         """Blocks until the user's module is imported, as importing it here would."""
         hello = {"spec": self.spec, "sys_path": sys.path, "memory_bytes": self._memory_bytes}
         control.settimeout(_START_LIMIT_S)
@@ -214,13 +263,13 @@ class Judges:
             message = control.recv(_MAX_MESSAGE)
         except TimeoutError:
             message = b""
-            self._nursery.kill()
+            nursery.kill()
         except OSError:
             message = b""
         reply = json.loads(message or b"{}")
         if "ready" not in reply:
             control.close()
-            code = self._nursery.wait()
+            code = nursery.wait()
             if "config" in reply:
                 raise ConfigError(reply["config"])
             told = reply.get("error") or f"its process ended with code {code} within {_START_LIMIT_S:g} s"
@@ -229,13 +278,38 @@ class Judges:
         is_async, arguments = reply["ready"]
         return is_async, tuple(arguments)
 
+    async def _living(self) -> socket.socket:
+        """The socket to a living nursery. Calls that wait for one at the same time share its start."""
+        while self._control is None:
+            if self._closed:
+                raise JudgesLost("the worker has ended")
+            if self._restart is None:
+                self._restart = asyncio.create_task(self._revive())
+            restart = self._restart
+            await asyncio.wait({restart})  # at most a pause and _START_LIMIT_S
+            if restart.cancelled():
+                raise JudgesLost("the worker has ended")
+            if (error := restart.exception()) is not None:
+                raise JudgesLost(f"the process that starts the judges of {self.spec} did not start: {error}") from error
+        return self._control
+
     async def _revive(self) -> None:
-        if self._num_nurseries >= _MAX_NURSERIES:
-            raise JudgeDied(f"the process that starts the judges of {self.spec} has ended {self._num_nurseries} times")
-        self._logger.warning("the process that starts the judges of %s has ended; starting another", self.spec)
-        control = self._spawn()  # on this thread: the nursery dies with the thread that made it
-        await asyncio.to_thread(self._greet, control)
-        self._control = control
+        control = None
+        try:
+            pause_s = self._pace.died(asyncio.get_running_loop().time())
+            self._logger.warning(
+                "the process that starts the judges of %s has died; starting another after %g s", self.spec, pause_s
+            )
+            await asyncio.sleep(pause_s)
+            nursery, control = self._spawn()  # on this thread: the nursery dies with the thread that made it
+            await asyncio.to_thread(self._greet, nursery, control)
+            self._nursery, self._control = nursery, control
+        except BaseException:
+            if control is not None:
+                control.close()
+            raise
+        finally:
+            self._restart = None
 
     def _hear(self, control: socket.socket) -> None:
         try:
@@ -256,7 +330,7 @@ class Judges:
         started = self._starting.popleft()
         if "failed" in word:
             if not started.done():
-                started.set_exception(JudgeDied(f"no process for {self.spec} could be forked: {word['failed']}"))
+                started.set_exception(JudgesLost(f"no process for {self.spec} could be forked: {word['failed']}"))
         elif not started.done():
             started.set_result(word["started"])
 
@@ -277,11 +351,12 @@ class Judges:
             loop.remove_reader(control.fileno())
         control.close()
         for judge in self._judges.values():
+            judge.lost = True
             self._bury(judge, why)
         self._judges.clear()
         for started in self._starting:
             if not started.done():
-                started.set_exception(JudgeDied(why))
+                started.set_exception(JudgesLost(why))
         self._starting.clear()
         try:
             self._nursery.wait(_END_LIMIT_S)  # it kills its judges, and what they have started

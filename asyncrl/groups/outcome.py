@@ -8,6 +8,8 @@ from typing import Literal
 
 from asyncrl.config import RolloutConfig
 
+REWARD_LOST = "reward_lost"  # the processes that run a reward function died through no fault of a prompt
+
 _NOT_A_LABEL = re.compile(r"[^A-Za-z0-9_]+")
 _MAX_REASON_CHARS = 40
 

@@ -3,7 +3,7 @@
 The function may be sync or async, and may take any of the keyword arguments `finished`, `task`, `row`. It runs in processes next
 door (judges.py), or with rollout.reward_isolation=thread in daemon threads, an async one on the event loop: a fast function judges
 a group in one call, a slow one gets a process or thread a response. What does not come in time, raises, ends its process, or is no
-finite number rejects the rollout, with the reason.
+finite number rejects the rollout, with the reason. Where processes are lost through no fault of a call, it is released.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 from asyncrl.config import RolloutConfig
 from asyncrl.data.prompts import Prompt
-from asyncrl.groups.judges import Call, Calls, JudgeDied, Judges
-from asyncrl.groups.outcome import RolloutRejected
+from asyncrl.groups.judges import Call, Calls, JudgeDied, Judges, JudgesLost
+from asyncrl.groups.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.groups.reward_function import RewardFunction, as_reward, shown
 from asyncrl.runtime.worker import StatusBoard
 
@@ -47,7 +47,7 @@ def call_arguments(prompt: Prompt, completion: Completion, taken: Sequence[str])
 
 
 class Reward:
-    """A user's reward function. `await score(...)` gives one finite float a completion or raises RolloutRejected."""
+    """A user's reward function. `await score(...)` gives one finite float a completion or raises RolloutEnded."""
 
     def __init__(
         self,
@@ -105,8 +105,10 @@ class Reward:
                 return await self._score(calls)
             except asyncio.TimeoutError:
                 raise self._rejected("reward_timeout", f"{self.spec} took more than {self._timeout_s:g} s") from None
-            except RolloutRejected:
+            except RolloutEnded:
                 raise
+            except JudgesLost as error:
+                raise RolloutReleased(REWARD_LOST, f"{self.spec} cannot be called: {error}") from error
             except JudgeDied as error:
                 raise self._rejected("reward_died", f"{self.spec} has ended its process: {error}") from None
             except (asyncio.CancelledError, GeneratorExit):

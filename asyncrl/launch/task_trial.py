@@ -22,7 +22,7 @@ from typing import Any
 import asyncrl
 from asyncrl.config import ConfigError, ExperimentConfig, RolloutConfig, TaskConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
-from asyncrl.groups.judges import Call, JudgeDied, Judges
+from asyncrl.groups.judges import Call, JudgeDied, Judges, JudgesLost
 from asyncrl.groups.reward import Completion, call_arguments
 from asyncrl.launch.doctor import Finding
 from asyncrl.messages import Locator
@@ -108,6 +108,8 @@ async def _ask(spec: str, rollout: RolloutConfig, call: Callable[[Sequence[str]]
         raise _TrialFailed(f"took more than {rollout.reward_timeout_s:g} s ({limit})") from None
     except JudgeDied as error:
         raise _TrialFailed(f"has ended its process: {error}") from None
+    except JudgesLost as error:
+        raise _TrialFailed(f"cannot be called: {error}") from None
     finally:
         judges.close()
     if "values" in answer:

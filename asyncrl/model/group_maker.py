@@ -21,7 +21,7 @@ import numpy as np
 from asyncrl.config import ConfigError, ModelWorkerConfig, SamplingConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, objection_to
+from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.groups.reward import Completion, Reward
 from asyncrl.groups.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 from asyncrl.messages import ExecuteMFC, Locator, RejectedPrompt, TrajectoryMeta, WeightVersion
@@ -164,13 +164,17 @@ class GroupMaker:
         return prompt
 
     async def _judge(self, group: _Group) -> list[float]:
-        """On the event loop."""
+        """On the event loop. A reward whose processes are lost is asked again, until train.call_timeout_s ends the wait."""
         async with self._judging:
             completions = [
                 Completion(str(self._tokenizer.decode(output, skip_special_tokens=True)), self._finished(output))
                 for output in group.outputs
             ]
-            return await self._rewards[group.prompt.task].score(group.prompt, completions)
+            while True:
+                try:
+                    return await self._rewards[group.prompt.task].score(group.prompt, completions)
+                except RolloutReleased as released:
+                    self._logger.warning("group %s is judged again: %s", group.group_id, released)
 
     def _finished(self, output: list[int]) -> bool:
         return output[-1] in self._sampler.eos_token_ids

@@ -21,7 +21,7 @@ from asyncrl.data.prompts import Prompt
 from asyncrl.groups import judges
 from asyncrl.groups import reward as reward_module
 from asyncrl.groups.loading import load_object
-from asyncrl.groups.outcome import RolloutRejected
+from asyncrl.groups.outcome import REWARD_LOST, RolloutRejected, RolloutReleased
 from asyncrl.groups.reward import Completion, Reward
 from asyncrl.runtime.worker import StatusBoard
 
@@ -249,7 +249,7 @@ def test_what_cannot_be_called_is_no_reward(make: Callable[..., Any]) -> None:
 # ---------------------------------------------------------------------------------------------------------------- processes
 
 DANGEROUS = """
-import ctypes, os, re, subprocess, sys, time
+import ctypes, os, re, signal, subprocess, sys, time
 
 def dangerous(prompt, completion, answer):
     if completion == "spin":  # inside one call of C, which never lets go of the GIL
@@ -266,6 +266,10 @@ def dangerous(prompt, completion, answer):
         return float(os.fork() == 0)
     if completion == "daemon":
         return float(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL).pid)
+    if completion.startswith("parent "):
+        os.kill(os.getppid(), getattr(signal, completion.split()[1]))
+        time.sleep(600)
+    if completion == "slow": time.sleep(1.0)
     if completion == "pid":
         return float(os.getpid())
     return 0.5
@@ -352,20 +356,101 @@ async def test_the_end_of_a_worker_is_that_of_its_judges(dangerous: Callable[...
     spinning = asyncio.ensure_future(ask(reward, "spin"))
     await asyncio.sleep(0.2)
     reward.close()
-    with pytest.raises(RolloutRejected) as caught:
+    with pytest.raises(RolloutReleased) as caught:
         await spinning
-    assert caught.value.reason == "reward_died"
+    assert caught.value.reason == REWARD_LOST
     await wait_until_gone(daemon, judge)
+
+
+def nursery_of(reward: Reward) -> psutil.Process:
+    assert reward._judges is not None
+    return psutil.Process(reward._judges._nursery.pid)
 
 
 async def test_a_nursery_that_is_killed_is_replaced(dangerous: Callable[..., Reward]) -> None:
     reward = dangerous()
-    judge = psutil.Process(int(await ask(reward, "pid")))
-    nursery = judge.parent()
-    assert nursery is not None
+    judge = int(await ask(reward, "pid"))
+    nursery = nursery_of(reward)
     nursery.kill()
-    await wait_until_gone(nursery.pid, judge.pid)
+    await wait_until_gone(nursery.pid, judge)
     assert await ask(reward, "") == 0.5
+
+
+async def test_calls_that_lose_their_nursery_share_one_restart_and_are_made_again(
+    dangerous: Callable[..., Reward],
+) -> None:
+    reward = dangerous()
+    assert reward._judges is not None
+    calls = [asyncio.ensure_future(ask(reward, "slow")) for _ in range(2 * reward_module._MAX_THREADS)]
+    of_first = reward._judges._judges
+    await wait_until(lambda: len(of_first) == reward_module._MAX_THREADS)
+    nursery_of(reward).kill()
+    assert await asyncio.gather(*calls) == [0.5] * len(calls)
+    assert reward._judges.num_nurseries == 2
+
+
+async def test_a_nursery_is_replaced_however_often_it_is_killed(dangerous: Callable[..., Reward]) -> None:
+    reward = dangerous()
+    assert reward._judges is not None
+    reward._judges._pace = judges.RestartPace(first_s=0.01, longest_s=0.02)
+    for _ in range(6):
+        judge, nursery = int(await ask(reward, "pid")), nursery_of(reward)
+        nursery.kill()
+        await wait_until_gone(nursery.pid, judge)
+    assert await ask(reward, "") == 0.5
+    assert reward._judges.num_nurseries == 7
+
+
+def test_nurseries_that_die_in_quick_succession_are_replaced_ever_later() -> None:
+    pace = judges.RestartPace(first_s=0.5, longest_s=4.0, calm_s=60.0)
+    assert [pace.died(now) for now in (0.0, 1.0, 2.0, 4.0, 9.0, 14.0)] == [0.0, 0.5, 1.0, 2.0, 4.0, 4.0]
+    assert pace.died(14.0 + 4.0 + 60.0) == 0.0
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+async def test_a_function_that_signals_its_parent_ends_its_own_judge_only(
+    dangerous: Callable[..., Reward], number: str
+) -> None:
+    reward = dangerous()
+    assert reward._judges is not None
+    others = [asyncio.ensure_future(ask(reward, "slow")) for _ in range(4)]
+    with pytest.raises(RolloutRejected) as caught:
+        await ask(reward, f"parent {number}")
+    assert caught.value.reason == "reward_died"
+    assert caught.value.detail.endswith(f"it was killed by {number}")
+    assert await asyncio.gather(*others) == [0.5] * 4
+    assert reward._judges.num_nurseries == 1
+
+
+async def test_a_call_whose_judge_is_killed_from_outside_is_made_again(dangerous: Callable[..., Reward]) -> None:
+    reward = dangerous()
+    assert reward._judges is not None
+    call = asyncio.ensure_future(ask(reward, "slow"))
+    started = reward._judges._judges
+    await wait_until(lambda: started)
+    (guard,) = (psutil.Process(pid) for pid in started)
+    await wait_until(guard.children)
+    guard.children()[0].kill()
+    assert await call == 0.5
+
+
+async def test_a_rollout_is_released_where_no_nursery_starts(dangerous: Callable[..., Reward], path: Path) -> None:
+    reward = dangerous()
+    assert reward._judges is not None
+    reward._judges._pace = judges.RestartPace(first_s=0.01, longest_s=0.02)
+    with_source(path, "raise RuntimeError('not now')")
+    nursery = nursery_of(reward)
+    nursery.kill()
+    await wait_until_gone(nursery.pid)
+    with pytest.raises(RolloutReleased, match="not now") as caught:
+        await ask(reward, "")
+    assert caught.value.reason == REWARD_LOST
+    with_source(path, DANGEROUS)
+    assert await ask(reward, "") == 0.5
+
+
+def with_source(path: Path, source: str) -> None:
+    path.write_text(source)
 
 
 async def test_judges_of_an_async_function_run_side_by_side(make_in_process: Callable[..., Reward]) -> None:
@@ -381,16 +466,20 @@ async def test_arguments_that_no_process_can_be_given(make_in_process: Callable[
     assert caught.value.reason == "reward_error"
 
 
-async def wait_until_gone(*pids: int) -> None:
+async def wait_until(condition: Callable[[], Any]) -> None:
     for _ in range(int(LIMIT_S / 0.02)):
-        if not any(lives(pid) for pid in pids):
+        if condition():
             return
         await asyncio.sleep(0.02)
-    raise AssertionError(f"of {pids} there still are {[pid for pid in pids if lives(pid)]}")
+    raise AssertionError(f"not within {LIMIT_S:g} s")
+
+
+async def wait_until_gone(*pids: int) -> None:
+    await wait_until(lambda: not any(lives(pid) for pid in pids))
 
 
 def lives(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
