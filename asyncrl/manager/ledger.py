@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from asyncrl.groups.outcome import REWARD_LOST
 from asyncrl.manager import intervals
 from asyncrl.manager.evaluation import EvalItem, EvaluationBook
 from asyncrl.manager.prompts import PromptCursor, TicketId
@@ -781,9 +782,16 @@ class Ledger:
         self.servers.ended(live.server, live.expected_tokens)
 
     def _release(self, live: _Live, reason: str, detail: str = "") -> None:
-        """Take the ticket back; its prompt goes first again, unless it has been handed out too often."""
+        """Take the ticket back; its prompt goes first again, unless it has been handed out too often.
+
+        A prompt whose reward processes were lost is never rejected for that: rollout workers pace their restarts.
+        """
         assert self._cursor is not None
         self.counters["released", reason] += 1
+        if reason == REWARD_LOST:
+            self._remove(live)
+            self._cursor.put_back(live.ticket.locator, live.ticket.issue + 1)
+            return
         if live.ticket.issue >= self._max_issues:
             why = f"handed out {live.ticket.issue} times, and at last given back: {reason}"
             self._reject(live, "max_issues", 0, [], f"{why} ({detail})" if detail else why)

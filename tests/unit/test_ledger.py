@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.groups.outcome import REWARD_LOST
 from asyncrl.manager.ledger import _MAX_REQUESTS, Gate, Ledger, StaleAttemptError
 from asyncrl.manager.prompts import PromptCursor, TicketId
 from asyncrl.manager.routing import ServerTable
@@ -254,6 +255,17 @@ def test_released_prompts_go_first_and_at_most_max_issues_times() -> None:
     assert rejected.detail == "handed out 3 times, and at last given back: server_lost"
     assert locators(desk.take(1)) == [(0, 3)]
     assert desk.ledger.counters["released", "server_lost"] == 3
+
+
+def test_a_prompt_whose_reward_processes_are_lost_is_handed_out_however_often() -> None:
+    desk = Desk(max_issues=1)
+    (ticket,) = desk.take(1)
+    for issue in range(2, 6):
+        desk.finish(ticket, outcome="released", reason=REWARD_LOST)
+        (again,) = desk.take(1)
+        assert (again.locator, again.issue) == (ticket.locator, issue)
+        ticket = again
+    assert desk.ledger.view(desk.now).rejected == []
 
 
 def test_rejections_free_room_and_are_handed_over_until_seen() -> None:
