@@ -25,6 +25,8 @@ from asyncrl.runtime.metrics import read_json_lines
 
 Event = Mapping[str, Any]
 Point = tuple[int, int]  # (attempt, step)
+# Of rejections that are no fault of the task: the prompt's tickets were lost as often as manager.max_issues allows
+INFRASTRUCTURE_REASONS = frozenset({"max_issues"})
 _MAX_NAMED = 10  # prompts or tickets of one kind of problem that are named
 
 
@@ -134,7 +136,7 @@ class Audit(Struct, frozen=True, kw_only=True):
     lineage: list[Stretch]
     steps: int
     trained: int  # prompts
-    rejected: dict[str, int]  # prompts, by reason
+    rejected: dict[str, int]  # prompts, by reason; those of INFRASTRUCTURE_REASONS are problems
     complete: bool  # the run came to its end
     voided_steps: int  # of all attempts: not in the lineage
     voided_prompts: int  # trained or rejected there
@@ -163,8 +165,8 @@ class _Problems:
 def audit(run_dir: Path) -> Audit:
     """Check what the journals tell. Raises ValueError for a journal that cannot be read.
 
-    Each prompt trained once or rejected with a reason; no step left out; each trained group admitted, pushed and stored once, in
-    the attempt that trained it; none older than the bound.
+    Each prompt trained once, or rejected with a reason that lies in its task; no step left out; each trained group admitted, pushed
+    and stored once, in the attempt that trained it; none older than the bound.
     """
     attempts = read_attempts(run_dir)
     admitted = list(_events_of(run_dir, "gserver_manager", ("admitted", "adopted")))
@@ -255,6 +257,11 @@ def _rejected(
             problems.add("prompts rejected twice", _named(prompt))
         if not event["reason"]:
             problems.add("prompts rejected without a reason", _named(prompt))
+        if event["reason"] in INFRASTRUCTURE_REASONS:
+            problems.add(
+                "prompts rejected through the infrastructure and not their task",
+                f"{_named(prompt)} ({event['reason']})",
+            )
         rejected[prompt] = event["reason"]
     return rejected
 

@@ -112,6 +112,10 @@ class TestAudit:
             (lambda e: e.remove(stored(2, 6)[0]), "trained groups not stored once in their attempt: a2-6 (0)"),
             (lambda e: e.insert(-2, stored(2, 6)[0]), "trained groups not stored once in their attempt: a2-6 (2)"),
             (lambda e: e.insert(-1, rejected(2, 99, "")), "prompts rejected without a reason: e0-p99"),
+            (
+                lambda e: e.__setitem__(e.index(rejected(2, 7)), rejected(2, 7, "max_issues")),
+                "prompts rejected through the infrastructure and not their task: e0-p7 (max_issues)",
+            ),
         ],
     )
     def test_what_is_wrong_is_found(self, change, problem):

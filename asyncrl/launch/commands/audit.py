@@ -11,8 +11,9 @@ from asyncrl.launch.rundir import LaunchError
 from asyncrl.lineage import Audit, Stretch, audit
 
 _DESCRIPTION = """Check, from what the processes of a run wrote down, that in the lineage of its newest weights every prompt was
-trained exactly once or rejected with a reason, whatever was killed and restarted on the way; that every trained group
-was admitted, pushed and stored once; and that none was older than manager.max_head_offpolicyness allows."""
+trained exactly once or rejected with a reason, whatever was killed and restarted on the way; that no prompt was rejected
+because processes were lost (max_issues); that every trained group was admitted, pushed and stored once; and that none was older
+than manager.max_head_offpolicyness allows."""
 
 _EPILOG = """examples:
   asyncrl-launch audit runs/sloppy-sorter/t0
