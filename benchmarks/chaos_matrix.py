@@ -30,7 +30,16 @@ from asyncrl.testing.faults.schedule import KINDS, PHASES, Kind, Phase
 
 ROOT = Path(__file__).parent.parent
 TABLE, SGLANG_TABLE = ROOT / "docs" / "chaos-matrix.md", ROOT / "docs" / "chaos-matrix-sglang.md"
-TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master", "etcd", "launcher")
+TARGETS = (
+    "rollout_worker",
+    "nursery",
+    "generation_server",
+    "gserver_manager",
+    "model_worker",
+    "master",
+    "etcd",
+    "launcher",
+)
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP 20 s", "restart": "SIGTERM"}
 # Enough for all cells of a run: of those who are frozen most do not stop it
 _STEPS = {"kill": 90, "stop": 300, "restart": 90}

@@ -92,6 +92,19 @@ def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: 
     assert last["event"] == "ended"
 
 
+def test_the_nursery_of_a_reward_killed_frozen_and_stopped(config: Path, tmp_path: Path) -> None:
+    """No prompt pays for it: each is trained."""
+    cells = [
+        Cell("nursery", "kill", "generation"),
+        Cell("nursery", "kill", "push"),
+        Cell("nursery", "stop", "train_step", stop_s=3.0),
+        Cell("nursery", "restart", "idle"),
+    ]
+    with ChaosRun(config, f"fileroot={tmp_path}", "runtime.frozen_after_s=120") as run:
+        assert_survives(run, cells)
+    assert audit(run.run_dir).rejected == {}
+
+
 def test_the_command(config: Path, tmp_path: Path) -> None:
     config.with_name("pace").touch()  # rewards take their time: the run is not over before it is struck
     command = [sys.executable, "-m", "asyncrl.launch.cli", "chaos", str(config), "--json", "--seed", "3"]

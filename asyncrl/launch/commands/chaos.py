@@ -41,8 +41,8 @@ _EPILOG = f"""
 faults:
   --kinds    kill: SIGKILL. stop: SIGSTOP, and SIGCONT after --stop seconds; who stands still for longer than
              runtime.frozen_after_s is killed and started again. restart: SIGTERM
-  --targets  {", ".join(TARGETS[:5])},
-             {", ".join(TARGETS[5:])}; one of them by name: rollout_worker/1
+  --targets  {", ".join(TARGETS[:6])},
+             {", ".join(TARGETS[6:])}; one of them by name: rollout_worker/1
   --phases   strike only while the run is in one of these: {", ".join(PHASES)}
 The same seed gives the same schedule; what it meets depends on where the run is then. Every strike is in journal/faults.jsonl.
 

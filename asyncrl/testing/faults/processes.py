@@ -8,14 +8,17 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.groups import judges
 from asyncrl.launch.reaper import processes_with
 from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, holder
 
 _ENGINE = "sglang.launch_server"
+_NURSERY = str(Path(judges.__file__).with_name("judge_main.py"))
 
 
 class RunProcesses:
-    """The live processes of the run in a folder, by name: `master/0`, `rollout_worker/1`, `engine/0`, `etcd`, `launcher`."""
+    """The live processes of the run in a folder, by name: `master/0`, `rollout_worker/1`, `engine/0`, `etcd`, `launcher`,
+    `nursery/rollout_worker/1/reward.py:reward`."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -47,17 +50,26 @@ class RunProcesses:
         return {name: process for name, process in self.by_name().items() if target in (name, name.partition("/")[0])}
 
     def _workers(self, launcher: psutil.Process | None) -> dict[str, psutil.Process]:
-        """Those that the launcher started, and those left to a person. What a worker has forked shows the same command line, and
-        has another parent."""
+        """Those that the launcher started, those left to a person, and the nurseries of their reward functions. What a worker or a
+        nursery has forked shows the same command line, and has another parent."""
         found: dict[str, psutil.Process] = {}
+        nurseries: list[tuple[int, str, psutil.Process]] = []  # parent, reward function
         for pid in processes_with(f"{RUN_DIR_ENV}={self._run_dir}"):
             with contextlib.suppress(psutil.Error, OSError):
                 process = psutil.Process(pid)
-                name = self._name_of(_cmdline(process))
+                command = _cmdline(process)
+                if _NURSERY in command:
+                    nurseries.append((process.ppid(), command[-1], process))
+                    continue
+                name = self._name_of(command)
                 if not name or process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 if name not in found or (launcher is not None and process.ppid() == launcher.pid):
                     found[name] = process
+        workers = {process.pid: name for name, process in found.items()}
+        for parent, spec, process in nurseries:
+            if parent in workers:
+                found[f"nursery/{workers[parent]}/{spec}"] = process
         return found
 
     def _name_of(self, cmdline: list[str]) -> str:

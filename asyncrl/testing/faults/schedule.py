@@ -16,7 +16,7 @@ Phase = Literal["", "idle", "generation", "push", "train_step", "weight_write", 
 KINDS: tuple[Kind, ...] = ("kill", "stop", "restart")
 PHASES: tuple[Phase, ...] = ("idle", "generation", "push", "train_step", "weight_write", "update")
 # By kind (one of those that live, by chance) or by name (`rollout_worker/1`). engine: the process that a generation server has for
-# itself (SGLang). launcher: everything ends with it.
+# itself (SGLang). nursery: the process that starts a reward function's processes for a worker. launcher: everything ends with it.
 TARGETS = (
     "master",
     "model_worker",
@@ -24,6 +24,7 @@ TARGETS = (
     "engine",
     "gserver_manager",
     "rollout_worker",
+    "nursery",
     "etcd",
     "launcher",
 )
