@@ -576,21 +576,21 @@ class Reallocate(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ShareWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Write a model's parameters to path for a model of another world, at every worker of it, in a checkpoint's format. The reply
-    comes when this worker's files are on disk, with `files`; CommitCheckpoint follows."""
+    """Write a model's parameters for a model of another world, at every worker of it, in a checkpoint's format. The reply comes
+    when this worker's files are on disk, with `files`; CommitCheckpoint follows."""
 
     model: str
-    path: str
+    folder: str  # its name in the run (run_folder.py)
 
 
 class TakeWeights(Struct, frozen=True, kw_only=True, tag=True):
     """Have a model take what ShareWeights has written, at every worker of it; layouts may differ.
 
-    target <- share * what is at path + (1 - share) * target
+    target <- share * what is in folder + (1 - share) * target
     """
 
     model: str
-    path: str
+    folder: str  # its name in the run (run_folder.py)
     share: float = 1.0
 
 
@@ -602,7 +602,7 @@ class WriteWeights(Struct, frozen=True, kw_only=True, tag=True):
 
     role: str
     weight_version: str
-    path: str
+    folder: str  # its name in the run (run_folder.py)
     rewrite: bool = False
 
 
@@ -614,7 +614,7 @@ class CommitWeights(Struct, frozen=True, kw_only=True, tag=True):
 
     role: str
     weight_version: str
-    path: str
+    folder: str  # its name in the run (run_folder.py)
     files: list[WrittenFile]
     rewrite: bool = False
 
@@ -630,20 +630,20 @@ class SaveModel(Struct, frozen=True, kw_only=True, tag=True):
     """Like WriteWeights, for the user: Hugging Face format, which transformers loads."""
 
     role: str
-    path: str
+    folder: str  # its name in the run (run_folder.py)
 
 
 class SaveCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
-    """Write what training needs to go on (models, optimizers, random numbers) to path, at every worker; loadable in another
-    layout. The reply comes when this worker's files are on disk, with `files`, and in `stats` what its interfaces remember."""
+    """Write what training needs to go on (models, optimizers, random numbers), at every worker; loadable in another layout.
+    The reply comes when this worker's files are on disk, with `files`, and in `stats` what its interfaces remember."""
 
-    path: str
+    folder: str  # its name in the run (run_folder.py)
 
 
 class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
     """To any one worker, when all files of a checkpoint are on disk: manifest, sync, final name."""
 
-    path: str
+    folder: str  # its name in the run (run_folder.py)
     files: list[WrittenFile]
     state: dict[str, float]  # of interfaces, from the replies of all
     master: str = ""  # JSON: what the master has to know to go on (checkpoints.MasterState)
@@ -652,13 +652,13 @@ class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
 class LoadCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
     """Inverse of SaveCheckpoint, at every worker."""
 
-    path: str
+    folder: str  # its name in the run (run_folder.py)
 
 
 class SaveBatch(Struct, frozen=True, kw_only=True, tag=True):
     """Write a batch with all its keys into a folder (data/bad_batches.py), at the heads, each its own groups."""
 
-    path: str
+    folder: str  # its name in the run (run_folder.py)
     version: int  # the step began from
     metas: list[TrajectoryMeta]  # of the whole batch, in canonical order
 

@@ -22,12 +22,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def mount(tmp_path):
-    """mount("size=8m") is a file system of its own; skips the test where it is not permitted."""
+    """mount("size=8m") is a file system of its own, at `folder` if that is given; skips the test where it is not permitted."""
     mounted = []
 
-    def mount_tmpfs(options):
-        folder = tmp_path / f"disk{len(mounted)}"
-        folder.mkdir()
+    def mount_tmpfs(options, folder=None):
+        folder = folder or tmp_path / f"disk{len(mounted)}"
+        folder.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)

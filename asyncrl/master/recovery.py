@@ -21,6 +21,7 @@ from asyncrl.config import MasterWorkerConfig
 from asyncrl.master.executor import WorkerCaller
 from asyncrl.master.schedule import Schedule
 from asyncrl.messages import CallResult, CommitCheckpoint, LoadCheckpoint, SaveCheckpoint
+from asyncrl.run_folder import name_of
 from asyncrl.runtime.metrics import JsonLinesWriter
 from asyncrl.runtime.worker import Worker
 from asyncrl.worlds import Worlds
@@ -49,7 +50,9 @@ class Checkpointer:
 
     async def load(self, path: str) -> None:
         """At every worker of the gang, whatever its layout was when it was saved."""
-        await self.caller.call(f"{Path(path).name} to be loaded", self._everyone, LoadCheckpoint(path=path))
+        await self.caller.call(
+            f"{Path(path).name} to be loaded", self._everyone, LoadCheckpoint(folder=name_of(self._run_dir, Path(path)))
+        )
 
     def after_step(self, *, step: int, epochs: float, now: float, take: Callable[[], MasterState]) -> None:
         """Begin a checkpoint of this step if one is due. No await: what `take` gives and what workers save are of one moment."""
@@ -69,7 +72,8 @@ class Checkpointer:
     def _begin(self, state: MasterState) -> None:
         self._newest = state.step
         path = checkpoint_dir(self._run_dir, state.attempt, state.step)
-        saved = self.caller.start(f"{path.name} to be written", self._everyone, SaveCheckpoint(path=str(path)))
+        save = SaveCheckpoint(folder=name_of(self._run_dir, path))
+        saved = self.caller.start(f"{path.name} to be written", self._everyone, save)
         self.journal.write(
             {"event": "snapshot", "attempt": state.attempt, "step": state.step, "time": state.time}
         )  # a run that goes on from here voids what is written below
@@ -92,7 +96,7 @@ class Checkpointer:
             if self._config.weights.fsync:  # a checkpoint must not outlive the journal of how it came about
                 await asyncio.to_thread(self.journal.sync)
             commit = CommitCheckpoint(
-                path=str(path),
+                folder=name_of(self._run_dir, path),
                 files=[file for reply in replies for file in reply.files],
                 state={name: value for reply in replies for name, value in reply.stats.items()},
                 master=msgspec.json.encode(state).decode(),

@@ -20,6 +20,7 @@ from asyncrl.checkpoints import checkpoint_dir, list_checkpoints, read_state, sh
 from asyncrl.master.apart import ApartWorlds, Life
 from asyncrl.master.executor import WorkerCaller
 from asyncrl.messages import CallResult, CommitCheckpoint, LoadCheckpoint, Reallocate, ShareWeights, TakeWeights
+from asyncrl.run_folder import name_of
 from asyncrl.topology import ModelPlacement
 from asyncrl.weights import WeightsError
 
@@ -77,13 +78,16 @@ class Refresher:
             placement, folder = self._placements[model], state.get(model) or state.get(self._placements[model].role, "")
             if not self.is_apart(model):
                 if folder:
-                    body = TakeWeights(model=model, path=str(self._folder / folder))
+                    body = TakeWeights(model=model, folder=self._name(folder))
                     await self._caller.call(f"{model} to take its weights", placement.workers, body)
                 continue
             take = partial(self._begin, placement, folder, checkpoint)
             self._taken[model] = await self._apart.repeated(f"{model} to go on", self._world(placement), take)
 
     # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _name(self, folder: str) -> str:
+        return name_of(self._run_dir, self._folder / folder)
 
     def _world(self, placement: ModelPlacement) -> tuple[int, ...]:
         return self._apart.worlds.of(placement.workers[0])
@@ -99,29 +103,31 @@ class Refresher:
         if folder:
             await self._take(life, model, folder, 1.0)
             return folder
-        load = [LoadCheckpoint(path=checkpoint)] * len(life.world)  # it was in the gang, or had not been refreshed yet
+        load = [LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))] * len(
+            life.world
+        )  # it was in the gang, or had not been refreshed yet
         await self._apart.call(f"{model.name} of a checkpoint to be loaded", life, life.world, load)
         kept = f"{model.name}-a{self._attempt:04d}-begun-{life.number}"  # the checkpoint will be pruned
         await self._keep(life, model, kept)
         return kept
 
     async def _take(self, life: Life, target: ModelPlacement, folder: str, share: float) -> None:
-        bodies = [TakeWeights(model=target.name, path=str(self._folder / folder), share=share)] * len(target.workers)
+        bodies = [TakeWeights(model=target.name, folder=self._name(folder), share=share)] * len(target.workers)
         await self._apart.call(f"{target.name} to take weights", life, target.workers, bodies)
 
     async def _share(self, model: str, folder: str) -> None:
         """A model of the gang."""
-        workers, path = self._placements[model].workers, str(self._folder / folder)
-        body = ShareWeights(model=model, path=path)
+        workers, name = self._placements[model].workers, self._name(folder)
+        body = ShareWeights(model=model, folder=name)
         replies = await self._caller.call(f"weights of {model} to be written", workers, body)
-        await self._caller.call(f"{folder} to be complete", workers[:1], _commit_of(path, replies))
+        await self._caller.call(f"{folder} to be complete", workers[:1], _commit_of(name, replies))
 
     async def _keep(self, life: Life, model: ModelPlacement, folder: str) -> None:
         """A model that is apart."""
-        path, workers = str(self._folder / folder), model.workers
-        bodies = [ShareWeights(model=model.name, path=path)] * len(workers)
+        name, workers = self._name(folder), model.workers
+        bodies = [ShareWeights(model=model.name, folder=name)] * len(workers)
         replies = await self._apart.call(f"weights of {model.name} to be written", life, workers, bodies)
-        await self._apart.call(f"{folder} to be complete", life, workers[:1], [_commit_of(path, replies)])
+        await self._apart.call(f"{folder} to be complete", life, workers[:1], [_commit_of(name, replies)])
 
     def _prune(self) -> None:
         """Remove what nobody has and no checkpoint names. On a thread."""
@@ -136,5 +142,5 @@ class Refresher:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _commit_of(path: str, replies: Sequence[CallResult]) -> CommitCheckpoint:
-    return CommitCheckpoint(path=path, files=[file for reply in replies for file in reply.files], state={})
+def _commit_of(folder: str, replies: Sequence[CallResult]) -> CommitCheckpoint:
+    return CommitCheckpoint(folder=folder, files=[file for reply in replies for file in reply.files], state={})

@@ -18,6 +18,7 @@ from asyncrl.master.executor import WorkerCaller
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import Redistribute, SaveBatch, TrajectoryMeta
 from asyncrl.redistribution import members, plan_redistribution
+from asyncrl.run_folder import name_of
 from asyncrl.runtime.worker import RunEndedError
 
 _SKIPPED, _TRIED = "/skipped_steps", "/optimizer_steps"  # statistics of a role that is trained
@@ -84,7 +85,7 @@ class SkippedSteps:
         if moves:
             tracker.apply(moves)
             await caller.call("a bad batch to be gathered", members(moves), Redistribute(steps=moves))
-        body = SaveBatch(path=str(folder), version=step - 1, metas=list(metas))
+        body = SaveBatch(folder=name_of(self._run_dir, folder), version=step - 1, metas=list(metas))
         await caller.call("a bad batch to be saved", list(writers), body)
         try:
             await asyncio.to_thread(write_why, folder, time.time(), stats)

@@ -27,6 +27,7 @@ from asyncrl.messages import (
     WeightVersion,
 )
 from asyncrl.names import ACTOR
+from asyncrl.run_folder import name_of
 
 
 class SyncMasterWorker(MasterWorker):
@@ -63,7 +64,7 @@ class SyncMasterWorker(MasterWorker):
         await super()._keep_bad_batch(metas, result)
         if self.config.train.keep_bad_batches:
             path = folder_of(self.run_dir, self.info.attempt, self.step) / WEIGHTS
-            save = SaveModel(role=ACTOR, path=str(path))
+            save = SaveModel(role=ACTOR, folder=name_of(self.run_dir, path))
             await self._commit(save, await self._start_of(ACTOR, "weights to be saved with a bad batch", save))
 
     async def _wait_until_served(self, version: int) -> None:

@@ -58,6 +58,7 @@ from asyncrl.messages import (
     WriteWeights,
 )
 from asyncrl.names import ACTOR
+from asyncrl.run_folder import name_of
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.push_pull import MetaPuller
@@ -487,7 +488,7 @@ class MasterWorker(Worker):
         sends = self.trains and self.config.weights.transport == "broadcast"
         hold = HoldWeights(role=ACTOR, weight_version=str(version))
         held = self._start_of(ACTOR, f"weights {version} to be in memory", hold) if sends else None
-        write = WriteWeights(role=ACTOR, weight_version=str(version), path=str(path))
+        write = WriteWeights(role=ACTOR, weight_version=str(version), folder=name_of(self.run_dir, path))
         written = self._start_of(ACTOR, f"weights {version} to be written", write)
         if held is not None:
             await held
@@ -524,7 +525,7 @@ class MasterWorker(Worker):
             tried = f"it was written again {count} times" if count else f"mode={self.config.mode} cannot write it again"
             raise RunEndedError(f"weights {version} in {path} are damaged, and {tried}; see that the disk is sound")
         await self._wait_for_publisher()
-        write = WriteWeights(role=ACTOR, weight_version=str(version), path=str(path), rewrite=True)
+        write = WriteWeights(role=ACTOR, weight_version=str(version), folder=name_of(self.run_dir, path), rewrite=True)
         with self.trace.overlapping(f"rewrite {version}", kind="weights"):
             await self._commit(write, await self._start_of(ACTOR, f"weights {version} to be written again", write))
         self.logger.warning("weights %s were damaged on disk; they were written again from memory", version)
@@ -568,7 +569,7 @@ class MasterWorker(Worker):
         for model in _SAVED:
             if model in self.models:
                 path = self.run_dir / "checkpoints" / (name if model == ACTOR else f"{name}-{model}")
-                save = SaveModel(role=model, path=str(path))
+                save = SaveModel(role=model, folder=name_of(self.run_dir, path))
                 await self._commit(save, await self._start_of(model, f"{model} to be saved as {path.name}", save))
                 self.logger.info("model saved in %s", path)
 
@@ -581,11 +582,11 @@ class MasterWorker(Worker):
         commit = CommitWeights(
             role=body.role,
             weight_version=body.weight_version if isinstance(body, WriteWeights) else "",
-            path=body.path,
+            folder=body.folder,
             files=[file for reply in written for file in reply.files],
             rewrite=isinstance(body, WriteWeights) and body.rewrite,
         )
-        await self.caller.call(f"{body.path} to be complete", self.models[body.role].workers[:1], commit)
+        await self.caller.call(f"{body.folder} to be complete", self.models[body.role].workers[:1], commit)
 
     # ----------------------------------------------------------------------------------------------- manager and schedules
 

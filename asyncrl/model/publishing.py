@@ -38,6 +38,7 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import commit_model, take_share, take_whole
 from asyncrl.model.probe import LogprobProbe
 from asyncrl.model.sending import Held
+from asyncrl.run_folder import path_of
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call
 from asyncrl.runtime.worker import Worker
@@ -119,6 +120,7 @@ class Publisher:
 
     async def write(self, call: Call, body: WriteWeights | SaveModel, engine: TrainEngine) -> None:
         """Snapshot in the order of calls, write beside what follows. The reply, with the files, comes when they are on disk."""
+        path = self._path(body.folder)
         await self._end_of_writing(self._weights)
         if isinstance(body, WriteWeights) and body.weight_version == self._held_version:
             held = self.sender.held if self.sender is not None else None
@@ -131,46 +133,51 @@ class Publisher:
                 return take_share(engine)
 
             tensors = await self._snapshot(snapshot, body.role)
-        self._begin(
-            self._weights, call, "write weights", body.path, partial(self._write_part, Path(body.path), tensors)
-        )
+        self._begin(self._weights, call, "write weights", path, partial(self._write_part, path, tensors))
 
     async def commit(self, call: Call, body: CommitWeights, engine: TrainEngine, model: ModelConfig) -> None:
         """All files are on disk: give the folder its final name."""
+        path = self._path(body.folder)
         await self._end_of_writing(self._weights)
-        self._begin(
-            self._weights, call, "commit weights", body.path, partial(self._commit, body, engine, model, self._measured)
-        )
+        commit = partial(self._commit, path, body, engine, model, self._measured)
+        self._begin(self._weights, call, "commit weights", path, commit)
 
     async def write_checkpoint(
         self, call: Call, body: SaveCheckpoint, engines: Mapping[str, TrainEngine], state: dict[str, float]
     ) -> None:
         """Like write, of what training needs to go on. state: of this worker's interfaces, which goes back with the reply."""
+        path = self._path(body.folder)
         await self._end_of_writing(self._checkpoints)
         part = await self._snapshot(partial(checkpoint.snapshot, engines), "a checkpoint")
         options = self._config.weights
-        write = partial(checkpoint.write, Path(body.path), part, shard_bytes=options.shard_bytes, fsync=options.fsync)
-        self._begin(self._checkpoints, call, "write checkpoint", body.path, write, state)
+        write = partial(checkpoint.write, path, part, shard_bytes=options.shard_bytes, fsync=options.fsync)
+        self._begin(self._checkpoints, call, "write checkpoint", path, write, state)
 
     async def share(self, call: Call, body: ShareWeights, engine: TrainEngine) -> None:
         """Like write_checkpoint, of a model's parameters alone: for a model of another world."""
+        path = self._path(body.folder)
         await self._end_of_writing(self._checkpoints)
         part = await self._snapshot(partial(checkpoint.snapshot, {SHARED: engine}, moments=False), body.model)
         options = self._config.weights
-        write = partial(checkpoint.write, Path(body.path), part, shard_bytes=options.shard_bytes, fsync=options.fsync)
-        self._begin(self._checkpoints, call, "share weights", body.path, write)
+        write = partial(checkpoint.write, path, part, shard_bytes=options.shard_bytes, fsync=options.fsync)
+        self._begin(self._checkpoints, call, "share weights", path, write)
 
     async def commit_checkpoint(self, call: Call, body: CommitCheckpoint) -> None:
+        path = self._path(body.folder)
         await self._end_of_writing(self._checkpoints)
 
         def commit() -> list[WrittenFile]:
             fsync = self._config.weights.fsync
-            checkpoint.commit(Path(body.path), body.files, state=body.state, master=body.master, fsync=fsync)
+            checkpoint.commit(path, body.files, state=body.state, master=body.master, fsync=fsync)
             return []
 
-        self._begin(self._checkpoints, call, "commit checkpoint", body.path, commit)
+        self._begin(self._checkpoints, call, "commit checkpoint", path, commit)
 
     # ------------------------------------------------------------------------------------------------------------- inside
+
+    def _path(self, folder: str) -> Path:
+        """Raises OutsideRunError."""
+        return path_of(self._worker.info.run_dir, folder)
 
     def _measure(self, engine: TrainEngine) -> Probe | None:
         return self._probe.measure(engine) if self._probe is not None else None
@@ -189,12 +196,12 @@ class Publisher:
         lane: _Lane,
         call: Call,
         what: str,
-        path: str,
+        path: Path,
         function: Callable[[], list[WrittenFile]],
         state: dict[str, float] | None = None,
     ) -> None:
         def on_disk() -> list[WrittenFile]:
-            with writing(Path(path)):
+            with writing(path):
                 return function()
 
         lane.writing = self._worker.spawn(self._write_and_reply(lane, call, what, on_disk, state or {}), what)
@@ -223,9 +230,9 @@ class Publisher:
         )
 
     def _commit(
-        self, body: CommitWeights, engine: TrainEngine, model: ModelConfig, probe: Probe | None
+        self, path: Path, body: CommitWeights, engine: TrainEngine, model: ModelConfig, probe: Probe | None
     ) -> list[WrittenFile]:
-        path, fsync, source_dir = Path(body.path), self._config.weights.fsync, Path(model.path)
+        fsync, source_dir = self._config.weights.fsync, Path(model.path)
         if body.weight_version:
             version = WeightVersion.parse(body.weight_version)
             commit_version(

@@ -26,6 +26,7 @@ from asyncrl.messages import CallResult, ClearData, ExecuteMFC, WeightVersion, W
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
 from asyncrl.model_limits import ModelLimits
+from asyncrl.run_folder import path_of
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import RunEndedError, Worker
@@ -122,7 +123,7 @@ class Recorder(Worker):
             raise RunEndedError(str(error)) from error
 
     def _publish(self, body: WriteWeights) -> None:
-        path = Path(body.path)
+        path = path_of(self.info.run_dir, body.folder)
         with writing(path):
             publish_folder(
                 path,

@@ -68,6 +68,7 @@ from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
 from asyncrl.model.world import World, choose_device
 from asyncrl.model_limits import ModelLimits
+from asyncrl.run_folder import path_of
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker
@@ -241,12 +242,16 @@ class ModelWorker(Worker):
         elif isinstance(body, Reallocate):
             num_bytes = await self._on_compute(partial(self._reallocate, body), f"weights of {body.target}")
         elif isinstance(body, TakeWeights):
-            take = partial(checkpoint.take, Path(body.path), SHARED, self._engine(body.model), share=body.share)
+            take = partial(
+                checkpoint.take, self._folder(body.folder), SHARED, self._engine(body.model), share=body.share
+            )
             await self._on_compute(take, f"weights of {body.model}")
         elif isinstance(body, HoldWeights):
             await self.publisher.hold(body, self._engine(body.role))
         elif isinstance(body, LoadCheckpoint):
-            await self._on_compute(partial(self._load_checkpoint, Path(body.path)), "the checkpoint to be loaded")
+            await self._on_compute(
+                partial(self._load_checkpoint, self._folder(body.folder)), "the checkpoint to be loaded"
+            )
         elif isinstance(body, SaveBatch):
             num_bytes = await asyncio.to_thread(self._save_batch, body)
         elif isinstance(body, ClearData):
@@ -323,11 +328,11 @@ class ModelWorker(Worker):
             if self.first.heads[meta.head % len(self.first.heads)] == self.info.index
         ]
         entries = [Entry(self.store.whole(meta.ticket_id), meta, place) for place, meta in mine]
-        files = self._files(Path(body.path))
+        files = self._files(self._folder(body.folder))
         try:
             files.write(body.version, len(body.metas), entries)
         except OSError as error:
-            self.logger.warning("%d groups could not be saved in %s: %s", len(entries), body.path, error)
+            self.logger.warning("%d groups could not be saved in %s: %s", len(entries), body.folder, error)
         return files.num_bytes
 
     def _redistribute(self, body: Redistribute) -> int:
@@ -364,6 +369,10 @@ class ModelWorker(Worker):
             for group_id in ids:
                 self.metas.pop(group_id, None)
             self.board.set_queue("store", len(self.store))
+
+    def _folder(self, name: str) -> Path:
+        """Raises OutsideRunError."""
+        return path_of(self.info.run_dir, name)
 
     def _engine(self, model: str) -> TrainEngine:
         if model not in self.engines:

@@ -24,6 +24,7 @@ from asyncrl.messages import CallBody, CallResult, ClearData, CommitWeights, Exe
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
 from asyncrl.model_limits import ModelLimits
+from asyncrl.run_folder import path_of
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker
@@ -156,7 +157,9 @@ class PacedTrainer(Worker):
     async def _write(self, call: Call, body: CommitWeights) -> None:
         version, source = WeightVersion.parse(body.weight_version), Path(self._config.model_path)
         fsync = self._config.weights.fsync
-        await asyncio.to_thread(publish_folder, Path(body.path), source_dir=source, version=version, fsync=fsync)
+        await asyncio.to_thread(
+            publish_folder, path_of(self.info.run_dir, body.folder), source_dir=source, version=version, fsync=fsync
+        )
         call.reply(CallResult())
 
 

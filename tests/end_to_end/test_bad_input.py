@@ -159,14 +159,10 @@ def fill(file) -> None:  # type: ignore[no-untyped-def]
             return
 
 
-def test_a_disk_that_is_full_when_the_model_is_saved(
-    config: Path, tmp_path: Path, mount: Callable[[str], Path]
-) -> None:
+def test_a_disk_that_is_full_when_the_model_is_saved(config: Path, tmp_path: Path, mount: Callable[..., Path]) -> None:
     """Only checkpoints are on it. The weights of the last step are published before, and stay."""
     run_dir = tmp_path / "tiny" / "t0"
-    run_dir.mkdir(parents=True)
-    disk = mount("size=20k")
-    (run_dir / "checkpoints").symlink_to(disk)
+    disk = mount("size=20k", run_dir / "checkpoints")
     with launch(config, f"fileroot={tmp_path}", "train.max_steps=1") as run:
         assert run.wait(LIMIT_S) == 1, run.output()
         output = run.output()
@@ -192,12 +188,10 @@ def test_a_disk_too_small_for_a_run_is_refused_at_its_start(
     assert list(small_disk.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_under_checkpoints(config: Path, tmp_path: Path, mount: Callable[[str], Path]) -> None:
+def test_a_disk_that_fills_up_under_checkpoints(config: Path, tmp_path: Path, mount: Callable[..., Path]) -> None:
     """Those that were complete stay whole, and once there is room the run goes on from the newest of them."""
     run_dir = tmp_path / "tiny" / "t0"
-    run_dir.mkdir(parents=True)
-    disk = mount("size=20m")
-    (run_dir / "checkpoints").symlink_to(disk)
+    disk = mount("size=20m", run_dir / "checkpoints")
     every_2 = [
         "checkpoint.every_steps=2",
         "checkpoint.every_s=0",

@@ -90,14 +90,14 @@ def saved(run_dir: Path) -> list[Trajectory]:
 async def test_every_head_saves_its_groups_with_what_others_have_made_of_them(
     tmp_path: Path, model_path: Path, train: TrainConfig
 ) -> None:
-    models = spread_out(model_path, train)
-    async with training_side(models, placed_mfcs(train), train, tmp_path / "run") as side:
-        stats = await bad_step(side, train, tmp_path)
-        path = tmp_path / "weights" / "a0001-v00000001"
-        write = WriteWeights(role="actor", weight_version=path.name, path=str(path))
+    models, run_dir = spread_out(model_path, train), tmp_path / "run"
+    async with training_side(models, placed_mfcs(train), train, run_dir) as side:
+        stats = await bad_step(side, train, run_dir)
+        path = run_dir / "weights" / "a0001-v00000001"
+        write = WriteWeights(role="actor", weight_version=path.name, folder=f"weights/{path.name}")
         replies = await side.caller.call("write", [0, 1], write)
         files = [file for reply in replies for file in reply.files]
-        commit = CommitWeights(role="actor", weight_version=path.name, path=str(path), files=files)
+        commit = CommitWeights(role="actor", weight_version=path.name, folder=write.folder, files=files)
         await side.caller.call("commit", [0], commit)
     # Group d is in one of two minibatches; the other was stepped on, by actor and critic
     assert (stats["actor/skipped_steps"], stats["actor/optimizer_steps"]) == (1, 2)
@@ -106,7 +106,7 @@ async def test_every_head_saves_its_groups_with_what_others_have_made_of_them(
     assert all(tensor.isfinite().all() for tensor in moved.values())
     assert any(not torch.equal(tensor, moved[name]) for name, tensor in weights_in(model_path).items() if name in moved)
 
-    batch = saved(tmp_path)
+    batch = saved(run_dir)
     assert [group.header.meta.ticket_id for group in batch] == IDS
     assert [group.header.recorded_by for group in batch] == [f"model_worker/{HEADS[ticket]}" for ticket in IDS]
     made = {"proximal_logprobs", "packed_ref_logprobs", "values", "dense_rewards", "advantages", "returns"}
@@ -114,7 +114,7 @@ async def test_every_head_saves_its_groups_with_what_others_have_made_of_them(
         assert made <= set(group.sample.keys)
         assert (group.header.step, group.header.batch, group.header.trained) == (0, 5, True)
 
-    (kept,) = list_bad_batches(tmp_path)
+    (kept,) = list_bad_batches(run_dir)
     found = list(EXAMINE(kept.path, train, model_path, seed=1))
     assert [line.endswith(": finite") for line in found] == [
         not (group.header.meta.ticket_id == "d" and member == 1)
@@ -134,13 +134,14 @@ async def test_every_head_saves_its_groups_with_what_others_have_made_of_them(
 async def test_a_disk_that_refuses_costs_a_warning(
     tmp_path: Path, model_path: Path, train: TrainConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = folder_of(tmp_path, 1, 1)
-    folder.parent.mkdir()
+    run_dir = tmp_path / "run"
+    folder = folder_of(run_dir, 1, 1)
+    folder.parent.mkdir(parents=True)
     folder.write_text("a file where the folder should be")
-    async with training_side(on_one_worker(model_path, train), placed_mfcs(train), train, tmp_path / "run") as side:
+    async with training_side(on_one_worker(model_path, train), placed_mfcs(train), train, run_dir) as side:
         await push_all(side, dict.fromkeys(IDS, 0))
         result = await side.executor().execute_step(IDS, 0)
-        skipped = SkippedSteps(train, tmp_path, 1, LOGGER)
+        skipped = SkippedSteps(train, run_dir, 1, LOGGER)
         metas = [trajectory(ticket)[0] for ticket in IDS]
         await skipped.save(metas, 1, result.stats, heads=side.heads, tracker=side.tracker, caller=side.caller)
     assert "could not be written" in caplog.text

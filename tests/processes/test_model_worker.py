@@ -43,6 +43,7 @@ from asyncrl.messages import (
     LoadCheckpoint,
     Locator,
     Ping,
+    SaveBatch,
     SaveCheckpoint,
     SaveModel,
     StoreVerdict,
@@ -60,6 +61,7 @@ from asyncrl.model.worker import ModelWorker
 from asyncrl.model.world import interface_of
 from asyncrl.model_limits import ModelLimits
 from asyncrl.names import Names
+from asyncrl.run_folder import OutsideRunError
 from asyncrl.runtime.name_resolve import NameResolver, open_name_resolver
 from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
@@ -328,14 +330,14 @@ async def test_training_goes_on_while_weights_are_written(memory, tmp_path, mode
         await world.push(*trajectory("t"))
         before = load_file(model_path / "model.safetensors")
         path, version = tmp_path / "v", "a0001-v00000000"
-        written = world.call_nowait(WriteWeights(role="actor", weight_version=version, path=str(path)))
+        written = world.call_nowait(WriteWeights(role="actor", weight_version=version, folder="v"))
         for mfc in build_dataflow(TRAIN).order:
             await world.call(ExecuteMFC(mfc=mfc, version=0, ids=["t"], parts=[["t"]]))
         assert not written.done()
         may_write.set()
         (reply,) = await written
         assert not path.exists()
-        await world.call(CommitWeights(role="actor", weight_version=version, path=str(path), files=reply.files))
+        await world.call(CommitWeights(role="actor", weight_version=version, folder="v", files=reply.files))
         verify_version(path, WeightVersion(1, 0))
         (file,) = tensor_files(path)
         snapshot = load_file(file)
@@ -351,8 +353,8 @@ async def test_a_model_for_the_user_is_complete_or_absent(memory, tmp_path, mode
     async with worker_here(worker_config(memory, tmp_path, model_path)) as (worker, world):
         path = tmp_path / "final"
         for _ in range(2):  # what was there before goes
-            (reply,) = await world.call(SaveModel(role="actor", path=str(path)))
-            await world.call(CommitWeights(role="actor", weight_version="", path=str(path), files=reply.files))
+            (reply,) = await world.call(SaveModel(role="actor", folder="final"))
+            await world.call(CommitWeights(role="actor", weight_version="", folder="final", files=reply.files))
         loaded = AutoModelForCausalLM.from_pretrained(path)
         now = take_share(worker.engines["actor"])
         assert torch.equal(loaded.get_input_embeddings().weight, now["model.embed_tokens.weight"])
@@ -369,12 +371,12 @@ async def test_training_goes_on_from_a_checkpoint(memory, tmp_path, model_path):
 
         await world.push(*trajectory("t"))
         await train(0)
-        path = str(tmp_path / "checkpoint")
-        (reply,) = await world.call(SaveCheckpoint(path=path))
-        await world.call(CommitCheckpoint(path=path, files=reply.files, state=reply.stats))
+        folder = "recover/checkpoint"
+        (reply,) = await world.call(SaveCheckpoint(folder=folder))
+        await world.call(CommitCheckpoint(folder=folder, files=reply.files, state=reply.stats))
         first = await train(1)
         assert any(not torch.equal(first[name], tensor) for name, tensor in (await train(2)).items())
-        await world.call(LoadCheckpoint(path=path))
+        await world.call(LoadCheckpoint(folder=folder))
         again = await train(1)
         assert all(torch.equal(first[name], again[name]) for name in first)
 
@@ -388,6 +390,33 @@ async def test_a_call_that_fails_is_answered_and_ends_the_worker(memory, tmp_pat
                 await world.call(ExecuteMFC(mfc="actor_inf", version=0, ids=["nowhere"], parts=[["nowhere"]]))
             with pytest.raises(ValueError, match="disagree"):
                 await asyncio.wait_for(life, LIMIT_S)
+
+
+@pytest.mark.parametrize("folder", ["../precious", "link"])
+async def test_a_call_that_names_a_folder_outside_the_run_changes_nothing(memory, tmp_path, model_path, folder):
+    """Neither what is there nor what is beside it, whatever the call is."""
+    run_dir, precious = tmp_path / "run", tmp_path / "precious"
+    precious.mkdir(mode=0o700)
+    (precious / "thesis.txt").write_text("years of work")
+    run_dir.mkdir()
+    (run_dir / "link").symlink_to(precious)
+    for body in (
+        SaveModel(role="actor", folder=folder),
+        CommitWeights(role="actor", weight_version="", folder=folder, files=[]),
+        SaveCheckpoint(folder=folder),
+        CommitCheckpoint(folder=folder, files=[], state={}),
+        LoadCheckpoint(folder=folder),
+        SaveBatch(folder=folder, version=0, metas=[]),
+    ):
+        life = asyncio.create_task(ModelWorker(worker_config(memory, run_dir, model_path)).main())
+        with open_name_resolver(memory) as resolver:
+            async with outside(resolver, 1) as world:
+                with pytest.raises(RemoteCallError, match="OutsideRunError"):
+                    await world.call(body)
+                with pytest.raises(OutsideRunError):
+                    await asyncio.wait_for(life, LIMIT_S)
+    assert [path.name for path in tmp_path.iterdir() if path != run_dir] == ["precious"]
+    assert [path.read_text() for path in precious.iterdir()] == ["years of work"]
 
 
 def test_the_interface_of_loopback():
@@ -419,7 +448,7 @@ async def write_and_commit(side: TrainingSide, model: ModelConfig, body: WriteWe
     files = [file for reply in replies for file in reply.files]
     version = body.weight_version if isinstance(body, WriteWeights) else ""
     rewrite = isinstance(body, WriteWeights) and body.rewrite
-    commit = CommitWeights(role=body.role, weight_version=version, path=body.path, files=files, rewrite=rewrite)
+    commit = CommitWeights(role=body.role, weight_version=version, folder=body.folder, files=files, rewrite=rewrite)
     await side.caller.call("commit", model.workers[:1], commit)
 
 
@@ -459,18 +488,18 @@ async def test_two_processes_train_as_one(tmp_path, model_path):
         for version, ids in enumerate(batches):
             result = await side.step(ids, version)
             assert result.stats["actor/optimizer_steps"] == 2
-        path = tmp_path / "weights" / "a0001-v00000002"
-        write = WriteWeights(role="actor", weight_version=path.name, path=str(path))
+        path = tmp_path / "run" / "weights" / "a0001-v00000002"
+        write = WriteWeights(role="actor", weight_version=path.name, folder=f"weights/{path.name}")
         await write_and_commit(side, models[0], write)
-        await write_and_commit(side, models[0], SaveModel(role="actor", path=str(tmp_path / "final")))
+        await write_and_commit(side, models[0], SaveModel(role="actor", folder="final"))
         verify_version(path, WeightVersion(1, 2))
         assert_close(weights_in(path), in_one_process(model_path, TRAIN, batches)["actor"])
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
         assert torch.equal(loaded.get_input_embeddings().weight, weights_in(path)["model.embed_tokens.weight"])
 
         manifest = (path / MANIFEST).read_bytes()
         tensor_files(path)[0].write_bytes(b"torn")  # damaged on disk: the same version is written again from memory
-        rewrite = WriteWeights(role="actor", weight_version=path.name, path=str(path), rewrite=True)
+        rewrite = WriteWeights(role="actor", weight_version=path.name, folder=write.folder, rewrite=True)
         await write_and_commit(side, models[0], rewrite)
         verify_version(path, WeightVersion(1, 2))
         assert (path / MANIFEST).read_bytes() == manifest
@@ -509,8 +538,8 @@ async def test_models_on_workers_of_their_own_train_as_one_process(tmp_path, mod
             assert ("actor_train" in result.seconds) == (version > 0)
         expected = in_one_process(model_path, train, batches)
         for model in models[:2]:
-            path = tmp_path / model.name
-            version = WriteWeights(role=model.name, weight_version="a0001-v00000003", path=str(path))
+            path = tmp_path / "run" / model.name
+            version = WriteWeights(role=model.name, weight_version="a0001-v00000003", folder=model.name)
             await write_and_commit(side, model, version)
             assert_close(weights_in(path), expected[model.name])
         await asyncio.to_thread(wait_until_stores_are_empty, side)

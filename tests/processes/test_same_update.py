@@ -179,24 +179,25 @@ async def train_all(
                 tickets.append(meta.ticket_id)
             result = await side.step(tickets, 0, [mfc.name for mfc in mfcs[cell]])
             weights = {
-                role: await export(side, models, cell.model(role), folder / str(cell) / role)
+                role: await export(side, models, cell.model(role), folder, f"{cell}/{role}")
                 for role in ("actor", "critic")
             }
             updates[cell.layout, cell.budget, cell.batch] = Update(result.stats, weights)
     return updates
 
 
-async def export(side: TrainingSide, models: list[ModelConfig], model: str, folder: Path) -> dict[str, torch.Tensor]:
+async def export(
+    side: TrainingSide, models: list[ModelConfig], model: str, run_dir: Path, name: str
+) -> dict[str, torch.Tensor]:
     """The weights of a model as they are published: written by the ranks that hold them."""
     version = "a0001-v00000001"
     workers = next(config.workers for config in models if config.name == model)
-    path = folder / version
+    path = run_dir / name / version
     path.parent.mkdir(parents=True)
-    replies = await side.caller.call(
-        "weights", workers, WriteWeights(role=model, weight_version=version, path=str(path))
-    )
+    write = WriteWeights(role=model, weight_version=version, folder=f"{name}/{version}")
+    replies = await side.caller.call("weights", workers, write)
     files = [file for reply in replies for file in reply.files]
-    commit = CommitWeights(role=model, weight_version=version, path=str(path), files=files)
+    commit = CommitWeights(role=model, weight_version=version, folder=write.folder, files=files)
     await side.caller.call("a version", workers[:1], commit)
     verify_version(path)
     return {name: tensor for file in tensor_files(path) for name, tensor in load_file(file).items()}

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -60,7 +59,8 @@ class ManyWorlds(World):
         self.serving, self.servers = {}, {}
         self.weights = [float(index) for index in range(num_workers)]  # of the model of each worker: a number
         self.expected = None  # weights that an MFC that is apart is to be computed with
-        self.written, self.files = {}, {}  # path -> worker -> weights; once committed
+        self.written, self.files = {}, {}  # folder -> worker -> weights; once committed
+        self.run_dir = None  # where committed folders are made
 
     async def serve(self, server, me):
         while True:
@@ -87,23 +87,23 @@ class ManyWorlds(World):
             await self.moment_apart(COMPUTED, me)
             return result
         elif isinstance(body, ShareWeights):
-            self.written.setdefault(body.path, {})[me] = self.weights[me]
+            self.written.setdefault(body.folder, {})[me] = self.weights[me]
             await self.moment_apart(SHARED, me)
         elif isinstance(body, CommitCheckpoint):
-            self.commit(body.path)
+            self.commit(body.folder)
             await self.moment_apart(COMMITTED, me)
         elif isinstance(body, TakeWeights):
-            (there,) = set(self.files[body.path].values())
+            (there,) = set(self.files[body.folder].values())
             self.weights[me] = body.share * there + (1 - body.share) * self.weights[me]
             await self.moment_apart(TAKEN, me)
         elif isinstance(body, ClearData):
             self.held[me] = {pair for pair in self.held[me] if pair[0] not in body.ids}
         return CallResult()
 
-    def commit(self, path):
-        assert path not in self.files, "complete or absent"
-        self.files[path] = self.written[path]
-        Path(path).mkdir(parents=True)
+    def commit(self, folder):
+        assert folder not in self.files, "complete or absent"
+        self.files[folder] = self.written[folder]
+        (self.run_dir / folder).mkdir(parents=True)
 
     async def fetch(self, body, me):
         await self.moment_apart(FETCHING, me)
@@ -289,6 +289,7 @@ async def test_a_refreshed_one_has_in_every_life_the_weights_that_it_had(moment,
     train = TrainConfig(ref=RefConfig(update_interval=2, update_share=share))
     async with running(graph, places, 4, [[2, 3]], train=train) as (world, master):
         world.weights = [0.0, 0.0, 2.0, 2.0]
+        world.run_dir = tmp_path
         master.executor.refresher = Refresher(world.placements, master.apart, master.caller, tmp_path, 1)
         world.ends = {(moment, life) for life in range(3)}
         world.expected = 2.0

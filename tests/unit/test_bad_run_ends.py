@@ -41,6 +41,7 @@ from asyncrl.messages import (
     SaveCheckpoint,
     SaveModel,
 )
+from asyncrl.run_folder import name_of
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.name_resolve import open_name_resolver
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, told
@@ -322,11 +323,10 @@ async def test_model_and_checkpoint_are_saved_before_the_last_evaluation(make: M
     master.manager.view = ledger(served=1)  # type: ignore[attr-defined]
     finishing = asyncio.create_task(master.finish())
     await asyncio.wait_for(master.manager.evaluating.wait(), LIMIT_S)  # type: ignore[attr-defined]
-    final = str(tmp_path / "checkpoints" / "final")
     assert master.caller.calls == [  # type: ignore[attr-defined]
-        SaveModel(role="actor", path=final),
-        CommitWeights(role="actor", weight_version="", path=final, files=[]),
-        SaveCheckpoint(path=str(checkpoint_dir(tmp_path, 1, 1))),
+        SaveModel(role="actor", folder="checkpoints/final"),
+        CommitWeights(role="actor", weight_version="", folder="checkpoints/final", files=[]),
+        SaveCheckpoint(folder=name_of(tmp_path, checkpoint_dir(tmp_path, 1, 1))),
         ANY,
     ]
     commit = master.caller.calls[-1]  # type: ignore[attr-defined]
@@ -385,7 +385,7 @@ V0 = "a0001-v00000000"
 
 
 async def test_the_version_that_is_damaged_on_disk_is_written_again(
-    make: MakeMaster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: MakeMaster, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Between two steps: the next batch waits for it."""
     master = make()
@@ -394,9 +394,9 @@ async def test_the_version_that_is_damaged_on_disk_is_written_again(
     master.manager.view = ledger(exhausted=True)  # type: ignore[attr-defined]
     assert await asyncio.wait_for(master.form_batch(), LIMIT_S) == ()
     write, commit = master.caller.calls  # type: ignore[attr-defined]
-    path = str(tmp_path / "weights" / "actor" / V0)
-    assert (write.weight_version, write.path, write.rewrite) == (V0, path, True)
-    assert (commit.weight_version, commit.path, commit.rewrite) == (V0, path, True)
+    folder = f"weights/actor/{V0}"
+    assert (write.weight_version, write.folder, write.rewrite) == (V0, folder, True)
+    assert (commit.weight_version, commit.folder, commit.rewrite) == (V0, folder, True)
     assert master.resolver.get(master.names.model_version("actor")) == V0
     assert f"weights {V0} were damaged on disk; they were written again from memory" in caplog.text
 

@@ -169,7 +169,8 @@ def test_the_data_is_known_by_its_prompts_and_their_order(tmp_path):
 class Caller:
     """Model workers that write when they are let."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self.calls: list[Any] = []
         self.may_write = asyncio.Event()
 
@@ -181,8 +182,7 @@ class Caller:
         self.calls.append(body)
         if isinstance(body, CommitCheckpoint):
             assert handlers == [0]
-            path = Path(body.path)
-            write_checkpoint(path.parents[2], msgspec.json.decode(body.master, type=MasterState))
+            write_checkpoint(self._run_dir, msgspec.json.decode(body.master, type=MasterState))
         return [CallResult() for _ in handlers]
 
     async def _reply(self, handlers: list[int]) -> list[CallResult]:
@@ -203,7 +203,7 @@ async def test_one_checkpoint_at_a_time_of_the_step_at_which_it_began(tmp_path):
         train=TrainConfig(),
     )
     checkpointer = Checkpointer(worker, config, Schedule(every_steps=2))
-    checkpointer.caller = caller = Caller()  # type: ignore[assignment]
+    checkpointer.caller = caller = Caller(tmp_path)  # type: ignore[assignment]
     checkpointer.journal = JsonLinesWriter(tmp_path / "journal" / "master.jsonl")
     taken: list[int] = []
 

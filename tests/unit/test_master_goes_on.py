@@ -134,7 +134,7 @@ async def run(master: MasterWorker, tmp_path: Path) -> list[Any]:
 
 async def test_it_loads_then_publishes_the_same_weights_as_a_new_attempts(config, next_attempt, tmp_path):
     master = next_attempt(after_two_steps(config)._state())
-    load = ([0, 1], LoadCheckpoint(path=str(tmp_path / "c")))
+    load = ([0, 1], LoadCheckpoint(folder="c"))
     assert await run(master, tmp_path) == [([0, 1], Ping()), load, "loaded", "a0002-v00000002", "train", "finish"]
     (begun,) = read_json_lines(tmp_path / "journal" / "master.jsonl")
     assert (begun["event"], begun["attempt"], begun["from"]) == ("begun", 2, [1, 2])

@@ -304,9 +304,10 @@ class SimModelWorker(Worker):
                     if self.info.index in transfer.targets:
                         self._copies.update(transfer.ids)
         elif isinstance(body, LoadCheckpoint):
-            loaded: Weights = here().world.disk.folders[body.path].content
+            path = self._path(body.folder)
+            loaded: Weights = here().world.disk.folders[path].content
             self.weights = Weights(list(loaded.trained), loaded.version)
-            here().world.note(here(), "restored", path=body.path, version=loaded.version)
+            here().world.note(here(), "restored", path=path, version=loaded.version)
         return CallResult(seconds=time.monotonic() - start)
 
     async def _run_mfc(self, body: ExecuteMFC, start: float) -> CallResult:
@@ -338,18 +339,23 @@ class SimModelWorker(Worker):
                 process, "trained", attempt=self.info.attempt, version=body.version, tickets=list(body.ids)
             )
 
+    def _path(self, folder: str) -> str:
+        """On the disk's twin."""
+        return f"{self.info.run_dir}/{folder}"
+
     async def _write(self, call: Call, weights: Weights) -> None:
         """As the publisher: files beside the path, then, by the first worker, the name."""
         world, process = here().world, here()
         body: Any = call.body
+        path = self._path(body.folder)
         slow_s = world.slow_disk.get(process.name, 0.0)
         await asyncio.sleep(world.scenario.write_s * (0.5 + world.network.random()) + slow_s * world.network.random())
         if isinstance(body, WriteWeights | SaveModel | SaveCheckpoint):
             # of what is committed later: the snapshot is that of the call
-            world.snapshots[body.path] = weights
+            world.snapshots[path] = weights
             call.reply(CallResult(files=[WrittenFile(f"part-{self.info.index}", 1, "", [])]))
             return
-        content = world.snapshots.pop(body.path, weights)
+        content = world.snapshots.pop(path, weights)
         version = (
             WeightVersion.parse(body.weight_version)
             if isinstance(body, CommitWeights) and body.weight_version
@@ -357,12 +363,12 @@ class SimModelWorker(Worker):
         )
         if isinstance(body, CommitCheckpoint):
             content = Weights(list(content.trained), content.version)
-            world.disk.rename(body.path, Folder(None, content))
-            world.masters[body.path] = body.master
+            world.disk.rename(path, Folder(None, content))
+            world.masters[path] = body.master
         else:
             rewrite = isinstance(body, CommitWeights) and body.rewrite
-            world.disk.rename(body.path, Folder(version, content), replace=version is None or rewrite)
-        world.note(process, "committed", path=body.path, trained=len(content.trained))
+            world.disk.rename(path, Folder(version, content), replace=version is None or rewrite)
+        world.note(process, "committed", path=path, trained=len(content.trained))
         call.reply(CallResult())
 
 

@@ -1,0 +1,47 @@
+"""Folders of a run by name: what leads out of the run is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.run_folder import OutsideRunError, name_of, path_of
+
+
+def test_a_name_and_its_path(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    path = path_of(run_dir, "weights/actor/a0001-v00000003")  # nothing is there yet
+    assert path == run_dir / "weights" / "actor" / "a0001-v00000003"
+    assert name_of(run_dir, path) == "weights/actor/a0001-v00000003"
+    assert name_of(str(run_dir), path) == "weights/actor/a0001-v00000003"
+
+
+@pytest.mark.parametrize("name", ["", ".", "/etc", "..", "../other", "weights/../../other", "a/..", "//x", "a\0b"])
+def test_a_name_that_is_none_of_the_runs(name: str, tmp_path: Path) -> None:
+    with pytest.raises(OutsideRunError, match="is no folder of the run"):
+        path_of(tmp_path, name)
+
+
+def test_a_path_outside_has_no_name(tmp_path: Path) -> None:
+    with pytest.raises(OutsideRunError, match="is not in the run's folder"):
+        name_of(tmp_path / "run", tmp_path / "other")
+    with pytest.raises(OutsideRunError, match="is no folder of the run"):
+        name_of(tmp_path / "run", tmp_path / "run" / ".." / "other")
+
+
+def test_symbolic_links_that_leave_the_run(tmp_path: Path) -> None:
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    run_dir.mkdir()
+    (other / "inside").mkdir(parents=True)
+    (run_dir / "weights").symlink_to(other)
+    (run_dir / "dangling").symlink_to(other / "not there")
+    for name in ("weights", "weights/inside", "weights/new", "dangling", "dangling/new"):
+        with pytest.raises(OutsideRunError, match="by a symbolic link"):
+            path_of(run_dir, name)
+    with pytest.raises(OutsideRunError, match="by a symbolic link"):
+        name_of(run_dir, run_dir / "weights" / "inside")
+
+
+def test_the_runs_folder_may_be_reached_by_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "real")
+    assert path_of(tmp_path / "run", "checkpoints/final") == tmp_path / "run" / "checkpoints" / "final"
