@@ -403,6 +403,7 @@ class RuntimeConfig:
     resend_after_s: float = 5.0
     max_message_bytes: int = 256_000_000  # a larger one is refused; a trajectory has 22 bytes a token of its group
     log_level: str = "INFO"
+    group: str = ""  # Unix group whose members may read the run's files; "": only you can
     fork_server: bool = (
         True  # import torch once and fork the workers (Linux); false: an interpreter of its own for each
     )

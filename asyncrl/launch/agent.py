@@ -30,7 +30,7 @@ from asyncrl.launch.crew import Crew
 from asyncrl.launch.hosts import refuses
 from asyncrl.launch.mirror import READ_EVERY_S, Mirror
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, parse_process_config
-from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
+from asyncrl.launch.rundir import LaunchError, configs_dir, keep_private, logs_dir
 from asyncrl.messages import (
     DECODE_ERRORS,
     AgentRecord,
@@ -122,6 +122,7 @@ class Agent:
     def run(self) -> int:
         """Serve until the run is over (0), a signal comes (128 + N), or the launcher is gone (LaunchError)."""
         raise_open_files()
+        keep_private(self._run_dir, self._config.runtime.group)
         previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
             self._post.open()

@@ -50,6 +50,7 @@ from asyncrl.launch.rundir import (
     RunRecord,
     begin_attempt,
     configs_dir,
+    keep_private,
     link_logs,
     logs_dir,
     write_record,
@@ -168,6 +169,7 @@ class LocalLauncher:
         0: the run is complete; 128 + N: ended by signal N. Raises LaunchError with the first cause of a failure.
         """
         raise_open_files()
+        keep_private(self.run_dir, self.config.runtime.group)
         with _signals(self._on_signal):
             lock = RunLock(self.run_dir)
             queued_again = self.config.cluster == "slurm" and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"

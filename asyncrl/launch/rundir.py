@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import grp
 import os
 import re
 import time
@@ -97,6 +98,33 @@ def newest_experiment(run_dir: Path) -> Path | None:
         int(file.parent.name[len("attempt_") :]): file for file in run_dir.glob(f"configs/attempt_*/{EXPERIMENT_FILE}")
     }
     return found[max(found)] if found else None
+
+
+def keep_private(run_dir: Path, group: str = "") -> None:
+    """Make the run's folder, and have this process and its children write files that only their user can use.
+
+    Modes from now on: files 0600, folders 0700. With a Unix group (runtime.group) its members read them: 0640 and 0750. The mode of
+    a folder that was there changes likewise. Raises LaunchError where it cannot be made, or there is no such group for us.
+    """
+    os.umask(0o027 if group else 0o077)
+    try:
+        gid = grp.getgrnam(group).gr_gid if group else -1
+        new = [folder for folder in run_dir.parents if not folder.exists()]
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for folder in (run_dir, *new):
+            os.chown(folder, -1, gid)
+            folder.chmod(0o2750 if group else 0o700)  # setgid: what is made below has the group, too
+    except KeyError as error:
+        raise LaunchError(f"runtime.group={group!r}: this machine has no such group; `id -Gn` lists yours") from error
+    except PermissionError as error:
+        if group and run_dir.exists():
+            raise LaunchError(
+                f"runtime.group={group!r}: {run_dir} cannot be given to it ({error.strerror}); name a group that you are in: "
+                "`id -Gn` lists them"
+            ) from error
+        raise LaunchError(f"the run's folder {run_dir} cannot be written: {error}; set fileroot=...") from error
+    except OSError as error:
+        raise LaunchError(f"the run's folder {run_dir} cannot be written: {error}; set fileroot=...") from error
 
 
 class RunLock:

@@ -1,7 +1,9 @@
 """The folder of a run: its lock, its attempts, its record."""
 
+import grp
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from asyncrl.launch.rundir import (
     begin_attempt,
     holder,
     is_running,
+    keep_private,
     read_record,
     write_record,
 )
@@ -149,3 +152,46 @@ def test_a_file_in_the_place_of_the_link_is_replaced(tmp_path):
     (tmp_path / "logs" / "latest").write_text("")
     begin_attempt(tmp_path)
     assert os.readlink(tmp_path / "logs" / "latest") == "attempt_1"
+
+
+# ---------------------------------------------------------------------------------------------------------- whose files they are
+
+
+@pytest.fixture
+def umask():
+    """Whatever the test sets, the next test has the old one."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def modes(folder):
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.iterdir()]}
+
+
+def test_a_runs_files_are_its_users_alone(tmp_path, umask):
+    run_dir = tmp_path / "experiment" / "trial"
+    keep_private(run_dir)
+    (run_dir / "weights").mkdir()
+    subprocess.run([sys.executable, "-c", "open('by_a_child', 'w')"], cwd=run_dir, check=True)
+    assert modes(run_dir) == {"trial": 0o700, "weights": 0o700, "by_a_child": 0o600}
+    assert stat.S_IMODE(run_dir.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700  # as pytest makes it: no folder that was there, but the run's
+
+
+def test_a_folder_that_everybody_could_read_is_closed(tmp_path, umask):
+    run_dir = tmp_path / "trial"
+    run_dir.mkdir(mode=0o755)
+    keep_private(run_dir)
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+
+
+def test_a_run_is_shared_with_a_group(tmp_path, umask):
+    run_dir, group = tmp_path / "experiment" / "trial", grp.getgrgid(os.getgid()).gr_name
+    keep_private(run_dir, group)
+    (run_dir / "weights").mkdir()
+    (run_dir / "metrics.jsonl").write_text("")
+    assert modes(run_dir) == {"trial": 0o2750, "weights": 0o2750, "metrics.jsonl": 0o640}
+    assert {path.stat().st_gid for path in run_dir.iterdir()} == {os.getgid()}
+    with pytest.raises(LaunchError, match=r"runtime.group='no such group': this machine has no such group"):
+        keep_private(run_dir, "no such group")
