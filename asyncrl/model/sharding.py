@@ -365,7 +365,8 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
             parent = name.rpartition(".")[0]
             if parent not in shares:
                 shares[parent] = _SharedInput(mesh.tensor_group)
-                model.get_submodule(parent).register_forward_hook(shares[parent].forget)
+                # also where the forward is broken off: recomputation by checkpointing stops as soon as it has what it needs
+                model.get_submodule(parent).register_forward_hook(shares[parent].forget, always_call=True)
             _install_colwise(module, shares[parent])
         elif style == "rowwise" and isinstance(module, nn.Linear):
             skeleton.split[id(module.weight)] = 1

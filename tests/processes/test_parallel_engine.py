@@ -5,6 +5,7 @@ All cells run in one gang of eight; a cell on the first ranks of it, with meshes
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import shutil
@@ -315,6 +316,26 @@ def test_large_models_are_gathered_in_units(gang, paths):
     for grid in ("d2", "d2p2"):
         size = ParallelGrid.parse(grid).size
         assert_same_outcome(gang.run(run_in_units, grid, cell, num_ranks=size), run_cell(0, "", cell), grid)
+
+
+def graphs_left(rank: int, grid: str, cell: Cell) -> int:
+    """Tensors with a graph behind them, beyond those before, after a step."""
+
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(found, torch.Tensor) and found.grad_fn is not None for found in gc.get_objects())
+
+    engine, sample = make_engine(grid, cell.path, cell.kind, cell.train), make_sample(cell.lengths)
+    before = count()
+    engine.train_step(part_of(engine, sample), Loss(10.0), temperature=1.0, lr_step=0)
+    return count() - before
+
+
+def test_no_recomputed_graph_outlives_the_step(gang, paths):
+    """Recomputation breaks a layer's forward off as soon as it has what backward needs."""
+    gang.run(make_meshes)
+    cell = Cell(paths["untied"], train=replace(TRAIN, gradient_checkpointing=True))
+    assert gang.run(graphs_left, "m2", cell, num_ranks=2) == [0, 0]
 
 
 @pytest.mark.parametrize("grid", ["d2", "p2m2"])
