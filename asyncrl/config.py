@@ -259,6 +259,9 @@ class TrainConfig:
     max_tokens_per_mb: int = 16384  # token budget of a micro-batch
     logprob_chunk_tokens: int = 1024  # logits exist for this many tokens at a time
     gradient_checkpointing: bool = False
+    # Gradients of several micro-batches add up on each data rank, in float32, before they are summed over the ranks: 4 bytes a
+    # parameter on each GPU for less traffic. false: each micro-batch's are summed at once. Pipeline stages always add up
+    accumulate_unsharded: bool = False
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     critic: CriticConfig | None = None  # null: no critic

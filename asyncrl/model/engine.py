@@ -298,7 +298,8 @@ class TrainEngine:
         else:
             for i in range(len(work.plan)):
                 if isinstance(self.module, FSDPModule):
-                    self.module.set_requires_gradient_sync(i == len(work.plan) - 1)
+                    is_last = i == len(work.plan) - 1  # every rank has as many micro-batches
+                    self.module.set_requires_gradient_sync(is_last or not self.train.accumulate_unsharded)
                 loss_of(self.module(torch.tensor([[i]])), i).backward()  # type: ignore[no-untyped-call]
         self.module.micro_batches = ()
         if not self.is_last_stage:

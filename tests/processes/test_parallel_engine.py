@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.config import ModelConfig, OptimizerConfig, TrainConfig
@@ -316,6 +317,36 @@ def test_large_models_are_gathered_in_units(gang, paths):
     for grid in ("d2", "d2p2"):
         size = ParallelGrid.parse(grid).size
         assert_same_outcome(gang.run(run_in_units, grid, cell, num_ranks=size), run_cell(0, "", cell), grid)
+
+
+class CountedReductions(TorchDispatchMode):
+    """How often tensors are summed over ranks that keep a part each, under any of torch's names for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def count_reductions(rank: int, grid: str, cell: Cell) -> int:
+    """Reduce-scatters of a step, by which data ranks sum gradients."""
+    engine, sample = make_engine(grid, cell.path, cell.kind, cell.train), make_sample(cell.lengths)
+    with CountedReductions() as calls:
+        engine.train_step(part_of(engine, sample), Loss(10.0), temperature=1.0, lr_step=0)
+    return calls.count
+
+
+def test_gradients_are_summed_after_each_micro_batch_unless_they_may_add_up(gang, paths):
+    """Until they are summed each rank holds those of all parameters."""
+    gang.run(make_meshes)
+    once = gang.run(count_reductions, "d2", Cell(paths["untied"]), num_ranks=2)
+    each = gang.run(count_reductions, "d2", Cell(paths["untied"], train=MICRO), num_ranks=2)
+    train = replace(MICRO, accumulate_unsharded=True)
+    at_last = gang.run(count_reductions, "d2", Cell(paths["untied"], train=train), num_ranks=2)
+    assert once == at_last
+    assert each[0] == each[1] >= 2 * once[0] > 0
+    compare(gang, Cell(paths["untied"], train=train), ("d2", "d2p2m2"))
 
 
 def graphs_left(rank: int, grid: str, cell: Cell) -> int:
