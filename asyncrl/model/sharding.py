@@ -241,22 +241,28 @@ class Filler:
         self.trainable = trainable
         self.path = path
         self._tensor_mesh = mesh.device_mesh["tensor"]
-        self._filled: dict[int, nn.Parameter] = {}
         self._meta: list[nn.Parameter] = []  # kept, so that no id is given twice
         self.slots: Slots = {}
         self.split: set[str] = set()  # parameters that tensor ranks have parts of
 
     def fill(self, root: nn.Module) -> None:
-        """All parameters of root that have no values yet."""
+        """All parameters of root that have no values yet. Nothing of them stays here: root is sharded next, and they go.
+
+        Raises ConfigError for a parameter that is tied to one outside of root.
+        """
+        filled: dict[int, nn.Parameter] = {}
         for module in root.modules():
             for attribute, parameter in module._parameters.items():
                 if parameter is None or not parameter.is_meta:
                     continue
-                if id(parameter) not in self._filled:
+                if id(parameter) not in filled:
+                    name = self.skeleton.names[id(parameter)]
+                    if name in self.slots:
+                        raise ConfigError(f"model_path={str(self.path)!r}: layers share {name}; use the grid d1p1m1")
                     self._meta.append(parameter)
-                    self._filled[id(parameter)] = self._values(parameter)
-                    self.slots[self.skeleton.names[id(parameter)]] = (module, attribute)
-                module._parameters[attribute] = self._filled[id(parameter)]
+                    filled[id(parameter)] = self._values(parameter)
+                    self.slots[name] = (module, attribute)
+                module._parameters[attribute] = filled[id(parameter)]
 
     def fill_buffers(self) -> None:
         model = self.skeleton.model

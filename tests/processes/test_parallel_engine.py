@@ -9,6 +9,7 @@ import gc
 import math
 import re
 import shutil
+import weakref
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -402,6 +403,34 @@ def weights_of(rank: int, grid: str, path: str, kind: str) -> tuple[dict[str, np
     engine = make_engine(grid, path, kind, trainable=False)
     local = {name: sharding.local_tensor(p.detach()).numel() for name, p in engine.named_parameters().items()}
     return whole_parameters(engine), local
+
+
+def largest_load(rank: int, grid: str, path: str) -> tuple[int, int]:
+    """(the most elements that were on this rank whole at a time while it loaded, elements of the model)."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    values = sharding.Filler._values
+
+    def watched(self, meta):
+        nonlocal most
+        parameter = values(self, meta)
+        alive.append(weakref.ref(parameter))
+        gc.collect()
+        most = max(most, sum(found.numel() for ref in alive if (found := ref()) is not None))
+        return parameter
+
+    whole, sharding.UNIT_ELEMENTS, sharding.Filler._values = sharding.UNIT_ELEMENTS, 1, watched
+    try:
+        engine = make_engine(grid, path)
+    finally:
+        sharding.UNIT_ELEMENTS, sharding.Filler._values = whole, values
+    return most, sum(parameter.numel() for parameter in engine.named_parameters().values())
+
+
+def test_whole_parameters_are_on_a_rank_for_no_longer_than_it_takes_to_shard_their_unit(gang, paths):
+    gang.run(make_meshes)
+    for most, total in gang.run(largest_load, "d2", paths["untied"], num_ranks=2):
+        assert 0 < most < 0.6 * total
 
 
 @pytest.mark.parametrize("kind", ["lm", "value"])
