@@ -76,6 +76,8 @@ class World:
             world_size=self.size,
             timeout=timedelta(seconds=self._limit_s),
         )
+        # NCCL makes its communicator at the first use, which all ranks must be part of: a copy between two of them is none
+        dist.all_reduce(torch.zeros(1, device=device))
 
     def meshes(self, placements: list[ModelPlacement], device: torch.device) -> dict[str, ModelMesh | None]:
         """Of all models of this world, by name, given those of all worlds. Collective over the world."""
