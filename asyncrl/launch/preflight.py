@@ -41,6 +41,8 @@ _SHAPE_FIELDS = (  # of config.json: models that differ in one have other tensor
     "vocab_size",
     "tie_word_embeddings",
 )
+# Of config.json; a mixture of experts has one
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FLOATS_OF_A_PARAMETER = 3  # in a checkpoint: itself and the optimizer's two moments
 _ETCD_BYTES = 130_000_000  # two files of its log, which it allocates as it starts
 
@@ -124,6 +126,12 @@ def _check_grids(config: ExperimentConfig, models: Mapping[str, Mapping[str, obj
         model = nested if isinstance(nested, dict) else whole
         layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
         where = f"allocation={config.allocation!r}: the {placement.name} has the grid {placement.grid}"
+        experts = [f"{name}={model[name]}" for name in _EXPERT_FIELDS if model.get(name)]
+        if experts and placement.grid.size > 1:
+            raise ConfigError(
+                f"{where}, and config.json has {experts[0]}: a mixture of experts is trained by one rank; use d1p1m1, or a dense "
+                "model"
+            )
         if isinstance(layers, int) and placement.grid.pipe > layers:
             raise ConfigError(f"{where}, and {layers} layers: use at most p{layers}")
         split = {

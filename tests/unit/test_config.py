@@ -363,6 +363,16 @@ def test_preflight_refuses_a_reference_that_does_not_fit(runnable, changes, mess
         preflight(with_reference(runnable, **changes))
 
 
+@pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_preflight_refuses_a_mixture_of_experts_on_several_ranks(runnable, field):
+    file = runnable.parent / "m" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: 8}))
+    allocation = ["allocation=transformers.d1p1m1+d2p1m1"]
+    with pytest.raises(ConfigError, match=f"actor has the grid d2p1m1, and config.json has {field}=8: .* use d1p1m1"):
+        preflight(load_experiment(runnable, allocation))
+    assert preflight(load_experiment(runnable, ["allocation=transformers.d1p1m1+d1p1m1"])) == 64
+
+
 def test_preflight_reads_reward_files_without_running_them(runnable):
     spec = f"{runnable.parent}/rewards.py:rewrd"
     with pytest.raises(ConfigError, match="has no 'rewrd'; it has needs_nothing_installed, reward"):
