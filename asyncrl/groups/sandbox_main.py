@@ -42,6 +42,9 @@ _NOBODY = 65534
 _KILL_ROUNDS = 50
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_SHARED = "/dev/shm"
+_QUEUE_BYTES = 212_992  # net.core.wmem_max, unless the kernel says another; a socket may have twice as much
+_INODE_BYTES = 1024  # that a file without content takes in the kernel
 
 ENDED, CPU_TIME, WALL_TIME, MEMORY, PROCESSES, OUTPUT = range(6)
 
@@ -75,6 +78,8 @@ def main(control: int) -> None:
 def run(control: int, program: Job, given: bytes, alone: bool) -> tuple[tuple[float, ...], bytes, bytes]:
     """One input. Returns (what ended it, exit code, number of processes left, microseconds of CPU and of time), stdout, stderr."""
     fresh_scratch(program["scratch"], program["files"])
+    if alone:  # else it is the machine's
+        empty(_SHARED)
     spent = children_cpu_s()
     start = time.monotonic()
     in_read, in_write = os.pipe()
@@ -164,9 +169,27 @@ def over_limit(program: Job, alone: bool, wall_s: float, spent: float) -> int:
         return CPU_TIME
     if tasks >= program["processes"]:
         return PROCESSES
-    if pages * _PAGE > program["memory_bytes"] and held_bytes(alone) > program["memory_bytes"]:
+    room = program["memory_bytes"] - (kernel_bytes(program["scratch"]) if alone else 0)
+    if pages * _PAGE > room and held_bytes(alone) > room:
         return MEMORY
     return ENDED
+
+
+def kernel_bytes(scratch: str) -> int:
+    """At most so much the kernel holds for this sandbox: in the queues of its sockets, and for its files besides their content."""
+    with open("/proc/self/net/unix", "rb") as file:
+        sockets = sum(1 for _ in file) - 1  # a line each, below the names of the columns
+    each = 2 * _QUEUE_BYTES
+    try:
+        with open("/proc/sys/net/core/wmem_max", "rb") as file:
+            each = 2 * int(file.read())
+    except OSError:
+        pass  # a kernel that shows it to its first network namespace alone
+    files = 0
+    for folder in (scratch, _SHARED):
+        about = os.statvfs(folder)
+        files += about.f_files - about.f_ffree
+    return sockets * each + files * _INODE_BYTES
 
 
 def held_bytes(alone: bool) -> int:

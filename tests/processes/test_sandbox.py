@@ -177,6 +177,44 @@ def test_memory_bombs_are_ended(pool: SandboxPool) -> None:
     assert together.outcome == "memory"  # none of them had more than it may
 
 
+SOCKETS = """
+import os, socket, time
+for _ in range(8):
+    if os.fork() == 0:
+        pairs = [socket.socketpair() for _ in range(25)]
+        for pair in pairs:
+            for end in pair:
+                end.setblocking(False)
+                try:
+                    while True:
+                        end.send(bytes(4096))
+                except BlockingIOError:
+                    pass
+        time.sleep(1000)
+time.sleep(1000)
+"""
+FILES = """
+import itertools
+for number in itertools.count():
+    open(str(number), "w").close()
+"""
+
+
+def test_memory_that_the_kernel_holds_is_counted(pool: SandboxPool) -> None:
+    """In the queues of sockets, and for empty files: no process has it."""
+    assert run(pool, SOCKETS).outcome == "memory"
+    assert run(pool, FILES).outcome in ("memory", "cpu_time")
+    few = "import asyncio, socket\nasyncio.run(asyncio.sleep(0))\npairs = [socket.socketpair() for _ in range(10)]"
+    assert run(pool, few).ok
+
+
+def test_one_input_leaves_nothing_to_the_next(pool: SandboxPool) -> None:
+    code = "import os\nfor folder in ('.', '/dev/shm'):\n    print(sorted(os.listdir(folder)))\n    open(f'{folder}/left', 'w')"
+    with pool.open(Program({"main.py": code})) as sandbox:
+        first, second = sandbox.run(), sandbox.run()
+    assert first.stdout == second.stdout == "['main.py']\n[]\n"
+
+
 def test_memory_that_no_process_has_is_refused_or_limited(pool: SandboxPool) -> None:
     result = run(pool, "import os\nos.memfd_create('x')")
     assert result.refused == {"memfd_create": 1}
