@@ -416,9 +416,13 @@ class RuntimeConfig:
 class NetworkConfig:
     """Who may talk to the processes of a run (runtime/security.py does it), and when a host counts as lost."""
 
-    # on: keys and a token of the run's own on every stream and HTTP endpoint, streams encrypted | off: whoever reaches a port can
-    # take part in the run; warns | auto: on as soon as the run has more than one host, or binds anything but loopback
-    authenticate: str = "auto"
+    # unix: the processes talk through Unix sockets in a folder that only you can enter, for a run on one machine | tcp | auto: unix
+    # where all of the run is on this machine. Agents' OpenAI API, SGLang and torch's process groups are on TCP always
+    sockets: str = "auto"
+    socket_dir: str = ""  # that folder; filled in by the launcher
+    # on: every stream and HTTP endpoint answers the run's own processes only, by keys and a token of each launch; streams on TCP
+    # are encrypted | off: a client that reaches a port can take part in the run; warns
+    authenticate: str = "on"
     # HTTP over TLS: a certificate that is valid for every host of the run, its private key (PEM), and the authority that signed
     # it ("": one that the system knows). The files are read on every host
     tls_cert: str = ""
@@ -750,8 +754,13 @@ def is_loopback(host: str) -> bool:
 
 def authenticates(config: ExperimentConfig) -> bool:
     """Whether the processes of the run answer its own processes only."""
-    chosen = config.network.authenticate
-    return chosen == "on" or (chosen == "auto" and can_be_reached(config))
+    return config.network.authenticate == "on"
+
+
+def has_unix_sockets(config: ExperimentConfig) -> bool:
+    """Whether the processes of the run talk through Unix sockets."""
+    chosen = config.network.sockets
+    return chosen == "unix" or (chosen == "auto" and not can_be_reached(config))
 
 
 def can_be_reached(config: ExperimentConfig) -> bool:

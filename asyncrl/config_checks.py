@@ -38,7 +38,8 @@ MFC_KINDS = ("inference", "train_step")
 MFC_ROLES = (ACTOR, CRITIC, REF, REWARD)
 RECOVER = ("auto", "required", "off")
 CLUSTERS = ("local", "hosts", "slurm")
-AUTHENTICATE = ("auto", "on", "off")
+AUTHENTICATE = ("on", "off")
+SOCKETS = ("auto", "unix", "tcp")
 # The largest sensible values, by the name of the field; a larger one is a slip of the keyboard or does not fit into any machine
 _LARGEST = {
     "lr": 1,
@@ -169,6 +170,8 @@ def _bad_network(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     for name in ("tls_key", "tls_ca"):
         if getattr(network, name) and not network.tls_cert:
             yield f"network.{name}", getattr(network, name), "needs network.tls_cert"
+    if network.sockets == "unix" and can_be_reached(config):
+        yield "network.sockets", "unix", "other machines take part in this run: use auto or tcp"
     if network.tls_cert and not authenticates(config):
         yield "network.tls_cert", network.tls_cert, "needs network.authenticate=on"
     # The group's members meet at torch's TCPStore, the only rendezvous that SGLang's /init_weights_update_group takes: it answers
@@ -334,6 +337,7 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("recover", config.recover, RECOVER),
         ("cluster", config.cluster, CLUSTERS),
         ("network.authenticate", config.network.authenticate, AUTHENTICATE),
+        ("network.sockets", config.network.sockets, SOCKETS),
         ("wandb.mode", config.wandb.mode, WANDB_MODES),
         *((f"eval.modes[{index}]", mode, ("sampled", "greedy")) for index, mode in enumerate(config.eval.modes)),
         *((f"train.extra_mfcs.{name}.kind", mfc.kind, MFC_KINDS) for name, mfc in config.train.extra_mfcs.items()),

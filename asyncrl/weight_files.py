@@ -36,7 +36,7 @@ import xxhash
 from aiohttp import web
 
 from asyncrl.messages import DECODE_ERRORS, WeightVersion
-from asyncrl.runtime import security
+from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.disk import size_text
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.weights import MANIFEST, Manifest, WeightsError, list_versions, read_manifest
@@ -342,7 +342,12 @@ class _Source:
             headers["Range"] = f"bytes={offset}-"
         timeout_s = max(0.1, min(_SILENT_S, self._deadline - time.monotonic()))
         connection: http.client.HTTPConnection
-        if self._parts.scheme == "https":
+        if unix_sockets.in_use():
+            path = unix_sockets.path_of(self.host)
+            if not path:
+                raise WeightsError(f"{self.url} is no socket of this run")
+            connection = unix_sockets.Connection(path, timeout_s)
+        elif self._parts.scheme == "https":
             tls = secured.ask_tls if secured is not None else None
             connection = http.client.HTTPSConnection(
                 self.host, self._parts.port, timeout=timeout_s, context=tls or ssl.create_default_context()

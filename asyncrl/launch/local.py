@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Protocol, TypeVar
 
 from asyncrl.checkpoints import Checkpoint, list_checkpoints, newest
-from asyncrl.config import ExperimentConfig, authenticates, can_be_reached
+from asyncrl.config import ExperimentConfig, authenticates, has_unix_sockets
 from asyncrl.launch.children import Child, first_cause, first_failed, short_end
 from asyncrl.launch.crew import KILL_LIMIT_S, Crew
 from asyncrl.launch.hang_report import HangReport
@@ -70,6 +70,7 @@ from asyncrl.launch.supervision import (
     Trouble,
 )
 from asyncrl.messages import WorkerStatus
+from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import explain, nearly_full, raise_open_files
 from asyncrl.runtime.name_resolve import Lease, WatchEvent
@@ -192,6 +193,7 @@ class LocalLauncher:
             finally:
                 self._stop_everything()
                 self._merge_timelines()
+                unix_sockets.remove_folder(self.run_dir)
                 lock.release()
 
     def _watch_over(self) -> int:
@@ -230,12 +232,20 @@ class LocalLauncher:
         save_config(self.config, self.run_dir / "config.yaml", redacted=True)
         save_config(with_absolute_paths(self.config), configs_dir(self.run_dir, self._attempt) / EXPERIMENT_FILE)
         self.config = going_on(self.config, checkpoint, self._num_prompts)
+        if has_unix_sockets(self.config):
+            try:
+                folder = unix_sockets.make_folder(self.run_dir)
+            except OSError as error:
+                raise LaunchError(
+                    f"network.sockets=unix: {error}; set XDG_RUNTIME_DIR, or network.sockets=tcp"
+                ) from error
+            self.config = replace(self.config, network=replace(self.config.network, socket_dir=folder))
         secrets = Secrets.make() if authenticates(self.config) else None
         if secrets is not None:
             write_secrets(self.run_dir, secrets)
-        elif can_be_reached(self.config):
+        else:
             self._view.notice(
-                "network.authenticate=off: whoever reaches this run's ports can read and change what it does"
+                "network.authenticate=off: a client that reaches this run's ports can change what it does"
             )
         by_hand, runtime = self.config.debug.leave_out, self.config.runtime
         if self.config.cluster != "local":

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config import ExperimentConfig
-from asyncrl.launch.hosts import is_loopback
+from asyncrl.config import ExperimentConfig, authenticates
 from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.program import absolute_name_resolve
 from asyncrl.launch.rundir import LaunchError
@@ -185,7 +184,14 @@ class NameService:
         host = self._config.runtime.host
         try:
             tls = self._make_certificate() if self._must_be_guarded() else None
-            server = EtcdServer(data_dir, self._log, self._config.name_resolve.binary, host, tls=tls)
+            server = EtcdServer(
+                data_dir,
+                self._log,
+                self._config.name_resolve.binary,
+                host,
+                tls=tls,
+                socket_dir=self._config.network.socket_dir,
+            )
             self._etcd = PrivateEtcd(server, self._log, self._config.runtime.max_restarts, self._notice)
             self._etcd.start()
         except (EtcdServerError, CertificateError) as error:
@@ -197,8 +203,8 @@ class NameService:
             )
 
     def _must_be_guarded(self) -> bool:
-        """Whoever can write here says what the run's hosts execute."""
-        return not is_loopback(self._config.runtime.host) and self._config.network.authenticate != "off"
+        """On a port, whenever the run is: a client that can write here says what the run's processes connect to."""
+        return not self._config.network.socket_dir and authenticates(self._config)
 
     def _make_certificate(self) -> EtcdTls:
         """The run's processes read it from the run's folder, as they read where name resolve is."""

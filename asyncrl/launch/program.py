@@ -43,7 +43,6 @@ from asyncrl.config import (
     TrainConfig,
     WorkerInfo,
     allocation_of,
-    authenticates,
     fetches_weights,
     max_head_offpolicyness,
 )
@@ -148,7 +147,6 @@ def plan(
             trace=config.trace,
             network=replace(
                 config.network,
-                authenticate="on" if authenticates(config) else "off",
                 tls_cert=_absolute(config.network.tls_cert),
                 tls_key=_absolute(config.network.tls_key),
                 tls_ca=_absolute(config.network.tls_ca),

@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from asyncrl.config import WorkerInfo
 from asyncrl.groups.loading import no_terminal
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import logs_dir
-from asyncrl.runtime import security
+from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.stacks import SUFFIX, answer_requests
 from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker
 
@@ -88,9 +89,14 @@ def run_config(path: Path, *, launched: bool) -> int:
         answer_requests(
             logs_dir(Path(config.worker.run_dir), config.worker.attempt) / f"{path.stem}{SUFFIX}", config.worker.name
         )
-    info = config.worker
-    security.secure(security.open_security(Path(info.run_dir), info.network))
+    join_network(config.worker)
     return run_worker(make_worker(config))
+
+
+def join_network(info: WorkerInfo) -> None:
+    """Have this process use the run's secrets and sockets, before it opens anything. Raises ConfigError."""
+    security.secure(security.open_security(Path(info.run_dir), info.network))
+    unix_sockets.use(info.network.socket_dir)
 
 
 def end_process(code: int) -> NoReturn:

@@ -67,7 +67,7 @@ class ChatEndpoint:
             app.router.add_get(prefix + "/v1/models/{model:.+}", self._model)
         # handler_cancellation: a client that goes away cancels its handler, and with it the generation.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        self.url = await serve(self._runner, host, port)
+        self.url = await serve(self._runner, host, port, for_others=True)
         quiet = logging.getLogger("httpx")  # of openai's client: it would log a line a request
         if quiet.level == logging.NOTSET:
             quiet.setLevel(logging.WARNING)

@@ -36,6 +36,8 @@ class EtcdNameResolver(NameResolver):
             raise ValueError(f"name_resolve.endpoints is {endpoints!r}; etcd needs a list of host:port")
         for endpoint in endpoints:
             host, _, port = endpoint.rpartition(":")
+            if endpoint.startswith("unix:/"):
+                continue
             if not (host and port.isdecimal()) or "//" in host:
                 raise ValueError(f"name_resolve.endpoints has {endpoint!r}; write host:port, such as 127.0.0.1:2379")
         if not timeout_s > 0:

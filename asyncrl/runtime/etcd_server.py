@@ -23,12 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.ports import free_ports
 
 logger = logging.getLogger(__name__)
 
 _START_TRIES = 5
 _POLL_S = 0.02
+_CLIENT_SOCKET, _PEER_SOCKET = "etcd:0", "peer:0"
 
 # Runs before etcd in its process: asks for SIGKILL at the parent's death, looks whether the parent has died already, becomes
 # etcd. (A preexec_fn would run Python between fork and exec, which can hang where the parent has threads.)
@@ -74,10 +76,12 @@ class EtcdServer:
         host: str = "127.0.0.1",
         extra_args: Sequence[str] = (),
         tls: EtcdTls | None = None,
+        socket_dir: str = "",
     ) -> None:
-        """tls: where not only this machine can reach it."""
-        self._data_dir = Path(data_dir)
+        """tls: where not only this machine can reach it. socket_dir: it is on Unix sockets there, and on no port."""
+        self._data_dir = Path(data_dir).absolute()
         self._log_path = Path(log_path)
+        self._socket_dir = socket_dir
         self._binary = find_etcd(binary)
         self._host = host
         self._extra_args = list(extra_args)
@@ -89,7 +93,9 @@ class EtcdServer:
 
     @property
     def endpoint(self) -> str:
-        """host:port for clients."""
+        """host:port for clients, or unix:path."""
+        if self._socket_dir:
+            return f"unix:{self._socket_dir}/{_CLIENT_SOCKET}"
         if self._ports is None:
             raise EtcdServerError("etcd has not been started yet, so it has no endpoint")
         return f"{self._host}:{self._ports[0]}"
@@ -128,9 +134,9 @@ class EtcdServer:
         deadline = time.monotonic() + timeout_s
         self._data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        fixed = self._ports is not None
+        fixed = self._ports is not None or bool(self._socket_dir)
         for tries_left in reversed(range(_START_TRIES)):
-            if self._ports is None:
+            if not fixed and self._ports is None:
                 self._ports = _free_ports(self._host)
             log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
             self._spawn()
@@ -180,9 +186,14 @@ class EtcdServer:
         self._process.send_signal(number)  # looks first whether it has exited: never another process's id
 
     def _spawn(self) -> None:
-        assert self._ports is not None
-        scheme = "http" if self._tls is None else "https"
-        client, peer = (f"{scheme}://{self._host}:{port}" for port in self._ports)
+        if (
+            self._socket_dir
+        ):  # relative to its working directory: it takes no absolute paths, and wants something like a port
+            client, peer = f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
+        else:
+            assert self._ports is not None
+            scheme = "http" if self._tls is None else "https"
+            client, peer = (f"{scheme}://{self._host}:{port}" for port in self._ports)
         command = [self._binary, "--name", self._name, "--data-dir", str(self._data_dir)]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
@@ -215,6 +226,7 @@ class EtcdServer:
                         stdout=log,
                         stderr=log,
                         env=environment,
+                        cwd=self._socket_dir or None,
                         start_new_session=True,  # Ctrl-C is for the launcher, which stops etcd last
                     )
             except OSError as error:
@@ -243,13 +255,16 @@ class EtcdServer:
 
     def _ask(self, method: str, path: str, limit_s: float, body: str | None = None) -> bytes:
         """What it says, be it an error. Raises OSError or HTTPException."""
-        assert self._ports is not None
-        at = (self._host, self._ports[0])
-        connection = (
-            http.client.HTTPConnection(*at, timeout=limit_s)
-            if self._tls is None
-            else http.client.HTTPSConnection(*at, timeout=limit_s, context=self._tls.context())
-        )
+        connection: http.client.HTTPConnection
+        if self._socket_dir:
+            connection = unix_sockets.Connection(f"{self._socket_dir}/{_CLIENT_SOCKET}", limit_s)
+        else:
+            assert self._ports is not None
+            at = (self._host, self._ports[0])
+            if self._tls is None:
+                connection = http.client.HTTPConnection(*at, timeout=limit_s)
+            else:
+                connection = http.client.HTTPSConnection(*at, timeout=limit_s, context=self._tls.context())
         with contextlib.closing(connection):
             connection.request(method, path, body)
             return connection.getresponse().read()

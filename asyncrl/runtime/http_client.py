@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 
 from asyncrl.config import FaultsConfig
-from asyncrl.runtime import security
+from asyncrl.runtime import security, unix_sockets
 
 Maker = Callable[[int, dict[str, Any]], Any]
 
@@ -92,6 +92,22 @@ class _Connector(aiohttp.TCPConnector):
         if free := self._conns.get(key):
             free.rotate(1)
         return await super()._get(key, traces)
+
+    async def _create_connection(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
+        """Where the run has Unix sockets: as aiohttp.UnixConnector, which knows one path only, and to nothing else."""
+        if not unix_sockets.in_use():
+            return await super()._create_connection(req, traces, timeout)
+        path = unix_sockets.path_of(req.url.host or "")
+        if not path:
+            raise aiohttp.ClientConnectionError(f"{req.url.origin()} is no socket of this run")
+        try:
+            async with asyncio.timeout(timeout.sock_connect):
+                _, protocol = await self._loop.create_unix_connection(self._factory, path)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise aiohttp.client_exceptions.UnixClientConnectorError(path, req.connection_key, error) from error
+        return protocol
 
 
 def _real_session(max_connections: int, options: dict[str, Any]) -> aiohttp.ClientSession:

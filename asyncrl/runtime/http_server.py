@@ -6,14 +6,22 @@ from typing import Any
 
 from aiohttp import web
 
-from asyncrl.runtime import security
+from asyncrl.runtime import security, unix_sockets
 
 
-async def serve(runner: web.BaseRunner, host: str, port: int = 0, *, backlog: int = 1024) -> str:
-    """Bind (0: a free port) and serve what `runner` has; returns the URL to publish. The runner is cleaned up by its owner."""
+async def serve(
+    runner: web.BaseRunner, host: str, port: int = 0, *, backlog: int = 1024, for_others: bool = False
+) -> str:
+    """Bind (0: a free port) and serve what `runner` has; returns the URL to publish. The runner is cleaned up by its owner.
+
+    A run that has Unix sockets serves on one of them. for_others: on TCP all the same, for clients that are not ours.
+    """
     secured = security.current()
     tls = secured.serve_tls if secured is not None else None
     await runner.setup()
+    if not for_others and (path := unix_sockets.new_path()):
+        await web.UnixSite(runner, path, backlog=backlog).start()
+        return unix_sockets.url_of(path)
     await web.TCPSite(runner, host, port, backlog=backlog, ssl_context=tls).start()
     bound = runner.addresses[0][1]
     shown = f"[{host}]" if ":" in host else host

@@ -1,7 +1,7 @@
 """Transport: multipart messages one way, from many pushing sockets to one pulling socket.
 
 The lowest layer of the streams: channel.py alone uses it. It promises little, and the channel builds on no more: a message
-arrives whole or not at all; it may be lost when a peer dies. ZmqTransport is ZeroMQ PUSH/PULL over TCP; MemoryTransport is its
+arrives whole or not at all; it may be lost when a peer dies. ZmqTransport is ZeroMQ PUSH/PULL; MemoryTransport is its
 twin inside one process, which loses, doubles, reorders and corrupts messages by a seeded generator. FaultyTransport does such
 things to any transport, in a real run: `transport_of` is what channels are made with.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from asyncrl.config import FaultsConfig
-from asyncrl.runtime import security
+from asyncrl.runtime import security, unix_sockets
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -91,7 +91,8 @@ class Transport(ABC):
 
 
 class ZmqTransport(Transport):
-    """PUSH/PULL over TCP, LINGER 0. Sockets belong to the thread and the event loop that made them.
+    """PUSH/PULL over TCP, or over Unix sockets where the run has them; LINGER 0. Sockets belong to the thread and the event loop
+    that made them.
 
     Where the process has secrets (security.py) every stream is encrypted, and only processes of the run are at its ends.
     """
@@ -112,10 +113,11 @@ class ZmqTransport(Transport):
                 zmq.MAXMSGSIZE, max_frame_bytes
             )  # a larger frame ends the connection before it is allocated
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-            if (secured := security.current()) is not None:
+            path, secured = unix_sockets.new_path(), security.current()
+            if secured is not None and not path:
                 security.guard_pull(socket, self._context, secured.secrets)
             try:
-                socket.bind(f"tcp://{host}:*")
+                socket.bind(f"ipc://{path}" if path else f"tcp://{host}:*")
             except zmq.ZMQError as error:
                 raise OSError(error.errno, f"runtime.host is {host!r}: cannot bind there ({error})") from error
             address = socket.getsockopt(zmq.LAST_ENDPOINT)
@@ -126,14 +128,15 @@ class ZmqTransport(Transport):
         return _ZmqPull(socket, address.decode())
 
     def connect_push(self, address: str, *, queue_messages: int) -> PushSocket:
-        if not address.startswith("tcp://"):
-            raise ValueError(f"{address!r} is not an address such as tcp://127.0.0.1:5555")
+        path = address.removeprefix("ipc://")
+        if not address.startswith("tcp://") and (path == address or not unix_sockets.holds(path)):
+            raise ValueError(f"{address!r} is not an address such as tcp://127.0.0.1:5555, nor a socket of this run")
         socket = self._context.socket(zmq.PUSH)
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, queue_messages)
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-            if (secured := security.current()) is not None:
+            if address.startswith("tcp://") and (secured := security.current()) is not None:
                 security.guard_push(socket, secured.secrets)
             socket.connect(address)
         except zmq.ZMQError as error:

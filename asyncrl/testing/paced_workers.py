@@ -19,7 +19,7 @@ from asyncrl.config import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.launch.program import ProcessConfig, load_process_config
-from asyncrl.launch.worker_main import end_process
+from asyncrl.launch.worker_main import end_process, join_network
 from asyncrl.messages import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, WeightVersion
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
@@ -176,6 +176,7 @@ def main() -> int:
     die_with_parent()
     config = load_process_config(Path(sys.argv[1]))
     configure_logging(config.worker)
+    join_network(config.worker)
     return run_worker(make_worker(config, msgspec.json.decode(sys.argv[2], type=Pace)))
 
 

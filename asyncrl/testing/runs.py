@@ -20,12 +20,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import psutil
 
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.rundir import RUN_DIR_ENV, is_running
+from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
 
 T = TypeVar("T")
@@ -124,6 +126,16 @@ class RunHandle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def told_by(run: RunHandle, url: str) -> str:
+    """What an HTTP endpoint that this run has published answers a client which knows the run's token."""
+    parts, token = urlsplit(url), (run.run_dir / "secrets" / "token").read_text().strip()
+    with unix_sockets.used(os.readlink(run.run_dir / unix_sockets.LINK)):
+        connection = unix_sockets.Connection(unix_sockets.path_of(parts.hostname or ""), timeout_s=30.0)
+    with contextlib.closing(connection):
+        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {token}"})
+        return connection.getresponse().read().decode()
 
 
 def launch(

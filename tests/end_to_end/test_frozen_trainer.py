@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behin
 
 from asyncrl.messages import WeightVersion
 from asyncrl.names import ACTOR, Names
-from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
+from asyncrl.testing.runs import RunHandle, assert_nothing_left, told_by, train_steps
 
 STEPS, BATCH, ETA = 36, 16, 2
 CAPACITY = (1 + ETA) * BATCH
@@ -67,11 +66,11 @@ def frozen(processes: list[psutil.Process]) -> Iterator[None]:
 
 def stands_still(run: RunHandle, manager: str, seconds: float) -> None:
     """While the trainer is frozen: admission stops at the bound, then nothing moves and nothing grows."""
-    run.wait_until(lambda: has_come_to_rest(run, Ledger.of(manager)), f"{CAPACITY} tickets are live", limit_s=120)
+    run.wait_until(lambda: has_come_to_rest(run, Ledger.of(run, manager)), f"{CAPACITY} tickets are live", limit_s=120)
     for half in range(2):
-        early, before, until = memory(run), Ledger.of(manager), time.monotonic() + seconds / 2
+        early, before, until = memory(run), Ledger.of(run, manager), time.monotonic() + seconds / 2
         while True:
-            left, now = until - time.monotonic(), Ledger.of(manager)
+            left, now = until - time.monotonic(), Ledger.of(run, manager)
             assert now.live + BATCH * now.num_behind <= CAPACITY
             if left <= 0:
                 break
@@ -99,9 +98,8 @@ class Ledger:
     granted: int
 
     @classmethod
-    def of(cls, manager: str) -> Ledger:
-        with urllib.request.urlopen(f"{manager}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
+    def of(cls, run: RunHandle, manager: str) -> Ledger:
+        text = told_by(run, f"{manager}/metrics")
         names = ("live", "trained_version", "served_version", 'tickets_total{event="granted",reason="train"}')
         found = [re.search(rf"^asyncrl_manager_{re.escape(name)} (\S+)$", text, re.MULTILINE) for name in names]
         assert all(found), text

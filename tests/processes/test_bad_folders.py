@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from name_sessions import LIMIT_S, patient
 
-from asyncrl.config import ExperimentConfig, NameResolveConfig
+from asyncrl.config import ExperimentConfig, NameResolveConfig, NetworkConfig
 from asyncrl.launch.commands.common import goes_on
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import (
@@ -39,11 +39,14 @@ RECORD = RunRecord(pid=4, attempt=1, experiment="e", trial="t", endpoints=["h:1"
 OTHER = Names("another", "run")
 
 
+UNCHECKED = NetworkConfig(authenticate="off")  # no launcher has made secrets
+
+
 @contextmanager
 def name_service(run_dir: Path, *endpoints: str) -> Iterator[NameService]:
     """Opened as the launcher does it. Endpoints are of what is no etcd, and will never answer."""
     name_resolve = NameResolveConfig(endpoints=list(endpoints), timeout_s=0.5 if endpoints else LIMIT_S)
-    config = ExperimentConfig(experiment="e", trial="t", name_resolve=name_resolve)
+    config = ExperimentConfig(experiment="e", trial="t", name_resolve=name_resolve, network=UNCHECKED)
     run_dir.mkdir(parents=True, exist_ok=True)
     service = NameService(config, run_dir, run_dir / "etcd.log", lambda text: None)
     try:

@@ -52,7 +52,8 @@ def test_a_process_left_for_debugging_stops_when_its_run_ends(tiny, tmp_path):
         lock = RunLock(run_dir)
         lock.acquire()
         config = with_name_resolve(
-            load_experiment(tiny, ["runtime.start_timeout_s=1000"]), NameResolveConfig(endpoints=[etcd.endpoint])
+            load_experiment(tiny, ["runtime.start_timeout_s=1000", "network.authenticate=off"]),
+            NameResolveConfig(endpoints=[etcd.endpoint]),
         )
         (spec,) = (spec for spec in plan(config, attempt=1, num_prompts=20) if spec.name == "rollout_worker/0")
         path = tmp_path / "rollout_worker_0.yaml"
@@ -72,7 +73,7 @@ def with_breakpoint(tiny, tmp_path):
     """The config of a rollout worker whose reward function stops where it is loaded. It finds nobody: its names are its own."""
     (tmp_path / "stops.py").write_text("breakpoint()\ndef reward(prompt, completion, answer):\n    return 0.0\n")
     overrides = [f"rollout.tasks.default.reward={tmp_path}/stops.py:reward", "runtime.start_timeout_s=2"]
-    config = load_experiment(tiny, [*overrides, "name_resolve.endpoints=[memory://]"])
+    config = load_experiment(tiny, [*overrides, "name_resolve.endpoints=[memory://]", "network.authenticate=off"])
     (spec,) = (s for s in plan(config, attempt=1, num_prompts=20) if s.name == "rollout_worker/0")
     path = tmp_path / "rollout_worker_0.yaml"
     save_config(spec.config, path)

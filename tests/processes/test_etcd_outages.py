@@ -23,13 +23,13 @@ import psutil
 import pytest
 from name_sessions import LIMIT_S, OpenSession, Recorder, gone, patient, put, sessions
 
-from asyncrl.config import ExperimentConfig, NameResolveConfig, RuntimeConfig
+from asyncrl.config import ExperimentConfig, NameResolveConfig, NetworkConfig, RuntimeConfig
 from asyncrl.launch import private_etcd
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
-from asyncrl.runtime import etcd_leases, etcd_watch
+from asyncrl.runtime import etcd_leases, etcd_watch, unix_sockets
 from asyncrl.runtime.etcd_server import EtcdServer
 from asyncrl.runtime.etcd_store import EtcdStore
 from asyncrl.runtime.name_resolve import Lease, LeaseNotFound, NameResolver, NameResolveTimeout, open_name_resolver
@@ -431,10 +431,14 @@ def test_starting_in_an_outage(server: EtcdServer, root: str) -> None:
 
 @contextmanager
 def private_service(run_dir: Path, **runtime: Any) -> Iterator[tuple[NameService, list[str]]]:
-    """As the launcher has it, and what a person is told."""
+    """As the launcher of one machine has it, and what a person is told."""
     notices: list[str] = []
     config = ExperimentConfig(
-        experiment="e", trial="t", runtime=RuntimeConfig(**runtime), name_resolve=patient(NameResolveConfig())
+        experiment="e",
+        trial="t",
+        runtime=RuntimeConfig(**runtime),
+        name_resolve=patient(NameResolveConfig()),
+        network=NetworkConfig(socket_dir=unix_sockets.make_folder(run_dir)),
     )
     service = NameService(config, run_dir, run_dir / "etcd.log", notices.append)
     try:
@@ -442,6 +446,7 @@ def private_service(run_dir: Path, **runtime: Any) -> Iterator[tuple[NameService
         yield service, notices
     finally:
         service.close()
+        unix_sockets.remove_folder(run_dir)
 
 
 def pid_of(service: NameService) -> int:

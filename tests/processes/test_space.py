@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.config import ExperimentConfig, NameResolveConfig
+from asyncrl.config import ExperimentConfig, NameResolveConfig, NetworkConfig
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError, read_record
 from asyncrl.names import Names
 from asyncrl.runtime.name_resolve import open_name_resolver
-from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run
+from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, told_by
 
 LIMIT_S = 100.0  # of a wait, on a busy machine
 
@@ -65,7 +64,12 @@ def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
     """Its data go, which makes room, and everybody puts again what he has put. Where even that is not enough, the run ends."""
     disk = mount("size=200m")
     notices: list[str] = []
-    service = NameService(ExperimentConfig(experiment="e", trial="t"), disk, disk / "etcd.log", notices.append)
+    service = NameService(
+        ExperimentConfig(experiment="e", trial="t", network=NetworkConfig(authenticate="off")),
+        disk,
+        disk / "etcd.log",
+        notices.append,
+    )
     service.open()
     try:
         lease = service.grant_lease()
@@ -115,18 +119,14 @@ def test_processes_that_have_too_few_open_files(tmp_path: Path) -> None:
         manager, log = run.worker("gserver_manager/0"), run.run_dir / "logs" / "attempt_1" / "gserver_manager_0.log"
         limits = manager.rlimit(psutil.RLIMIT_NOFILE)
 
-        def ask() -> int:
-            with urllib.request.urlopen(f"{url}/metrics", timeout=LIMIT_S) as answer:
-                return int(answer.status)
-
         no_more_files(manager)
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(ask)
+            asked = pool.submit(told_by, run, f"{url}/metrics")
             wait_until(lambda: "Too many open files" in log.read_text(), "the manager says so")
             time.sleep(3.0)  # it tries again every second, and says so once
             assert not asked.done()
             manager.rlimit(psutil.RLIMIT_NOFILE, limits)
-            assert asked.result(LIMIT_S) == 200
+            assert "asyncrl_manager_live" in asked.result(LIMIT_S)
         (told,) = [line for line in log.read_text().splitlines() if line.endswith("trying again")]
         assert "Too many open files: this process may have 3, sockets and pipes included" in told
         run.wait_for_step(step + 3, LIMIT_S)

@@ -434,7 +434,8 @@ async def test_a_whole_generation_server_in_front(
 ) -> None:
     """The engine `external` in its process: our protocol over sockets, versions, the journal; SGLang lives on after it."""
     name_resolve = NameResolveConfig(endpoints=[f"memory://{tmp_path}"])
-    info = WorkerInfo("generation_server", 0, 1, "e", "t", 1, str(tmp_path), 1, name_resolve, RuntimeConfig())
+    run_dir = str(store.root / "run")
+    info = WorkerInfo("generation_server", 0, 1, "e", "t", 1, run_dir, 1, name_resolve, RuntimeConfig())
     server = GenerationServer(
         GenerationServerConfig(
             worker=info,

@@ -35,7 +35,7 @@ CONFIG = ExperimentConfig(
         ({"cluster": "hosts", "hosts": ["a", "b", "a"]}, "a is named twice"),
         ({"cluster": "hosts", "hosts": ["a/b"]}, "neither a name nor an address"),
         ({"cluster": "hosts", "hosts": ["a"], "debug": DebugConfig(leave_out=["master/0"])}, "is for cluster=local"),
-        ({"network": NetworkConfig(authenticate="yes")}, "one of auto, on, off"),
+        ({"network": NetworkConfig(authenticate="yes")}, "one of on, off"),
         ({"network": NetworkConfig(host_lost_after_s=0)}, "network.host_lost_after_s=0: must be above 0"),
     ],
 )

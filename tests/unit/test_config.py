@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 import asyncrl
-from asyncrl.config import ConfigError, ExperimentConfig, authenticates
+from asyncrl.config import ConfigError, ExperimentConfig, has_unix_sockets
 from asyncrl.config_fields import ALIASES, find_field
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.preflight import preflight
@@ -379,29 +379,35 @@ def test_preflight_reads_reward_files_without_running_them(runnable):
         preflight(load_experiment(runnable, [f"rollout.tasks.default.reward={spec}"]))
 
 
-@pytest.mark.parametrize(("written", "read"), [("off", "off"), ("false", "off"), ("auto", "auto")])
+@pytest.mark.parametrize(("written", "read"), [("off", "off"), ("false", "off")])
 def test_switches_are_what_they_say_though_yaml_takes_off_for_false(config_file, written, read):
     config = load_experiment(config_file, [f"recover={written}", f"network.authenticate={written}"])
     assert (config.recover, config.network.authenticate) == (read, read)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "checked"),
+    ("overrides", "unix"),
     [
-        ([], False),
-        (["runtime.host=10.0.0.1"], True),
-        (["runtime.host=127.0.0.5"], False),
-        (["network.authenticate=on"], True),
+        ([], True),
+        (["runtime.host=127.0.0.5"], True),
+        (["network.sockets=tcp"], False),
+        (["network.sockets=unix"], True),
+        (["runtime.host=10.0.0.1"], False),
         (["runtime.host=10.0.0.1", "network.authenticate=off"], False),
     ],
 )
-def test_authentication_is_on_as_soon_as_others_can_connect(config_file, overrides, checked):
-    assert authenticates(load_experiment(config_file, overrides)) is checked
+def test_a_run_of_one_machine_has_unix_sockets(config_file, overrides, unix):
+    assert has_unix_sockets(load_experiment(config_file, overrides)) is unix
+
+
+def test_unix_sockets_that_other_machines_cannot_reach_are_refused(config_file):
+    with pytest.raises(ConfigError, match=r"network\.sockets='unix': other machines take part in this run"):
+        load_experiment(config_file, ["network.sockets=unix", "runtime.host=10.0.0.1"])
 
 
 def test_certificates_need_authentication(config_file):
     with pytest.raises(ConfigError, match=r"network\.tls_cert='c.pem': needs network\.authenticate=on"):
-        load_experiment(config_file, ["network.tls_cert=c.pem"])
+        load_experiment(config_file, ["network.authenticate=off", "network.tls_cert=c.pem"])
     with pytest.raises(ConfigError, match=r"network\.tls_key='k.pem': needs network\.tls_cert"):
         load_experiment(config_file, ["network.authenticate=on", "network.tls_key=k.pem"])
 

@@ -26,7 +26,7 @@ from asyncrl.config import ConfigError, NameResolveConfig, RolloutWorkerConfig
 from asyncrl.launch.commands.common import Commands, add_command, print_json
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import LaunchError, is_running
-from asyncrl.launch.worker_main import end_process, make_worker
+from asyncrl.launch.worker_main import end_process, join_network, make_worker
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
 from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError
@@ -67,6 +67,8 @@ def debug(arguments: argparse.Namespace, console: Console) -> int:
         if isinstance(config, RolloutWorkerConfig):  # so that a reward's breakpoint() has this terminal
             config = replace(config, rollout=replace(config.rollout, reward_isolation="thread"))
         configure_logging(config.worker)
+        if joins:
+            join_network(config.worker)
         on_error = _post_mortem if arguments.pdb else None
         try:
             made = make_worker(config)

@@ -1,0 +1,110 @@
+"""Unix sockets of a run on one machine: streams, HTTP and etcd, none of them on a port."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+import zmq
+from aiohttp import web
+
+from asyncrl.config import NameResolveConfig
+from asyncrl.runtime import unix_sockets
+from asyncrl.runtime.etcd_server import EtcdServer
+from asyncrl.runtime.http_client import open_session
+from asyncrl.runtime.http_server import serve
+from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.transport import ZmqTransport
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[str]:
+    """In use by this process."""
+    made = unix_sockets.make_folder(tmp_path)
+    with unix_sockets.used(made):
+        yield made
+    unix_sockets.remove_folder(tmp_path)
+    assert not Path(made).exists()
+
+
+def test_the_folder_is_its_users_alone_and_that_of_a_dead_launcher_goes(tmp_path: Path) -> None:
+    first = unix_sockets.make_folder(tmp_path)
+    assert stat.S_IMODE(Path(first).stat().st_mode) == 0o700
+    assert len(f"{first}/0123456789ab") < 104
+    assert os.readlink(tmp_path / unix_sockets.LINK) == first
+    second = unix_sockets.make_folder(tmp_path)  # the first launcher was killed
+    assert not Path(first).exists()
+    unix_sockets.remove_folder(tmp_path)
+    assert not Path(second).exists()
+
+
+def test_what_is_no_folder_of_ours_is_left(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (tmp_path / unix_sockets.LINK).symlink_to(other)
+    unix_sockets.remove_folder(tmp_path)
+    assert other.exists()
+
+
+@pytest.mark.parametrize("base", ["", "/nowhere", "/" + 100 * "x"])
+def test_a_place_that_cannot_be_used_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+    assert unix_sockets.make_folder(tmp_path).startswith("/tmp/asyncrl-")
+    unix_sockets.remove_folder(tmp_path)
+
+
+async def test_streams(folder: str) -> None:
+    transport = ZmqTransport(zmq.Context.instance())
+    pull = transport.bind_pull("127.0.0.1", queue_messages=8, max_frame_bytes=100)
+    assert pull.address.startswith(f"ipc://{folder}/")
+    arrived: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+    pull.listen(lambda frames: arrived.set_result([bytes(frame) for frame in frames]), arrived.set_exception)
+    push = transport.connect_push(pull.address, queue_messages=8)
+    assert push.send_nowait([b"a", b"bc"])
+    assert await asyncio.wait_for(arrived, LIMIT_S) == [b"a", b"bc"]
+    push.close()
+    pull.close()
+    for address in ("ipc:///tmp/a-strangers", f"ipc://{folder}/../x", "mem://x"):
+        with pytest.raises(ValueError, match="nor a socket of this run"):
+            transport.connect_push(address, queue_messages=8)
+
+
+async def test_http(folder: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=f"{request.path} {await request.text()}")
+
+    app = web.Application()
+    app.router.add_post("/a", answer)
+    ours, others = web.AppRunner(app), web.AppRunner(web.Application())
+    url = await serve(ours, "127.0.0.1")
+    assert url.startswith("http://")
+    assert url.endswith(".unix")
+    assert (await serve(others, "127.0.0.1", for_others=True)).startswith("http://127.0.0.1:")
+    async with open_session(max_connections=4) as session:
+        async with session.post(f"{url}/a", data=b"x") as response:
+            assert await response.text() == "/a x"
+        with pytest.raises(aiohttp.ClientConnectorError) as caught:
+            await session.post("http://0123.unix/a")
+        assert caught.value.errno == 2
+    await ours.cleanup()
+    await others.cleanup()
+
+
+def test_etcd(folder: str, tmp_path: Path) -> None:
+    with EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log", socket_dir=folder) as server:
+        assert server.endpoint.startswith(f"unix:{folder}/")
+        assert [found for found in psutil.Process(server.pid).net_connections("inet")] == []
+        with open_name_resolver(NameResolveConfig(endpoints=[server.endpoint])) as resolver:
+            resolver.add("a/b", "1")
+            server.kill()
+            server.start()
+            assert resolver.get("a/b") == "1"
+            assert resolver.wait("a/b", LIMIT_S) == "1"
