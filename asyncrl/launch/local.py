@@ -71,6 +71,7 @@ from asyncrl.launch.supervision import (
 )
 from asyncrl.messages import WorkerStatus
 from asyncrl.runtime import unix_sockets
+from asyncrl.runtime.certificates import CertificateError, make_certificate
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import explain, nearly_full, raise_open_files
 from asyncrl.runtime.name_resolve import Lease, WatchEvent
@@ -240,13 +241,6 @@ class LocalLauncher:
                     f"network.sockets=unix: {error}; set XDG_RUNTIME_DIR, or network.sockets=tcp"
                 ) from error
             self.config = replace(self.config, network=replace(self.config.network, socket_dir=folder))
-        secrets = Secrets.make() if authenticates(self.config) else None
-        if secrets is not None:
-            write_secrets(self.run_dir, secrets)
-        else:
-            self._view.notice(
-                "network.authenticate=off: a client that reaches this run's ports can change what it does"
-            )
         by_hand, runtime = self.config.debug.leave_out, self.config.runtime
         if self.config.cluster != "local":
             self._own_host = own_host(self.config.hosts)
@@ -261,6 +255,7 @@ class LocalLauncher:
                 start_limit_s=runtime.start_timeout_s,
                 notice=self._view.notice,
             )
+        secrets = self._make_secrets()
         etcd_log = logs_dir(self.run_dir, self._attempt) / "etcd.log"
         service = NameService(self.config, self.run_dir, etcd_log, self._view.notice)
         self._name_service = service
@@ -295,6 +290,24 @@ class LocalLauncher:
             service=service,
             notice=self._view.notice,
         )
+
+    def _make_secrets(self) -> Secrets | None:
+        """Those of this launch, in the run's folder. None: nothing is checked. Raises LaunchError."""
+        config = self.config
+        if not authenticates(config):
+            self._view.notice(
+                "network.authenticate=off: a client that reaches this run's ports can change what it does"
+            )
+            return None
+        certificate = key = ""
+        if not has_unix_sockets(config) and not (config.network.tls_cert and config.name_resolve.endpoints):
+            try:
+                certificate, key = make_certificate([config.runtime.host])
+            except CertificateError as error:
+                raise LaunchError(str(error)) from error
+        secrets = Secrets.make(certificate, key)
+        write_secrets(self.run_dir, secrets)
+        return secrets
 
     def _open_remote_crew(self, service: NameService) -> bool:
         """Have the agents of all hosts come. False where the run was stopped meanwhile."""

@@ -24,7 +24,6 @@ from asyncrl.launch.program import absolute_name_resolve
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
-from asyncrl.runtime.certificates import CertificateError, make_certificate
 from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError, EtcdTls
 from asyncrl.runtime.name_resolve import (
     Lease,
@@ -183,7 +182,7 @@ class NameService:
         _remove(data_dir)
         host = self._config.runtime.host
         try:
-            tls = self._make_certificate() if self._must_be_guarded() else None
+            tls = EtcdTls.of_run(self._run_dir) if self._must_be_guarded() else None
             server = EtcdServer(
                 data_dir,
                 self._log,
@@ -194,7 +193,7 @@ class NameService:
             )
             self._etcd = PrivateEtcd(server, self._log, self._config.runtime.max_restarts, self._notice)
             self._etcd.start()
-        except (EtcdServerError, CertificateError) as error:
+        except EtcdServerError as error:
             raise LaunchError(str(error)) from error
         self.name_resolve = replace(self.name_resolve, endpoints=[server.endpoint])
         if tls is not None:
@@ -205,10 +204,6 @@ class NameService:
     def _must_be_guarded(self) -> bool:
         """On a port, whenever the run is: a client that can write here says what the run's processes connect to."""
         return not self._config.network.socket_dir and authenticates(self._config)
-
-    def _make_certificate(self) -> EtcdTls:
-        """The run's processes read it from the run's folder, as they read where name resolve is."""
-        return make_certificate(self._run_dir.absolute() / "secrets", "etcd", [self._config.runtime.host])
 
     def _claim_name(self) -> None:
         """In an etcd that runs share, the keys of one experiment and trial are of one launcher."""

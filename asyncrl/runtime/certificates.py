@@ -1,4 +1,5 @@
-"""A run's own certificate: its private etcd and all its clients show it, and trust nothing else.
+"""A run's own certificate, where it is on TCP: its private etcd and that etcd's clients show it, its HTTP servers too, and their
+clients trust nothing else.
 
 One for all, signed by itself: whoever has its key belongs to the run. Made by the program openssl, which every cluster has.
 """
@@ -7,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
+import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
-
-from asyncrl.runtime.etcd_server import EtcdTls
 
 _LIMIT_S = 30.0
 _DAYS = 3650
@@ -25,32 +23,28 @@ class CertificateError(RuntimeError):
     """There is no certificate, and why."""
 
 
-def make_certificate(folder: Path, name: str, hosts: Sequence[str]) -> EtcdTls:
-    """<folder>/<name>.crt and .key (mode 0600), valid for these hosts (names or addresses) and this machine. Raises
-    CertificateError."""
+def make_certificate(hosts: Sequence[str]) -> tuple[str, str]:
+    """It and its private key, PEM, valid for these hosts (names or addresses) and this machine. Raises CertificateError."""
     program = shutil.which("openssl")
     if program is None:
         raise CertificateError(
-            "a private etcd that other hosts reach needs a certificate, and there is no program openssl to make it; install it "
-            "(apt install openssl), or set name_resolve.endpoints to an etcd of yours"
+            "a run on TCP needs a certificate, and there is no program openssl to make it; install it (apt install openssl), or "
+            "set network.tls_cert and name_resolve.endpoints to what is yours"
         )
-    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
     command = [program, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", str(_DAYS), "-subj", "/CN=asyncrl", "-addext", f"subjectAltName={_alternatives(hosts)}"]
-    command += ["-out", str(certificate), "-keyout", str(key)]
+    command += ["-out", "/dev/stdout", "-keyout", "/dev/stdout"]
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for file in (certificate, key):
-            file.unlink(missing_ok=True)
-        os.close(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # openssl keeps the mode
         done = subprocess.run(
             command, capture_output=True, timeout=_LIMIT_S, check=False, text=True, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CertificateError(f"{certificate} could not be made: {error}") from error
-    if done.returncode:
-        raise CertificateError(f"{certificate} could not be made: {' '.join(command)}: {done.stderr.strip()[-500:]}")
-    return EtcdTls(str(certificate), str(key), str(certificate))
+        raise CertificateError(f"a certificate could not be made: {error}") from error
+    found = re.findall(r"(-----BEGIN ([A-Z ]+)-----.*?-----END \2-----\n)", done.stdout, re.DOTALL)
+    blocks = {kind: block for block, kind in found}
+    if done.returncode or set(blocks) != {"CERTIFICATE", "PRIVATE KEY"}:
+        raise CertificateError(f"a certificate could not be made: {' '.join(command)}: {done.stderr.strip()[-500:]}")
+    return blocks["CERTIFICATE"], blocks["PRIVATE KEY"]
 
 
 def _alternatives(hosts: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.runtime import unix_sockets
+from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.ports import free_ports
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,13 @@ class EtcdTls:
     cert_file: str
     key_file: str
     ca_file: str
+
+    @classmethod
+    def of_run(cls, run_dir: Path) -> EtcdTls:
+        """The certificate among the run's secrets."""
+        folder = security.secrets_dir(run_dir.absolute())
+        certificate, key = str(folder / security.CERTIFICATE_FILE), str(folder / security.KEY_FILE)
+        return cls(certificate, key, certificate)
 
     def context(self) -> ssl.SSLContext:
         """Of a client that has the same certificate."""

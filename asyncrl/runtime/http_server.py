@@ -16,8 +16,9 @@ async def serve(
 
     A run that has Unix sockets serves on one of them. for_others: on TCP all the same, for clients that are not ours.
     """
-    secured = security.current()
-    tls = secured.serve_tls if secured is not None else None
+    secured, tls = security.current(), None
+    if secured is not None:
+        tls = secured.serve_others_tls if for_others else secured.serve_tls
     await runner.setup()
     if not for_others and (path := unix_sockets.new_path()):
         await web.UnixSite(runner, path, backlog=backlog).start()

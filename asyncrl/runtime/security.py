@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "secrets"  # in the run's folder
 SECRETS_FILE = "keys.json"
+CERTIFICATE_FILE, KEY_FILE = "run.crt", "run.key"  # of TLS on TCP
 TOKEN_FILE = "token"  # alone, for people: curl -H "Authorization: Bearer $(cat <run>/secrets/token)"
 _TOKEN_BYTES = 32
 _HANDSHAKE_MS = 10_000  # a stranger that says nothing keeps a connection for so long
@@ -51,40 +52,61 @@ class Secrets(msgspec.Struct, frozen=True):
     client_public: str
     client_secret: str
     token: str
+    certificate: str = ""  # PEM; "": HTTP is not encrypted
+    certificate_key: str = ""
 
     def __repr__(self) -> str:
         return "Secrets(***)"
 
     @classmethod
-    def make(cls) -> Secrets:
+    def make(cls, certificate: str = "", certificate_key: str = "") -> Secrets:
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         token = random_secrets.token_urlsafe(_TOKEN_BYTES)
         return cls(
-            server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode(), token
+            server_public.decode(),
+            server_secret.decode(),
+            client_public.decode(),
+            client_secret.decode(),
+            token,
+            certificate,
+            certificate_key,
         )
 
 
 @dataclass(frozen=True)
 class Security:
-    """What is in effect in a process. Both TLS contexts or none."""
+    """What is in effect in a process. serve_tls and ask_tls: both or none."""
 
     secrets: Secrets
     serve_tls: ssl.SSLContext | None = None
     ask_tls: ssl.SSLContext | None = None
+    serve_others_tls: ssl.SSLContext | None = (
+        None  # for clients that are not ours: they trust only the user's certificate
+    )
 
     @classmethod
-    def of(cls, secrets: Secrets, network: NetworkConfig) -> Security:
-        """Raises ConfigError where the certificates cannot be used."""
-        if not network.tls_cert:
+    def of(cls, run_dir: Path, secrets: Secrets, network: NetworkConfig) -> Security:
+        """The user's certificate is in effect, else the run's own if it has one. Raises ConfigError where a certificate cannot be
+        used."""
+        if network.tls_cert:
+            files = (network.tls_cert, network.tls_key, network.tls_ca)
+        elif secrets.certificate:
+            own = str(secrets_dir(run_dir) / CERTIFICATE_FILE)
+            files = (own, str(secrets_dir(run_dir) / KEY_FILE), own)
+        else:
             return cls(secrets)
+        certificate, key, authority = files
         try:
             serve = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            serve.load_cert_chain(network.tls_cert, network.tls_key or None)
-            ask = ssl.create_default_context(cafile=network.tls_ca or None)
+            serve.load_cert_chain(certificate, key or None)
+            ask = ssl.create_default_context(cafile=authority or None)
         except (OSError, ssl.SSLError) as error:
-            files = ", ".join(path for path in (network.tls_cert, network.tls_key, network.tls_ca) if path)
-            raise ConfigError(f"network.tls_cert, tls_key, tls_ca: {files} cannot be used: {error}") from error
+            named = ", ".join(path for path in files if path)
+            raise ConfigError(f"network.tls_cert, tls_key, tls_ca: {named} cannot be used: {error}") from error
+        if network.tls_cert:
+            return cls(secrets, serve, ask, serve)
+        ask.check_hostname = False  # only processes of the run, on whatever host, have the key of its certificate
         return cls(secrets, serve, ask)
 
     @property
@@ -136,7 +158,10 @@ def write_secrets(run_dir: Path, secrets: Secrets) -> None:
     folder = secrets_dir(run_dir)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)  # it may have been there
-    for name, content in ((SECRETS_FILE, msgspec.json.encode(secrets)), (TOKEN_FILE, secrets.token.encode() + b"\n")):
+    files = {SECRETS_FILE: msgspec.json.encode(secrets), TOKEN_FILE: secrets.token.encode() + b"\n"}
+    if secrets.certificate:
+        files |= {CERTIFICATE_FILE: secrets.certificate.encode(), KEY_FILE: secrets.certificate_key.encode()}
+    for name, content in files.items():
         new = folder / f".{name}.{os.getpid()}"
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -175,7 +200,7 @@ def remove_secrets(run_dir: Path) -> None:
 
 def open_security(run_dir: Path, network: NetworkConfig) -> Security | None:
     """What a process of a run has in effect. Raises ConfigError."""
-    return Security.of(read_secrets(run_dir), network) if network.authenticate == "on" else None
+    return Security.of(run_dir, read_secrets(run_dir), network) if network.authenticate == "on" else None
 
 
 # ----------------------------------------------------------------------------------------------------------------- streams

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from test_data_manager import KEYS, make_group, same_bytes
 
-from asyncrl.config import NameResolveConfig, NetworkConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.codec import CodecError
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.messages import FetchPart, HeldDataRequest
@@ -219,7 +219,7 @@ async def test_a_request_for_nothing_or_too_much_is_refused(request_):
 
 
 async def test_strangers_get_nothing():
-    secrets = security.Security.of(security.Secrets.make(), NetworkConfig(authenticate="on"))
+    secrets = security.Security(security.Secrets.make())
     asked = msgspec.msgpack.encode(HeldDataRequest(ids=["g0"], keys=["rewards"]))
     with security.secured(secrets):
         async with both() as pair, aiohttp.ClientSession() as session:

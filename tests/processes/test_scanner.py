@@ -8,7 +8,7 @@ from aiohttp import web
 
 from asyncrl.runtime import security
 from asyncrl.runtime.certificates import make_certificate
-from asyncrl.runtime.etcd_server import EtcdServer
+from asyncrl.runtime.etcd_server import EtcdServer, EtcdTls
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.transport import ZmqTransport
@@ -20,8 +20,8 @@ PATIENT_S = 10.0  # for an answer that comes, from a server that is slow
 
 
 def test_an_etcd_gives_strangers_nothing_where_it_asks_for_a_certificate(tmp_path, monkeypatch):
-    tls = make_certificate(tmp_path / "secrets", "etcd", ["127.0.0.1"])
-    with EtcdServer(tmp_path / "one", tmp_path / "log", tls=tls) as guarded:
+    security.write_secrets(tmp_path, Secrets.make(*make_certificate(["127.0.0.1"])))
+    with EtcdServer(tmp_path / "one", tmp_path / "log", tls=EtcdTls.of_run(tmp_path)) as guarded:
         assert scan([guarded.endpoint]) == {guarded.endpoint: []}
     monkeypatch.setattr(scanner, "LIMIT_S", PATIENT_S)
     with EtcdServer(tmp_path / "two", tmp_path / "log") as unguarded:

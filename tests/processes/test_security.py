@@ -27,6 +27,7 @@ from asyncrl.manager.routing import ServerTable
 from asyncrl.messages import AgentRecord, StoreVerdict
 from asyncrl.names import Names
 from asyncrl.runtime import security
+from asyncrl.runtime.certificates import make_certificate
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import for_the_run, serve
@@ -439,7 +440,7 @@ def certificates(tmp_path_factory):
     return folder
 
 
-async def test_http_over_tls(certificates):
+async def test_http_over_tls(certificates, tmp_path):
     network = NetworkConfig(
         authenticate="on",
         tls_cert=str(certificates / "host.pem"),
@@ -447,7 +448,7 @@ async def test_http_over_tls(certificates):
         tls_ca=str(certificates / "ca.pem"),
     )
     secrets = Secrets.make()
-    with security.secured(Security.of(secrets, network)):
+    with security.secured(Security.of(tmp_path, secrets, network)):
         async with application() as url:
             assert url.startswith("https://127.0.0.1:")
             async with open_session(max_connections=1) as session, session.post(f"{url}/echo", data=b"ours") as answer:
@@ -459,8 +460,25 @@ async def test_http_over_tls(certificates):
                     await strange.get(url.replace("https", "http") + "/echo")
 
 
+async def test_a_run_on_tcp_proves_itself_by_its_own_certificate_before_it_is_told_a_secret(tmp_path):
+    """A port that a dead process has left may be a stranger's."""
+    ours, strange = tmp_path / "ours", tmp_path / "strange"
+    for run_dir in (ours, strange):
+        security.write_secrets(run_dir, Secrets.make(*make_certificate(["127.0.0.1"])))
+    own, others = (security.open_security(run_dir, NetworkConfig(authenticate="on")) for run_dir in (ours, strange))
+    with security.secured(own):
+        async with application() as url, open_session(max_connections=1) as session:
+            assert url.startswith("https://127.0.0.1:")
+            async with session.post(f"{url}/echo", data=b"ours") as answer:
+                assert (answer.status, await answer.read()) == (200, b"ours")
+            with security.secured(others):
+                async with application() as url_of_a_stranger:
+                    with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                        await session.post(f"{url_of_a_stranger}/echo", data=b"ours")
+
+
 def test_certificates_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "bad.pem").write_text("no certificate")
     for path in (tmp_path / "bad.pem", tmp_path / "none.pem"):
         with pytest.raises(ConfigError, match=path.name):
-            Security.of(Secrets.make(), NetworkConfig(authenticate="on", tls_cert=str(path)))
+            Security.of(tmp_path, Secrets.make(), NetworkConfig(authenticate="on", tls_cert=str(path)))

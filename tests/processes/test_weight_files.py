@@ -22,7 +22,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from asyncrl import weight_files
-from asyncrl.config import NetworkConfig
 from asyncrl.messages import WeightVersion
 from asyncrl.runtime.security import Secrets, Security, secured
 from asyncrl.weight_files import WeightFetcher, WeightFiles, run_key
@@ -305,7 +304,7 @@ def test_nothing_but_versions_is_served(actor: Path, source: str, tmp_path: Path
 
 def test_strangers_get_nothing_and_the_runs_own_do(actor: Path, fetcher: Callable[..., WeightFetcher]) -> None:
     num_bytes = make_version(actor, FIRST)
-    with secured(Security.of(Secrets.make(), NetworkConfig())):
+    with secured(Security(Secrets.make())):
         files = WeightFiles(actor, host="127.0.0.1")
         url = files.start()
         with pytest.raises(urllib.error.HTTPError) as refused:
