@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 # From this size on a frame is sent from where it lies. Below, a copy is cheaper: each frame that is not copied costs a wake-up of
 # pyzmq's garbage thread, which needs the interpreter.
 _ZERO_COPY_BYTES = 1 << 18
+# Of an encrypted stream: ZeroMQ takes that much from a connection before its peer has shown a key.
+PART_BYTES = 1 << 18
+_ENCRYPTION_BYTES = 64  # that CURVE adds to a part
+_LENGTH_BYTES = 8
 _MAX_AT_ONCE = 8  # messages received without giving up control: what has just come is still in the processor's caches
 # Plain integers: combining zmq's enum members costs more than sending a small frame.
 _DONTWAIT = int(zmq.DONTWAIT)
@@ -109,13 +114,14 @@ class ZmqTransport(Transport):
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, queue_messages)
-            socket.setsockopt(
-                zmq.MAXMSGSIZE, max_frame_bytes
-            )  # a larger frame ends the connection before it is allocated
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
             path, secured = unix_sockets.new_path(), security.current()
-            if secured is not None and not path:
+            guarded = secured is not None and not path
+            if secured is not None and guarded:
                 security.guard_pull(socket, self._context, secured.secrets)
+                max_frame_bytes = PART_BYTES + _ENCRYPTION_BYTES
+            # A larger frame ends the connection before it is allocated
+            socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
             try:
                 socket.bind(f"ipc://{path}" if path else f"tcp://{host}:*")
             except zmq.ZMQError as error:
@@ -125,7 +131,7 @@ class ZmqTransport(Transport):
             socket.close(linger=0)
             raise
         assert isinstance(address, bytes)
-        return _ZmqPull(socket, address.decode())
+        return _ZmqPull(socket, address.decode(), in_parts=guarded)
 
     def connect_push(self, address: str, *, queue_messages: int) -> PushSocket:
         path = address.removeprefix("ipc://")
@@ -136,13 +142,15 @@ class ZmqTransport(Transport):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, queue_messages)
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-            if address.startswith("tcp://") and (secured := security.current()) is not None:
+            secured = security.current()
+            guarded = secured is not None and path == address
+            if secured is not None and guarded:
                 security.guard_push(socket, secured.secrets)
             socket.connect(address)
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise ValueError(f"cannot connect to {address!r}: {error}") from error
-        return _ZmqPush(socket)
+        return _ZmqPush(socket, in_parts=guarded)
 
 
 class _ZmqPull(PullSocket):
@@ -152,8 +160,8 @@ class _ZmqPull(PullSocket):
     socket has said EAGAIN. So whoever begins to read goes on until then, or sees to it that it is called again.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
-        self._socket = socket
+    def __init__(self, socket: zmq.Socket[bytes], address: str, *, in_parts: bool) -> None:
+        self._socket, self._in_parts = socket, in_parts
         self._fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
         self._reading = False
         self.address = address
@@ -200,16 +208,18 @@ class _ZmqPull(PullSocket):
         while frame.more:  # a message arrives whole: the rest is there
             frame = socket.recv(_DONTWAIT, False)
             frames.append(frame.buffer)
-        return frames
+        return joined(frames) if self._in_parts else frames
 
 
 class _ZmqPush(PushSocket):
     """A plain, non-blocking socket: sending needs no event, because a full queue is an answer here and not a wait."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
+    def __init__(self, socket: zmq.Socket[bytes], *, in_parts: bool) -> None:
+        self._socket, self._in_parts = socket, in_parts
 
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
+        if self._in_parts:
+            frames = parts_of(frames)
         last = len(frames) - 1
         try:  # only the first frame of a message can find the queue full
             for i, frame in enumerate(frames):
@@ -221,6 +231,36 @@ class _ZmqPush(PushSocket):
 
     def close(self) -> None:
         self._socket.close(linger=0)
+
+
+def parts_of(frames: Sequence[Buffer]) -> list[Buffer]:
+    """A message in parts of at most PART_BYTES. The first says how long the frames are, if any is divided. Nothing is copied."""
+    views = [memoryview(frame).cast("B") for frame in frames]
+    if all(view.nbytes <= PART_BYTES for view in views):
+        return [b"", *frames]
+    lengths = struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
+    return [
+        lengths,
+        *(view[at : at + PART_BYTES] for view in views for at in range(0, max(1, view.nbytes), PART_BYTES)),
+    ]
+
+
+def joined(parts: Sequence[Buffer]) -> Sequence[Buffer]:
+    """The inverse; divided frames are copied. Parts that are no such message come back as they are, for the channel to refuse."""
+    first, *rest = (memoryview(part) for part in parts)
+    if not first.nbytes:
+        return parts[1:]
+    if first.nbytes % _LENGTH_BYTES:
+        return parts
+    frames, at = [], 0
+    for length in struct.unpack(f"<{first.nbytes // _LENGTH_BYTES}Q", first):
+        end = at + max(1, -(-length // PART_BYTES))
+        frame = rest[at] if end == at + 1 and end <= len(rest) else b"".join(rest[at:end])
+        if len(frame) != length:
+            return parts
+        frames.append(frame)
+        at = end
+    return frames if at == len(rest) else parts
 
 
 # ----------------------------------------------------------------------------------------------------------------- memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import stat
 import subprocess
@@ -11,6 +12,7 @@ import time
 import uuid
 
 import aiohttp
+import psutil
 import pytest
 import zmq
 import zmq.asyncio
@@ -34,7 +36,7 @@ from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.name_resolve import MemoryNameResolver
 from asyncrl.runtime.push_pull import MetaPuller, MetaPusher
 from asyncrl.runtime.security import Secrets, Security
-from asyncrl.runtime.transport import ZmqTransport
+from asyncrl.runtime.transport import PART_BYTES, ZmqTransport, joined
 
 RUNTIME = RuntimeConfig(resend_after_s=0.2, start_timeout_s=10.0)
 LIMIT_S = 60.0
@@ -475,6 +477,54 @@ async def test_a_run_on_tcp_proves_itself_by_its_own_certificate_before_it_is_to
                 async with application() as url_of_a_stranger:
                     with pytest.raises(aiohttp.ClientConnectorCertificateError):
                         await session.post(f"{url_of_a_stranger}/echo", data=b"ours")
+
+
+async def test_connections_that_show_no_key_hold_little_memory():
+    """Each announces a command of 200 MB within ZeroMQ's handshake, and sends all but its end."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    command = b"\x06" + (200_000_000).to_bytes(8, "big")
+
+    def hold(address):
+        stranger = socket.create_connection(address, timeout=LIMIT_S)
+        stranger.sendall(greeting)
+        with contextlib.suppress(OSError):  # it is hung up on
+            stranger.sendall(command)
+            for _ in range(190):
+                stranger.sendall(bytes(1_000_000))
+        return stranger
+
+    with security.secured(Security(Secrets.make())):
+        pull = ZmqTransport(zmq.Context.instance()).bind_pull(
+            "127.0.0.1", queue_messages=8, max_frame_bytes=256_000_000
+        )
+        host, _, port = pull.address.removeprefix("tcp://").rpartition(":")
+        before = psutil.Process().memory_info().rss
+        strangers = [await asyncio.to_thread(hold, (host, int(port))) for _ in range(3)]
+        assert psutil.Process().memory_info().rss - before < 50_000_000
+        for stranger in strangers:
+            stranger.close()
+        pull.close()
+
+
+@pytest.mark.parametrize("sizes", [[10], [10, 0, PART_BYTES], [10, 0, PART_BYTES + 1, 3], [3 * PART_BYTES, 5]])
+async def test_encrypted_messages_of_any_size_arrive_as_they_were(sizes):
+    sent = [os.urandom(size) for size in sizes]
+    with security.secured(Security(Secrets.make())):
+        transport = ZmqTransport(zmq.Context.instance())
+        pull = transport.bind_pull("127.0.0.1", queue_messages=8, max_frame_bytes=256_000_000)
+        arrived = asyncio.get_running_loop().create_future()
+        pull.listen(lambda frames: arrived.set_result([bytes(frame) for frame in frames]), arrived.set_exception)
+        push = transport.connect_push(pull.address, queue_messages=8)
+        assert push.send_nowait(sent)
+        assert await asyncio.wait_for(arrived, LIMIT_S) == sent
+        push.close()
+        pull.close()
+
+
+@pytest.mark.parametrize("first", [b"1234567", (9).to_bytes(8, "little"), bytes(16), (1 << 60).to_bytes(8, "little")])
+def test_parts_that_are_no_message_are_left_to_the_channel(first):
+    parts = [first, b"12345678"]
+    assert joined(parts) == parts
 
 
 def test_certificates_that_cannot_be_used_are_named(tmp_path):
