@@ -11,6 +11,7 @@ Peers are optional: one that is not installed is named in `peers_missing` and le
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import importlib.util
@@ -19,10 +20,12 @@ import math
 import os
 import platform
 import selectors
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -377,17 +380,22 @@ def run_part(parts: Mapping[str, Callable[..., None]]) -> bool:
     return True
 
 
-def encrypt(curve: bool, keys: dict[str, str] | None = None) -> dict[str, str]:
-    """With --curve, in a part: have streams encrypted with these keys, or with new ones; returns them for the other part."""
-    if not curve:
-        return {}
+def network_of(way: str, other: dict[str, str] | None = None) -> dict[str, str]:
+    """In a part: have its streams on Unix sockets (way="unix"), on TCP unchecked ("plain"), or on TCP encrypted ("curve"). Returns
+    what the other part is to be given as `other`."""
     import msgspec
 
-    from asyncrl.runtime import security
+    from asyncrl.runtime import security, unix_sockets
 
-    secrets = msgspec.convert(keys, security.Secrets) if keys else security.Secrets.make()
-    security.secure(security.Security(secrets))
-    found: dict[str, str] = msgspec.to_builtins(secrets)
+    found: dict[str, str] = {}
+    if way == "unix":
+        found = other or {"folder": tempfile.mkdtemp(prefix="asyncrl-")}
+        atexit.register(shutil.rmtree, found["folder"], ignore_errors=True)
+        unix_sockets.use(found["folder"])
+    elif way == "curve":
+        secrets = msgspec.convert(other, security.Secrets) if other else security.Secrets.make()
+        security.secure(security.Security(secrets))
+        found = msgspec.to_builtins(secrets)
     return found
 
 

@@ -1,7 +1,7 @@
 """How fast trajectories go from a rollout worker to a head, beside raw pyzmq, Ray and TransferQueue; and what that costs the head.
 
     python benchmarks/push_pull.py [--rounds 5] [--seconds 1] [--cases 4x4096,8x512,1x128] [--peers raw_pyzmq,ray]
-    python benchmarks/push_pull.py --curve      what authentication and encryption cost: asyncrl's streams with CURVE beside `plain`
+    python benchmarks/push_pull.py --curve      what encryption costs: asyncrl's streams over TCP with CURVE beside `plain`
 
 A case NxL is a group of N sequences of L tokens, built before the clock starts, with all keys of a real trajectory. Every side
 has the same number of groups on the way. A group counts when the sender knows that it is stored. The sides:
@@ -16,7 +16,9 @@ has the same number of groups on the way. A group counts when the sender knows t
     transfer_queue        TransferQueue 0.1.11 (SimpleStorage): kv_put of one group's tensors, kv_batch_get, a copy of what came
     transfer_queue_batch  the same by 32: stacked, kv_batch_put, kv_batch_get, a copy of each group
 
-    plain                 (--curve) asyncrl as it is on one machine: neither authenticated nor encrypted
+    plain                 asyncrl over TCP, neither authenticated nor encrypted (network.authenticate=off)
+
+asyncrl is on Unix sockets, as in a run on one machine; with --curve it is as between hosts.
 
 TransferQueue's client puts and gets in turn; removing groups from it is not counted. Further fields: CPU microseconds per
 group of the sending and the receiving process, and how much slower a train step gets (`slow_down`, 1 = not at all) while the
@@ -38,11 +40,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
-from common import Child, Parent, alternate, children, encrypt, finish, missing_peers, parser, run_part, say, table
+from common import Child, Parent, alternate, children, finish, missing_peers, network_of, parser, run_part, say, table
 
 CASES = ("4x4096", "8x512", "1x128")
-PEERS = {"raw_pyzmq": "zmq", "ray": "ray", "transfer_queue": "transfer_queue", "transfer_queue_batch": "transfer_queue"}
 PLAIN = "plain"
+PEERS = {
+    "raw_pyzmq": "zmq",
+    PLAIN: "zmq",
+    "ray": "ray",
+    "transfer_queue": "transfer_queue",
+    "transfer_queue_batch": "transfer_queue",
+}
 IN_FLIGHT = 32  # groups sent and not acknowledged
 BATCH = 32  # TransferQueue's
 STORED = 64  # groups that a receiver keeps
@@ -111,9 +119,9 @@ def make_meta(sample: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------------ asyncrl
 
 
-def asyncrl_receiver(parent: Parent, trainer: bool = False, curve: bool = False) -> None:
+def asyncrl_receiver(parent: Parent, trainer: bool = False, way: str = "unix") -> None:
     """A head: pulls, stores, acknowledges. With `trainer`, a train step runs beside it on a thread, when asked to."""
-    asyncio.run(_receive(parent, trainer, encrypt(curve)))
+    asyncio.run(_receive(parent, trainer, network_of(way)))
 
 
 async def _receive(parent: Parent, trainer: bool, keys: dict[str, str]) -> None:
@@ -145,11 +153,11 @@ async def _receive(parent: Parent, trainer: bool, keys: dict[str, str]) -> None:
     await puller.close()
 
 
-def asyncrl_sender(parent: Parent, trainer: bool = False, curve: bool = False) -> None:
-    asyncio.run(_send(parent, curve))
+def asyncrl_sender(parent: Parent, trainer: bool = False, way: str = "unix") -> None:
+    asyncio.run(_send(parent, way))
 
 
-async def _send(parent: Parent, curve: bool) -> None:
+async def _send(parent: Parent, way: str) -> None:
     from asyncrl.config import RuntimeConfig
     from asyncrl.names import Names
     from asyncrl.runtime.name_resolve import MemoryNameResolver
@@ -157,7 +165,7 @@ async def _send(parent: Parent, curve: bool) -> None:
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "push-pull")
     found = parent.receive() or {}
-    encrypt(curve, found["keys"])
+    network_of(way, found["keys"])
     resolver.add(names.stream(puller_stream(0)), str(found["endpoint"]))
     pusher = NameResolvingZmqPusher(
         resolver, names, pusher_index=0, num_pushers=1, num_pullers=1, runtime=RuntimeConfig(), incarnation="bench"
@@ -470,7 +478,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=1.0, help="how long each side sends each case (default 1)")
     options.add_argument("--cases", default=",".join(CASES), help="cases, separated by commas")
     options.add_argument("--peers", help=f"peers, separated by commas (default {','.join(PEERS)}; with --curve: plain)")
-    options.add_argument("--curve", action="store_true", help="ours authenticated and encrypted, beside ours plain")
+    options.add_argument("--curve", action="store_true", help="ours over TCP and encrypted, beside ours plain")
     options.add_argument("--no-train-step", action="store_true", help="leave out the train step beside the stream")
     args = options.parse_args()
     cases, seconds = args.cases.split(","), args.seconds
@@ -480,13 +488,13 @@ def main() -> None:
         "ray": lambda: single("ray", cases, seconds),
         "transfer_queue": lambda: single("transfer_queue", cases, seconds),
         "transfer_queue_batch": lambda: single("transfer_queue", cases, seconds, batch=BATCH),
-        PLAIN: lambda: Pair("asyncrl_receiver", "asyncrl_sender", cases, seconds),
+        PLAIN: lambda: Pair("asyncrl_receiver", "asyncrl_sender", cases, seconds, way=PLAIN),
     }
     chosen = (PLAIN if args.curve else ",".join(PEERS)) if args.peers is None else args.peers
     wanted = [peer for peer in chosen.split(",") if peer]
-    missing = missing_peers({peer: {**PEERS, PLAIN: "zmq"}[peer] for peer in wanted})
+    missing = missing_peers({peer: PEERS[peer] for peer in wanted})
     peers = [peer for peer in wanted if peer not in missing]
-    ours = Pair("asyncrl_receiver", "asyncrl_sender", cases, seconds, curve=args.curve)
+    ours = Pair("asyncrl_receiver", "asyncrl_sender", cases, seconds, way="curve" if args.curve else "unix")
     sides: dict[str, Callable[[], dict[str, float]]] = {"asyncrl": ours}
     sides |= {peer: makers[peer]() for peer in peers}
     rounds = alternate(args, sides)

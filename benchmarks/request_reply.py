@@ -1,15 +1,16 @@
 """How long a call of the master and its reply take, beside raw pyzmq under asyncio and Ray.
 
     python benchmarks/request_reply.py [--rounds 5] [--calls 2000] [--peers raw_pyzmq_asyncio,ray]
-    python benchmarks/request_reply.py --curve      what authentication and encryption cost: with CURVE beside `plain`
+    python benchmarks/request_reply.py --curve      what encryption costs: over TCP with CURVE beside `plain`
 
 One call at a time, from process to process: an MFC on a batch of 64 ids (1 kB), answered with the ids and ten statistics:
 
     asyncrl            NameResolvingRequestClient to NameResolvingReplyServer: typed, in order, at most once
     raw_pyzmq_asyncio  the same bytes there and back over zmq.asyncio DEALER sockets; nothing encodes, decodes or checks them
-    plain              (--curve) asyncrl as it is on one machine: neither authenticated nor encrypted
+    plain              asyncrl over TCP, neither authenticated nor encrypted (network.authenticate=off)
     ray                a method of an actor, with the same ids, returning the same ids and statistics
 
+asyncrl is on Unix sockets, as in a run on one machine; with --curve it is as between hosts.
 `value` is asyncrl's median round trip in microseconds; the cases are `median` and `p99`.
 """
 
@@ -21,10 +22,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common import Parent, alternate, children, encrypt, finish, missing_peers, parser, percentile, run_part, table
+from common import Parent, alternate, children, finish, missing_peers, network_of, parser, percentile, run_part, table
 
-PEERS = {"raw_pyzmq_asyncio": "zmq", "ray": "ray"}
 PLAIN = "plain"
+PEERS = {"raw_pyzmq_asyncio": "zmq", PLAIN: "zmq", "ray": "ray"}
 IDS = [f"a1.t{number:06d}" for number in range(64)]
 STATS = {f"statistic_{number}": number / 7 for number in range(10)}
 WARM_UP = 200  # calls before those that count
@@ -39,8 +40,8 @@ def summary(seconds: list[float]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------------------ asyncrl
 
 
-def asyncrl_server(parent: Parent, calls: int, curve: bool = False) -> None:
-    asyncio.run(_serve(parent, encrypt(curve)))
+def asyncrl_server(parent: Parent, calls: int, way: str = "unix") -> None:
+    asyncio.run(_serve(parent, network_of(way)))
 
 
 async def _serve(parent: Parent, keys: dict[str, str]) -> None:
@@ -67,11 +68,11 @@ async def _serve(parent: Parent, keys: dict[str, str]) -> None:
     await server.close()
 
 
-def asyncrl_client(parent: Parent, calls: int, curve: bool = False) -> None:
-    asyncio.run(_call(parent, calls, curve))
+def asyncrl_client(parent: Parent, calls: int, way: str = "unix") -> None:
+    asyncio.run(_call(parent, calls, way))
 
 
-async def _call(parent: Parent, calls: int, curve: bool) -> None:
+async def _call(parent: Parent, calls: int, way: str) -> None:
     from asyncrl.config import RuntimeConfig
     from asyncrl.messages import ExecuteMFC
     from asyncrl.names import Names
@@ -80,7 +81,7 @@ async def _call(parent: Parent, calls: int, curve: bool) -> None:
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "request-reply")
     found = parent.receive() or {}
-    encrypt(curve, found["keys"])
+    network_of(way, found["keys"])
     resolver.add(names.stream(request_stream(0)), str(found["endpoint"]))
     client = NameResolvingRequestClient(
         resolver, names, num_workers=1, handler_routing={}, runtime=RuntimeConfig(), incarnation="bench"
@@ -204,18 +205,18 @@ def main() -> None:
     options = parser(__doc__ or "", quick={"calls": 200})
     options.add_argument("--calls", type=int, default=2000, help="calls a round and side (default 2000)")
     options.add_argument("--peers", help=f"peers, separated by commas (default {','.join(PEERS)}; with --curve: plain)")
-    options.add_argument("--curve", action="store_true", help="ours authenticated and encrypted, beside ours plain")
+    options.add_argument("--curve", action="store_true", help="ours over TCP and encrypted, beside ours plain")
     args = options.parse_args()
     makers = {
         "raw_pyzmq_asyncio": lambda: pair("raw_server", "raw_client", args.calls),
         "ray": lambda: alone("ray", args.calls),
-        PLAIN: lambda: pair("asyncrl_server", "asyncrl_client", args.calls),
+        PLAIN: lambda: pair("asyncrl_server", "asyncrl_client", args.calls, way=PLAIN),
     }
     chosen = (PLAIN if args.curve else ",".join(PEERS)) if args.peers is None else args.peers
     wanted = [peer for peer in chosen.split(",") if peer]
-    missing = missing_peers({peer: {**PEERS, PLAIN: "zmq"}[peer] for peer in wanted})
+    missing = missing_peers({peer: PEERS[peer] for peer in wanted})
     peers = [peer for peer in wanted if peer not in missing]
-    sides = {"asyncrl": pair("asyncrl_server", "asyncrl_client", args.calls, curve=args.curve)}
+    sides = {"asyncrl": pair("asyncrl_server", "asyncrl_client", args.calls, way="curve" if args.curve else "unix")}
     rounds = alternate(args, sides | {peer: makers[peer]() for peer in peers})
     cases = ["median", "p99"]
     ratio = rounds.ratios("asyncrl", peers, cases)
