@@ -12,6 +12,7 @@ import uuid
 
 PREFIX = "asyncrl"
 ACTOR = "actor"  # the role that is trained, and whose weights are served
+MASTER_META = "master_meta"  # the stream by which heads tell the master what they hold
 _INCARNATION = re.compile(r"\.(\d{19,20})\.\d+\.[0-9a-f]{8}")
 _STARTS_PER_ATTEMPT = 10**9  # more than a launcher ever makes
 _PART = re.compile(r"[^/\x00-\x1f]+")

@@ -286,7 +286,10 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
-        raise WeightsError(f"{path} has no {MANIFEST}: not a weight version, or it was pruned") from None
+        newest = max(list_versions(path.parent), default="none")
+        raise WeightsError(
+            f"{path} has no {MANIFEST}: not a weight version, or it was pruned; the newest one beside it: {newest}"
+        ) from None
     except (*DECODE_ERRORS, OSError) as error:
         raise WeightsError(f"{path / MANIFEST} cannot be read: {error}") from error
 

@@ -62,6 +62,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     """A generation server with the transformers engine, as the launcher would run it."""
     from asyncrl.config import GenerationConfig, GenerationServerConfig
     from asyncrl.generation.worker import GenerationServer
+    from asyncrl.messages import WeightVersion
     from asyncrl.runtime.name_resolve import open_name_resolver
 
     info = worker_info("generation_server", folder)
@@ -78,6 +79,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     resolver = open_name_resolver(info.name_resolve)
 
     def obey() -> None:
+        resolver.add(server.names.weights_held("actor"), str(WeightVersion(1, 1 << 30)))  # the trainer is elsewhere
         parent.send(url=resolver.wait(server.names.generation_server(0), _START_LIMIT_S))
         while parent.receive() is not None:
             pass

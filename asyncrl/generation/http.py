@@ -44,7 +44,7 @@ from asyncrl.generation.engine import (
     WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.generation.fence import VersionFence
+from asyncrl.generation.fence import Published, VersionFence
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.receive import ReceivingHTTP
 from asyncrl.generation.verify import LogprobMismatch, VerifiedLoads
@@ -61,7 +61,10 @@ from asyncrl.messages import (
     UpdateWeightsRequest,
     WeightVersion,
 )
+from asyncrl.names import ACTOR
+from asyncrl.run_folder import name_of
 from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.weights import version_dir
 
 MAX_BODY_BYTES = 64 << 20
 HEALTH_GENERATE_LIMIT_S = 10.0
@@ -122,12 +125,16 @@ class GenerationHTTP:
         verified: VerifiedLoads | None = None,
         receiver: WeightReceiver | None = None,
         fetched: FetchedWeights | None = None,
+        run_dir: str = "",
+        published: Published | None = None,
     ) -> None:
         """verified: loads versions in the engine's place (weights.verify_logprobs). receiver: of weights over the network.
-        fetched: versions that this host does not see in the run's folder."""
+        fetched: versions that this host does not see in the run's folder. published: as in VersionFence.
+        run_dir: of the run whose weights it loads; "": it loads from any folder."""
         self._engine = engine
         self._load_weights = engine.load_weights if verified is None else verified.load
-        self._fence = VersionFence()
+        self._fence = VersionFence(published)
+        self._run_dir = run_dir
         self._fetched = fetched
         self._receiving = ReceivingHTTP(receiver, verified, self._fence)
         self._engine_name, self._settings = engine_name, settings
@@ -241,6 +248,7 @@ class GenerationHTTP:
         try:
             version = WeightVersion.parse(wanted.weight_version)
             self._fence.check(version)
+            self._check_place(wanted.model_path, version)
             key = "load", wanted.model_path, str(version), wanted.abort_all_requests
             count = await self._once(key, lambda: self._load(wanted, version))
         except (WeightsRefused, ValueError) as error:
@@ -260,10 +268,18 @@ class GenerationHTTP:
     async def _fetch(self, wanted: FetchWeightsRequest) -> str:
         """Returns where the version is. It is verified there, so that generation is paused for the load alone."""
         version, where = WeightVersion.parse(wanted.weight_version), wanted.model_path
+        self._check_place(where, version)
         if self._fetched is not None and wanted.source:
+            await self._fence.check_published(version)
             where = await self._fetched.fetch(wanted)
         await self._engine.verify_ahead(Path(where), version)
         return where
+
+    def _check_place(self, model_path: str, version: WeightVersion) -> None:
+        """Raises WeightsRefused or OutsideRunError unless the run keeps this version there."""
+        own = version_dir(self._run_dir, ACTOR, version)
+        if self._run_dir and name_of(self._run_dir, Path(model_path)) != name_of(self._run_dir, own):
+            raise WeightsRefused(f"model_path is {model_path!r}; the run has {version} in {own} only")
 
     async def _load(self, wanted: UpdateWeightsRequest, version: WeightVersion) -> int:
         with contextlib.ExitStack() as stack:

@@ -236,7 +236,7 @@ class ReceivingHTTP:
 
     async def _begin(self, update: BeginWeightUpdate) -> str:
         if update.weight_version:
-            self._fence.check(_parse(update.weight_version))
+            await self._check(update.weight_version)
         if self._verified is not None:
             self._verified.require_pause()
         await self._to_the_end(self._engines.begin(update))
@@ -245,6 +245,8 @@ class ReceivingHTTP:
 
     async def _receive(self, bucket: ReceiveWeights) -> str:
         began = time.monotonic()
+        if bucket.weight_version:  # it takes the place of the one that the update began with
+            await self._check(bucket.weight_version)
         await self._to_the_end(self._engines.receive(bucket))
         return f"{len(bucket.names)} tensors received in {time.monotonic() - began:.3f} s"
 
@@ -260,6 +262,11 @@ class ReceivingHTTP:
             await self._verified.verify(_parse(begun.weight_version), probe, ",".join(ended.xxh3))
         if begun is not None and begun.weight_version:
             self._fence.loaded(_parse(begun.weight_version))
+
+    async def _check(self, weight_version: str) -> None:
+        version = _parse(weight_version)
+        self._fence.check(version)
+        await self._fence.check_published(version)
 
     async def _leave(self, left: LeaveUpdateGroup) -> str:
         await self._to_the_end(self._engines.leave(left.group_name))

@@ -18,12 +18,15 @@ from pathlib import Path
 
 from asyncrl.config import GenerationServerConfig
 from asyncrl.data.prompts import load_tokenizer
-from asyncrl.generation.engine import GenerationEngine
+from asyncrl.generation.engine import EngineUnavailable, GenerationEngine
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import FLUSH_INTERVAL_S, TokenJournal, journal_path
 from asyncrl.generation.verify import VerifiedLoads
+from asyncrl.messages import WeightVersion
+from asyncrl.names import ACTOR
 from asyncrl.runtime.loading import LoadProgress
+from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.worker import Worker
 from asyncrl.topology import ENGINES
 from asyncrl.weight_files import WeightFetcher, fetch_folder, run_key
@@ -62,6 +65,8 @@ class GenerationServer(Worker):
             verified=self._verified_loads(self._engine),
             receiver=self._engine.weight_receiver(self.info.runtime.host),
             fetched=self._fetched,
+            run_dir=self.info.run_dir,
+            published=self._published,
         )
         url = await self._http.start(self.info.runtime.host)
         await self.publish(self.names.generation_server(self.info.index), url)
@@ -97,6 +102,18 @@ class GenerationServer(Worker):
             self._journal.close()
         if self._fetched is not None:
             self._fetched.close()
+
+    async def _published(self) -> WeightVersion | None:
+        """The newest version that the trainer has on disk or in memory; None: name resolve has none."""
+        found = []
+        for key in (self.names.model_version(ACTOR), self.names.weights_held(ACTOR)):
+            try:
+                found.append(WeightVersion.parse(await asyncio.to_thread(self.resolver.get, key)))
+            except NameEntryNotFound:
+                continue
+            except (NameResolveTimeout, ValueError) as error:
+                raise EngineUnavailable(f"which weights are published is not known: {error}") from error
+        return max(found, default=None)
 
     def _open_fetched(self) -> FetchedWeights:
         info = self.info

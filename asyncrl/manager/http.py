@@ -26,7 +26,7 @@ from aiohttp.http_parser import RawRequestMessage
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from asyncrl.manager.ledger import MAX_COUNT, Ledger, StaleAttemptError
+from asyncrl.manager.ledger import MAX_COUNT, Ledger, StaleAttemptError, UnreachedError
 from asyncrl.messages import (
     AllocateReply,
     AllocateRequest,
@@ -81,8 +81,17 @@ class _Waiting:
 class ManagerService:
     """The handlers. One event loop; every handler is atomic between its awaits."""
 
-    def __init__(self, ledger: Ledger, *, clock: Clock | None = None, fleet: FleetMetrics | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        clock: Clock | None = None,
+        fleet: FleetMetrics | None = None,
+        newest_attempt: Callable[[], Awaitable[int]] | None = None,
+    ) -> None:
+        """newest_attempt: asks for the newest one that the run has begun, 0: not known now. None: no upper bound."""
         self.ledger = ledger
+        self._newest_attempt = newest_attempt
         self._clock = clock or SystemClock()
         self._waiting: dict[tuple[str, str, str], _Waiting] = {}  # in the order in which they came
         self._num_waiting = 0  # connections: more than requests, where one was sent twice
@@ -188,10 +197,11 @@ class ManagerService:
 
     async def report(self, report: MasterReport) -> LedgerView:
         """The ledger, once it is newer than the master's, or after wait_s."""
+        newest_attempt = await self._newest() if report.attempt > self.ledger.attempt else None
         until = self._clock.monotonic() + _limited(report.wait_s)
         # one that this ledger has not come to is of the manager before
         known = report.after_revision if report.after_revision <= self.ledger.revision else -1
-        self.ledger.report(report, self._clock.monotonic())
+        self.ledger.report(report, self._clock.monotonic(), newest_attempt=newest_attempt)
         self.changed()
         waited = False
         while self.ledger.revision <= known and self._clock.monotonic() < until:
@@ -204,6 +214,13 @@ class ManagerService:
         self._view_took_s = self._clock.monotonic() - now
         damaged = self._fleet.damaged if self._fleet is not None else None
         return view if damaged is None else msgspec.structs.replace(view, damaged=str(damaged))
+
+    async def _newest(self) -> int | None:
+        if self._newest_attempt is None:
+            return None
+        if not (newest := await self._newest_attempt()):
+            raise web.HTTPServiceUnavailable(text="name resolve does not say now which attempt has begun; ask again\n")
+        return newest
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
         """How far the evaluation is, once it is done, or after wait_s."""
@@ -294,7 +311,8 @@ class ManagerService:
 
 
 def _typed(kind: type[Message], handle: Callable[[Message], Awaitable[Reply]]) -> Handler:
-    """A handler of one message type: 400 with the reason for what is not one, 409 for an attempt that is over."""
+    """A handler of one message type: 400 with the reason for what is not one, 409 for an attempt that is over, and for
+    an attempt or a version that the run cannot have reached."""
     decoder = msgspec.json.Decoder(kind)
 
     async def run(request: web.BaseRequest) -> web.StreamResponse:
@@ -302,7 +320,7 @@ def _typed(kind: type[Message], handle: Callable[[Message], Awaitable[Reply]]) -
         body = content.read_nowait() if content.is_eof() else await request.read()  # small ones are all there
         try:
             return _Json(await handle(decoder.decode(body)))
-        except StaleAttemptError as error:
+        except (StaleAttemptError, UnreachedError) as error:
             return web.Response(status=409, text=f"{error}\n")
         except (ValueError, RecursionError) as error:  # msgspec's errors too: what, and at which field
             return web.Response(status=400, text=f"{kind.__name__}: {error}\n")

@@ -68,6 +68,10 @@ class StaleAttemptError(ValueError):
     """A report from a training side that is over."""
 
 
+class UnreachedError(ValueError):
+    """A report of an attempt or a version that the run cannot have reached."""
+
+
 @dataclass(frozen=True)
 class Gate:
     """The admission rule."""
@@ -465,10 +469,21 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------- calls of the master
 
-    def report(self, report: MasterReport, now: float) -> None:
-        """The master says where training is. Raises StaleAttemptError for one whose attempt is over."""
+    def report(self, report: MasterReport, now: float, *, newest_attempt: int | None = None) -> None:
+        """The master says where training is. newest_attempt: that the run has begun; None: not known.
+
+        Raises StaleAttemptError where its attempt is over, and UnreachedError where it is ahead of the run: a train step
+        makes one version and consumes at least one ticket. Then nothing has changed.
+        """
         if report.attempt < self.attempt:
             raise StaleAttemptError(f"attempt {report.attempt} is over: the manager serves attempt {self.attempt}")
+        if newest_attempt is not None and report.attempt > max(newest_attempt, self.attempt):
+            raise UnreachedError(
+                f"attempt is {report.attempt}; the newest that the run has begun is {max(newest_attempt, self.attempt)}"
+            )
+        highest = self.trained_version + max(1, len(set(report.consumed)))
+        if report.attempt == self.attempt and self._cursor is not None and report.trained_version > highest:
+            raise UnreachedError(f"trained_version is {report.trained_version}; the highest possible one is {highest}")
         self.begin_attempt(report.attempt)
         if self._cursor is None:
             if not report.full:

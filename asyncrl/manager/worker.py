@@ -24,10 +24,12 @@ from asyncrl.manager.load import LoadPoller
 from asyncrl.manager.members import Members
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
-from asyncrl.messages import DECODE_ERRORS, ScaleWish, Ticket
+from asyncrl.messages import DECODE_ERRORS, ScaleWish, Ticket, WeightVersion
+from asyncrl.names import MASTER_META
+from asyncrl.runtime.channel_wire import Endpoint
 from asyncrl.runtime.clock import SystemClock
 from asyncrl.runtime.journal import BackgroundJournal
-from asyncrl.runtime.name_resolve import NameEntryExists, NameResolveTimeout
+from asyncrl.runtime.name_resolve import NameEntryExists, NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
 from asyncrl.weight_files import WeightFiles
 from asyncrl.weights import role_dir, version_dir
@@ -104,7 +106,9 @@ class GserverManager(Worker):
             on_told=self._drain_news.set,
             logger=self.logger,
         )
-        self.service = ManagerService(self.ledger, clock=self.clock, fleet=self.fleet)
+        self.service = ManagerService(
+            self.ledger, clock=self.clock, fleet=self.fleet, newest_attempt=self._newest_attempt
+        )
         await self.fleet.start()
         self.url = await self.service.start(self.info.runtime.host)
         await self.publish(self.names.gserver_manager(), self.url)
@@ -268,6 +272,21 @@ class GserverManager(Worker):
             self.logger.info("attempt %d has begun: what runs for older ones is taken back", self.fleet.attempt)
             self.ledger.begin_attempt(self.fleet.attempt)
             self.service.changed()
+
+    async def _newest_attempt(self) -> int:
+        """Of the weights and the master in name resolve: a master publishes its stream before it reports. 0: not known."""
+        newest = 0
+        with contextlib.suppress(NameEntryNotFound, NameResolveTimeout, ValueError):
+            weights = await asyncio.to_thread(self.resolver.get, self.names.model_version(self.config.role))
+            newest = WeightVersion.parse(weights).attempt
+        try:
+            stream = await asyncio.to_thread(self.resolver.get, self.names.stream(MASTER_META))
+        except (NameEntryNotFound, NameResolveTimeout) as error:
+            self.logger.warning("the master's attempt is not known: %s", error)
+            return newest if newest > self.ledger.attempt else 0
+        with contextlib.suppress(*DECODE_ERRORS):
+            newest = max(newest, msgspec.json.decode(stream, type=Endpoint).attempt)
+        return newest
 
     def _note(self, event: Literal["admitted", "adopted"], ticket: Ticket) -> None:
         self.journal.add(

@@ -20,13 +20,11 @@ from asyncrl.config import RuntimeConfig
 from asyncrl.data.codec import CodecError, decode_sample, encode_sample
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.messages import StoreVerdict, TrajectoryMeta
-from asyncrl.names import Names
+from asyncrl.names import MASTER_META, Names
 from asyncrl.runtime.channel import ChannelLimits, ChannelSender, Delivery
 from asyncrl.runtime.name_resolve import NameResolver
 from asyncrl.runtime.published import PublishedReceiver
 from asyncrl.runtime.transport import Transport, transport_of
-
-MASTER_META = "master_meta"
 
 
 def grouping(num_pushers: int, num_pullers: int) -> dict[int, list[int]]:

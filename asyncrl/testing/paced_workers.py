@@ -61,7 +61,9 @@ class PacedServer(Worker):
             load_s=pace.load_s,
             on_tokens=self._journal.add,
         )
-        self._http = GenerationHTTP(self._engine, engine_name="paced", settings=msgspec.to_builtins(pace))
+        self._http = GenerationHTTP(
+            self._engine, engine_name="paced", settings=msgspec.to_builtins(pace), run_dir=self.info.run_dir
+        )
 
     async def setup(self) -> None:
         await self._engine.start()

@@ -88,12 +88,13 @@ def make_server(model_path: Path, space: str) -> tuple[GenerationServer, NameRes
     resolve = NameResolveConfig(endpoints=[f"memory://{space}"])
     info = WorkerInfo(
         kind="generation_server", index=0, count=1, experiment="e", trial="t", attempt=1,
-        run_dir=str(model_path.parent / space), seed=1, name_resolve=resolve, runtime=RuntimeConfig(),
+        run_dir=str(model_path.parent), seed=1, name_resolve=resolve, runtime=RuntimeConfig(),
     )  # fmt: skip
     config = GenerationServerConfig(
         worker=info, engine="transformers", model_path=str(model_path), tokenizer_path=str(model_path),
         generation=GENERATION, torch_threads=1,
     )  # fmt: skip
+    open_name_resolver(resolve).add(Names("e", "t").weights_held("actor"), str(V2), replace=True)
     return GenerationServer(config), resolve
 
 
@@ -292,6 +293,21 @@ async def test_the_protocol_refuses_what_comes_in_another_order(model_path: Path
         assert (status, "could not be joined" in msgspec.convert(reply, UpdateWeightsReply).message) == (400, True)
         assert (await client.post("/destroy_weights_update_group", {}))[0] == 200
         assert await client.version() == str(V0)
+
+
+async def test_a_version_that_the_trainer_has_not_published_is_refused(model_path: Path) -> None:
+    """A label that is far ahead: the server would refuse all versions that follow."""
+    ahead = WeightVersion(1, 99_999)
+    why = f"weight_version is {ahead}, which the trainer has not published; {V2} is the newest"
+    async with served(model_path) as client:
+        status, reply = await client.post("/begin_weight_update", BeginWeightUpdate(weight_version=str(ahead)))
+        assert (status, reply["message"]) == (400, why)
+        assert (await client.post("/begin_weight_update", BeginWeightUpdate()))[0] == 200
+        bucket = ReceiveWeights(weight_version=str(ahead), load_format="flattened_bucket", limit_s=1.0)
+        status, reply = await client.post("/update_weights_from_distributed", bucket)
+        assert (status, reply["message"]) == (400, why)
+        await client.load(V1)
+        assert await client.version() == str(V1)
 
 
 async def test_a_sender_that_repeats_itself_fills_no_memory(model_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import shutil
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -74,7 +75,7 @@ class Client:
         return msgspec.convert(reply, GenerateReply)
 
     async def update(self, version: WeightVersion, path: Path | None = None) -> tuple[int, UpdateWeightsReply]:
-        where = path or version_dir(self.model_path.parent, "actor", version)
+        where = path or version_dir(self.run_dir, "actor", version)
         body = {"model_path": str(where), "weight_version": str(version)}
         status, reply = await self.post("/update_weights_from_disk", body)
         return status, msgspec.convert(reply, UpdateWeightsReply)
@@ -87,6 +88,7 @@ class Client:
 
 @asynccontextmanager
 async def served(model_path: Path, run_dir: Path, version: WeightVersion | None = V0) -> AsyncIterator[Client]:
+    shutil.copytree(model_path.parent / "weights", run_dir / "weights")
     resolve = NameResolveConfig(endpoints=[f"memory://generation-{next(_spaces)}"])
     info = WorkerInfo(
         kind="generation_server", index=1, count=2, experiment="e", trial="t", attempt=1, run_dir=str(run_dir), seed=1,
@@ -213,11 +215,20 @@ async def test_bad_input_gets_400_and_the_server_lives(model_path: Path, tmp_pat
 async def test_a_bad_update_gets_400_and_the_old_version_serves(model_path: Path, tmp_path: Path) -> None:
     async with served(model_path, tmp_path) as client:
         before = await client.generate([1, 2, 3], "a", max_new_tokens=5, temperature=0.0)
-        v1 = version_dir(model_path.parent, "actor", V1)
-        for version, path in [(V1, tmp_path / "nowhere"), (WeightVersion(1, 7), v1)]:
+        v1, v7 = version_dir(tmp_path, "actor", V1), version_dir(tmp_path, "actor", WeightVersion(1, 7))
+        for version, path, word in [
+            (WeightVersion(1, 7), v7, f"the newest one beside it: {V1}"),
+            (WeightVersion(1, 7), v1, f"model_path is '{v1}'; the run has {WeightVersion(1, 7)} in {v7} only"),
+            (V1, version_dir(model_path.parent, "actor", V1), "is not in the run's folder"),
+            (V1, version_dir(tmp_path, "critic", V1), "only"),
+            (V1, tmp_path / "x" / ".." / "weights" / "actor" / str(V1), "is no folder of the run"),
+        ]:
             status, reply = await client.update(version, path)
-            assert (status, reply.success) == (400, False)
-            assert str(path) in reply.message
+            assert (status, reply.success, word in reply.message) == (400, False, True), reply
+        v1.rename(tmp_path / "elsewhere")
+        v1.symlink_to(tmp_path / "elsewhere")
+        status, reply = await client.update(V1)
+        assert (status, "by a symbolic link" in reply.message) == (400, True)
         status, body = await client.post("/update_weights_from_disk", {"model_path": str(v1), "weight_version": "v1"})
         assert (status, body["success"]) == (400, False)
         assert await client.generate([1, 2, 3], "a", max_new_tokens=5, temperature=0.0) == before
@@ -324,7 +335,7 @@ async def test_a_version_is_verified_before_the_pause_and_a_retry_waits_for_the_
     async with served(model_path, tmp_path) as client:
         before = await client.metric("asyncrl_generation_weight_updates")
         checked.clear()
-        where = str(version_dir(model_path.parent, "actor", V1))
+        where = str(version_dir(tmp_path, "actor", V1))
         request = FetchWeightsRequest(model_path=where, weight_version=str(V1), source="", limit_s=20.0)
         assert (await client.post("/fetch_weights", request))[0] == 200
         assert checked.is_set()

@@ -34,6 +34,8 @@ from asyncrl.messages import (
     VersionReply,
     WeightVersion,
 )
+from asyncrl.names import MASTER_META
+from asyncrl.runtime.channel_wire import Endpoint
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.name_resolve import open_name_resolver
 from asyncrl.runtime.worker import RunEndedError
@@ -208,6 +210,11 @@ class Setup:
         if write:
             self.write_weights(weights)
         self.resolver.add(self.names.model_version("actor"), str(weights), replace=True)
+
+    def begin_master(self, attempt: int) -> None:
+        """What name resolve has of a master of this attempt."""
+        at = Endpoint("tcp://127.0.0.1:1", "m", max_message_bytes=1, attempt=attempt)
+        self.resolver.add(self.names.stream(MASTER_META), msgspec.json.encode(at).decode(), replace=True)
 
     def journal(self) -> list[dict[str, Any]]:
         return read_json_lines(self.run_dir / "journal" / "gserver_manager.jsonl")
@@ -494,7 +501,27 @@ async def test_room_for_one_goes_to_who_waits_longest(setup: Setup) -> None:
         assert setup.manager.service.num_waiting == len(waits) - number - 1
 
 
+async def test_an_attempt_that_no_master_has_begun_is_refused(setup: Setup) -> None:
+    """By HTTP alone, an attempt of 999 ended the tickets of the run, and its master, once an attempt."""
+    (ticket,) = ids(await setup.allocate())
+    report = {"attempt": 999, "trained_version": 0, "consumed": [], "stored": [], "full": True, "num_prompts": 9}
+    body = msgspec.json.encode({**report, "num_epochs": 1})
+    async with setup.session.post(setup.url + "/report", data=body) as response:
+        assert response.status == 503  # name resolve has lost its data, say: the master asks again
+    setup.begin_master(1)
+    async with setup.session.post(setup.url + "/report", data=body) as response:
+        told = await response.text()
+    assert (response.status, told) == (409, "attempt is 999; the newest that the run has begun is 1\n")
+    assert (await setup.heartbeat(ticket)).revoked == []
+    setup.begin_master(2)
+    assert (await setup.report(attempt=2, full=True)).live == []
+    async with setup.session.post(setup.url + "/report", data=body) as response:
+        assert response.status == 409
+    assert (await setup.report(attempt=2)).known
+
+
 async def test_a_master_of_an_attempt_that_is_over_is_refused(setup: Setup) -> None:
+    setup.begin_master(2)
     await setup.report(attempt=2, full=True)
     async with setup.session.post(
         setup.url + "/report",

@@ -476,7 +476,7 @@ async def test_a_whole_generation_server_in_front(
             assert (await answer.json())["pause_modes"] == ["abort", "retract", "wait"]
     server.stopping.set()
     await within(life)
-    journal = read_json_lines(tmp_path / "journal" / "generation_server_0.jsonl")
+    journal = read_json_lines(store.root / "run" / "journal" / "generation_server_0.jsonl")
     by_version = {
         str(version): sum(line["tokens"] for line in journal if line["version"] == str(version)) for version in (V0, V1)
     }

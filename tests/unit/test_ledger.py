@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.groups.outcome import REWARD_LOST
-from asyncrl.manager.ledger import _MAX_REQUESTS, Gate, Ledger, StaleAttemptError
+from asyncrl.manager.ledger import _MAX_REQUESTS, Gate, Ledger, StaleAttemptError, UnreachedError
 from asyncrl.manager.prompts import PromptCursor, TicketId
 from asyncrl.manager.routing import ServerTable
 from asyncrl.messages import (
@@ -53,7 +53,7 @@ class Desk:
             life = self.table.begin_update(name, loaded)
             assert self.table.loaded(name, life, loaded, self.now)
 
-    def report(self, **fields: Any) -> LedgerView:
+    def report(self, newest_attempt: int | None = None, **fields: Any) -> LedgerView:
         defaults = {
             "attempt": self.attempt,
             "trained_version": self.version,
@@ -63,7 +63,7 @@ class Desk:
             "num_epochs": 2,
             "rejected_seen": self.rejected_seen,
         }
-        self.ledger.report(MasterReport(**{**defaults, **fields}), self.now)
+        self.ledger.report(MasterReport(**{**defaults, **fields}), self.now, newest_attempt=newest_attempt)
         return self.ledger.view(self.now)
 
     def ask(
@@ -856,9 +856,9 @@ def test_a_result_of_what_is_done_or_live_by_another_ticket_changes_nothing() ->
 
 def test_an_attempt_may_begin_before_its_master_has_reported() -> None:
     """Its weights are known first. Versions may go back."""
-    desk = Desk()
+    desk = Desk(register=False)
     desk.version = 27
-    desk.report()
+    desk.report(full=True)
     desk.serve(27)
     (ticket,) = desk.take(1)
     desk.ledger.begin_attempt(2)
@@ -873,6 +873,28 @@ def test_an_attempt_may_begin_before_its_master_has_reported() -> None:
     desk.serve(20, attempt=2)
     assert desk.take(1)[0].min_version == 20
     assert all(server.running == 1 for server in desk.table.servers.values())
+
+
+def test_an_attempt_that_the_run_has_not_begun_is_refused_and_changes_nothing() -> None:
+    desk = Desk()
+    (ticket,) = desk.take(1)
+    for _ in range(2):
+        with pytest.raises(UnreachedError, match="attempt is 999; the newest that the run has begun is 2"):
+            desk.report(attempt=999, full=True, newest_attempt=2)
+    assert desk.ledger.attempt == 1
+    assert desk.beat(ticket) == []
+    desk.report(attempt=2, full=True, newest_attempt=2)
+    assert desk.ledger.attempt == 2
+
+
+def test_a_trained_version_that_cannot_be_reached_is_refused_and_locks_nothing_out() -> None:
+    desk = Desk()
+    tickets = desk.take(4)
+    with pytest.raises(UnreachedError, match="trained_version is 99999; the highest possible one is 1"):
+        desk.report(trained_version=99_999)
+    assert desk.ledger.trained_version == 0
+    desk.report(trained_version=2, consumed=ids(tickets))  # two steps, of which the first was not told
+    assert desk.ledger.trained_version == 2
 
 
 def test_tickets_of_an_attempt_that_is_over_are_taken_back_at_once() -> None:
