@@ -6,6 +6,7 @@
   run.json             the newest attempt: its number, when it began, its name-resolve endpoints
   configs/attempt_N/   each process's resolved config; experiment.yaml: that of the run, which `resume` goes on with
   logs/attempt_N/      each process's output; logs/latest is the newest
+  ticket.key           what the gserver manager seals tickets with, and the master tells granted ones by
   metrics.jsonl  tensorboard/  summary.json  journal/  weights/  checkpoints/  trajectories/  etcd/
 """
 

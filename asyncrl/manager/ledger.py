@@ -29,7 +29,7 @@ from typing import Literal
 from asyncrl.groups.outcome import REWARD_LOST
 from asyncrl.manager import intervals
 from asyncrl.manager.evaluation import EvalItem, EvaluationBook
-from asyncrl.manager.prompts import PromptCursor, TicketId
+from asyncrl.manager.prompts import PromptCursor
 from asyncrl.manager.routing import Server, ServerTable
 from asyncrl.messages import (
     AllocateReply,
@@ -52,6 +52,7 @@ from asyncrl.messages import (
     TicketView,
 )
 from asyncrl.names import is_earlier
+from asyncrl.tickets import TicketId, TicketSeal
 
 MAX_COUNT = 4096  # tickets of one request
 _MAX_REQUESTS = 16  # answers remembered per worker, which asks again only for the one that it has not got
@@ -154,6 +155,7 @@ class Ledger:
         grace_s: float = 0.0,
         num_workers: int = 0,
         nonce: str = "",
+        ticket_key: bytes = b"",
         journal: Journal = lambda event, ticket: None,
     ) -> None:
         """heads_of_worker: to which heads a worker may send; by default to all, the one with the fewest live tickets.
@@ -161,6 +163,7 @@ class Ledger:
         grace_s: how long to admit nothing, at most, after the first full report, while workers report what they hold: the lease
         of the tickets that a manager before this one has issued. 0 where there was none.
         num_workers: rollout workers; the grace ends when so many have been heard. 0: not known.
+        ticket_key: of the run (tickets.py): what managers before this one have sealed with it is known again.
         journal: is told of every train ticket that is granted, or known again.
         """
         if max_issues < 1:
@@ -194,6 +197,7 @@ class Ledger:
         self._early_held: dict[str, HeartbeatRequest] = {}  # by worker, until the master has registered
         self._early_results: dict[str, tuple[FinishRequest, RolloutResult]] = {}  # by ticket, likewise
         self._nonce = nonce or secrets.token_hex(3)
+        self._seal = TicketSeal(ticket_key)
         self._num_train_tickets = 0
         self._num_eval_tickets = 0
         self._last_expire: float | None = None
@@ -472,8 +476,8 @@ class Ledger:
     def report(self, report: MasterReport, now: float, *, newest_attempt: int | None = None) -> None:
         """The master says where training is. newest_attempt: that the run has begun; None: not known.
 
-        Raises StaleAttemptError where its attempt is over, and UnreachedError where it is ahead of the run: a train step
-        makes one version and consumes at least one ticket. Then nothing has changed.
+        Raises StaleAttemptError where its attempt is over, and UnreachedError where it is ahead of the run: a train
+        step makes one version and consumes at least one ticket. Then nothing has changed.
         """
         if report.attempt < self.attempt:
             raise StaleAttemptError(f"attempt {report.attempt} is over: the manager serves attempt {self.attempt}")
@@ -591,14 +595,14 @@ class Ledger:
         unknown = [ticket_id for ticket_id in held if ticket_id not in self._live]
         if not unknown:  # nearly always
             return
-        newest = max((name.attempt for name in map(TicketId.parse, unknown) if name is not None), default=0)
+        newest = max((name.attempt for name in map(self._seal.read, unknown) if name is not None), default=0)
         if newest > self.attempt:
             self.begin_attempt(newest)
             self._grace_s = self._lease_s
 
     def _adopt(self, worker: str, incarnation: str, ticket_id: str, now: float) -> bool:
         """A ticket that the manager before this one has issued, reported while we wait for just that."""
-        name = TicketId.parse(ticket_id)
+        name = self._seal.read(ticket_id)
         if self._cursor is None:  # judged when the master has said what is done
             return self._grace_s > 0.0 and (name is None or name.attempt == self.attempt)
         if self._grace_until is None or name is None or name.attempt != self.attempt:
@@ -645,7 +649,7 @@ class Ledger:
         head = min(heads, key=lambda head: (self._live_of_head[head], head))
         self._num_train_tickets += 1
         nonce = f"{self._nonce}_{self._num_train_tickets}"
-        ticket_id = str(TicketId(self.attempt, locator, issue, min_version, head, nonce))
+        ticket_id = self._seal.seal(TicketId(self.attempt, locator, issue, min_version, head, nonce))
         ticket = Ticket(
             ticket_id=ticket_id,
             kind="train",
@@ -835,7 +839,7 @@ class Ledger:
             self.counters["consumed", ""] += 1
             self._remove(live)
             return
-        name = TicketId.parse(ticket_id)
+        name = self._seal.read(ticket_id)
         if name is None or name.attempt != self.attempt:
             return
         self._give_up_others(ticket_id, name.locator)
@@ -853,7 +857,7 @@ class Ledger:
                 self._leave_running(live)
                 self.revision += 1
             return
-        name = TicketId.parse(ticket_id)
+        name = self._seal.read(ticket_id)
         if name is None or name.attempt != self.attempt or ticket_id in self._dropped:
             return
         rejected_unseen = any(rejected.locator == name.locator for rejected in self._rejected)

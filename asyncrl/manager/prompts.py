@@ -1,4 +1,4 @@
-"""Which prompt is handed out next, and the ids of tickets (pure).
+"""Which prompt is handed out next (pure).
 
 The ledger only counts: a prompt is a Locator (epoch, position); which line of the data set that is, the rollout workers'
 prompt source knows. Prompts go out in order of their locators, those handed out before (their ticket was lost) first.
@@ -7,40 +7,11 @@ prompt source knows. Prompts go out in order of their locators, those handed out
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Iterable
-
-from msgspec import Struct
 
 from asyncrl.messages import Locator
 
 _FIRST = Locator(0, 0)
-_TICKET_ID = re.compile(r"a(\d+)-e(\d+)-p(\d+)-i(\d+)-v(\d+)-h(\d+)-(\w+)", re.ASCII)
-
-
-class TicketId(Struct, frozen=True):
-    """What a ticket id says. Opaque to everybody but the ledger, which reads it to know a ticket again that it has forgotten
-    (a lost worker's trajectory that arrived after all; tickets issued by the manager before this one)."""
-
-    attempt: int
-    locator: Locator
-    issue: int
-    min_version: int
-    head: int
-    nonce: str  # of the manager process, and a count: an id is never given twice
-
-    def __str__(self) -> str:
-        epoch, position = self.locator.epoch, self.locator.position
-        return f"a{self.attempt}-e{epoch}-p{position}-i{self.issue}-v{self.min_version}-h{self.head}-{self.nonce}"
-
-    @classmethod
-    def parse(cls, text: str) -> TicketId | None:
-        """Inverse of `str`; None for what no ledger has issued."""
-        match = _TICKET_ID.fullmatch(text)
-        if match is None or len(text) > 200:
-            return None
-        attempt, epoch, position, issue, min_version, head = (int(part) for part in match.groups()[:6])
-        return cls(attempt, Locator(epoch, position), issue, min_version, head, match[7])
 
 
 class PromptCursor:

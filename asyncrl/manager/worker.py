@@ -31,6 +31,7 @@ from asyncrl.runtime.clock import SystemClock
 from asyncrl.runtime.journal import BackgroundJournal
 from asyncrl.runtime.name_resolve import NameEntryExists, NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
+from asyncrl.tickets import make_key
 from asyncrl.weight_files import WeightFiles
 from asyncrl.weights import role_dir, version_dir
 
@@ -57,6 +58,7 @@ class GserverManager(Worker):
         noted = (self.journal.last or {}).get("attempt", 0)  # by a manager before this one, whose attempt went on
         attempt = max(self.info.attempt, noted if isinstance(noted, int) else 0)
         is_successor = await self._is_successor() or noted == attempt
+        ticket_key = await asyncio.to_thread(make_key, Path(self.info.run_dir))
         self.table = ServerTable(
             options.routing,
             dead_after_s=options.lease_s,
@@ -82,6 +84,7 @@ class GserverManager(Worker):
             attempt=attempt,
             grace_s=options.lease_s if is_successor else 0.0,
             num_workers=config.num_rollout_workers,
+            ticket_key=ticket_key,
             journal=self._note,
         )
         self.fleet = Fleet(
@@ -274,7 +277,7 @@ class GserverManager(Worker):
             self.service.changed()
 
     async def _newest_attempt(self) -> int:
-        """Of the weights and the master in name resolve: a master publishes its stream before it reports. 0: not known."""
+        """Of weights and master in name resolve: a master publishes its stream before it reports. 0: not known."""
         newest = 0
         with contextlib.suppress(NameEntryNotFound, NameResolveTimeout, ValueError):
             weights = await asyncio.to_thread(self.resolver.get, self.names.model_version(self.config.role))

@@ -25,6 +25,7 @@ from asyncrl.master.apart import ApartWorlds
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.executor import FunctionExecutor, StepResult, WorkerCaller
+from asyncrl.master.grants import Grants
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
 from asyncrl.master.recovery import Checkpointer
@@ -53,6 +54,7 @@ from asyncrl.messages import (
     Ping,
     RejectedPrompt,
     SaveModel,
+    StoreVerdict,
     TrajectoryMeta,
     WeightVersion,
     WriteWeights,
@@ -66,6 +68,7 @@ from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.wandb_writer import SLACK_S, WandbWriter
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, Worker
+from asyncrl.tickets import read_key
 from asyncrl.topology import ModelPlacement, ParallelGrid, build_handler_routing
 from asyncrl.weights import prune_versions, role_dir, version_dir
 from asyncrl.worlds import Worlds
@@ -113,6 +116,7 @@ class MasterWorker(Worker):
             self.progress = PromptProgress(self.data.num_prompts, train.num_epochs)
         capacity = (1 + config.max_head_offpolicyness) * train.batch_size
         self.buffer = AsyncIOSequenceBuffer(self.progress, capacity=capacity, attempt=config.worker.attempt)
+        self.grants = Grants(lambda: read_key(self.run_dir), self.logger)
         self.former = BatchFormer(
             batch_size=train.batch_size,
             max_head_offpolicyness=config.max_head_offpolicyness,
@@ -124,6 +128,7 @@ class MasterWorker(Worker):
         if config.eval.prompts is not None and not config.eval.num_prompts:
             self._num_eval_prompts = len(PromptSource(config.eval.prompts, None, config.worker.seed))
         self.trains = config.mode != "rollout_only"
+        self._grants_tickets = config.mode in ("async", "rollout_only")  # train_only: the replayer has no manager
         models = [ModelPlacement.of(model) for model in config.models]
         self.models = {model.name: model for model in models or [_RECORDER]}
         self.heads = next(iter(self.models.values())).heads  # workers that take trajectories, by head
@@ -781,6 +786,10 @@ class MasterWorker(Worker):
         """consumes: metadata from the heads; produces: verdicts, which the heads pass on as acknowledgements."""
         while True:
             meta, ack = await self.metas.pull_meta()
+            if self._grants_tickets and (reason := self.grants.refusal(meta, time.monotonic())):
+                self.board.set_queue("not_granted", self.grants.num_refused)
+                ack(StoreVerdict(verdict="refused", reason=reason))
+                continue
             num_stored = len(self.buffer)
             verdict = self.buffer.put(meta)
             if len(self.buffer) > num_stored:  # not one that was told about before

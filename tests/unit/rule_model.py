@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from asyncrl.manager.ledger import Ledger, StaleAttemptError
-from asyncrl.manager.prompts import TicketId
 from asyncrl.manager.routing import ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
@@ -37,6 +36,7 @@ from asyncrl.messages import (
     TrajectoryMeta,
     WeightVersion,
 )
+from asyncrl.tickets import TicketId
 
 T = TypeVar("T")
 

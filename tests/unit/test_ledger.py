@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.groups.outcome import REWARD_LOST
 from asyncrl.manager.ledger import _MAX_REQUESTS, Gate, Ledger, StaleAttemptError, UnreachedError
-from asyncrl.manager.prompts import PromptCursor, TicketId
+from asyncrl.manager.prompts import PromptCursor
 from asyncrl.manager.routing import ServerTable
 from asyncrl.messages import (
     AllocateReply,
@@ -28,6 +28,7 @@ from asyncrl.messages import (
 )
 from asyncrl.names import incarnation, is_earlier
 from asyncrl.runtime.worker import Worker
+from asyncrl.tickets import TicketId
 
 
 class Desk:
@@ -895,6 +896,21 @@ def test_a_trained_version_that_cannot_be_reached_is_refused_and_locks_nothing_o
     assert desk.ledger.trained_version == 0
     desk.report(trained_version=2, consumed=ids(tickets))  # two steps, of which the first was not told
     assert desk.ledger.trained_version == 2
+
+
+def test_tickets_that_no_manager_of_the_run_has_granted_are_not_known() -> None:
+    """From a worker that says that it holds them, and from a master."""
+    forged = str(TicketId(1, Locator(0, 0), 1, 0, 0, "x_1"))
+    later = forged.replace("a1-", "a999-")
+    for desk in (Desk(), successor()):
+        request = HeartbeatRequest(worker="rollout_worker/0", incarnation="a", held=[forged, later])
+        desk.ledger.heartbeat(request, desk.now)
+        desk.report(full=True, stored=[forged], consumed=[later])
+        assert (desk.ledger.attempt, desk.ledger.num_live) == (1, 0)
+    (ticket,) = Desk(ticket_key=b"of another run").take(1)
+    desk = successor()
+    desk.report(full=True)
+    assert desk.beat(ticket) == ids([ticket])
 
 
 def test_tickets_of_an_attempt_that_is_over_are_taken_back_at_once() -> None:

@@ -10,9 +10,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.manager.ledger import Ledger
-from asyncrl.manager.prompts import TicketId
 from asyncrl.messages import WeightVersion
 from asyncrl.testing.simulation.world import Event, Process
+from asyncrl.tickets import TicketId
 
 if TYPE_CHECKING:
     from asyncrl.testing.simulation.network import SimPull

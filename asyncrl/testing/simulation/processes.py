@@ -326,7 +326,7 @@ class SimModelWorker(Worker):
         return CallResult(ids=list(ids), keys=list(mfc.output_keys), seconds=time.monotonic() - start)
 
     def _train(self, body: ExecuteMFC) -> None:
-        from asyncrl.manager.prompts import TicketId
+        from asyncrl.tickets import TicketId
 
         process = here()
         for ticket in body.ids:

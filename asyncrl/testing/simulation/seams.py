@@ -160,6 +160,10 @@ def _read_state(path: Path) -> MasterState:
     return msgspec.json.decode(here().world.masters[str(path)], type=MasterState)
 
 
+def _ticket_key(run_dir: Path) -> bytes:
+    return str(run_dir).encode()
+
+
 def _prune_checkpoints(run_dir: Path, keep_last: int) -> None:
     here().world.prune_checkpoints(keep_last)
 
@@ -345,6 +349,8 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (master, "read_state", _read_state),
         (asyncrl.master.recovery, "prune", _prune_checkpoints),
         (asyncrl.manager.worker, "BackgroundJournal", _Journal),
+        (asyncrl.manager.worker, "make_key", _ticket_key),
+        (master, "read_key", _ticket_key),
         (rollout, "BackgroundJournal", _Journal),
         (rollout, "SequenceSample", processes.SimSample),
         (master, "MetricsWriter", _NoMetrics),

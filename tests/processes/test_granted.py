@@ -1,0 +1,91 @@
+"""What is pushed for a ticket that no manager has granted: a real manager, the master's real stream, and a head that lies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+from test_manager_http import LIMIT_S, Setup, ids, serving_one
+
+from asyncrl.config import EvalConfig, MasterWorkerConfig, ModelConfig, PromptSourceConfig, TrainConfig, WeightsConfig
+from asyncrl.dataflow import build_dataflow
+from asyncrl.master.worker import MasterWorker
+from asyncrl.messages import TrajectoryMeta
+from asyncrl.runtime.metrics import JsonLinesWriter
+from asyncrl.runtime.push_pull import MetaPusher
+from asyncrl.tickets import TicketId, TicketSeal, make_key
+
+
+def make_master(setup: Setup, prompts: Path) -> MasterWorker:
+    """With its stream alone: nothing is trained."""
+    prompts.write_text("".join(json.dumps({"prompt": str(i), "answer": ""}) + "\n" for i in range(8)))
+    train = TrainConfig(batch_size=2)
+    config = MasterWorkerConfig(
+        worker=replace(setup.info, kind="master"),
+        num_model_workers=1,
+        models=[ModelConfig("actor", "m", "d1p1m1", [0], trainable=True)],
+        mfcs=[mfc.placed("actor") for mfc in build_dataflow(train).mfcs.values()],
+        prompts=PromptSourceConfig(path=str(prompts)),
+        train=train,
+        eval=EvalConfig(),
+        weights=WeightsConfig(),
+        max_head_offpolicyness=1,
+        overdue="wait",
+        overdue_wait_s=1000.0,
+        max_rejected_share=0.5,
+        tensorboard=False,
+    )
+    master = MasterWorker(config)
+    master.resolver = setup.resolver
+    master.journal = JsonLinesWriter(setup.run_dir / "journal" / "master.jsonl")
+    return master
+
+
+async def test_only_granted_tickets_are_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving_one(tmp_path / "run") as setup:
+        (granted,) = ids(await setup.allocate())
+        name = TicketId.parse(granted)
+        assert name is not None
+        meta = TrajectoryMeta(
+            ticket_id=granted, locator=name.locator, attempt=1, head=name.head, keys=[], seqlens=[5],
+            response_lengths=[3], rewards=[1.0], version_start=[1], version_end=[1], birth_time=0.0,
+        )  # fmt: skip
+        forged = str(structs.replace(name, locator=structs.replace(name.locator, position=1), nonce="ab12_1"))
+        elsewhere = TicketSeal(make_key(tmp_path / "another run")).seal(structs.replace(name, nonce="ab12_1"))
+        master = make_master(setup, tmp_path / "p.jsonl")
+        head = MetaPusher(setup.resolver, setup.names, head=0, runtime=setup.info.runtime, incarnation="h")
+        await master._open_intake()
+        await head.start()
+        try:
+            for ticket in (forged, elsewhere, "a1-e0-p1-i1-v0-h0-x"):
+                at = TicketId.parse(ticket)
+                assert at is not None
+                lie = structs.replace(meta, ticket_id=ticket, locator=at.locator, head=at.head)
+                verdict = await head.push_meta(lie, timeout_s=LIMIT_S)
+                assert (verdict.verdict, verdict.reason.split(":")[0]) == ("refused", "not_granted")
+            assert len(master.buffer) == 0
+            assert master.board.snapshot().queues["not_granted"] == 3
+            assert sum("has not granted its ticket" in record.getMessage() for record in caplog.records) == 1
+            assert (await head.push_meta(meta, timeout_s=LIMIT_S)).verdict == "stored"
+            assert master.buffer.stored_tickets == [granted]
+            await setup.stop_manager()  # another one has the same key
+            await setup.start_manager()
+            await setup.report(full=True, stored=[granted])
+            assert [live.ticket_id for live in (await setup.report()).live] == [granted]
+        finally:
+            await head.close()
+            for task in master._background:
+                task.cancel()
+            await master.metas.close()
+            master.journal.close()
+
+
+async def test_tickets_of_a_worker_that_lies_begin_no_attempt(tmp_path: Path) -> None:
+    async with serving_one(tmp_path) as setup:
+        (held,) = ids(await setup.allocate())
+        assert (await setup.heartbeat(held, "a999-e0-p5-i1-v0-h0-x_1")).revoked == ["a999-e0-p5-i1-v0-h0-x_1"]
+        assert setup.manager.ledger.attempt == 1
+        assert [live.ticket_id for live in (await setup.report()).live] == [held]
