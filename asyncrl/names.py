@@ -67,6 +67,10 @@ class Names:
         """Newest weight version that the trainer holds in memory, to be sent over the network; on disk it may come later."""
         return f"{self.root}/weights_held/{role}"
 
+    def weight_files(self, role: str) -> str:
+        """URL below which the gserver manager serves a role's weight versions to hosts without the run's folder."""
+        return f"{self.root}/weight_files/{role}"
+
     def weight_sender(self, role: str) -> str:
         """URL of the model worker that sends a role's weights over the network."""
         return f"{self.root}/weight_sender/{role}"

@@ -1,8 +1,8 @@
 """Ids of tickets: what they say, and the seal that proves that a gserver manager of this run has granted them.
 
-The manager ends each id with a code over the rest of it, made with the run's ticket key. The master checks the code before
-it takes a trajectory, so nothing is trained for a ticket that was not granted. It needs no call for that. The key is a file
-in the run's folder, which both processes see: it survives restarts of both, and attempts.
+The manager ends each id with a code over the rest of it, made with the run's ticket key. The master checks the code
+before it takes a trajectory, so nothing is trained for a ticket that was not granted. It needs no call for that. The key
+is a file in the run's folder, which both processes see: it survives restarts of both, and attempts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _TICKET_ID = re.compile(r"a(\d+)-e(\d+)-p(\d+)-i(\d+)-v(\d+)-h(\d+)-(\w+)", re.A
 
 
 class TicketId(Struct, frozen=True):
-    """What a ticket id says. The ledger reads it to know a ticket again that it has forgotten: one of a lost worker, or one
-    that the manager before this one has issued."""
+    """What a ticket id says. The ledger reads it to know a ticket again that it has forgotten: one of a lost worker, or
+    one that the manager before this one has issued."""
 
     attempt: int
     locator: Locator

@@ -1,6 +1,8 @@
 """Weights that are not in the run's folder on this host: POST /fetch_weights has them fetched, while requests run.
 
 gserver manager -- version, source --> here -- WeightFetcher, on a thread --> memory of this host --> the engine loads from there
+
+A request cannot choose where the files come from: its source must be the address in name resolve.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from asyncrl.generation.engine import WeightsRefused
@@ -23,12 +25,16 @@ _LOCK_LIMIT_S = 30.0  # for a version that was fetched to be free: nobody holds 
 class FetchedWeights:
     """Which versions this server was told of, and where they are."""
 
-    def __init__(self, fetcher: WeightFetcher) -> None:
+    def __init__(self, fetcher: WeightFetcher, source: Callable[[], Awaitable[str]]) -> None:
+        """source: asks for the URL below which the run's gserver manager serves versions; "": not known."""
         self._fetcher = fetcher
+        self._source = source
         self._where: OrderedDict[WeightVersion, tuple[str, Path]] = OrderedDict()
 
     async def fetch(self, wanted: FetchWeightsRequest) -> str:
         """Returns where the version is. Raises WeightsRefused where it cannot be had, within the request's limit."""
+        if wanted.source != (source := await self._source()):
+            raise WeightsRefused(f"source is {wanted.source!r}; the run's weights are at {source or 'no address now'}")
         try:
             version = WeightVersion.parse(wanted.weight_version)
             path = await asyncio.to_thread(

@@ -118,7 +118,16 @@ class GenerationServer(Worker):
     def _open_fetched(self) -> FetchedWeights:
         info = self.info
         run = run_key(info.experiment, info.trial, info.run_dir, info.runtime.host)
-        return FetchedWeights(WeightFetcher(fetch_folder(self._config.fetch_dir), run, logger=self.logger))
+        fetcher = WeightFetcher(fetch_folder(self._config.fetch_dir), run, logger=self.logger)
+        return FetchedWeights(fetcher, self._source)
+
+    async def _source(self) -> str:
+        """Below which the gserver manager serves versions; "" where name resolve does not say it now."""
+        try:
+            return await asyncio.to_thread(self.resolver.get, self.names.weight_files(ACTOR))
+        except (NameEntryNotFound, NameResolveTimeout) as error:
+            self.logger.warning("where weights are served is not known: %s", error)
+            return ""
 
     def _verified_loads(self, engine: GenerationEngine) -> VerifiedLoads | None:
         """weights.verify_logprobs: each version loaded must score a probe as the trainer does."""

@@ -157,6 +157,7 @@ class GserverManager(Worker):
         directory = role_dir(self.info.run_dir, self.config.role)
         self._files = WeightFiles(directory, host=self.info.runtime.host)
         url = await asyncio.to_thread(self._files.start)
+        await self.publish(self.names.weight_files(self.config.role), url)
         self.logger.info("weights for other hosts are at %s", url)
         return url
 

@@ -37,7 +37,7 @@ class Grants:
         if now - self._said >= _SAY_AGAIN_S:
             self._said = now
             self._logger.warning(
-                "a trajectory is refused, %d so far: the gserver manager has not granted its ticket %.100r (%s, head %d)",
+                "a trajectory is refused, %d so far: the manager has not granted its ticket %.100r (%s, head %d)",
                 self.num_refused,
                 meta.ticket_id,
                 meta.locator,

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 from aiohttp import web
 from test_manager_http import FakeServer, Setup
 
+from asyncrl.generation.engine import WeightsRefused
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.messages import FetchWeightsRequest, WeightVersion
 from asyncrl.weight_files import WeightFetcher
@@ -23,14 +25,18 @@ VERSIONS = [str(WeightVersion(1, number)) for number in range(4)]
 class Host(FakeServer):
     """A server on a host of its own."""
 
-    def __init__(self, memory: Path, name: str) -> None:
+    def __init__(self, memory: Path, name: str, setup: Setup) -> None:
         super().__init__()
+        self._setup = setup
         self.fetcher = WeightFetcher(memory, name, logger=logging.getLogger("test"))
-        self.fetched = FetchedWeights(self.fetcher)
+        self.fetched = FetchedWeights(self.fetcher, self._source)
         self.way = asyncio.Event()  # to the trainer's host
         self.way.set()
         self.asked: list[tuple[str, bool]] = []  # version, whether it was paused then
         self.where: dict[str, str] = {}
+
+    async def _source(self) -> str:
+        return await asyncio.to_thread(self._setup.resolver.get, self._setup.names.weight_files("actor"))
 
     async def stop(self) -> None:
         await super().stop()
@@ -52,7 +58,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[tuple[Setup, Host, Host]]:
     setup.config = replace(setup.config, fetch=True)
     await setup.start()
     try:
-        hosts = [Host(tmp_path / "memory", f"h{number}") for number in range(2)]
+        hosts = [Host(tmp_path / "memory", f"h{number}", setup) for number in range(2)]
         for index, host in enumerate(hosts):
             setup.resolver.add(setup.names.generation_server(index), await host.start(), replace=True)
             setup.servers.append(host)
@@ -91,3 +97,15 @@ async def test_a_host_that_cannot_fetch_holds_up_nobody_else(tmp_path: Path) -> 
         slow.way.set()
         await setup.all_serve(2)
         assert slow.loads[-1] == VERSIONS[2]
+
+
+async def test_nothing_is_fetched_from_elsewhere(tmp_path: Path) -> None:
+    """A request names the address of other weights, under a label of the run."""
+    async with fleet(tmp_path) as (setup, host, _):
+        setup.publish(0)
+        await setup.all_serve(0)
+        wanted = FetchWeightsRequest(
+            model_path="/no/such/folder", weight_version=VERSIONS[0], source="http://127.0.0.1:1/weights", limit_s=5.0
+        )
+        with pytest.raises(WeightsRefused, match=r"source is .*; the run's weights are at http"):
+            await host.fetched.fetch(wanted)

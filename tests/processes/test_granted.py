@@ -1,4 +1,4 @@
-"""What is pushed for a ticket that no manager has granted: a real manager, the master's real stream, and a head that lies."""
+"""What is pushed for a ticket that no manager has granted: a real manager, the master's stream, and a head that lies."""
 
 from __future__ import annotations
 
