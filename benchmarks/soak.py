@@ -33,7 +33,7 @@ from msgspec import structs
 from startup import ROOT, prepare
 
 from asyncrl.lineage import audit
-from asyncrl.testing.faults import Fault, Injector, RunProcesses, schedule
+from asyncrl.testing.faults import Fault, Injector, RunProcesses, cost_lines, read_costs, schedule
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, train_steps
 
 TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master")
@@ -69,7 +69,7 @@ def under_fire(args: argparse.Namespace) -> None:
                 say(args, f"{calm:.3f} steps/s undisturbed, {struck:.3f} under fire: {1 - struck / calm:.0%} lost")
         ended = run.popen.poll()
         stop(run)
-        found = audit(run.run_dir)
+        found, costs = audit(run.run_dir), read_costs(run.run_dir)
         if ended is not None or found.problems:
             raise SystemExit(f"the run ended ({ended}): {run.output()[-4000:]}\n" + "\n".join(found.problems))
     rounds = Rounds(rates)
@@ -79,6 +79,8 @@ def under_fire(args: argparse.Namespace) -> None:
     by = Counter(f"{strike.fault.kind} {strike.fault.target}" for strike in injector.strikes)
     back = list(injector.recovered_s.values())
     table(args, "faults", ["", "number"], sorted(by.items()))
+    for line in cost_lines(costs) if costs is not None else ():
+        say(args, line)
     say(args, f"{statistics.median(lost):.0%} lost, the median of {args.rounds} rounds (goal: less than 15 %)")
     finish(
         args,
@@ -92,6 +94,7 @@ def under_fire(args: argparse.Namespace) -> None:
         faults=dict(by),
         minutes=args.minutes,
         back_s={"median": round(statistics.median(back), 2), "max": round(max(back), 2)} if back else {},
+        lost_s={cost.what: cost.lost_s for cost in costs.of_faults} if costs is not None else {},
         voided_steps=found.voided_steps,
         trained=found.trained,
         rejected=found.rejected,

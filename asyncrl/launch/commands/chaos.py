@@ -22,6 +22,7 @@ from asyncrl.launch.commands.common import FAILED, Commands, add_config_command,
 from asyncrl.launch.program import run_directory
 from asyncrl.lineage import Audit, audit
 from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
+from asyncrl.testing.faults.costs import Costs, cost_lines, read_costs
 from asyncrl.testing.faults.injector import Injector
 from asyncrl.testing.faults.processes import RunProcesses
 from asyncrl.testing.faults.schedule import KINDS, PHASES, TARGETS, Fault, schedule
@@ -33,8 +34,9 @@ _DEFAULT_TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "m
 
 _DESCRIPTION = """Run a config, and kill, freeze and restart its processes meanwhile, by a seed: does your agent, your reward, your
 machine take it? From the first train step on faults come for --for seconds; then the run is left alone until its end. A
-launcher that was killed is started again with `resume`. At the end: what was done, how long each process was away, and the
-audit, which says from what the processes wrote down whether every prompt was trained exactly once or rejected with a reason."""
+launcher that was killed is started again with `resume`. At the end: what was done, how long each process was away, the
+time that faults cost (frozen, detection, restart, refill), and the audit, which says from what the processes wrote down
+whether every prompt was trained exactly once or rejected with a reason."""
 
 _EPILOG = f"""
 
@@ -139,6 +141,7 @@ class _Subject:
     resumes: int = 0
 
     def __post_init__(self) -> None:
+        self.began = time.time()
         self.before = _steps_written(self.run_dir)  # of runs in this folder before
         self._launcher = self._launch(self.command)
 
@@ -213,8 +216,10 @@ def _steps_written(run_dir: Path) -> int:
 
 def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: Console) -> int:
     """What happened; the exit code."""
+    costs: Costs | None = None
     try:
         found: Audit | None = audit(subject.run_dir)
+        costs = read_costs(subject.run_dir, since=subject.began)
     except (ValueError, OSError) as error:
         found = None
         subject.problems.append(f"no audit: {error}")
@@ -228,7 +233,14 @@ def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: 
     if arguments.json:
         told = [{**msgspec.to_builtins(strike), "back_after_s": back.get(strike.fault.number)} for strike in strikes]
         print_json(
-            {"run_dir": str(subject.run_dir), "exit_code": result, "faults": told, "audit": found, "problems": problems}
+            {
+                "run_dir": str(subject.run_dir),
+                "exit_code": result,
+                "faults": told,
+                "costs": costs,
+                "audit": found,
+                "problems": problems,
+            }
         )
         return result
     for strike in strikes:
@@ -241,6 +253,7 @@ def _tell(subject: _Subject, code: int, arguments: argparse.Namespace, console: 
         )
     console.print(f"{len(strikes)} faults, {subject.resumes} resumes, launcher's exit code {code}", highlight=False)
     for line in [
+        *(cost_lines(costs) if costs is not None else ()),
         *(audit_lines(found) if found is not None else ()),
         *(f"PROBLEM   {text}" for text in subject.problems),
     ]:

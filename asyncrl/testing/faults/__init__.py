@@ -9,6 +9,7 @@ with launch(config, ...) as run:
 channel of a run obeys (runtime/transport.py).
 """
 
+from asyncrl.testing.faults.costs import Costs, cost_lines, read_costs
 from asyncrl.testing.faults.in_update import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from asyncrl.testing.faults.injector import FAULTS_JOURNAL, Injector, Strike
 from asyncrl.testing.faults.phases import PhaseWatch
@@ -20,15 +21,18 @@ __all__ = [
     "KINDS",
     "PHASES",
     "TARGETS",
+    "Costs",
     "Fault",
     "Injector",
     "PhaseWatch",
     "RunProcesses",
     "Strike",
     "check_target",
+    "cost_lines",
     "die_in_update",
     "has_struck",
     "largest_logprob_error",
     "moved_tickets",
+    "read_costs",
     "schedule",
 ]
