@@ -1,12 +1,16 @@
 """The program in which users' reward functions run: a nursery that forks judges. Started by judges.py, which says why.
 
+    worker  >  warden  >  nursery  >  guard  >  judge        each the parent of the next; all but the judge are subreapers
     worker  <-- SEQPACKET: hello, start + a socket, kill | ready, started, died -->  nursery
     worker  <-- STREAM: calls | answers -->  judge, one call at a time
 
 The nursery loads the function once, then runs nothing of the user's. Each judge is a fork with limits that the kernel keeps. Its
 parent is a guard, a fork of the nursery in a session of its own: a function that signals its parent ends its own judge, and the
-other judges go on. Calls come pickled, from the worker; what goes back is JSON: what a user's process says is not
-unpickled. Run as a file, so that what it imports before the worker has said where to look is the standard library's alone.
+other judges go on. A process that a judge leaves behind, whatever its session and environment, becomes a child of the guard,
+and of the nursery when the guard has ended. The nursery then kills it. The warden runs nothing of the user's. It kills all
+descendants when the nursery or the worker has ended; when the warden is killed, the nursery does so. Calls come pickled, from
+the worker; what goes back is JSON: what a user's process says is not unpickled. Run as a file, so that what it imports before
+the worker has said where to look is the standard library's alone.
 """
 
 from __future__ import annotations
@@ -30,15 +34,30 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MAX_MESSAGE = 200_000
 _MAX_TRACEBACK = 20_000
 _LENGTH_BYTES = 8
+_KILL_LIMIT_S = 5.0  # of descendants at the end: they may start others meanwhile
+_KILL_TURN_S = 0.001
 _OOM_SCORE = "1000"  # where the machine runs out of memory, judges go first
 
 
 def main() -> None:
-    """The nursery. Ends, with its judges, when the worker closes its end or is gone."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    _on_parents_death(signal.SIGTERM)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a judge whose guard has ended is reaped here
+    """The warden, and the nursery, its child. Both end, with all descendants, when the worker closes its end or is gone."""
+    signal.signal(signal.SIGTERM, _end_all)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
+    _on_parents_death(signal.SIGTERM)
+    _adopt_orphans()
+    nursery = os.fork()
+    if nursery == 0:
+        _be_nursery(socket.socket(fileno=int(sys.argv[1])))
+    os.close(int(sys.argv[1]))
+    status = _wait_for(nursery)
+    _kill_children()
+    _end_as(status)
+
+
+def _be_nursery(control: socket.socket) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while the user's module is imported
+    _on_parents_death(signal.SIGTERM)
+    _adopt_orphans()
     hello = json.loads(control.recv(_MAX_MESSAGE))
     sys.path[:] = hello["sys_path"]
     for stream in (sys.stdout, sys.stderr):
@@ -55,13 +74,8 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     control.send(json.dumps({"ready": [function.is_async, list(function.arguments)]}).encode())
     judges: set[int] = set()
-
-    def end(*_: Any) -> None:
-        for pid in judges:
-            _kill(pid)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
+    helpers = frozenset(_children())  # the user's module has started them, for all judges
+    signal.signal(signal.SIGTERM, _end_all)
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wake, select.POLLIN)
@@ -70,8 +84,11 @@ def main() -> None:
             if fd == wake:
                 os.read(wake, 4096)
                 _reap(control, judges)
+                for pid in _children():
+                    if pid not in judges and pid not in helpers:  # its judge has ended, and its guard
+                        _kill(pid)
             elif not _obey(control, judges, function, hello["memory_bytes"]):
-                end()
+                _end_all()
 
 
 def _load(spec: str, control: socket.socket) -> Any:
@@ -143,12 +160,68 @@ def _kill(pid: int) -> None:
             continue
 
 
+def _adopt_orphans() -> None:
+    """Become the parent of descendants that lose theirs."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _children() -> list[int]:
+    """Of this process, zombies included."""
+    found: list[int] = []
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
+                found += map(int, file.read().split())
+        except FileNotFoundError:  # the thread has ended
+            continue
+    return found
+
+
+def _kill_children() -> None:
+    """Kill and reap all descendants: the children of a killed child come here. Takes up to _KILL_LIMIT_S."""
+    deadline = time.monotonic() + _KILL_LIMIT_S
+    while time.monotonic() < deadline:
+        for pid in _children():
+            _kill(pid)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(_KILL_TURN_S)
+
+
+def _end_all(*_: Any) -> NoReturn:
+    """End this process and all its descendants."""
+    _kill_children()
+    os._exit(0)
+
+
+def _wait_for(child: int) -> int:
+    """Its wait status. Reaps adopted processes meanwhile."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            return status
+
+
+def _end_as(status: int) -> NoReturn:
+    """End as the process with this wait status did."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
 # --------------------------------------------------------------------------------------------------------------- a judge
 
 
 def _guard(connection: int, function: Any, memory_bytes: int) -> NoReturn:
     """Start a judge in a session of this process, and end as the judge ends."""
     _on_parents_death(signal.SIGKILL)
+    _adopt_orphans()
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -158,12 +231,7 @@ def _guard(connection: int, function: Any, memory_bytes: int) -> NoReturn:
     if judge == 0:
         _be_judge(socket.socket(fileno=connection), function, memory_bytes)
     os.close(connection)
-    code = os.waitstatus_to_exitcode(os.waitpid(judge, 0)[1])
-    if code < 0:
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+    _end_as(_wait_for(judge))
 
 
 def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> NoReturn:

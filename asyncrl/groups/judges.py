@@ -34,7 +34,7 @@ Calls = Sequence[Call]
 _START_LIMIT_S = 120.0  # of the nursery: it imports the user's module
 _FORK_LIMIT_S = 30.0  # of a judge
 _DEATH_LIMIT_S = 2.0  # from the end of a judge's output to the word about its end
-_END_LIMIT_S = 2.0  # of the nursery, which reads the end of its input
+_END_LIMIT_S = 10.0  # of the nursery, which reads the end of its input, and of all its descendants
 _MAX_TRIES = 3  # of a call whose judge dies in it: in as many judges
 _MAX_LOSSES = 3  # of a call: judges or nurseries that were lost to it through no fault of its own
 _LOSS_PAUSE_S = 0.2  # before a call is made again after one
@@ -212,7 +212,7 @@ class Judges:
             if mine is not None:
                 mine.close()
             if isinstance(error, (ConnectionError, asyncio.TimeoutError)) and self._control is control:
-                self._nursery.kill()
+                self._nursery.terminate()  # it kills all its descendants first
                 self._forget_nursery(f"the process that starts judges is gone, or forked none in {_FORK_LIMIT_S:g} s")
             if isinstance(error, (OSError, asyncio.TimeoutError)):
                 raise JudgesLost(f"no process for {self.spec} could be started: {error!r}") from error
@@ -251,6 +251,7 @@ class Judges:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,  # where the worker's group is killed, it lives on to kill what judges have started
             )
         return nursery, mine
 
@@ -263,13 +264,13 @@ class Judges:
             message = control.recv(_MAX_MESSAGE)
         except TimeoutError:
             message = b""
-            nursery.kill()
+            nursery.terminate()
         except OSError:
             message = b""
         reply = json.loads(message or b"{}")
         if "ready" not in reply:
             control.close()
-            code = nursery.wait()
+            code = _end_of(nursery)
             if "config" in reply:
                 raise ConfigError(reply["config"])
             told = reply.get("error") or f"its process ended with code {code} within {_START_LIMIT_S:g} s"
@@ -358,8 +359,13 @@ class Judges:
             if not started.done():
                 started.set_exception(JudgesLost(why))
         self._starting.clear()
-        try:
-            self._nursery.wait(_END_LIMIT_S)  # it kills its judges, and what they have started
-        except subprocess.TimeoutExpired:
-            self._nursery.kill()
-            self._nursery.wait()
+        _end_of(self._nursery)  # it kills its judges, and what they have started
+
+
+def _end_of(nursery: subprocess.Popen[bytes]) -> int:
+    """Its exit code, once it has ended; after _END_LIMIT_S it is killed."""
+    try:
+        return nursery.wait(_END_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        nursery.kill()
+        return nursery.wait()

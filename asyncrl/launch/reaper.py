@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 
+_GRACE_S = 1.0  # for the nurseries of reward functions: each kills what it has started
 _ROUNDS = 5  # of looking for processes: one may be starting another just now
 _ROUND_S = 0.02
 
@@ -82,6 +83,12 @@ def main(marker: str) -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+    deadline = time.monotonic() + _GRACE_S
+    for pid in processes_with(marker):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGTERM)
+    while processes_with(marker) and time.monotonic() < deadline:
+        time.sleep(_ROUND_S)
     for _ in range(_ROUNDS):
         marked = processes_with(marker)
         if not marked:

@@ -221,6 +221,41 @@ def test_a_killed_launcher_leaves_nothing(start, with_grandchildren):
     assert not is_open(endpoint)
 
 
+@pytest.fixture
+def with_daemons(tmp_path):
+    """Override: a reward function each call of which leaves a process in a session of its own, with an empty environment."""
+    file, pids = tmp_path / "leaves_daemons.py", tmp_path / "daemons"
+    file.write_text(
+        "import os\n"
+        "def reward(prompt, completion, answer):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        os.setsid()\n"
+        "        if os.fork() == 0:\n"
+        "            os.setsid()\n"
+        f"            with open({str(pids)!r}, 'a') as file:\n"
+        "                file.write(f'{os.getpid()}\\n')\n"
+        "            os.execve('/bin/sleep', ['sleep', '1003'], {})\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+        "    return 1.0\n"
+    )
+    return f"rollout.tasks.default.reward={file}:reward", pids
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_a_launcher_ends_daemons_of_rewards(start, with_daemons, number):
+    """Daemons are in sessions of their own, and have empty environments."""
+    override, pids = with_daemons
+    run = start(*ENDLESS, override)
+    run.wait_until(pids.exists, "the reward function had left a process", LIMIT_S)
+    run.signal(number)
+    assert run.wait(LIMIT_S) == (130 if number == signal.SIGINT else -number), run.output()
+    assert_nothing_left(run.run_dir)
+    daemons = [int(pid) for pid in pids.read_text().split()]
+    assert not [pid for pid in daemons if psutil.pid_exists(pid) and "sleep" in cmdline(psutil.Process(pid))]
+
+
 # ---------------------------------------------------------------------------------------------------------------- failures
 
 

@@ -51,7 +51,7 @@ class RunProcesses:
 
     def _workers(self, launcher: psutil.Process | None) -> dict[str, psutil.Process]:
         """Those that the launcher started, those left to a person, and the nurseries of their reward functions. What a worker or a
-        nursery has forked shows the same command line, and has another parent."""
+        nursery has forked, and the parent of a nursery, show the same command line, and have other parents."""
         found: dict[str, psutil.Process] = {}
         nurseries: list[tuple[int, str, psutil.Process]] = []  # parent, reward function
         for pid in processes_with(f"{RUN_DIR_ENV}={self._run_dir}"):
@@ -67,9 +67,10 @@ class RunProcesses:
                 if name not in found or (launcher is not None and process.ppid() == launcher.pid):
                     found[name] = process
         workers = {process.pid: name for name, process in found.items()}
+        wardens = {process.pid: workers[parent] for parent, _, process in nurseries if parent in workers}
         for parent, spec, process in nurseries:
-            if parent in workers:
-                found[f"nursery/{workers[parent]}/{spec}"] = process
+            if parent in wardens:
+                found[f"nursery/{wardens[parent]}/{spec}"] = process
         return found
 
     def _name_of(self, cmdline: list[str]) -> str:
