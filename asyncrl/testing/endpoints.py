@@ -1,0 +1,99 @@
+"""Every endpoint of a run, and which processes may use it. tests/unit/test_endpoints.py holds it against the code, and
+tests/end_to_end/test_strangers_here.py has another user and another run refused at each.
+
+How they are refused: on Unix sockets by the folder's mode; on TCP HTTP by the run's token, behind TLS with the run's certificate;
+streams by CURVE keys; etcd by client certificates; SGLang by an API key of its server's; the OpenAI API by session ids.
+"""
+
+from __future__ import annotations
+
+from asyncrl import messages
+
+# Owner -> route -> callers. `user`: asks with the token.
+HTTP: dict[str, dict[str, str]] = {
+    "generation_server": {
+        "POST /generate": "rollout_worker, gserver_manager",
+        "POST /pause_generation": "gserver_manager",
+        "POST /continue_generation": "gserver_manager",
+        "POST /fetch_weights": "gserver_manager",
+        "POST /update_weights_from_disk": "gserver_manager",
+        "POST /abort_request": "rollout_worker",
+        "POST /flush_cache": "gserver_manager",
+        "GET /flush_cache": "gserver_manager",
+        "GET /health": "gserver_manager, user",
+        "GET /health_generate": "gserver_manager, user",
+        "GET /get_model_info": "gserver_manager, user",
+        "GET /model_info": "gserver_manager, user",
+        "GET /get_server_info": "gserver_manager, user",
+        "GET /server_info": "gserver_manager, user",
+        "GET /v1/loads": "gserver_manager, user",
+        "GET /metrics": "user",
+        "POST /init_weights_update_group": "model_worker, gserver_manager",
+        "POST /begin_weight_update": "model_worker, gserver_manager",
+        "POST /update_weights_from_distributed": "model_worker, gserver_manager",
+        "POST /end_weight_update": "model_worker, gserver_manager",
+        "POST /destroy_weights_update_group": "model_worker, gserver_manager",
+    },
+    "gserver_manager": {
+        "POST /allocate_rollout": "rollout_worker",
+        "POST /finish_rollout": "rollout_worker",
+        "POST /schedule_request": "rollout_worker",
+        "POST /heartbeat": "rollout_worker",
+        "POST /report": "master",
+        "POST /evaluate": "master",
+        "GET /get_model_version": "rollout_worker, user",
+        "GET /health": "user",
+        "GET /metrics": "user",
+        "GET /weights/{version}/{file}": "generation_server",
+    },
+    "model_worker": {"POST /held_data": "model_worker", "POST /broadcast_weights": "gserver_manager"},
+    "replayer": {"POST /report": "master"},
+    "rollout_worker": {
+        "POST /v1/chat/completions": "agents, by a session's id",
+        "GET /v1/models": "agents, by a session's id",
+        "GET /v1/models/{model:.+}": "agents, by a session's id",
+    },
+}
+
+# The stream's owner -> what it takes -> senders.
+STREAMS: dict[str, dict[str, str]] = {
+    "model_worker: puller<head>": {"TrajectoryMeta": "rollout_worker, replayer"},
+    "master: master_meta": {"TrajectoryMeta": "model_worker"},
+    "model_worker: request_reply/<index>": {
+        name: "master"
+        for name, kind in vars(messages).items()
+        if isinstance(kind, type) and getattr(getattr(kind, "__struct_config__", None), "tag", None) == name
+    },
+}
+
+# What is written to name resolve -> writers. All processes of the run read; other clients are let in to nothing.
+NAMES: dict[str, str] = {
+    "owner": "launcher",
+    "model_version": "master",
+    "weights_held": "master",
+    "weight_files": "gserver_manager",
+    "weight_sender": "model_worker",
+    "experiment_status": "master",
+    "last_checkpoint": "master",
+    "generation_servers": "-",
+    "generation_server": "generation_server",
+    "generation_wish": "user, by `asyncrl-launch scale`",
+    "generation_drained": "-",
+    "generation_server_drained": "gserver_manager",
+    "gserver_manager": "gserver_manager",
+    "gserver_manager_began": "gserver_manager",
+    "stream": "the stream's owner",
+    "process_group": "model_worker",
+    "held_data": "model_worker",
+    "statuses": "-",
+    "status": "launcher, and a process that runs alone",
+    "launcher": "launcher",
+    "secrets": "launcher",
+    "stop_wish": "user, by `asyncrl-launch stop`",
+    "wanted": "-",
+    "wanted_process": "launcher",
+    "agents": "-",
+    "agent": "agent",
+    "children": "-",
+    "children_of": "agent",
+}
