@@ -24,6 +24,7 @@ case "${1:-}" in
 "")
     parts=("${processes[@]}" unit end_to_end mypy)
     export ASYNCRL_TEST_MARKS="not full and not alone"
+    echo "== left out (--all has it): another user of this machine (needs root), further whole runs, SGLang, Slurm, hosts, chaos, fuzz"
     ;;
 --all)
     # tests/sglang run against the real server, in an environment of its own.
