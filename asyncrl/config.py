@@ -8,10 +8,15 @@ can be started alone from its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from asyncrl.topology import Allocation
+
+T = TypeVar("T")
+
+AUTO = "auto"  # a value that resolve_auto chooses
 
 # ------------------------------------------------------------------------------------------------------ what a user writes
 
@@ -64,7 +69,9 @@ class RolloutConfig:
     num_workers: int = 2
     group_size: int = 8  # responses per prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    new_tokens_per_chunk: int = 1024  # a request asks for at most this many tokens; longer responses resume
+    # A request asks for at most this many tokens; longer responses resume. auto: 1024, and on a GPU a quarter of the longest
+    # response where that is more (resolve_auto)
+    new_tokens_per_chunk: int | str = 1024
     tasks: dict[str, TaskConfig] = field(
         default_factory=dict
     )  # name -> task; one task named `default` in the common case
@@ -85,7 +92,7 @@ class RolloutConfig:
 class GenerationConfig:
     """Generation servers and their engine."""
 
-    dtype: str = "float32"  # float32 | bfloat16 | float16 | auto: bfloat16 where there is a GPU, else float32
+    dtype: str = "float32"  # float32 | bfloat16 | float16 | auto: bfloat16 on a GPU, else float32
     max_running_requests: int = 256  # sampled from at the same time; more wait in the queue
     max_queue: int = 2048  # requests that may wait (busy or paused); beyond it the answer is 503 with Retry-After
     max_wait_s: float = 300.0  # a request that waited this long, for a slot or the end of a pause, is answered 503
@@ -258,7 +265,8 @@ class TrainConfig:
     dtype: str = "float32"  # float32 | bfloat16 (weights to be trained stay float32) | auto: as generation.dtype
     max_tokens_per_mb: int = 16384  # token budget of a micro-batch
     logprob_chunk_tokens: int = 1024  # logits exist for this many tokens at a time
-    gradient_checkpointing: bool = False
+    tf32: bool | str = False  # float32 matmuls on a GPU have TF32's 10 bits of mantissa | auto: true on a GPU
+    gradient_checkpointing: bool | str = False  # backward computes activations again | auto: true on a GPU
     # Gradients of several micro-batches add up on each data rank, in float32, before they are summed over the ranks: 4 bytes a
     # parameter on each GPU for less traffic. false: each micro-batch's are summed at once. Pipeline stages always add up
     accumulate_unsharded: bool = False
@@ -516,10 +524,11 @@ class ExperimentConfig:
     model_path: str = ""
     tokenizer_path: str = ""  # default: model_path
     prompts: PromptSourceConfig = field(default_factory=PromptSourceConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    # A run starts with `auto` in the fields that resolve_auto knows. The defaults of the sections' own classes are a CPU's.
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(new_tokens_per_chunk=AUTO))
+    generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(dtype=AUTO))
     manager: ManagerConfig = field(default_factory=ManagerConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(dtype=AUTO, tf32=AUTO, gradient_checkpointing=AUTO))
     eval: EvalConfig = field(default_factory=EvalConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -728,7 +737,10 @@ class RolloutWorkerConfig:
 
 # ------------------------------------------------------------------------------------------------- choices, and what follows
 
-AUTO = "auto"  # a dtype that the machine decides
+_CHUNK_TOKENS = 1024
+_SENDS_OF_A_RESPONSE = 4
+# Of one response on a server that is full. Its wait in the queue is part of a request's time too
+_SLOWEST_TOKENS_PER_S = 16
 INTERRUPT_MODES = ("abort", "retract", "wait", "in_place")
 ATTENTIONS = ("padded", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 CRITIC, REF, REWARD = "critic", "ref", "reward"  # roles besides names.ACTOR
@@ -771,6 +783,47 @@ def can_be_reached(config: ExperimentConfig) -> bool:
 def fetches_weights(config: ExperimentConfig) -> bool:
     """Whether generation servers may have to fetch weights that they do not see."""
     return config.weights.fetch == "on" or (config.weights.fetch == "auto" and config.cluster != "local")
+
+
+def resolve_auto(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:
+    """The config with values in place of every `auto` of a run's sections. What a user has written stays.
+
+    On a CPU: float32, no TF32, no checkpointing, chunks of 1024 tokens. On a GPU: bfloat16 (weights to be trained stay float32),
+    TF32, checkpointing, and chunks that bring the longest response in at most four requests, as far as a request has the time:
+    a chunk is at most `rollout.request_timeout_s` long at 16 tokens a second. The size does not change how fast an update
+    interrupts generation: a server answers at once with what it has. A server that is lost costs the chunk under way.
+    """
+    rollout, generation, train = config.rollout, config.generation, config.train
+    dtype, chunk = ("bfloat16" if on_gpu else "float32"), _CHUNK_TOKENS
+    if on_gpu:
+        share = math.ceil(rollout.sampling.max_new_tokens / _SENDS_OF_A_RESPONSE)
+        chunk = max(chunk, min(share, int(rollout.request_timeout_s * _SLOWEST_TOKENS_PER_S)))
+    return replace(
+        config,
+        rollout=replace(rollout, new_tokens_per_chunk=_chosen(rollout.new_tokens_per_chunk, chunk)),
+        generation=replace(generation, dtype=_chosen(generation.dtype, dtype)),
+        train=replace(
+            train,
+            dtype=_chosen(train.dtype, dtype),
+            tf32=_chosen(train.tf32, on_gpu),
+            gradient_checkpointing=_chosen(train.gradient_checkpointing, on_gpu),
+        ),
+    )
+
+
+def auto_values(config: ExperimentConfig, *, on_gpu: bool) -> dict[str, object]:
+    """What resolve_auto puts in place of `auto`, by field."""
+    resolved = resolve_auto(config, on_gpu=on_gpu)
+    return {
+        f"{section}.{entry.name}": getattr(getattr(resolved, section), entry.name)
+        for section in ("rollout", "generation", "train")
+        for entry in fields(getattr(config, section))
+        if getattr(getattr(config, section), entry.name) != getattr(getattr(resolved, section), entry.name)
+    }
+
+
+def _chosen(asked: T, found: T) -> T:
+    return found if asked == AUTO else asked
 
 
 def max_head_offpolicyness(config: ExperimentConfig) -> int:

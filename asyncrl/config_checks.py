@@ -348,10 +348,20 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
             nearest = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.3)
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
             yield name, value, f"{hint}one of {', '.join(allowed)}"
+    switches = (
+        ("train.tf32", config.train.tf32),
+        ("train.gradient_checkpointing", config.train.gradient_checkpointing),
+    )
+    for name, switch in switches:
+        if isinstance(switch, str) and switch != AUTO:
+            yield name, switch, f"one of true, false, {AUTO}"
 
 
 def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
     train, rollout = config.train, config.rollout
+    chunk = rollout.new_tokens_per_chunk
+    if isinstance(chunk, str) and chunk != AUTO:
+        yield "rollout.new_tokens_per_chunk", chunk, f"must be a number of tokens, or {AUTO}"
     at_least_one = (
         ("train.batch_size", train.batch_size),
         ("train.num_epochs", train.num_epochs),
@@ -359,7 +369,7 @@ def _bad_numbers(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
         ("train.logprob_chunk_tokens", train.logprob_chunk_tokens),
         ("rollout.num_workers", rollout.num_workers),
         ("rollout.group_size", rollout.group_size),
-        ("rollout.new_tokens_per_chunk", rollout.new_tokens_per_chunk),
+        *([("rollout.new_tokens_per_chunk", chunk)] if isinstance(chunk, int) else []),
         ("rollout.max_concurrent_per_worker", rollout.max_concurrent_per_worker),
         ("rollout.sampling.max_new_tokens", rollout.sampling.max_new_tokens),
         ("manager.max_issues", config.manager.max_issues),

@@ -35,7 +35,9 @@ from asyncrl.config import (
     NameResolveConfig,
     RuntimeConfig,
     allocation_of,
+    auto_values,
     max_head_offpolicyness,
+    resolve_auto,
 )
 from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SGLangEnvironment, find_sglang
 from asyncrl.launch.memory_floor import (
@@ -45,7 +47,7 @@ from asyncrl.launch.memory_floor import (
     sizes_of,
     too_little_memory,
 )
-from asyncrl.launch.program import ProcessSpec, run_directory, with_dtypes
+from asyncrl.launch.program import ProcessSpec, run_directory
 from asyncrl.launch.redact import redact, redact_urls
 from asyncrl.launch.rundir import LaunchError, check_folder, holder, next_attempt
 from asyncrl.runtime.devices import visible_devices
@@ -108,7 +110,8 @@ class Finding:
 def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec] = ()) -> list[Finding]:
     """Everything about this machine, and what a config and its processes ask of it. A fraction of a second, seconds at worst."""
     devices = visible_devices()
-    config = with_dtypes(config, on_gpu=bool(devices)) if config else None
+    chosen = judge_auto(config, on_gpu=bool(devices)) if config else []
+    config = resolve_auto(config, on_gpu=bool(devices)) if config else None
     runtime = config.runtime if config else RuntimeConfig()
     name_resolve = config.name_resolve if config else NameResolveConfig()
     fileroot = Path(config.fileroot if config else "runs").expanduser().absolute()
@@ -130,6 +133,7 @@ def examine(config: ExperimentConfig | None = None, specs: Sequence[ProcessSpec]
         find_port(runtime.host),
         judge_gpus(devices, gpus, installed_version("torch") or ""),
         *([judge_num_gpus(len(devices), config)] if config else []),
+        *chosen,
         *(find_endpoints(name_resolve) if name_resolve.endpoints else [find_etcd_binary(name_resolve.binary)]),
         judge_sglang(
             allocation_of(config).engine if config else "",
@@ -412,6 +416,13 @@ def judge_num_gpus(found: int, config: ExperimentConfig) -> Finding:
         )
         return Finding(name, "warn", value, remedy)
     return Finding(name, "ok", value)
+
+
+def judge_auto(config: ExperimentConfig, *, on_gpu: bool) -> list[Finding]:
+    """The values of the fields that are `auto`; none where there is no such field."""
+    values = auto_values(config, on_gpu=on_gpu)
+    shown = ", ".join(f"{field}={str(value).lower()}" for field, value in values.items())
+    return [Finding("auto", "ok", f"for a {'GPU' if on_gpu else 'CPU'}: {shown}")] if values else []
 
 
 def _is_data_parallel(allocation: Allocation) -> bool:

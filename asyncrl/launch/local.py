@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Protocol, TypeVar
 
 from asyncrl.checkpoints import Checkpoint, list_checkpoints, newest
-from asyncrl.config import ExperimentConfig, authenticates, has_unix_sockets
+from asyncrl.config import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
 from asyncrl.launch.children import Child, first_cause, first_failed, short_end
 from asyncrl.launch.crew import KILL_LIMIT_S, Crew
 from asyncrl.launch.hang_report import HangReport
@@ -230,7 +230,8 @@ class LocalLauncher:
         self._attempt = self._first_attempt = begin_attempt(self.run_dir)
         with contextlib.suppress(OSError):
             answer_requests(logs_dir(self.run_dir, self._attempt) / f"launcher{SUFFIX}", "launcher")
-        save_config(self.config, self.run_dir / "config.yaml", redacted=True)
+        asked = self.config
+        self._write_config(asked)
         save_config(with_absolute_paths(self.config), configs_dir(self.run_dir, self._attempt) / EXPERIMENT_FILE)
         self.config = going_on(self.config, checkpoint, self._num_prompts)
         if has_unix_sockets(self.config):
@@ -267,8 +268,10 @@ class LocalLauncher:
         self._write_record()
         if secrets is not None and self._own_host:
             service.hand_out(secrets)
-        if self._crew is None and not self._open_remote_crew(service):
-            return
+        if self._crew is None:
+            if not self._open_remote_crew(service):
+                return
+            self._write_config(asked)  # the GPUs are those of the hosts
         self._plan(checkpoint)
         if isinstance(self._crew, RemoteCrew):
             self._crew.place_all(list(self._specs.values()))
@@ -336,6 +339,11 @@ class LocalLauncher:
             resume=str(checkpoint.path) if checkpoint else "",
         )
         self._specs = {spec.name: spec for spec in planned}
+
+    def _write_config(self, asked: ExperimentConfig) -> None:
+        """What the user asked for, to be read, with the values of `auto` on the devices that are known."""
+        resolved = resolve_auto(asked, on_gpu=bool(self._devices))
+        save_config(resolved, self.run_dir / "config.yaml", redacted=True)
 
     def _server_spec(self, index: int) -> ProcessSpec:
         """Any generation server's, those included that the allocation does not have."""

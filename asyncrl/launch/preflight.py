@@ -14,14 +14,23 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from asyncrl.config import CRITIC, REF, REWARD, ConfigError, ExperimentConfig, PromptSourceConfig, allocation_of
+from asyncrl.config import (
+    CRITIC,
+    REF,
+    REWARD,
+    ConfigError,
+    ExperimentConfig,
+    PromptSourceConfig,
+    allocation_of,
+    resolve_auto,
+)
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
 from asyncrl.dataflow import build_dataflow
 from asyncrl.generation.sglang_environment import SETUP_HINT, find_sglang
 from asyncrl.launch.model_files import check_vocabulary, count_parameters, read_config
-from asyncrl.launch.program import run_directory, with_dtypes, writes_checkpoints
+from asyncrl.launch.program import run_directory, writes_checkpoints
 from asyncrl.launch.task_arguments import check_task_arguments
 from asyncrl.names import ACTOR
 from asyncrl.runtime.devices import visible_devices
@@ -276,7 +285,7 @@ def _check_room(config: ExperimentConfig, num_parameters: int) -> None:
     """The run's disk has room for what is sure to be written: the versions kept, one in the making, the model (and a critic, taken
     to be as large), etcd's log."""
     run_dir = run_directory(config)
-    dtype = with_dtypes(config, on_gpu=bool(visible_devices())).train.dtype
+    dtype = resolve_auto(config, on_gpu=bool(visible_devices())).train.dtype
     weights = num_parameters * (2 if dtype == "bfloat16" else 4)
     others = 2 + (config.train.critic is not None)
     own_etcd = not config.name_resolve.endpoints

@@ -17,7 +17,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from asyncrl.config import (
-    AUTO,
     CRITIC,
     RECOVERABLE_MODES,
     REF,
@@ -45,6 +44,7 @@ from asyncrl.config import (
     allocation_of,
     fetches_weights,
     max_head_offpolicyness,
+    resolve_auto,
 )
 from asyncrl.config_file import merge_into
 from asyncrl.dataflow import DataflowGraph, build_dataflow, build_recording_dataflow
@@ -113,7 +113,7 @@ def plan(
     devices: the GPUs of the machine as CUDA_VISIBLE_DEVICES names them. Generation servers get the first ones, as many each as
     they have tensor parallel ranks, model workers those after, one each; where there are too few, they are shared in turn.
     """
-    config = with_dtypes(_patient(config), on_gpu=bool(devices))
+    config = resolve_auto(_patient(config), on_gpu=bool(devices))
     allocation = allocation_of(config)
     manager = config.manager
     rolls_out, trains = config.mode in ("async", "rollout_only"), config.mode != "rollout_only"
@@ -289,17 +289,6 @@ def worlds_of_run(config: ExperimentConfig) -> Worlds:
         mfcs,
         num_workers=allocation.num_model_workers,
         mode=config.mode,
-    )
-
-
-def with_dtypes(config: ExperimentConfig, *, on_gpu: bool) -> ExperimentConfig:
-    """The config with dtypes in place of `auto`."""
-    chosen = "bfloat16" if on_gpu else "float32"
-    generation, train = config.generation, config.train
-    return replace(
-        config,
-        generation=replace(generation, dtype=chosen if generation.dtype == AUTO else generation.dtype),
-        train=replace(train, dtype=chosen if train.dtype == AUTO else train.dtype),
     )
 
 
@@ -486,7 +475,7 @@ def _resolve_train(config: ExperimentConfig, num_prompts: int) -> TrainConfig:
 
 def _verify_tolerance(config: ExperimentConfig) -> float:
     """How far a server's logprobs may be from the trainer's; 0: weights.verify_logprobs is off."""
-    exact = config.train.dtype == config.generation.dtype == "float32"
+    exact = config.train.dtype == config.generation.dtype == "float32" and not config.train.tf32
     return (config.weights.verify_tolerance or (1e-3 if exact else 0.3)) if config.weights.verify_logprobs else 0.0
 
 

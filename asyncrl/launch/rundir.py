@@ -1,7 +1,7 @@
 """The folder of a run: who runs in it, which attempt this is, where things are.
 
 <fileroot>/<experiment>/<trial>/
-  config.yaml          what the user asked for, merged
+  config.yaml          what the user asked for, merged, and the values of `auto`
   launcher.lock        held, and its pid in it, as long as a launcher lives
   run.json             the newest attempt: its number, when it began, its name-resolve endpoints
   configs/attempt_N/   each process's resolved config; experiment.yaml: that of the run, which `resume` goes on with

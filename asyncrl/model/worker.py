@@ -147,7 +147,7 @@ class ModelWorker(Worker):
             life=self.info.life,
         )
         await self.server.start()
-        device = choose_device(index)
+        device = choose_device(index, tf32=bool(self.config.train.tf32))
         meshes = await self._meet(device)
         for name, placement in self.placements.items():
             if index not in placement.workers:

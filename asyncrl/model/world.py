@@ -97,8 +97,9 @@ def interface_of(host: str) -> str:
     return ""
 
 
-def choose_device(index: int) -> torch.device:
-    """A GPU of its own where there are any, else the CPU."""
+def choose_device(index: int, *, tf32: bool = False) -> torch.device:
+    """A GPU of its own where there are any, else the CPU. tf32: of float32 matmuls on GPUs, in all of the process."""
+    torch.backends.cuda.matmul.allow_tf32 = tf32  # what a CPU computes does not depend on it
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", index % torch.cuda.device_count())

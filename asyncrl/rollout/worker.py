@@ -90,7 +90,7 @@ class RolloutWorker(Worker):
             self.manager,
             board=self.board,
             logger=self.logger,
-            new_tokens_per_chunk=rollout.new_tokens_per_chunk,
+            new_tokens_per_chunk=int(rollout.new_tokens_per_chunk),
             request_timeout_s=rollout.request_timeout_s,
             max_requests=_connection_limit(
                 rollout.max_concurrent_per_worker * (rollout.group_size + 1),

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from asyncrl.config import NameResolveConfig
+from asyncrl.config import AUTO, NameResolveConfig
 from asyncrl.config_file import load_experiment
 from asyncrl.launch import cli
 from asyncrl.launch.children import tail_of
@@ -161,6 +161,17 @@ def test_a_signal_while_workers_are_still_importing(start, number):
     run.signal(number)
     assert run.wait(LIMIT_S) == 128 + number, run.output()
     assert_nothing_left(run.run_dir)
+
+
+def test_config_yaml_has_the_values_of_auto_and_a_resume_chooses_anew(start):
+    run = start(*ENDLESS, env={"CUDA_VISIBLE_DEVICES": ""})
+    all_started(run)
+    run.signal(signal.SIGINT)
+    run.wait(LIMIT_S)
+    written = load_experiment(run.run_dir / "config.yaml")
+    assert (written.train.dtype, written.train.tf32, written.rollout.new_tokens_per_chunk) == ("float32", False, 1024)
+    asked = load_experiment(run.run_dir / "configs" / "attempt_1" / "experiment.yaml")
+    assert (asked.train.dtype, asked.train.tf32, asked.rollout.new_tokens_per_chunk) == (AUTO, AUTO, AUTO)
 
 
 def test_asked_twice_it_does_not_wait_for_a_worker_that_hangs(start):

@@ -19,6 +19,7 @@ from asyncrl.config import ConfigError, ModelConfig, OptimizerConfig, TrainConfi
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine, learning_rate
 from asyncrl.model.export import commit_model, take_share
+from asyncrl.model.world import choose_device
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import write_part
 
@@ -351,3 +352,14 @@ def test_learning_rate(schedule, expected):
     config = OptimizerConfig(lr=1.0, warmup_steps=5, min_lr_ratio=0.1, schedule=schedule)
     assert {step: learning_rate(config, step, 15) for step in expected} == pytest.approx(expected)
     assert learning_rate(config, 99, 0) == 1.0  # the end is not known: no decay
+
+
+def test_tf32_is_of_float32_matmuls_on_gpus_alone():
+    matmul, on_cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        choose_device(0, tf32=True)
+        assert matmul.allow_tf32
+        assert torch.backends.mkldnn.matmul.fp32_precision == on_cpu
+    finally:
+        choose_device(0)
+    assert not matmul.allow_tf32

@@ -245,6 +245,30 @@ def test_a_dry_run_writes_every_config_and_starts_nothing(config, call, tmp_path
     assert (folder / "notes.txt").exists()
 
 
+@pytest.mark.parametrize(
+    ("devices", "named", "dtype"),
+    [
+        (
+            "",
+            "for a CPU: rollout.new_tokens_per_chunk=1024, generation.dtype=float32, train.dtype=float32, ",
+            "float32",
+        ),
+        ("0,1,2", "for a GPU: rollout.new_tokens_per_chunk=1024, generation.dtype=bfloat16, ", "bfloat16"),
+    ],
+)
+def test_values_of_auto_are_shown_and_written(config, call, monkeypatch, tmp_path, devices, named, dtype):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    shown = {finding["name"]: finding for finding in answer(call("check", config, "--json")[1])["machine"]}
+    assert shown["auto"]["state"] == "ok"
+    assert shown["auto"]["value"].startswith(named)
+    assert call("run", config, "--dry-run", "--output", tmp_path / "there")[0] == 0
+    written = load_experiment(tmp_path / "there" / "config.yaml")
+    on_gpu = bool(devices)
+    assert (written.train.dtype, written.generation.dtype) == (dtype, dtype)
+    assert (written.train.tf32, written.train.gradient_checkpointing) == (on_gpu, on_gpu)
+    assert written.rollout.new_tokens_per_chunk == 1024
+
+
 def test_a_dry_run_goes_where_it_is_told(config, call, tmp_path):
     code, out, _ = call("run", config, "--dry-run", "--output", tmp_path / "there")
     assert code == 0

@@ -10,7 +10,15 @@ from typing import get_args, get_type_hints
 import pytest
 
 import asyncrl
-from asyncrl.config import ConfigError, ExperimentConfig, has_unix_sockets
+from asyncrl.config import (
+    ConfigError,
+    ExperimentConfig,
+    GenerationConfig,
+    RolloutConfig,
+    TrainConfig,
+    has_unix_sockets,
+    resolve_auto,
+)
 from asyncrl.config_fields import ALIASES, find_field
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.preflight import preflight
@@ -260,6 +268,92 @@ def test_dtypes_that_the_machine_decides(config_file):
         load_experiment(config_file, ["generation.dtype=float16"]), attempt=1, num_prompts=64, devices=["0"]
     )
     assert next(spec.config for spec in explicit if spec.kind == "generation_server").generation.dtype == "float16"
+
+
+def resolved(file, *overrides, on_gpu):
+    asked = load_experiment(file, ["generation.num_blocks=100000", *overrides])  # room for long responses
+    config = resolve_auto(asked, on_gpu=on_gpu)
+    train = config.train
+    return (
+        config.generation.dtype,
+        train.dtype,
+        train.tf32,
+        train.gradient_checkpointing,
+        config.rollout.new_tokens_per_chunk,
+    )
+
+
+@pytest.mark.parametrize("max_new_tokens", [128, 32768, 1_000_000])
+def test_without_a_gpu_auto_is_what_the_sections_begin_with(config_file, max_new_tokens):
+    """Float32, no TF32, no checkpointing, 1024 tokens a chunk: results on a CPU do not depend on `auto`."""
+    found = resolved(config_file, f"rollout.sampling.max_new_tokens={max_new_tokens}", on_gpu=False)
+    assert found == ("float32", "float32", False, False, 1024)
+    train = TrainConfig()
+    assert found[:2] == (GenerationConfig().dtype, train.dtype)
+    assert found[2:] == (train.tf32, train.gradient_checkpointing, RolloutConfig().new_tokens_per_chunk)
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "request_timeout_s", "chunk"),
+    [
+        (128, 600, 1024),
+        (4096, 600, 1024),
+        (4097, 600, 1025),
+        (32768, 600, 8192),
+        (131072, 600, 9600),
+        (32768, 10, 1024),
+    ],
+)
+def test_with_a_gpu_auto_is_what_suits_it(config_file, max_new_tokens, request_timeout_s, chunk):
+    """At most four requests a response, unless one would take longer than a request may."""
+    length = f"rollout.sampling.max_new_tokens={max_new_tokens}", f"rollout.request_timeout_s={request_timeout_s}"
+    assert resolved(config_file, *length, on_gpu=True) == ("bfloat16", "bfloat16", True, True, chunk)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_is_written_wins_over_auto(config_file, on_gpu):
+    """Also where it is what the other device would have."""
+    found = resolved(
+        config_file,
+        "generation.dtype=float16",
+        "train.dtype=bfloat16",
+        "train.tf32=false",
+        "train.gradient_checkpointing=true",
+        "rollout.new_tokens_per_chunk=77",
+        "rollout.sampling.max_new_tokens=32768",
+        on_gpu=on_gpu,
+    )
+    assert found == ("float16", "bfloat16", False, True, 77)
+    cpu = "generation.dtype=float32", "train.dtype=float32", "train.gradient_checkpointing=false"
+    assert resolved(config_file, *cpu, on_gpu=True)[:4] == ("float32", "float32", True, False)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.tf32=always", "train.tf32='always': one of true, false, auto"),
+        ("train.gradient_checkpointing=some", "train.gradient_checkpointing='some': one of true, false, auto"),
+        (
+            "rollout.new_tokens_per_chunk=many",
+            "rollout.new_tokens_per_chunk='many': must be a number of tokens, or auto",
+        ),
+        ("rollout.new_tokens_per_chunk=0", "rollout.new_tokens_per_chunk=0: must be at least 1"),
+    ],
+)
+def test_what_is_neither_a_value_nor_auto_is_refused(config_file, override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_experiment(config_file, [override])
+
+
+def test_processes_get_the_values_of_their_device(config_file, tmp_path):
+    config = load_experiment(config_file, ["rollout.sampling.max_new_tokens=32768", "generation.num_blocks=2048"])
+    for devices, expected in ((["0"], (True, True, 8192)), ([], (False, False, 1024))):
+        specs = {spec.kind: spec for spec in plan(config, attempt=1, num_prompts=64, devices=devices)}
+        for spec in specs.values():
+            save_config(spec.config, tmp_path / f"{spec.kind}.yaml")
+        train = load_process_config(tmp_path / "model_worker.yaml").train
+        rollout = load_process_config(tmp_path / "rollout_worker.yaml").rollout
+        assert (train.tf32, train.gradient_checkpointing, rollout.new_tokens_per_chunk) == expected
 
 
 def test_tasks_are_not_called_like_the_metric_of_all(config_file):

@@ -92,11 +92,11 @@ rollout: {tasks: {default: {reward: "rewards.py:reward"}}}
 """
 
 
-def tolerance(folder: Path, *overrides: str) -> float:
+def tolerance(folder: Path, *overrides: str, devices: tuple[str, ...] = ()) -> float:
     """What a generation server is given."""
     file = folder / "run.yaml"
     file.write_text(CONFIG)
-    specs = plan(load_experiment(file, overrides), attempt=1, num_prompts=100)
+    specs = plan(load_experiment(file, overrides), attempt=1, num_prompts=100, devices=devices)
     config = next(spec.config for spec in specs if spec.kind == "generation_server")
     assert isinstance(config, GenerationServerConfig)
     return config.verify_tolerance
@@ -110,6 +110,9 @@ def test_the_tolerance_follows_the_dtypes(tmp_path: Path) -> None:
     assert tolerance(tmp_path, on, "train.dtype=bfloat16") == 0.3
     assert tolerance(tmp_path, on, "generation.dtype=bfloat16", "weights.verify_tolerance=0.5") == 0.5
     assert tolerance(tmp_path, "weights.verify_tolerance=0.5") == 0.0
+    float32 = on, "generation.dtype=float32", "train.dtype=float32"
+    assert tolerance(tmp_path, *float32, devices=("0",)) == 0.3  # TF32 has a third of float32's digits
+    assert tolerance(tmp_path, *float32, "train.tf32=false", devices=("0",)) == 1e-3
 
 
 @pytest.mark.parametrize(

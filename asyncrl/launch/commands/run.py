@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 from rich.console import Console
 
-from asyncrl.config import ConfigError, ExperimentConfig
+from asyncrl.config import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.config_file import load_experiment
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.launch.commands.common import (
@@ -203,7 +203,7 @@ def _launch(config: ExperimentConfig, num_prompts: int, view: _ClosableView) -> 
 def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Namespace, console: Console) -> int:
     folder = (arguments.output or default_folder(config)).expanduser().absolute()
     specs = _plan(config, num_prompts)
-    write_dry_run(config, specs, folder)
+    write_dry_run(resolve_auto(config, on_gpu=bool(visible_devices())), specs, folder)
     if arguments.json:
         print_json(
             {
