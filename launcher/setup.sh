@@ -2,14 +2,26 @@
 #
 # Environment: ASYNCRL_VENV  where the environment is (default: .venv in the repository)
 #              ASYNCRL_EXTRAS what a run needs besides, such as gym (pyproject.toml names them)
-#              ASYNCRL_TORCH the torch version to install (default below; an open range could pull another build)
+#              ASYNCRL_TORCH the torch version to install (default: asyncrl_torch; an open range could pull another build)
 #              PYTHON        the interpreter it is made with (default: python3, 3.11 or newer)
 
 ASYNCRL_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
+# What the tested SGLang pins, for both environments of a machine with GPUs (also setup_sglang.sh): weights travel between them by
+# NCCL, which refuses another version than its own.
+ASYNCRL_CUDA_TORCH=2.14.1
+
+asyncrl_torch() {
+    if command -v nvidia-smi >/dev/null 2>&1 || compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
+        echo "$ASYNCRL_CUDA_TORCH"
+    else
+        echo 2.13.0 # of requirements.lock
+    fi
+}
+
 asyncrl_setup() {
     local extras="$1" venv="${ASYNCRL_VENV:-$ASYNCRL_ROOT/.venv}" python="${PYTHON:-python3}"
-    local torch="${ASYNCRL_TORCH:-2.13.0}" stamp
+    local torch="${ASYNCRL_TORCH:-$(asyncrl_torch)}" stamp
     [[ "$venv" = /* ]] || venv="$PWD/$venv"
     # One stamp per set of requirements: a second start installs nothing and needs no network.
     stamp="$venv/.asyncrl-$(cat "$ASYNCRL_ROOT/pyproject.toml" "$ASYNCRL_ROOT/launcher/requirements.lock" - <<<"$extras $torch $ASYNCRL_ROOT" | cksum | cut -d' ' -f1)"

@@ -44,7 +44,8 @@ install_sglang() {
     fi
     if [ $kind = gpu ]; then
         _asyncrl_step 10 "upgrading pip" "${pip[@]}" --upgrade pip || return 1
-        _asyncrl_step 600 "installing SGLang and all that it needs" "${pip[@]}" "sglang==$SGLANG_VERSION" || return 1
+        _asyncrl_step 600 "installing SGLang and all that it needs" "${pip[@]}" "torch==$ASYNCRL_CUDA_TORCH" \
+            "sglang==$SGLANG_VERSION" || return 1
     else
         _asyncrl_step 120 "installing what SGLang needs" "${pip[@]}" -r "$cpu/requirements.txt" || return 1
         _asyncrl_step 20 "installing SGLang itself" "${pip[@]}" --no-deps -r "$cpu/requirements_without_dependencies.txt" || return 1

@@ -1,9 +1,11 @@
-"""SGLang's own environment: which SGLang an interpreter has, found in its files. Nothing of it is imported or run for that."""
+"""SGLang's own environment: which SGLang, torch and NCCL an interpreter has, found in its files. Nothing of it is imported."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,11 @@ SETUP_HINT = (
     "the interpreter that it prints"
 )
 _LIMIT_S = 10.0
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # packages that torch's builds for CUDA need
+_PACKAGES = ("sglang", "torch", *_NCCL)
 _ASK = """
-import importlib.metadata as metadata
-for package in ("sglang", "torch"):
+import importlib.metadata as metadata, sys
+for package in sys.argv[1:]:
     try:
         print(metadata.version(package))
     except metadata.PackageNotFoundError:
@@ -24,32 +28,74 @@ for package in ("sglang", "torch"):
 
 
 @dataclass(frozen=True)
+class TorchVersions:
+    """The torch of an environment, and its NCCL."""
+
+    torch: str  # "" where it has none
+    nccl: str = ""  # "" where no package has it: a build for CPUs, or one with NCCL inside
+
+    def __str__(self) -> str:
+        return f"torch {self.torch or '?'}{f' with NCCL {self.nccl}' if self.nccl else ''}"
+
+    def joins(self, other: TorchVersions) -> bool:
+        """Whether processes of both can form one NCCL group: NCCL refuses any other version than its own.
+
+        Without the versions of both NCCLs those of torch decide. What is not known counts as equal.
+        """
+        if self.nccl and other.nccl:
+            return self.nccl == other.nccl
+        ours, theirs = self.torch.partition("+")[0], other.torch.partition("+")[0]
+        return not (ours and theirs) or ours == theirs
+
+
+@dataclass(frozen=True)
 class SGLangEnvironment:
     """What is installed beside an interpreter."""
 
     version: str  # of SGLang
     torch: str  # "" where it has none
+    nccl: str = ""  # as TorchVersions.nccl
+
+    @property
+    def torch_versions(self) -> TorchVersions:
+        return TorchVersions(self.torch, self.nccl)
+
+
+def own_torch() -> TorchVersions:
+    """Of this environment, which is the trainer's. torch is not imported."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return TorchVersions(found.get("torch", ""), _nccl_of(found))
 
 
 def find_sglang(python: str) -> SGLangEnvironment | None:
     """None where the interpreter (this one, if empty) has no SGLang, or is none."""
     folder = _site_packages(python)
     if folder is not None:
-        version = _version_in(folder, "sglang")
-        return SGLangEnvironment(version, _version_in(folder, "torch")) if version else None
-    try:
-        done = subprocess.run(
-            [python or sys.executable, "-c", _ASK],
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_S,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    version, torch, *_ = [*done.stdout.splitlines(), "", ""]
-    return SGLangEnvironment(version, torch) if version else None
+        found = {package: _version_in(folder, package) for package in _PACKAGES}
+    else:
+        try:
+            done = subprocess.run(
+                [python or sys.executable, "-c", _ASK, *_PACKAGES],
+                capture_output=True,
+                text=True,
+                timeout=_LIMIT_S,
+                check=True,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        found = dict(zip(_PACKAGES, done.stdout.splitlines(), strict=False))
+    version = found.get("sglang")
+    return SGLangEnvironment(version, found.get("torch", ""), _nccl_of(found)) if version else None
+
+
+def _nccl_of(found: Mapping[str, str]) -> str:
+    return next((version for package in _NCCL if (version := found.get(package))), "")
 
 
 def _site_packages(python: str) -> Path | None:
@@ -62,5 +108,6 @@ def _site_packages(python: str) -> Path | None:
 
 def _version_in(folder: Path, package: str) -> str:
     """`sglang-0.5.23.dist-info` -> 0.5.23; "" where it is not installed."""
-    found = next(iter(folder.glob(f"{package}-*.dist-info")), None)
-    return found.name.removeprefix(f"{package}-").removesuffix(".dist-info") if found is not None else ""
+    prefix = f"{package.replace('-', '_')}-"
+    found = next(iter(folder.glob(f"{prefix}*.dist-info")), None)
+    return found.name.removeprefix(prefix).removesuffix(".dist-info") if found is not None else ""

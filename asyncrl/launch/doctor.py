@@ -499,7 +499,7 @@ def judge_sglang(engine: str, found: SGLangEnvironment | None, python: str = "")
     if found is None:
         value = f"not installed{where}"
     else:
-        value = f"{found.version}{where}{f', with torch {found.torch}' if found.torch else ''}"
+        value = f"{found.version}{where}{f', with {found.torch_versions}' if found.torch else ''}"
     if engine != "sglang":
         return Finding("SGLang", "ok", f"{value}; not used by this config (engine {engine})" if engine else value)
     if found is None:

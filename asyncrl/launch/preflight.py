@@ -28,7 +28,7 @@ from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
 from asyncrl.dataflow import build_dataflow
-from asyncrl.generation.sglang_environment import SETUP_HINT, find_sglang
+from asyncrl.generation.sglang_environment import SETUP_HINT, TorchVersions, find_sglang, own_torch
 from asyncrl.launch.model_files import check_vocabulary, count_parameters, read_config
 from asyncrl.launch.program import run_directory, writes_checkpoints
 from asyncrl.launch.task_arguments import check_task_arguments
@@ -364,6 +364,22 @@ def _check_engine(config: ExperimentConfig) -> None:
     if config.mode == "train_only" or allocation_of(config).engine != "sglang":
         return
     python = config.generation.python
-    if find_sglang(python) is None:
-        where = python or f"this environment ({sys.executable})"
+    found = find_sglang(python)
+    where = python or f"this environment ({sys.executable})"
+    if found is None:
         raise ConfigError(f"generation.python={python!r}: there is no SGLang in {where}; {SETUP_HINT}")
+    _check_nccl(config, own_torch(), found.torch_versions, where)
+
+
+def _check_nccl(config: ExperimentConfig, trainer: TorchVersions, sglang: TorchVersions, where: str) -> None:
+    """Trainer and SGLang can form the group of a broadcast by NCCL. Compares the environments of this machine."""
+    weights = config.weights
+    by_nccl = weights.broadcast_backend == "nccl" or (weights.broadcast_backend == "auto" and bool(visible_devices()))
+    if weights.transport != "broadcast" or not by_nccl or trainer.joins(sglang):
+        return
+    raise ConfigError(
+        f"weights.transport='broadcast': the trainer has {trainer}, {where} has {sglang}: different versions of NCCL form no "
+        f"group, so every update would be by disk. Install one torch on both sides (`pip install torch=="
+        f"{sglang.torch.partition('+')[0]}` beside the trainer, or ASYNCRL_TORCH=... for launcher/setup.sh), or set "
+        "weights.transport=disk"
+    )

@@ -10,14 +10,17 @@ import asyncio
 import contextlib
 import dataclasses
 import random
+import re
 import time
 from collections.abc import AsyncIterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
+from packaging.requirements import Requirement
 from test_sglang_engine import LONG, attached, close_to, counter_of, make_prompt, within
 from weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, WeightStore
 
@@ -275,3 +278,15 @@ def test_scoring_while_paused_in_place_is_refused_by_the_config(store: WeightSto
         ConfigError, match=r"weights\.verify_logprobs=True: SGLang scores nothing while it is paused in place"
     ):
         validate(config)
+
+
+def test_the_torch_of_machines_with_gpus_is_the_one_that_sglang_pins(sglang_python: str) -> None:
+    """launcher/setup.sh installs it for the trainer, and setup_sglang.sh for SGLang."""
+    (site,) = Path(sglang_python).parent.parent.glob("lib/python3*/site-packages")
+    (sglang,) = distributions(name="sglang", path=[str(site)])
+    (pinned,) = (
+        need for need in map(Requirement, sglang.requires or []) if need.name == "torch" and need.marker is None
+    )
+    script = Path(__file__).resolve().parents[2] / "launcher" / "setup.sh"
+    (installed,) = re.findall(r"^ASYNCRL_CUDA_TORCH=(\S+)$", script.read_text(), re.M)
+    assert str(pinned.specifier) == f"=={installed}"

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pty
+import re
 import select
 import shutil
 import subprocess
@@ -164,6 +165,25 @@ def test_another_set_of_requirements_is_installed(call):
     assert any("[dev]" in line for line in call("run_tests.sh"))
     assert not any("pip install" in line for line in call("run_async_ppo.sh"))
     assert any("torch==2.12.0" in line for line in call("run_async_ppo.sh", ASYNCRL_TORCH="2.12.0"))
+
+
+def test_a_machine_with_gpus_has_one_torch_in_both_environments(call, tmp_path):
+    """The trainer's and SGLang's: their NCCLs form a group."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").touch(mode=0o755)
+    with_gpus = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    trainer = "\n".join(call("run_async_ppo.sh", **with_gpus))
+    sglang = "\n".join(call("setup_sglang.sh", "--venv", "venv", cwd=tmp_path, **with_gpus))
+    assert re.findall(r"torch==\S+", trainer) == re.findall(r"torch==\S+", sglang) == ["torch==2.14.1"]
+    chosen = call("run_async_ppo.sh", ASYNCRL_TORCH="2.13.0", **with_gpus)
+    assert any("torch==2.13.0" in line for line in chosen)
+
+
+@pytest.mark.skipif(bool(shutil.which("nvidia-smi") or list(Path("/dev").glob("nvidia[0-9]*"))), reason="has GPUs")
+def test_a_machine_without_gpus_has_the_locked_torch(call):
+    lines = "\n".join(call("run_async_ppo.sh"))
+    (locked,) = re.findall(r"^torch==\S+", (REPOSITORY / "launcher" / "requirements.lock").read_text(), re.M)
+    assert re.findall(r"torch==\S+", lines) == [locked]
 
 
 def test_overrides_without_a_config_go_to_the_quickstart(call, clone, tmp_path):

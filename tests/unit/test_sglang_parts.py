@@ -1,17 +1,18 @@
 """What of the SGLang engine can be decided without a SGLang: its command line, environment, devices, config, pieces, logs."""
 
+import importlib.metadata
 import math
 from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig, TaskConfig
+from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig, TaskConfig, WeightsConfig
 from asyncrl.config import PromptSourceConfig as Prompts
 from asyncrl.config import RolloutConfig as Rollout
 from asyncrl.config_checks import validate
 from asyncrl.generation.checks import ModelTensors
 from asyncrl.generation.engine import EngineRequest, WeightsRefused
-from asyncrl.generation.sglang_environment import find_sglang
+from asyncrl.generation.sglang_environment import TorchVersions, find_sglang, own_torch
 from asyncrl.generation.sglang_http import Finish, Piece, PieceMeta, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import (
     cores_of_ranks,
@@ -20,6 +21,7 @@ from asyncrl.generation.sglang_process import (
     tail_of,
 )
 from asyncrl.generation.sglang_response import GrowingResponse
+from asyncrl.launch import preflight as preflight_module
 from asyncrl.launch.logs import LogFile, select_workers, worker_of
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan
@@ -170,7 +172,51 @@ def test_preflight_looks_for_sglang(model_path, tmp_path):
         (site / f"{package}.dist-info").mkdir(parents=True)
     (environment / "pyvenv.cfg").write_text("")
     found = find_sglang(f"{environment}/bin/python")
-    assert (found.version, found.torch) == ("0.5.23", "2.13.0+cpu")
+    assert (found.version, found.torch, found.nccl) == ("0.5.23", "2.13.0+cpu", "")
+
+
+def make_environment(folder, *packages):
+    """A virtual environment as its files have it. Its interpreter."""
+    for package in packages:
+        (folder / "lib" / "python3.11" / "site-packages" / f"{package}.dist-info").mkdir(parents=True)
+    (folder / "pyvenv.cfg").write_text("")
+    return f"{folder}/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "overrides", "devices", "is_refused"),
+    [
+        (TorchVersions("2.13.0", "2.29.7"), {}, ["0"], True),
+        (TorchVersions("2.13.0", "2.29.7"), {"broadcast_backend": "nccl"}, [], True),
+        (TorchVersions("2.13.0"), {}, ["0"], True),  # NCCL is inside of torch: torch's version decides
+        (TorchVersions("2.14.1", "2.30.7"), {}, ["0"], False),
+        (TorchVersions("2.14.0", "2.30.7"), {}, ["0"], False),  # it is NCCL that has to be the same
+        (TorchVersions("2.14.1+cu130"), {}, ["0"], False),
+        (TorchVersions("2.13.0", "2.29.7"), {"broadcast_backend": "gloo"}, ["0"], False),
+        (TorchVersions("2.13.0", "2.29.7"), {"transport": "disk"}, ["0"], False),
+        (TorchVersions("2.13.0+cpu"), {}, [], False),  # gloo
+    ],
+)
+def test_preflight_compares_the_nccl_of_a_broadcast(tmp_path, monkeypatch, trainer, overrides, devices, is_refused):
+    python = make_environment(tmp_path / "venv", "sglang-0.5.23", "torch-2.14.1", "nvidia_nccl_cu13-2.30.7")
+    monkeypatch.setattr(preflight_module, "own_torch", lambda: trainer)
+    monkeypatch.setattr(preflight_module, "visible_devices", lambda: devices)
+    weights = WeightsConfig(**{"transport": "broadcast", **overrides})
+    config = replace(make_config("sglang.d1+d1", python=python), weights=weights)
+    if not is_refused:
+        preflight_module._check_engine(config)
+        return
+    with pytest.raises(ConfigError) as refused:
+        preflight_module._check_engine(config)
+    told = str(refused.value)
+    assert told.startswith("weights.transport='broadcast': ")
+    assert f"the trainer has {trainer}, {python} has torch 2.14.1 with NCCL 2.30.7" in told
+    assert "pip install torch==2.14.1" in told
+    assert "weights.transport=disk" in told
+
+
+def test_the_torch_of_this_environment_is_found_without_importing_it():
+    assert own_torch().torch == importlib.metadata.version("torch")
 
 
 # ----------------------------------------------------------------------------------------------------------------- pieces
