@@ -5,11 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import ExperimentConfig, GenerationConfig, PPOConfig, RefConfig, RewardModelConfig, TrainConfig
+from asyncrl.config import (
+    ExperimentConfig,
+    GenerationConfig,
+    PPOConfig,
+    RefConfig,
+    RewardModelConfig,
+    TrainConfig,
+    resolve_auto,
+)
 from asyncrl.launch import doctor
 from asyncrl.launch.doctor import Gpu
 from asyncrl.launch.memory_floor import ModelSize, sizes_of, too_little_memory
-from asyncrl.launch.program import plan, with_dtypes
+from asyncrl.launch.program import plan
 
 SIZES = {"/model": ModelSize(1000, 10), "/ref": ModelSize(500, 10), "/judge": ModelSize(100, 10)}
 CACHE = 100 * 16 * 10  # values
@@ -25,7 +33,7 @@ WITH_MODELS = replace(
 
 
 def found(config, limits, devices=()):
-    config = with_dtypes(config, on_gpu=bool(devices))
+    config = resolve_auto(config, on_gpu=bool(devices))
     return too_little_memory(plan(config, attempt=1, num_prompts=100, devices=devices), SIZES, limits)
 
 
@@ -109,7 +117,7 @@ def test_check_fails_where_memory_cannot_suffice(tmp_path, monkeypatch):
         (finding,) = [finding for finding in doctor.examine(config, specs) if finding.name == "memory"]
         assert finding.state == state
     gpus = [Gpu("tiny", total_mib=1, used_mib=0, driver="1")]
-    on_gpu = plan(with_dtypes(config, on_gpu=True), attempt=1, num_prompts=9, devices=["0"])
+    on_gpu = plan(resolve_auto(config, on_gpu=True), attempt=1, num_prompts=9, devices=["0"])
     (finding,) = doctor.judge_least_memory(on_gpu, sizes_of(on_gpu), 1 << 40, gpus)
     assert "of GPU 0, at least" in finding.value
     assert doctor.judge_least_memory(on_gpu, sizes_of(on_gpu), 1 << 40, "no driver") == []
