@@ -238,9 +238,7 @@ class LocalLauncher:
             try:
                 folder = unix_sockets.make_folder(self.run_dir)
             except OSError as error:
-                raise LaunchError(
-                    f"network.sockets=unix: {error}; set XDG_RUNTIME_DIR, or network.sockets=tcp"
-                ) from error
+                raise LaunchError(f"network.sockets=unix: {error}; set TMPDIR, or network.sockets=tcp") from error
             self.config = replace(self.config, network=replace(self.config.network, socket_dir=folder))
         by_hand, runtime = self.config.debug.leave_out, self.config.runtime
         if self.config.cluster != "local":

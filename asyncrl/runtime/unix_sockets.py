@@ -88,8 +88,8 @@ def make_folder(run_dir: Path) -> str:
     place for it."""
     remove_folder(run_dir)
     failure = OSError("there is no folder for sockets")
-    for base in dict.fromkeys((os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", tempfile.gettempdir())):
-        if not base or len(os.fsencode(base)) > _MAX_FOLDER_BYTES - len(_PREFIX) - 8:
+    for base in dict.fromkeys(("/tmp", tempfile.gettempdir())):  # $XDG_RUNTIME_DIR goes when its user logs out
+        if len(os.fsencode(base)) > _MAX_FOLDER_BYTES - len(_PREFIX) - 8:
             continue
         try:
             folder = tempfile.mkdtemp(prefix=_PREFIX, dir=base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,11 +55,20 @@ def test_what_is_no_folder_of_ours_is_left(tmp_path: Path) -> None:
     assert other.exists()
 
 
-@pytest.mark.parametrize("base", ["", "/nowhere", "/" + 100 * "x"])
-def test_a_place_that_cannot_be_used_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+def test_the_folder_outlives_its_users_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd removes $XDG_RUNTIME_DIR when its user logs out, and the run goes on in tmux."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert unix_sockets.make_folder(tmp_path).startswith("/tmp/asyncrl-")
     unix_sockets.remove_folder(tmp_path)
+
+
+def test_without_a_place_for_it_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(prefix: str, dir: str) -> str:
+        raise PermissionError(13, "Permission denied", dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(PermissionError, match="/tmp"):
+        unix_sockets.make_folder(tmp_path)
 
 
 async def test_streams(folder: str) -> None:
