@@ -37,13 +37,14 @@ class Crew:
         start_limit_s: float,
         notice: Callable[[str], None],
         marker: str = "",
+        socket_dir: str = "",
     ) -> None:
         """specs: what will be started, as far as it is known. marker: NAME=value that all of them have in their environment, and
-        no process of another crew; default: the run's folder."""
+        no process of another crew; default: the run's folder. socket_dir: network.socket_dir, which goes with the launcher."""
         self.children: list[Child] = []
         self._notice = notice
         self._selector = selectors.DefaultSelector()
-        self._reaper = Reaper(marker or f"{RUN_DIR_ENV}={run_dir}")
+        self._reaper = Reaper(marker or f"{RUN_DIR_ENV}={run_dir}", socket_dir)
         self._starter = Starter(specs, run_dir, self._selector, fork=fork, limit_s=start_limit_s, notice=notice)
 
     @property

@@ -253,6 +253,7 @@ class LocalLauncher:
                 fork=runtime.fork_server,
                 start_limit_s=runtime.start_timeout_s,
                 notice=self._view.notice,
+                socket_dir=self.config.network.socket_dir,
             )
         secrets = self._make_secrets()
         etcd_log = logs_dir(self.run_dir, self._attempt) / "etcd.log"

@@ -2,14 +2,15 @@
 
 The launcher holds one end of a pipe and writes `add N` for a process group it starts, `gone N` for one that has ended. When
 the pipe ends, every group that is left is killed, and every process that has the run's folder in its environment: what a
-reward function started, even in a session of its own. This file is both ends: `Reaper` is the launcher's, `main` the
-process, which has a session of its own, so that a Ctrl-C does not reach it.
+reward function started, even in a session of its own. The folder of the run's sockets goes last. This file is both ends:
+`Reaper` is the launcher's, `main` the process, which has a session of its own, so that a Ctrl-C does not reach it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +24,9 @@ _ROUND_S = 0.02
 class Reaper:
     """The launcher's end."""
 
-    def __init__(self, marker: str) -> None:
-        self._marker = marker
+    def __init__(self, marker: str, folder: str = "") -> None:
+        """folder: is removed at the end, with all that is in it. "": none."""
+        self._arguments = (marker, folder)
         self._groups: set[int] = set()
         self._process = self._start()
 
@@ -58,7 +60,7 @@ class Reaper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-S", "-E", __file__, self._marker],
+            [sys.executable, "-S", "-E", __file__, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             cwd="/",
@@ -72,8 +74,9 @@ class Reaper:
             self._process.stdin.flush()
 
 
-def main(marker: str) -> None:
-    """Read until the launcher has ended, then kill. marker: `NAME=value`, as it stands in the environment of the run."""
+def main(marker: str, folder: str) -> None:
+    """Read until the launcher has ended, then kill, and remove the folder. marker: `NAME=value`, as it stands in the environment of
+    the run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
@@ -97,6 +100,8 @@ def main(marker: str) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_ROUND_S)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def processes_with(marker: str) -> list[int]:
@@ -112,4 +117,4 @@ def processes_with(marker: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

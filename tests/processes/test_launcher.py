@@ -21,6 +21,7 @@ from asyncrl.launch.program import load_process_config, plan, save_config
 from asyncrl.launch.rundir import RunLock, RunRecord, read_record, write_record
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
+from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.etcd_server import EtcdServer
 from asyncrl.runtime.name_resolve import open_name_resolver
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
@@ -224,12 +225,14 @@ def test_a_killed_launcher_leaves_nothing(start, with_grandchildren):
     (reaper,) = reapers(run)
     reaper.kill()
     run.wait_until(lambda: reapers(run) and reaper not in reapers(run), "there was another reaper", LIMIT_S)
-    endpoint = read_record(run.run_dir).endpoints[0]
+    endpoint, last = read_record(run.run_dir).endpoints[0], reapers(run)
     assert is_open(endpoint)
     run.signal(signal.SIGKILL)
     assert run.wait(LIMIT_S) == -signal.SIGKILL
     assert_nothing_left(run.run_dir)
     assert not is_open(endpoint)
+    assert not psutil.wait_procs(last, LIMIT_S)[1]
+    assert not os.path.exists(os.readlink(run.run_dir / unix_sockets.LINK))
 
 
 @pytest.fixture
