@@ -8,7 +8,6 @@ is a file in the run's folder, which both processes see: it survives restarts of
 from __future__ import annotations
 
 import hmac
-import os
 import re
 import secrets
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from asyncrl.messages import Locator
-from asyncrl.runtime.disk import writing
+from asyncrl.runtime.disk import write_private, writing
 
 KEY_FILE = "ticket.key"  # in the run's folder, for its owner only
 _KEY_BYTES = 32
@@ -78,12 +77,8 @@ def make_key(run_dir: Path) -> bytes:
         if (key := read_key(run_dir)) is not None:
             return key
         run_dir.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{KEY_FILE}.{os.getpid()}")
-        new.unlink(missing_ok=True)
         key = secrets.token_bytes(_KEY_BYTES)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(key)
-        new.replace(path)
+        write_private(path, key)
     return key
 
 

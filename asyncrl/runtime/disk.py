@@ -52,6 +52,15 @@ def writing(path: Path) -> Iterator[None]:
         raise explained from error
 
 
+def write_private(path: Path, content: bytes) -> None:
+    """For its owner only (0600), in the place of an older one, and whole at any time. Raises OSError."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    new.replace(path)
+
+
 def explain(path: Path, error: Exception) -> StorageError | None:
     """The error as a StorageError about path; None if it is none of a disk's."""
     number = error.errno if isinstance(error, OSError) else None

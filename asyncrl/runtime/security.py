@@ -30,6 +30,7 @@ import zmq
 from zmq.utils import z85
 
 from asyncrl.config import ConfigError, NetworkConfig
+from asyncrl.runtime.disk import write_private
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +82,8 @@ class Security:
     secrets: Secrets
     serve_tls: ssl.SSLContext | None = None
     ask_tls: ssl.SSLContext | None = None
-    serve_others_tls: ssl.SSLContext | None = (
-        None  # for clients that are not ours: they trust only the user's certificate
-    )
+    # For clients that are not ours: they trust only the user's certificate
+    serve_others_tls: ssl.SSLContext | None = None
 
     @classmethod
     def of(cls, run_dir: Path, secrets: Secrets, network: NetworkConfig) -> Security:
@@ -162,11 +162,7 @@ def write_secrets(run_dir: Path, secrets: Secrets) -> None:
     if secrets.certificate:
         files |= {CERTIFICATE_FILE: secrets.certificate.encode(), KEY_FILE: secrets.certificate_key.encode()}
     for name, content in files.items():
-        new = folder / f".{name}.{os.getpid()}"
-        new.unlink(missing_ok=True)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-        new.replace(folder / name)
+        write_private(folder / name, content)
 
 
 def read_secrets(run_dir: Path) -> Secrets:
