@@ -18,6 +18,7 @@ import psutil
 import pytest
 from whole_runs import entry
 
+from asyncrl.config import is_loopback
 from asyncrl.runtime import unix_sockets
 from asyncrl.testing.endpoints import HTTP
 from asyncrl.testing.runs import RunHandle, launch, make_tiny_run
@@ -82,7 +83,9 @@ def test_another_user_reaches_no_socket_of_the_folder(run: RunHandle) -> None:
 
 def test_another_user_gets_nothing_from_any_port(run: RunHandle) -> None:
     """Those of gloo, SGLang and agents' API are left."""
-    ports = [listener.address for listener in listening(processes(run))]
+    found = list(listening(processes(run)))
+    assert all(is_loopback(listener.host) for listener in found), found
+    ports = [listener.address for listener in found]
     assert as_stranger(lambda: {address: found for address, found in scan(ports).items() if found}) == {}
 
 
