@@ -578,7 +578,7 @@ class WorkerInfo:
     name_resolve: NameResolveConfig  # endpoints filled in
     runtime: RuntimeConfig
     trace: bool = False
-    network: NetworkConfig = field(default_factory=NetworkConfig)  # authenticate: on or off
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     life: int = 0  # how often its world has been started again alone in this attempt (worlds.py)
     start: int = 0  # number of this start among all of its launcher's; 0: started by hand
 
@@ -720,7 +720,7 @@ class GserverManagerConfig:
     broadcast_timeout_s: float = 30.0  # weights.broadcast_timeout_s
     fetch: bool = False  # weights.fetch, decided
     replace_timeout_s: float = (
-        1800.0  # train.call_timeout_s: for the trainer to replace a version that is damaged on disk
+        1800.0  # for the trainer to replace a version that is damaged on disk: train.call_timeout_s
     )
 
 

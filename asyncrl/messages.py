@@ -716,7 +716,7 @@ class CallResult(Struct, frozen=True, kw_only=True):
 
 
 class Wait(Struct, frozen=True, kw_only=True):
-    """A named wait: what for, on whom, for how long, and until when at most."""
+    """A named wait: what a process waits for, what it waits on, how long it has waited, and its limit."""
 
     what: str
     on: str

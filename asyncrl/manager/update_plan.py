@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.messages import WeightVersion
 
-SLOW_BYTES_PER_S = (
-    100e6  # fetching, verifying and loading a version together are slower than this only where something is wrong
-)
+# Fetching, verifying and loading a version together are slower than this only where something is wrong
+SLOW_BYTES_PER_S = 100e6
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
 _MOST_FROM_DISK = 31  # versions that a server loads from disk because broadcasts to it fail

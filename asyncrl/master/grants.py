@@ -1,6 +1,6 @@
 """Which trajectories are of tickets that a gserver manager of this run has granted: the master takes no others.
 
-Anything that reaches a head's socket can push a trajectory, and anything that reaches the master's socket its metadata.
+A forged trajectory may reach a head's socket, and forged metadata the master's.
 """
 
 from __future__ import annotations

@@ -103,9 +103,8 @@ class Refresher:
         if folder:
             await self._take(life, model, folder, 1.0)
             return folder
-        load = [LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))] * len(
-            life.world
-        )  # it was in the gang, or had not been refreshed yet
+        # It was in the gang, or had not been refreshed yet
+        load = [LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))] * len(life.world)
         await self._apart.call(f"{model.name} of a checkpoint to be loaded", life, life.world, load)
         kept = f"{model.name}-a{self._attempt:04d}-begun-{life.number}"  # the checkpoint will be pruned
         await self._keep(life, model, kept)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -89,6 +89,14 @@ class RejectedShareError(RunEndedError):
     """Too many prompts were rejected to go on; carries the reasons and their counts."""
 
 
+class _Rewritten(NamedTuple):
+    """The version that was written again last."""
+
+    version: WeightVersion
+    times: int
+    last: float  # time.monotonic() of the last time
+
+
 class MasterWorker(Worker):
     """One train step after another.
 
@@ -162,11 +170,7 @@ class MasterWorker(Worker):
         self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * train.batch_size)
         self._recent_rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._publishing: asyncio.Task[None] | None = None
-        self._rewritten = (
-            WeightVersion(0, 0),
-            0,
-            0.0,
-        )  # the last version that was written again, how often, when the last time
+        self._rewritten = _Rewritten(WeightVersion(0, 0), 0, 0.0)
         self._evaluations: list[asyncio.Task[None]] = []
         self._baseline: asyncio.Task[None] | None = None
         self._view: LedgerView | None = None
@@ -522,9 +526,9 @@ class MasterWorker(Worker):
         if view.damaged != str(version):
             return
         path, count = version_dir(self.run_dir, ACTOR, version), 0
-        if self._rewritten[0] == version:
-            count = self._rewritten[1]
-            if time.monotonic() < self._rewritten[2] + _REWRITE_PAUSE_S:
+        if self._rewritten.version == version:
+            count = self._rewritten.times
+            if time.monotonic() < self._rewritten.last + _REWRITE_PAUSE_S:
                 return
         if not self.trains or count >= _MAX_REWRITES:
             tried = f"it was written again {count} times" if count else f"mode={self.config.mode} cannot write it again"
@@ -535,7 +539,7 @@ class MasterWorker(Worker):
             await self._commit(write, await self._start_of(ACTOR, f"weights {version} to be written again", write))
         self.logger.warning("weights %s were damaged on disk; they were written again from memory", version)
         await self.publish(self.names.model_version(ACTOR), str(version))
-        self._rewritten = version, count + 1, time.monotonic()
+        self._rewritten = _Rewritten(version, count + 1, time.monotonic())
 
     async def _baseline_first(self, version: WeightVersion) -> None:
         """No server moves on before the initial weights have been evaluated. Training goes on meanwhile."""

@@ -193,9 +193,7 @@ class EtcdServer:
         self._process.send_signal(number)  # looks first whether it has exited: never another process's id
 
     def _spawn(self) -> None:
-        if (
-            self._socket_dir
-        ):  # relative to its working directory: it takes no absolute paths, and wants something like a port
+        if self._socket_dir:  # etcd takes a path relative to its working directory, with something like a port
             client, peer = f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
         else:
             assert self._ports is not None

@@ -99,7 +99,7 @@ class ZmqTransport(Transport):
     """PUSH/PULL over TCP, or over Unix sockets where the run has them; LINGER 0. Sockets belong to the thread and the event loop
     that made them.
 
-    Where the process has secrets (security.py) every stream is encrypted, and only processes of the run are at its ends.
+    Where the process has secrets (security.py) every stream on TCP is encrypted, and only processes of the run are at its ends.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:

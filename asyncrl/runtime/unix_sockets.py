@@ -45,7 +45,7 @@ def used(folder: str) -> Iterator[None]:
 
 
 def new_path() -> str:
-    """Where this process may bind a socket that nobody else has. "": it binds on TCP."""
+    """An unused path at which this process may bind a socket. "": it binds on TCP."""
     return f"{_folder}/{secrets.token_hex(_NAME_BYTES)}" if _folder else ""
 
 
