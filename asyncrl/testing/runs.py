@@ -115,6 +115,7 @@ class RunHandle:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.popen.wait()
+        unix_sockets.remove_folder(self.run_dir)  # the reaper, which would, was killed too
         if not self._output.closed:
             self._printed = self.output()
             self._output.close()
