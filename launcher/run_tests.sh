@@ -37,10 +37,10 @@ case "${1:-}" in
 esac
 echo "== set up after $((SECONDS - began)) s"
 
-# Run one part; each line of its output begins with its name.
+# Run one part; each line of its output begins with its name. $ASYNCRL_TEST_LOGS keeps the output of the parts that failed.
 test_part() {
     set -o pipefail
-    local began=$SECONDS status=0 command
+    local began=$SECONDS status=0 command log="$ASYNCRL_TEST_LOGS/${1##*/}"
     case "$1" in
     mypy) command=(-m mypy) ;;
     oracle) command=(tests/oracle/check.py) ;;
@@ -50,7 +50,7 @@ test_part() {
         python "${command[@]}" 2>&1 || status=$?
         echo "== exit code $status after $((SECONDS - began)) s"
         return "$status"
-    } | sed -u "s|^|$1: |"
+    } | sed -u "s|^|$1: |" | tee "$log" && rm "$log"
 }
 export -f test_part
 
@@ -58,9 +58,15 @@ began=$SECONDS
 python -m ruff check .
 python -m ruff format --check .
 status=0
+ASYNCRL_TEST_LOGS="$(mktemp -d)"
+export ASYNCRL_TEST_LOGS
 printf '%s\n' "${parts[@]}" | xargs -d '\n' -P 2 -I {} bash -c 'test_part "$1"' - {} || status=1
 if [ "${1:-}" = --all ]; then
     python -m pytest -m alone tests/end_to_end || status=1
 fi
+for log in "$ASYNCRL_TEST_LOGS"/*; do
+    [ ! -f "$log" ] || { echo "== ${log##*/} failed; all of its output: $log" && tail -n 60 "$log"; }
+done
+rmdir "$ASYNCRL_TEST_LOGS" 2>/dev/null || true # the logs of the parts that failed stay
 echo "== tested in $((SECONDS - began)) s, exit code $status"
 exit "$status"

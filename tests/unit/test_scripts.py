@@ -287,6 +287,10 @@ def test_a_part_that_fails_fails_all_and_the_others_run(call, clone, tmp_path):
     lines = call("run_tests.sh", cwd=tmp_path, code=1, FAILS="tests/unit")
     ran = {f"tests/{name}" for name in ("end_to_end", *PROCESSES, "unit")} | {"mypy"}
     assert {line.rpartition(" ")[2] for line in lines[-len(ran) :]} == ran
+    assert call.output.count(" failed; all of its output: ") == 1
+    end = call.output.partition("== unit failed; all of its output: ")[2].splitlines()
+    assert Path(end[0]).read_text().splitlines() == end[1:-1]
+    assert end[-1].endswith(", exit code 1")
 
 
 def test_arguments_of_the_test_script_are_pytests(call, clone, tmp_path):
