@@ -31,7 +31,7 @@ from asyncrl.rollout.openai_request import ChatRequest, RequestError, parse_chat
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, closed_error, message_of
 from asyncrl.rollout.tool_calls import held_back
 from asyncrl.runtime import security
-from asyncrl.runtime.http_server import serve
+from asyncrl.runtime.http_server import no_stranger, serve
 from asyncrl.runtime.worker import StatusBoard
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ class ChatEndpoint:
         session = self._sessions.get(session_id.strip())
         if session is None:
             raise closed_error()
+        no_stranger(http)
         return session
 
     @web.middleware

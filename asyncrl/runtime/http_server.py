@@ -1,12 +1,29 @@
-"""HTTP servers of a run's processes: where they are bound, and who is answered (security.py)."""
+"""HTTP servers of a run's processes: where they are bound, and who is answered (security.py).
+
+On TCP a connection is a stranger's until a request on it has shown a secret. Strangers are at most MAX_STRANGERS at a time, and
+each is hung up on after STRANGER_S: what they hold is bounded, and their number does not keep the run's own processes out for
+longer than that. Later connections wait in the system's queue.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import socket
+import ssl
 from typing import Any
 
 from aiohttp import web
 
 from asyncrl.runtime import security, unix_sockets
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS = 512
+STRANGER_S = 10.0
+_PAUSE_S = 1.0  # of accepting, when the process can open no more files
+
+_strangers: dict[object, asyncio.Future[None]] = {}  # by the protocol of the connection
 
 
 async def serve(
@@ -16,14 +33,17 @@ async def serve(
 
     A run that has Unix sockets serves on one of them. for_others: on TCP all the same, for clients that are not ours.
     """
-    secured, tls = security.current(), None
-    if secured is not None:
-        tls = secured.serve_others_tls if for_others else secured.serve_tls
+    secured = security.current()
     await runner.setup()
     if not for_others and (path := unix_sockets.new_path()):
         await web.UnixSite(runner, path, backlog=backlog).start()
         return unix_sockets.url_of(path)
-    await web.TCPSite(runner, host, port, backlog=backlog, ssl_context=tls).start()
+    tls = None
+    if secured is None:
+        await web.TCPSite(runner, host, port, backlog=backlog).start()
+    else:
+        tls = secured.serve_others_tls if for_others else secured.serve_tls
+        await _GuardedSite(runner, host, port, backlog, tls).start()
     bound = runner.addresses[0][1]
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if tls is not None else 'http'}://{shown}:{bound}"
@@ -33,6 +53,7 @@ def refusal_of(request: web.BaseRequest) -> web.Response | None:
     """What a stranger is answered. None: the request is of one of the run's processes. No body has been read yet."""
     secured = security.current()
     if secured is None or secured.allows(request.headers.get("Authorization", "")):
+        no_stranger(request)
         return None
     told = "this endpoint answers the processes of its run; the token is in <run>/secrets/token\n"
     answer = web.Response(status=401, text=told, headers={"WWW-Authenticate": "Bearer"})
@@ -40,8 +61,89 @@ def refusal_of(request: web.BaseRequest) -> web.Response | None:
     return answer
 
 
+def no_stranger(request: web.BaseRequest) -> None:
+    """The request has shown a secret that lets it in: its connection may stay."""
+    known = _strangers.pop(request.protocol, None)
+    if known is not None and not known.done():
+        known.set_result(None)
+
+
 @web.middleware
 async def for_the_run(request: web.Request, handler: Any) -> web.StreamResponse:
     """Strangers are refused, whatever they ask for."""
     reply: web.StreamResponse = refusal_of(request) or await handler(request)
     return reply
+
+
+class _GuardedSite(web.BaseSite):
+    """A port at which few strangers are waited for, and none for long."""
+
+    __slots__ = ("_address", "_tls")
+
+    def __init__(self, runner: web.BaseRunner, host: str, port: int, backlog: int, tls: ssl.SSLContext | None) -> None:
+        super().__init__(runner, backlog=backlog)
+        self._address, self._tls = (host, port), tls
+
+    @property
+    def name(self) -> str:
+        return f"tcp://{self._address[0]}:{self._address[1]}"
+
+    async def start(self) -> None:
+        await super().start()
+        family = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server(self._address, family=family, backlog=self._backlog)
+        self._server = _Acceptor(self._runner.server, listening, self._tls)  # type: ignore[assignment]
+
+
+class _Acceptor:
+    """What a site needs of a server.
+
+    waits for: connections; for STRANGER_S, requests on them.  unblocked by: clients; close.
+    """
+
+    def __init__(self, make_protocol: Any, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
+        listening.setblocking(False)
+        self.sockets = [listening]
+        self._make_protocol, self._tls = make_protocol, tls
+        self._room = asyncio.Semaphore(MAX_STRANGERS)
+        self._tasks = {asyncio.create_task(self._accept(listening))}
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listening:
+            while True:
+                await self._room.acquire()
+                try:
+                    connection, _ = await loop.sock_accept(listening)
+                except OSError as error:
+                    logger.warning("a connection could not be accepted: %s", error)
+                    self._room.release()
+                    await asyncio.sleep(_PAUSE_S)
+                    continue
+                task = asyncio.create_task(self._meet(connection))
+                self._tasks.add(task)
+                task.add_done_callback(self._met)
+
+    def _met(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._room.release()
+
+    async def _meet(self, connection: socket.socket) -> None:
+        """Serve the connection. Returns when it is no stranger's any more, or has been hung up on."""
+        loop = asyncio.get_running_loop()
+        protocol, shown = self._make_protocol(), loop.create_future()
+        _strangers[protocol] = shown
+        transport: Any = None
+        try:
+            async with asyncio.timeout(STRANGER_S):
+                transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
+                await shown
+        except (OSError, TimeoutError):  # it went away, speaks no TLS, or has said nothing
+            if transport is not None:
+                transport.abort()
+        finally:
+            _strangers.pop(protocol, None)

@@ -31,6 +31,7 @@ from zmq.utils import z85
 
 from asyncrl.config import ConfigError, NetworkConfig
 from asyncrl.runtime.disk import write_private
+from asyncrl.runtime.doorkeeper import bound_connections
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +212,7 @@ def guard_pull(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]
     socket.setsockopt_string(zmq.ZAP_DOMAIN, secrets.server_public)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # should nobody answer: nobody is let in
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    bound_connections(socket, context)
 
 
 def guard_push(socket: zmq.Socket[bytes], secrets: Secrets) -> None:

@@ -20,6 +20,8 @@ from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.openai_api import MAX_BODY_BYTES, ChatEndpoint
 from asyncrl.rollout.openai_session import Session, SessionLimits
 from asyncrl.rollout.tool_calls import TAG, parse_tool_calls
+from asyncrl.runtime import http_server, security
+from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_chat_tokenizer
 
@@ -116,6 +118,21 @@ async def test_a_completion(stage: Stage) -> None:
     assert [token.token for token in choice.logprobs.content] == [*"Hello", "<|im_end|>"]
     assert {token.logprob for token in choice.logprobs.content} == {-0.5}
     assert choice.logprobs.content[0].bytes == [ord("H")]
+
+
+async def test_a_client_that_has_named_a_session_may_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "STRANGER_S", 0.2)
+    with security.secured(Security(Secrets.make())):
+        stage = Stage()
+        await stage.endpoint.start("127.0.0.1")
+        stage.id = stage.endpoint.open(stage.session)
+        asked = asyncio.create_task(stage.ask())
+        await stage.policy.asked.acquire()
+        await asyncio.sleep(0.5)
+        stage.policy.say("one$", None)
+        assert (await asked).choices[0].message.content == "one"
+        assert stage.policy.requests == 1
+        await stage.endpoint.close()
 
 
 @pytest.mark.parametrize("in_url", [True, False])

@@ -28,7 +28,7 @@ from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.routing import ServerTable
 from asyncrl.messages import AgentRecord, StoreVerdict
 from asyncrl.names import Names
-from asyncrl.runtime import security
+from asyncrl.runtime import doorkeeper, http_server, security
 from asyncrl.runtime.certificates import make_certificate
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender
 from asyncrl.runtime.http_client import open_session
@@ -504,6 +504,46 @@ async def test_connections_that_show_no_key_hold_little_memory():
         for stranger in strangers:
             stranger.close()
         pull.close()
+
+
+def connect_until_refused(address, most):
+    """Connections that say nothing, until the port answers no more."""
+    connections = []
+    with contextlib.suppress(TimeoutError):
+        for _ in range(most):
+            connections.append(socket.create_connection(address, timeout=1.0))
+    return connections
+
+
+async def test_a_flood_of_connections_is_not_answered_and_leaves_room_again(monkeypatch):
+    monkeypatch.setattr(doorkeeper, "MAX_CONNECTIONS", 8)
+    secrets = Secrets.make()
+    async with receiving(secrets) as (port, delivered, _):
+        with stranger(port, lambda push: security.guard_push(push, secrets)):
+            assert await asyncio.wait_for(delivered.get(), LIMIT_S) == b"a stranger's"
+            flood = await asyncio.to_thread(connect_until_refused, ("127.0.0.1", port), 500)
+            assert 7 <= len(flood) < 500
+        for connection in flood:
+            connection.close()
+        with stranger(port, lambda push: security.guard_push(push, secrets)):
+            assert await asyncio.wait_for(delivered.get(), LIMIT_S) == b"a stranger's"
+
+
+async def test_http_waits_for_few_strangers_and_hangs_up_on_them(run, monkeypatch):
+    monkeypatch.setattr(http_server, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(http_server, "STRANGER_S", 0.5)
+    async with application() as url, open_session(max_connections=1) as session:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        async with session.post(f"{url}/echo", data=b"ours") as answer:
+            assert await answer.read() == b"ours"
+        strangers = [socket.create_connection(address, timeout=LIMIT_S) for _ in range(20)]
+        async with session.post(f"{url}/echo", data=b"ours") as answer:  # on its connection, which is no stranger's
+            assert await answer.read() == b"ours"
+        async with open_session(max_connections=1) as later, later.post(f"{url}/echo", data=b"later") as answer:
+            assert await answer.read() == b"later"
+        for stranger in strangers:
+            assert await asyncio.to_thread(stranger.recv, 1) == b""
+            stranger.close()
 
 
 @pytest.mark.parametrize("sizes", [[10], [10, 0, PART_BYTES], [10, 0, PART_BYTES + 1, 3], [3 * PART_BYTES, 5]])

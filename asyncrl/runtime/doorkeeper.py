@@ -1,0 +1,76 @@
+"""Bounds the connections of a ZeroMQ socket that receives over TCP."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import secrets
+import socket
+import struct
+import threading
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 4096
+_EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h; not in Python's socket
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # one instruction: return 0
+
+
+def bound_connections(receiver: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Have a receiver, not yet bound, answer no further connection while it has MAX_CONNECTIONS, or one for every second file that
+    the process may open. Connections that it has go on, and clients that are not answered try again and again.
+
+    ZeroMQ has no such bound, and unbinding ends the connections. So the listening socket gets a filter that drops its packets
+    (socket(7), SO_ATTACH_FILTER); the sockets of connections do not have it. Strangers leave when ZMQ_HANDSHAKE_IVL has passed.
+    """
+    address = f"inproc://doorkeeper/{secrets.token_hex(8)}"
+    receiver.monitor(address, _EVENTS)
+    events = context.socket(zmq.PAIR)
+    events.setsockopt(zmq.LINGER, 0)
+    events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
+    events.connect(address)
+    threading.Thread(target=_watch, args=(events,), name="doorkeeper", daemon=True).start()
+
+
+def _watch(events: zmq.Socket[bytes]) -> None:
+    """On a thread, as a busy event loop would let a flood in.
+
+    waits for: connections that come and go.  unblocked by: them; the end of the receiver or the context.
+    """
+    most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    listening: socket.socket | None = None
+    connections: set[int] = set()  # their descriptors
+    shut = False
+    try:
+        while (event := recv_monitor_message(events))["event"] != zmq.EVENT_MONITOR_STOPPED:
+            if event["event"] == zmq.EVENT_LISTENING:
+                listening = socket.socket(fileno=os.dup(event["value"]))
+            elif event["event"] == zmq.EVENT_ACCEPTED:
+                connections.add(event["value"])
+            else:
+                connections.discard(event["value"])
+            if listening is not None and shut != (len(connections) >= most):
+                shut = not shut
+                _set_shut(listening, shut)
+                if shut:
+                    logger.warning("%s has %d connections: it answers no further one", event["endpoint"].decode(), most)
+    except zmq.ContextTerminated:
+        pass
+    finally:
+        events.close(linger=0)
+        if listening is not None:
+            listening.close()
+
+
+def _set_shut(listening: socket.socket, shut: bool) -> None:
+    if shut:
+        program = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
+        listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    else:
+        listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
