@@ -12,8 +12,6 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from asyncrl.topology import Allocation
-
 T = TypeVar("T")
 
 AUTO = "auto"  # a value that resolve_auto chooses
@@ -750,13 +748,6 @@ RECOVERABLE_MODES = ("async", "sync")  # they write checkpoints
 
 class ConfigError(ValueError):
     """A config that cannot work; names field, value and remedy."""
-
-
-def allocation_of(config: ExperimentConfig) -> Allocation:
-    """With mode=sync without generation servers. Raises ValueError saying what would fit."""
-    return (
-        Allocation.parse_training(config.allocation) if config.mode == "sync" else Allocation.parse(config.allocation)
-    )
 
 
 def is_loopback(host: str) -> bool:

@@ -18,7 +18,6 @@ from asyncrl.config import (
     ConfigError,
     ExperimentConfig,
     PPOConfig,
-    allocation_of,
     authenticates,
     can_be_reached,
     judges_by_group,
@@ -26,7 +25,7 @@ from asyncrl.config import (
 from asyncrl.config_fields import leaf_values
 from asyncrl.names import ACTOR
 from asyncrl.presets import ALGORITHMS, CORRECTIONS
-from asyncrl.topology import Allocation, unknown_name
+from asyncrl.topology import Allocation, allocation_of, unknown_name
 
 # reward/<this>, beside reward/<task>
 REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "equal_group_share")

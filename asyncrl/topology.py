@@ -11,13 +11,10 @@ import functools
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from asyncrl.config import ExperimentConfig, ModelConfig
+from asyncrl.dataflow import DataflowGraph
 from asyncrl.names import ACTOR
-
-if TYPE_CHECKING:  # they import this
-    from asyncrl.config import ModelConfig
-    from asyncrl.dataflow import DataflowGraph
 
 Handler = Hashable
 
@@ -356,6 +353,13 @@ class _Named:
         raise ValueError(
             f"the {ACTOR} has no place: add a grid for all MFCs that are not named, such as +d1p1m1, or {ACTOR}:d1p1m1"
         )
+
+
+def allocation_of(config: ExperimentConfig) -> Allocation:
+    """With mode=sync without generation servers. Raises ValueError saying what would fit."""
+    return (
+        Allocation.parse_training(config.allocation) if config.mode == "sync" else Allocation.parse(config.allocation)
+    )
 
 
 def unknown_name(name: str, graph: DataflowGraph) -> str:

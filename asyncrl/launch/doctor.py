@@ -34,7 +34,6 @@ from asyncrl.config import (
     ModelWorkerConfig,
     NameResolveConfig,
     RuntimeConfig,
-    allocation_of,
     auto_values,
     max_head_offpolicyness,
     resolve_auto,
@@ -59,7 +58,7 @@ from asyncrl.runtime.disk import (
     too_few_open_files,
 )
 from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
-from asyncrl.topology import Allocation
+from asyncrl.topology import Allocation, allocation_of
 
 State = Literal["ok", "warn", "fail"]
 

@@ -21,7 +21,6 @@ from asyncrl.config import (
     ConfigError,
     ExperimentConfig,
     PromptSourceConfig,
-    allocation_of,
     resolve_auto,
 )
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
@@ -38,6 +37,7 @@ from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
 from asyncrl.runtime.etcd_access import EtcdAccess
 from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
 from asyncrl.runtime.name_resolve import MEMORY
+from asyncrl.topology import allocation_of
 from asyncrl.weights import MANIFEST, read_manifest, tensor_files
 
 _SHAPE_FIELDS = (  # of config.json: models that differ in one have other tensors

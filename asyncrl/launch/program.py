@@ -41,7 +41,6 @@ from asyncrl.config import (
     TaskConfig,
     TrainConfig,
     WorkerInfo,
-    allocation_of,
     fetches_weights,
     max_head_offpolicyness,
     resolve_auto,
@@ -50,7 +49,7 @@ from asyncrl.config_file import merge_into
 from asyncrl.dataflow import DataflowGraph, build_dataflow, build_recording_dataflow
 from asyncrl.launch.redact import redact
 from asyncrl.names import ACTOR
-from asyncrl.topology import Allocation, ModelPlacement
+from asyncrl.topology import Allocation, ModelPlacement, allocation_of
 from asyncrl.worlds import Worlds, worlds_of
 
 ProcessConfig = (
