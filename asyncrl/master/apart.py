@@ -16,8 +16,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import CallBody, CallResult, FetchData, FetchPart
 from asyncrl.redistribution import Transfer
@@ -25,9 +26,6 @@ from asyncrl.runtime.channel import ChannelError, ReceiverRestarted
 from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
 from asyncrl.topology import Handler
 from asyncrl.worlds import Worlds
-
-if TYPE_CHECKING:  # it imports this
-    from asyncrl.master.executor import WorkerCaller
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

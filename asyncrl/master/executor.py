@@ -16,18 +16,18 @@ gang fetches its outputs before anybody hears of them (apart.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.dataflow import DataflowGraph, MFCDef
 from asyncrl.master.apart import ApartWorlds, Life
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
+from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.hooks import ParameterHooks
+from asyncrl.master.refresh import Refresher
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import (
-    CallBody,
     CallResult,
     ExecuteMFC,
     Reallocate,
@@ -36,14 +36,7 @@ from asyncrl.messages import (
     TrajectoryMeta,
 )
 from asyncrl.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
-from asyncrl.runtime.request_reply import NameResolvingRequestClient
-from asyncrl.runtime.worker import StatusBoard
 from asyncrl.topology import Handler, ModelPlacement, ModelShardID
-
-if TYPE_CHECKING:  # it imports this
-    from asyncrl.master.refresh import Refresher
-
-T = TypeVar("T")
 
 MOVED_BYTES = "redistribution/bytes"  # statistic of a step: sent by model workers to one another
 BALANCE_TOLERANCE = 0.1  # data moves between ranks of a model where one has more than this above the mean of tokens
@@ -55,37 +48,6 @@ class StepResult:
 
     stats: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-class WorkerCaller:
-    """Calls several workers at once, with a limit and a name on the wait."""
-
-    def __init__(self, client: NameResolvingRequestClient, board: StatusBoard, limit_s: float) -> None:
-        self._client = client
-        self._board = board
-        self._limit_s = limit_s
-
-    async def call(self, what: str, handlers: Sequence[Handler], body: CallBody) -> list[CallResult]:
-        """Enqueue to every handler without awaiting in between, then wait for all. The first error wins."""
-        return await self.start(what, handlers, body)
-
-    def start(self, what: str, handlers: Sequence[Handler], body: CallBody) -> asyncio.Task[list[CallResult]]:
-        """Like call, but the sending happens now and the wait later."""
-        return self.start_each(what, handlers, [body] * len(handlers))
-
-    def start_each(
-        self, what: str, handlers: Sequence[Handler], bodies: Sequence[CallBody]
-    ) -> asyncio.Task[list[CallResult]]:
-        """Like start, with a call of its own for each handler."""
-        futures = self._client.call_nowait(handlers, bodies)
-        return asyncio.create_task(self._gather(what, futures))
-
-    async def _gather(self, what: str, futures: Sequence[asyncio.Future[CallResult]]) -> list[CallResult]:
-        return await self.bounded(asyncio.gather(*futures), what, "model workers")
-
-    async def bounded(self, awaitable: Awaitable[T], what: str, on: str) -> T:
-        """Await for at most the limit of a call."""
-        return await self._board.bounded(awaitable, what=what, on=on, limit_s=self._limit_s)
 
 
 class _Step:
@@ -326,9 +288,10 @@ class FunctionExecutor:
         *,
         recorders: Sequence[int] = (),
         apart: ApartWorlds | None = None,
+        refresher: Refresher | None = None,
     ) -> None:
-        """recorders: by head, the worker that records trajectories with what the MFCs make of them. apart: None: all workers are
-        in one world."""
+        """recorders: by head, the worker that records trajectories with what the MFCs make of them. apart, refresher: None: all
+        workers are in one world."""
         self._buffer, self._tracker, self._caller, self._hooks = buffer, tracker, caller, hooks
         self._recorders = recorders
         self._placements = {placement.name: placement for placement in placements}
@@ -337,7 +300,7 @@ class FunctionExecutor:
         if homeless:
             raise ValueError(f"MFCs run on models that are nowhere: {homeless}; there are {list(self._placements)}")
         self._apart = apart.worlds.all_apart if apart is not None else frozenset()
-        self.refresher: Refresher | None = None  # set where there are worlds apart
+        self._refresher = refresher
         self._calls: list[ModelFunctionCall] = []
         for mfc in mfcs:
             about = mfc, self._placements[mfc.model], buffer, caller, hooks
@@ -367,7 +330,7 @@ class FunctionExecutor:
 
     async def _refresh(self, step: _Step, version: int) -> None:
         """What follows the step that made this version: in the gang by collectives, elsewhere through the disk."""
-        refresher, copies = self.refresher, self._hooks.after_step(version)
+        refresher, copies = self._refresher, self._hooks.after_step(version)
         elsewhere = [body for body in copies if refresher is not None and refresher.is_apart(body.target)]
         copied = step.copy_weights(body for body in copies if body not in elsewhere)
         await asyncio.gather(*copied)

@@ -18,7 +18,7 @@ import msgspec
 
 from asyncrl.checkpoints import MasterState, checkpoint_dir, prune
 from asyncrl.config import MasterWorkerConfig
-from asyncrl.master.executor import WorkerCaller
+from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.schedule import Schedule
 from asyncrl.messages import CallResult, CommitCheckpoint, LoadCheckpoint, SaveCheckpoint
 from asyncrl.run_folder import name_of

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from asyncrl.checkpoints import checkpoint_dir, list_checkpoints, read_state, shared_dir
 from asyncrl.master.apart import ApartWorlds, Life
-from asyncrl.master.executor import WorkerCaller
+from asyncrl.master.calls import WorkerCaller
 from asyncrl.messages import CallResult, CommitCheckpoint, LoadCheckpoint, Reallocate, ShareWeights, TakeWeights
 from asyncrl.run_folder import name_of
 from asyncrl.topology import ModelPlacement

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from asyncrl.config import TrainConfig
 from asyncrl.data.bad_batches import folder_of, prune_bad_batches, write_why
-from asyncrl.master.executor import WorkerCaller
+from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import Redistribute, SaveBatch, TrajectoryMeta
 from asyncrl.redistribution import members, plan_redistribution

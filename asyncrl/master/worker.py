@@ -24,7 +24,8 @@ from asyncrl.dataflow import MFCDef, without_generation
 from asyncrl.master.apart import ApartWorlds
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
-from asyncrl.master.executor import FunctionExecutor, StepResult, WorkerCaller
+from asyncrl.master.calls import WorkerCaller
+from asyncrl.master.executor import FunctionExecutor, StepResult
 from asyncrl.master.grants import Grants
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
@@ -222,6 +223,7 @@ class MasterWorker(Worker):
         mfcs = [MFCDef.of(mfc) for mfc in config.mfcs]
         self.hooks = ParameterHooks(mfcs, config.train)
         graph = without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs])
+        self.refresher = Refresher(self.models, self.apart, self.caller, self.run_dir, self.info.attempt)
         self.executor = FunctionExecutor(
             graph,
             models,
@@ -231,9 +233,8 @@ class MasterWorker(Worker):
             self.hooks,
             recorders=self.heads if config.records else (),
             apart=self.apart,
+            refresher=self.refresher,
         )
-        self.refresher = Refresher(self.models, self.apart, self.caller, self.run_dir, self.info.attempt)
-        self.executor.refresher = self.refresher
         await self._meet_manager()
         self.spawn(self._hear_of_the_end(), "hear of the end")
         await self.publish(self.names.experiment_status(), "RUNNING")

@@ -39,7 +39,8 @@ from asyncrl.config import (
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow import MFCDef, without_generation
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
-from asyncrl.master.executor import FunctionExecutor, StepResult, WorkerCaller
+from asyncrl.master.calls import WorkerCaller
+from asyncrl.master.executor import FunctionExecutor, StepResult
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
 from asyncrl.master.tracker import StorageTracker

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -149,7 +150,9 @@ class ManyWorlds(World):
 
 
 @contextlib.asynccontextmanager
-async def running(graph, placements, num_workers, apart, *, rng=None, limit_s=LIMIT_S, train=None):
+async def running(
+    graph, placements, num_workers, apart, *, rng=None, limit_s=LIMIT_S, train=None, run_dir=Path("/nowhere")
+):
     transport = MemoryTransport()
 
     async def start(index):
@@ -178,7 +181,7 @@ async def running(graph, placements, num_workers, apart, *, rng=None, limit_s=LI
         )
         stack.push_async_callback(client.close)
         await client.start()
-        yield world, MasterOfWorlds(world, client, tracker, limit_s, train or TrainConfig())
+        yield world, MasterOfWorlds(world, client, tracker, limit_s, train or TrainConfig(), run_dir)
         ended = [task for task in world.serving.values() if task.done() and not task.cancelled()]
         for task in [*ended, *world.beside]:
             await task  # an assertion of theirs
@@ -190,15 +193,16 @@ async def running(graph, placements, num_workers, apart, *, rng=None, limit_s=LI
 
 
 class MasterOfWorlds(Master):
-    def __init__(self, world, client, tracker, limit_s, train):
+    def __init__(self, world, client, tracker, limit_s, train, run_dir):
         super().__init__(world, client, train, 64)
         self.tracker = tracker
         self.caller._limit_s = limit_s
         self.apart = ApartWorlds(world.worlds, client, self.caller, limit_s)
         models = list(world.placements.values())
         hooks = ParameterHooks(world.graph.mfcs.values(), train)
+        self.refresher = Refresher(world.placements, self.apart, self.caller, run_dir, 1)
         self.executor = FunctionExecutor(
-            world.graph, models, self.buffer, tracker, self.caller, hooks, apart=self.apart
+            world.graph, models, self.buffer, tracker, self.caller, hooks, apart=self.apart, refresher=self.refresher
         )
 
     async def step(self, tickets, version=0):
@@ -287,10 +291,9 @@ async def test_a_refreshed_one_has_in_every_life_the_weights_that_it_had(moment,
     )
     places = [placement("actor", "d2", [0, 1]), placement("ref", "d2", [2, 3])]
     train = TrainConfig(ref=RefConfig(update_interval=2, update_share=share))
-    async with running(graph, places, 4, [[2, 3]], train=train) as (world, master):
+    async with running(graph, places, 4, [[2, 3]], train=train, run_dir=tmp_path) as (world, master):
         world.weights = [0.0, 0.0, 2.0, 2.0]
         world.run_dir = tmp_path
-        master.executor.refresher = Refresher(world.placements, master.apart, master.caller, tmp_path, 1)
         world.ends = {(moment, life) for life in range(3)}
         world.expected = 2.0
         for version in range(1, 9):
@@ -305,7 +308,7 @@ async def test_a_refreshed_one_has_in_every_life_the_weights_that_it_had(moment,
         assert world.lives[2] >= (2 if share == 1.0 and moment in (SHARED, COMMITTED) else 3)
         assert world.weights[2:] == [world.expected] * 2
         kept = {folder.name for folder in shared_dir(tmp_path).iterdir()}
-        assert kept == set(master.executor.refresher.state().values()), "what nobody needs is removed"
+        assert kept == set(master.refresher.state().values()), "what nobody needs is removed"
 
 
 async def test_an_error_there_ends_its_life_and_no_more():

@@ -14,7 +14,8 @@ import pytest
 from asyncrl.config import NameResolveConfig, RefConfig, RuntimeConfig, TrainConfig, WorkerInfo
 from asyncrl.dataflow import DataflowGraph, MFCDef
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
-from asyncrl.master.executor import FunctionExecutor, WorkerCaller
+from asyncrl.master.calls import WorkerCaller
+from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
 from asyncrl.master.tracker import StorageTracker
