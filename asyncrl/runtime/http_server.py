@@ -52,7 +52,9 @@ async def serve(
 def refusal_of(request: web.BaseRequest) -> web.Response | None:
     """What a stranger is answered. None: the request is of one of the run's processes. No body has been read yet."""
     secured = security.current()
-    if secured is None or secured.allows(request.headers.get("Authorization", "")):
+    if secured is None:
+        return None
+    if secured.allows(request.headers.get("Authorization", "")):
         no_stranger(request)
         return None
     told = "this endpoint answers the processes of its run; the token is in <run>/secrets/token\n"
