@@ -5,7 +5,7 @@ A session shows the run's token (security.py) with every request: it is for the 
 is answered is bounded (BoundedResponse), as what servers are asked is.
 
 suffer(faults, "master/0")    # sessions opened later have the faults of runtime.faults
-with replaced(make):          # asyncrl/testing/simulation
+with replaced(make):          # tests/simulation
     open_session(...)         # is what `make` gives
 """
 

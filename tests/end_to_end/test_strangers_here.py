@@ -20,9 +20,9 @@ from whole_runs import entry
 
 from asyncrl.config import is_loopback
 from asyncrl.runtime import unix_sockets
-from asyncrl.testing.endpoints import HTTP
 from asyncrl.testing.runs import RunHandle, launch, make_tiny_run
-from asyncrl.testing.scanner import listening, scan
+from tests.support.endpoints import HTTP
+from tests.support.scanner import listening, scan
 
 STRANGER = 65534
 START_S = 200.0

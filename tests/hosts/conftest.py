@@ -3,7 +3,7 @@
 import pytest
 from hosts_run import HostsRun
 
-from asyncrl.testing.namespaces import Hosts, NamespacesUnavailable
+from tests.support.namespaces import Hosts, NamespacesUnavailable
 
 
 @pytest.fixture

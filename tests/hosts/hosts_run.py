@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import readme
-
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.program import run_directory
-from asyncrl.testing.namespaces import Hosts, NetworkHost
 from asyncrl.testing.runs import RunHandle
+from tests import readme
+from tests.support.namespaces import Hosts, NetworkHost
 
 HEADING = "## On several machines"
 

@@ -5,11 +5,11 @@ import signal
 import time
 
 import pytest
-import readme
 from hosts_run import launch, line_of, status_of
 
 from asyncrl.checkpoints import list_checkpoints
 from asyncrl.testing.runs import assert_nothing_left, make_tiny_run, train_steps
+from tests import readme
 
 pytestmark = pytest.mark.timeout(400)
 START_S = 200  # a busy machine imports torch on three hosts at once

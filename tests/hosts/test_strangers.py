@@ -7,13 +7,14 @@ import sys
 import pytest
 from hosts_run import HostsRun
 
-from asyncrl.testing.namespaces import Hosts
 from asyncrl.testing.runs import assert_nothing_left, make_tiny_run
-from asyncrl.testing.scanner import Listener
+from tests.support import scanner
+from tests.support.namespaces import Hosts
+from tests.support.scanner import Listener
 
 pytestmark = pytest.mark.timeout(400)
 START_S = 200  # a busy machine imports torch on several hosts at once
-SCANNER = [sys.executable, "-m", "asyncrl.testing.scanner"]
+SCANNER = [sys.executable, scanner.__file__]
 
 
 @pytest.fixture

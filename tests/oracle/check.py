@@ -55,8 +55,8 @@ def sync(arguments: argparse.Namespace) -> Answer:
 
 
 def simulation(arguments: argparse.Namespace) -> Answer:
-    from asyncrl.testing.simulation.campaign import campaign
-    from asyncrl.testing.simulation.scenario import NUM_STEPS
+    from tests.simulation.campaign import campaign
+    from tests.simulation.scenario import NUM_STEPS
 
     *_, last = campaign(0, arguments.seeds, jobs=JOBS)
     figures = f"{last.num_seeds} of {NUM_SEEDS} seeds, {last.num_steps} train steps"
@@ -68,8 +68,8 @@ def simulation(arguments: argparse.Namespace) -> Answer:
 
 
 def planted_bugs(_: argparse.Namespace) -> Answer:
-    from asyncrl.testing.simulation.bugs import BUGS
-    from asyncrl.testing.simulation.campaign import campaign
+    from tests.simulation.bugs import BUGS
+    from tests.simulation.campaign import campaign
 
     problems = [f"{bug} cannot be planted any more" for bug in sorted(PLANTED_BUGS - BUGS.keys())]
     seeds = []

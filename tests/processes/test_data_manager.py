@@ -13,7 +13,7 @@ from asyncrl.messages import RedistribStep
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.store import DataStore
 from asyncrl.redistribution import plan_redistribution, transfers
-from asyncrl.testing.gang import Gang, GangError
+from tests.support.gang import Gang, GangError
 
 NUM_WORKERS = 4
 LIMIT_S = 60.0

@@ -19,9 +19,9 @@ from asyncrl.config import ConfigError
 from asyncrl.messages import WeightVersion, WrittenFile
 from asyncrl.model.export import checkpoint_tensors, commit_model, take_share, take_whole
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.testing.gang import Gang
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights import commit_version, tensor_files, verify_version, write_part
+from tests.support.gang import Gang
 
 V1 = WeightVersion(1, 1)
 GRIDS = ["d2", "m2", "p2", "d3", "d2m2", "p2m2", "d2p2", "d2p2m2"]

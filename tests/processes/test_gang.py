@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.testing.gang import Gang, GangError
+from tests.support.gang import Gang, GangError
 
 counts: dict[str, int] = {}
 

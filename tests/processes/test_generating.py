@@ -32,10 +32,10 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.generating import Sampler
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.testing.gang import Gang
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import training_side
 from asyncrl.topology import ModelPlacement, ParallelGrid
+from tests.support.gang import Gang
 
 EOS = 0
 TRAIN = TrainConfig(

@@ -22,9 +22,9 @@ from asyncrl.dataflow import build_dataflow
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.testing.gang import Gang
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.topology import ModelPlacement, ParallelGrid
+from tests.support.gang import Gang
 
 KINDS = {"actor": "lm", "ref": "lm", "critic": "value", "reward": "reward"}
 OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=0, schedule="constant", grad_clip=1.0, eps=1e-4)

@@ -26,9 +26,9 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.model import sharding
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.testing.gang import Gang
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.topology import ModelPlacement, ParallelGrid
+from tests.support.gang import Gang
 
 GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")
 OTHER_GRIDS = ("p3", "m4", "p4")

@@ -9,9 +9,9 @@ from sharded_models import placement, shard
 
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.probe import LogprobProbe
-from asyncrl.testing.gang import Gang
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import Probe
+from tests.support.gang import Gang
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from asyncrl.model.export import take_whole
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.shards import ShardError
-from asyncrl.testing.gang import Gang, GangError
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
+from tests.support.gang import Gang, GangError
 
 MAX_BYTES = 3000
 

@@ -12,9 +12,9 @@ from asyncrl.runtime.etcd_server import EtcdServer, EtcdTls
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.transport import ZmqTransport
-from asyncrl.testing import scanner
-from asyncrl.testing.scanner import scan
 from asyncrl.update_group import serve_store
+from tests.support import scanner
+from tests.support.scanner import scan
 
 PATIENT_S = 10.0  # for an answer that comes, from a server that is slow
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import readme
 from slurm_cluster import GPU_NODES, SlurmCluster
 
 from asyncrl.checkpoints import list_checkpoints
@@ -22,6 +21,7 @@ from asyncrl.launch.program import run_directory
 from asyncrl.launch.slurm import job_state, read_job
 from asyncrl.lineage import audit
 from asyncrl.testing.runs import RunHandle, train_steps
+from tests import readme
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "launcher" / "slurm"

@@ -9,7 +9,7 @@ from pathlib import Path
 import asyncrl
 from asyncrl.messages import CallBody
 from asyncrl.names import Names
-from asyncrl.testing.endpoints import HTTP, NAMES, STREAMS
+from tests.support.endpoints import HTTP, NAMES, STREAMS
 
 SOURCE = {path: path.read_text() for path in Path(asyncrl.__file__).parent.rglob("*.py") if "testing" not in path.parts}
 _ADDED = re.compile(r"""(?:web\.|add_)(get|post)\((?:prefix \+ )?(["'][^"']+["']|\w+),""")

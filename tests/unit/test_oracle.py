@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle.surface import HERE, Change, read_base, read_changes, read_checkout, unexplained
-from oracle.weights import BASE_TOLERANCE, compare
+
+from tests.oracle.surface import HERE, Change, read_base, read_changes, read_checkout, unexplained
+from tests.oracle.weights import BASE_TOLERANCE, compare
 
 BASE = {"field a": "int = 1", "field b.c": "int = 2", "field b.d": "int = 3", "command replay": ""}
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import readme
 
 from asyncrl.config import ExperimentConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.config_file import load_experiment
@@ -25,6 +24,7 @@ from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.tasks import TRAIN, TaskTable
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
+from tests import readme
 
 HEADING = "## Your own model, data and reward"
 CHAT_TEMPLATE = (

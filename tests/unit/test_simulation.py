@@ -1,15 +1,15 @@
 """Whole runs, simulated: they hold their invariants, they replay exactly, and they can fail.
 
-Simulations run in interpreters of their own (asyncrl/testing/simulation/campaign.py), so nothing is replaced in this one.
+Simulations run in interpreters of their own (tests/simulation/campaign.py), so nothing is replaced in this one.
 """
 
 import os
 
 import pytest
 
-from asyncrl.testing.simulation.bugs import BUGS
-from asyncrl.testing.simulation.campaign import campaign, explain
-from asyncrl.testing.simulation.scenario import NUM_STEPS, Fault, scenario_of
+from tests.simulation.bugs import BUGS
+from tests.simulation.campaign import campaign, explain
+from tests.simulation.scenario import NUM_STEPS, Fault, scenario_of
 
 JOBS = min(4, os.cpu_count() or 1)
 SEEDS = 300
@@ -26,7 +26,7 @@ def run(first, count, **options):
 @pytest.mark.timeout(600)
 def test_seeds_are_clean_and_long_enough():
     done = run(0, SEEDS)
-    assert done.failed is None, f"asyncrl-launch simulate --trace {done.failed.seed}: {done.failed.violation}"
+    assert done.failed is None, f"python -m tests.simulation --trace {done.failed.seed}: {done.failed.violation}"
     assert done.num_seeds == SEEDS
     assert done.num_steps >= NUM_STEPS * SEEDS
 

@@ -42,10 +42,10 @@ from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
 from asyncrl.messages import AllocateReply, AllocateRequest, StoreVerdict, TrajectoryMeta, WeightVersion
 from asyncrl.runtime import http_client
-from asyncrl.testing.simulation import processes
-from asyncrl.testing.simulation.network import SimSession
-from asyncrl.testing.simulation.world import World, here
 from asyncrl.weights import version_dir
+from tests.simulation import processes
+from tests.simulation.network import SimSession
+from tests.simulation.world import World, here
 
 _STATUS_INTERVAL_S = 1.0
 

@@ -21,7 +21,7 @@ from asyncrl.runtime.transport import PullSocket, PushSocket, Transport
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from asyncrl.testing.simulation.world import Process, World
+    from tests.simulation.world import Process, World
 
 _SHORTEST = 1e-6
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from asyncrl.testing.simulation.scenario import Fault, Scenario, scenario_of
+from tests.simulation.scenario import Fault, Scenario, scenario_of
 
 if TYPE_CHECKING:
-    from asyncrl.testing.simulation.run import Outcome
+    from tests.simulation.run import Outcome
 
 _CHUNK = 10  # seeds that a process is given at once
 _HASH_SEED = "PYTHONHASHSEED"
@@ -114,9 +114,9 @@ def _interpreters(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _simulate_seeds(seeds: range, bug: str, faults: bool) -> list[Result]:
-    from asyncrl.testing.simulation import seams
-    from asyncrl.testing.simulation.bugs import BUGS
-    from asyncrl.testing.simulation.run import simulate
+    from tests.simulation import seams
+    from tests.simulation.bugs import BUGS
+    from tests.simulation.run import simulate
 
     results = []
     with seams.installed(BUGS[bug] if bug else ()):
@@ -130,9 +130,9 @@ def _simulate_seeds(seeds: range, bug: str, faults: bool) -> list[Result]:
 
 
 def _explain(seed: int, bug: str, shrink: bool, faults: bool, log: bool, extra: tuple[Fault, ...] = ()) -> Explained:
-    from asyncrl.testing.simulation import seams
-    from asyncrl.testing.simulation.bugs import BUGS
-    from asyncrl.testing.simulation.run import simulate
+    from tests.simulation import seams
+    from tests.simulation.bugs import BUGS
+    from tests.simulation.run import simulate
 
     scenario = scenario_of(seed, faults=faults)
     scenario = replace(scenario, faults=(*scenario.faults, *extra))

@@ -24,7 +24,7 @@ from asyncrl.config import (
 )
 
 NUM_STEPS = 50  # of every simulated run, at least
-_HERE = "asyncrl.testing.simulation.processes"
+_HERE = "tests.simulation.processes"
 
 
 @dataclass(frozen=True)

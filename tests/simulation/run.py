@@ -18,17 +18,17 @@ from asyncrl.messages import WeightVersion
 from asyncrl.names import ACTOR
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.runtime.worker import StatusBoard, Worker
-from asyncrl.testing.simulation import seams
-from asyncrl.testing.simulation.disk import Folder
-from asyncrl.testing.simulation.faults import Injector
-from asyncrl.testing.simulation.invariants import Invariants, Prompt
-from asyncrl.testing.simulation.loop import StuckError
-from asyncrl.testing.simulation.network import SimPull
-from asyncrl.testing.simulation.processes import SimModelWorker, Weights, make_server
-from asyncrl.testing.simulation.scenario import Scenario
-from asyncrl.testing.simulation.supervisor import Supervisor
-from asyncrl.testing.simulation.world import Event, Process, World
 from asyncrl.weights import version_dir
+from tests.simulation import seams
+from tests.simulation.disk import Folder
+from tests.simulation.faults import Injector
+from tests.simulation.invariants import Invariants, Prompt
+from tests.simulation.loop import StuckError
+from tests.simulation.network import SimPull
+from tests.simulation.processes import SimModelWorker, Weights, make_server
+from tests.simulation.scenario import Scenario
+from tests.simulation.supervisor import Supervisor
+from tests.simulation.world import Event, Process, World
 
 _MAKERS: dict[str, Callable[[Any], Worker]] = {
     "generation_server": make_server,

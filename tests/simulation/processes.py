@@ -46,9 +46,9 @@ from asyncrl.rollout.env import Env
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker
 from asyncrl.testing.paced_engine import LongTail, PacedEngine
-from asyncrl.testing.simulation.disk import Folder
-from asyncrl.testing.simulation.world import here
 from asyncrl.topology import ModelPlacement
+from tests.simulation.disk import Folder
+from tests.simulation.world import here
 
 PROMPT_TOKENS = 3
 _LAST_WORDS_S = 0.2

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from asyncrl.testing.simulation.scenario import Fault
-from asyncrl.testing.simulation.world import ChannelFaults, Event, HTTPFaults
+from tests.simulation.scenario import Fault
+from tests.simulation.world import ChannelFaults, Event, HTTPFaults
 
 if TYPE_CHECKING:
-    from asyncrl.testing.simulation.run import SimulatedRun
+    from tests.simulation.run import SimulatedRun
 
 
 class Injector:

@@ -1,8 +1,8 @@
 """A stranger: connects to listening sockets, speaks whatever might be spoken there, and says what answered.
 
-    python -m asyncrl.testing.scanner 10.77.0.1:4711 10.77.0.1:4712
+    python -m tests.support.scanner 10.77.0.1:4711 10.77.0.1:4712
     {"10.77.0.1:4711": [], "10.77.0.1:4712": ["HTTP /health: 200"]}
-    python -m asyncrl.testing.scanner       where it is run (on a host, say): what listens there, and whose that is
+    python -m tests.support.scanner       where it is run (on a host, say): what listens there, and whose that is
 
 It knows no secret, only where the sockets are (`listening` finds them), and may be run on another host or in another network
 namespace. An empty list is a port that gave nothing away: it refused, closed, or said nothing. A greeting that comes before any

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.manager.ledger import Ledger
 from asyncrl.messages import WeightVersion
-from asyncrl.testing.simulation.world import Event, Process
 from asyncrl.tickets import TicketId
+from tests.simulation.world import Event, Process
 
 if TYPE_CHECKING:
-    from asyncrl.testing.simulation.network import SimPull
-    from asyncrl.testing.simulation.run import SimulatedRun
+    from tests.simulation.network import SimPull
+    from tests.simulation.run import SimulatedRun
 
 _WAIT_SLACK_S = 10.0  # a wait that has a limit may be looked at late
 _LEASE_SLACK_S = 10.0

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.runtime.name_resolve import NameResolveTimeout, Watch
-from asyncrl.testing.simulation.disk import Disk
-from asyncrl.testing.simulation.loop import ProcessLoop, Scheduler
-from asyncrl.testing.simulation.names import NameStore, SimNameResolver, SimWatch
-from asyncrl.testing.simulation.network import SimPull, SimTransport, Site
+from tests.simulation.disk import Disk
+from tests.simulation.loop import ProcessLoop, Scheduler
+from tests.simulation.names import NameStore, SimNameResolver, SimWatch
+from tests.simulation.network import SimPull, SimTransport, Site
 
 if TYPE_CHECKING:
     from asyncrl.runtime.worker import StatusBoard, Worker
-    from asyncrl.testing.simulation.scenario import Scenario
+    from tests.simulation.scenario import Scenario
 
 
 class Event(msgspec.Struct, frozen=True):

@@ -9,6 +9,8 @@
     invariants.py   what must hold after every event             bugs.py    known bugs, to see that they are found
     run.py          one simulated run                            campaign.py   many, and the smallest that fails
 
-`asyncrl-launch simulate`. What is real: MasterWorker, GserverManager with all its parts, RolloutWorker, heads (Intake, DataStore),
+`python -m tests.simulation`.
+
+Real are MasterWorker, GserverManager with all its parts, RolloutWorker, heads (Intake, DataStore),
 GenerationServer with its HTTP handlers, both streams with their channel protocol, launch/program.py's plan, launch/supervision.py.
 """

@@ -24,7 +24,7 @@ from asyncrl.runtime.name_resolve import (
 )
 
 if TYPE_CHECKING:
-    from asyncrl.testing.simulation.world import Process, World
+    from tests.simulation.world import Process, World
 
 _TRIES_S = 5.0  # NameResolveConfig.timeout_s
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config import RuntimeConfig
 from asyncrl.launch.supervision import EVERYTHING, GANG_KINDS, End, EndRun, FreezeWatch, Supervision
-from asyncrl.testing.simulation.world import Event, Process
+from tests.simulation.world import Event, Process
 
 if TYPE_CHECKING:
-    from asyncrl.testing.simulation.run import SimulatedRun
+    from tests.simulation.run import SimulatedRun
 
 _TURN_S = 0.5
 _KILLED = "was killed"
