@@ -290,7 +290,8 @@ def part_watchers(parent: Parent, **_: Any) -> None:
             expected = count
             parent.send(ready=True)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(all_heard.wait(), 60.0)
+                async with asyncio.timeout(60.0):
+                    await all_heard.wait()
             parent.send(heard=heard)
         os._exit(0)
 

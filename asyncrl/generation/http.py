@@ -336,7 +336,8 @@ class GenerationHTTP:
             raise EngineUnavailable("paused")
         probe = EngineRequest(f"health-{uuid.uuid4().hex}", [0], SamplingParams(max_new_tokens=1))
         try:
-            await asyncio.wait_for(self._engine.submit(probe), HEALTH_GENERATE_LIMIT_S)
+            async with asyncio.timeout(HEALTH_GENERATE_LIMIT_S):
+                await self._engine.submit(probe)
         except asyncio.TimeoutError:
             raise EngineUnavailable(f"no token within {HEALTH_GENERATE_LIMIT_S} s") from None
         return await self._health(request)

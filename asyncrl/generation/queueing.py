@@ -214,7 +214,8 @@ class QueueingEngine(GenerationEngine, Generic[P]):
     async def _until_idle(self) -> None:
         """Waits until nothing runs, for load_timeout_s at most; unblocked by the end of the last request."""
         try:
-            await asyncio.wait_for(self._idle.wait(), self._config.load_timeout_s)
+            async with asyncio.timeout(self._config.load_timeout_s):
+                await self._idle.wait()
         except asyncio.TimeoutError:
             raise WeightsRefused(
                 f"{len(self._running)} requests still run after {self._config.load_timeout_s} s (generation.load_timeout_s); "

@@ -110,17 +110,15 @@ class StagedReceiver(WeightReceiver):
         except ValueError as error:
             raise WeightsRefused(str(error)) from error
         try:
-            await asyncio.wait_for(
-                member.join(
+            async with asyncio.timeout(group.limit_s):
+                await member.join(
                     partial(store_at, group.master_address, group.master_port, group.limit_s),
                     rank=group.rank_offset,
                     size=group.world_size,
                     limit_s=group.limit_s,
                     host=self._host,
                     device=self._engine.weights_device,
-                ),
-                group.limit_s,
-            )
+                )
         except (RuntimeError, ValueError, OSError, asyncio.TimeoutError) as error:
             member.leave()
             raise WeightsRefused(f"group {name!r} could not be joined: {_reason(error)}") from error
@@ -195,7 +193,8 @@ class StagedReceiver(WeightReceiver):
     @staticmethod
     async def _until(receiving: Coroutine[Any, Any, None], limit_s: float) -> None:
         """The group has the same limit; this one is for a transport that does not keep it."""
-        await asyncio.wait_for(receiving, limit_s + 1.0)
+        async with asyncio.timeout(limit_s + 1.0):
+            await receiving
 
 
 class ReceivingHTTP:

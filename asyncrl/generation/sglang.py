@@ -343,7 +343,8 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             with contextlib.suppress(SGLangError):
                 await self._client.abort(key, limit_s=_ASK_LIMIT_S)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(left[-1].wait(), _ABORT_AGAIN_S)
+                async with asyncio.timeout(_ABORT_AGAIN_S):
+                    await left[-1].wait()
         return True
 
     @property

@@ -351,7 +351,8 @@ class SGLangProcess:
 
     async def wait_ended(self, limit_s: float) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), limit_s)
+            async with asyncio.timeout(limit_s):
+                await self._ended.wait()
 
     def told(self) -> str:
         """Where its log is and what it ends with, for an error."""

@@ -130,7 +130,8 @@ class VerifiedLoads:
                 raise WeightsRefused(
                     f"weights {version} have no probe in their manifest, and weights.verify_logprobs is on for this server"
                 )
-            scores = await asyncio.wait_for(self._engine.score(probe.input_ids), self._limit_s)
+            async with asyncio.timeout(self._limit_s):
+                scores = await self._engine.score(probe.input_ids)
             largest = self._check.check(version, probe, fingerprint, scores)
         except WeightsRefused as refusal:
             self._engine.forget_version()

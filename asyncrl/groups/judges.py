@@ -174,7 +174,8 @@ class Judges:
 
     async def _ask(self, judge: _Judge, question: bytes, limit_s: float) -> dict[str, Any] | None:
         try:
-            return await asyncio.wait_for(judge.ask(question), limit_s)
+            async with asyncio.timeout(limit_s):
+                return await judge.ask(question)
         except BaseException:
             self._kill(judge)
             raise
@@ -207,7 +208,8 @@ class Judges:
             with theirs:
                 socket.send_fds(control, [json.dumps({"start": True}).encode()], [theirs.fileno()])
             self._starting.append(started)
-            pid = await asyncio.wait_for(asyncio.shield(started), _FORK_LIMIT_S)
+            async with asyncio.timeout(_FORK_LIMIT_S):
+                pid = await asyncio.shield(started)
         except BaseException as error:  # cancelled: the judge ends when it reads the end of its input
             if mine is not None:
                 mine.close()
@@ -234,7 +236,8 @@ class Judges:
     async def _raise_end_of(self, judge: _Judge) -> NoReturn:
         judge.connection.close()
         try:
-            how = await asyncio.wait_for(asyncio.shield(judge.died), _DEATH_LIMIT_S)
+            async with asyncio.timeout(_DEATH_LIMIT_S):
+                how = await asyncio.shield(judge.died)
         except asyncio.TimeoutError:
             how = "it closed its connection"
         raise JudgesLost(how) if judge.lost else JudgeDied(how)

@@ -122,7 +122,8 @@ class Reward:
             together = fast or self._judges.is_async
             score = self._score_by_judge
         elif self._is_async:
-            return self._checked(await asyncio.wait_for(self._score_async(calls), self._timeout_s))
+            async with asyncio.timeout(self._timeout_s):
+                return self._checked(await self._score_async(calls))
         else:
             together = fast
             score = self._score_in_thread
@@ -174,7 +175,8 @@ class Reward:
                 raise self._rejected("reward_timeout", f"{len(self._abandoned)} calls of {self.spec} still hang")
             thread, future = start_thread(run, f"reward {self.spec}")
             try:
-                return self._checked(await asyncio.wait_for(future, self._timeout_s))
+                async with asyncio.timeout(self._timeout_s):
+                    return self._checked(await future)
             finally:
                 if thread.is_alive():
                     self._abandoned.append(thread)

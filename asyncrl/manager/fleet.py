@@ -241,7 +241,8 @@ class Fleet:
                     self._failing = version, self._clock.monotonic()
                 self._judge_damage(version, self._clock.monotonic() - self._failing[1], error)
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._publication.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._publication.wait()
                 pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
                 self._publication.set()
                 continue
@@ -323,7 +324,8 @@ class Fleet:
                 task.add_done_callback(self._updates.discard)
             next_s = self.plan.next_change(now)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _IDLE_S if next_s is None else next_s - now)
+                async with asyncio.timeout(_IDLE_S if next_s is None else next_s - now):
+                    await self._wake.wait()
             self._wake.clear()
 
     async def probe_loop(self) -> None:
@@ -369,7 +371,8 @@ class Fleet:
                 self.table.silent(server.name, f"no answer for {self._probe_limit_s:g} s", self._clock.monotonic())
                 self.plan.silent(server.name)
                 self._changed()
-            info = await asyncio.wait_for(asking, max(0.0, give_up - self._clock.monotonic()))
+            async with asyncio.timeout(max(0.0, give_up - self._clock.monotonic())):
+                info = await asking
         except _FAILURES as error:
             if server.life == life:
                 self.table.silent(server.name, f"probe failed: {error!r}", self._clock.monotonic())
@@ -396,11 +399,13 @@ class Fleet:
         began = self._clock.monotonic()
         try:
             with self._trace.overlapping(f"update {update.server}", kind="update", version=str(update.version)):
-                served = await asyncio.wait_for(self._found(update), update.limit_s) if update.is_new else None
+                async with asyncio.timeout(update.limit_s):
+                    served = await self._found(update) if update.is_new else None
                 if served is not None:
                     update = replace(update, version=served)
                 else:
-                    await asyncio.wait_for(self._load(update, wave), update.limit_s)
+                    async with asyncio.timeout(update.limit_s):
+                        await self._load(update, wave)
         except _FAILURES as error:
             slow = isinstance(error, asyncio.TimeoutError)
             reason = f"took longer than {update.limit_s:g} s" if slow else f"{error!r}"
@@ -481,7 +486,8 @@ class Fleet:
         )
         try:
             call = self._post(f"{self._sender_url}/broadcast_weights", msgspec.json.encode(request))
-            reply = msgspec.json.decode(await asyncio.wait_for(call, limit_s), type=BroadcastReply)
+            async with asyncio.timeout(limit_s):
+                reply = msgspec.json.decode(await call, type=BroadcastReply)
         except _FAILURES as error:
             reply = BroadcastReply(errors={update.server: f"the trainer did not send: {error!r}" for update in updates})
         self._warn_of_disk(str(updates[0].version), reply)

@@ -48,7 +48,8 @@ class Wave:
 
     async def _send_together(self) -> BroadcastReply:
         try:
-            await asyncio.wait_for(self._departed.wait(), self._wait_s)
+            async with asyncio.timeout(self._wait_s):
+                await self._departed.wait()
         except asyncio.TimeoutError:
             self._departed.set()
         return await self._send(self._ready)

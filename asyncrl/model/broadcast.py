@@ -116,7 +116,8 @@ class WeightSender:
         began = time.monotonic()
         try:
             with self._trace.overlapping(f"broadcast {held.version}", kind="weights", servers=len(targets)):
-                reply = await asyncio.wait_for(self._send(sending, targets), limit_s)
+                async with asyncio.timeout(limit_s):
+                    reply = await self._send(sending, targets)
         except (asyncio.TimeoutError, *FAILURES) as error:
             why = f"not within {limit_s:g} s" if isinstance(error, asyncio.TimeoutError) else str(error) or repr(error)
             reply = _all_failed(targets, f"{sending.stage}: {why}")
@@ -197,7 +198,8 @@ class WeightSender:
             return_exceptions=True,
         )
         try:
-            await asyncio.wait_for(said, _LEAVE_LIMIT_S)
+            async with asyncio.timeout(_LEAVE_LIMIT_S):
+                await said
         except asyncio.TimeoutError:
             self._logger.debug("not all of %s heard that group %s is no more", urls, group_name)
 

@@ -119,7 +119,8 @@ class Intake:
             self._room.clear()
             with self._worker.board.showing("room in the store", on="master", limit_s=_ROOM_LIMIT_S):
                 try:
-                    await asyncio.wait_for(self._room.wait(), left)
+                    async with asyncio.timeout(left):
+                        await self._room.wait()
                 except asyncio.TimeoutError:
                     break
         return reason

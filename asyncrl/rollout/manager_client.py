@@ -73,7 +73,8 @@ class ManagerClient:
     async def until_heartbeat(self, interval_s: float) -> None:
         """Wait until a heartbeat is due: after interval_s, or at once where another process is the manager now."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._new_manager.wait(), interval_s)
+            async with asyncio.timeout(interval_s):
+                await self._new_manager.wait()
         self._new_manager.clear()
 
     async def schedule(self, ticket_id: str, lost_server: str, *, lost_url: str, busy: bool = False) -> ScheduleReply:

@@ -151,7 +151,8 @@ class Replayer(Worker):
         async with self._changed:
             while self._revision <= report.after_revision and (left := deadline - time.monotonic()) > 0:
                 try:
-                    await asyncio.wait_for(self._changed.wait(), left)
+                    async with asyncio.timeout(left):
+                        await self._changed.wait()
                 except asyncio.TimeoutError:
                     break
         return web.Response(body=msgspec.json.encode(self._view()), content_type="application/json")

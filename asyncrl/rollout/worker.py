@@ -245,7 +245,8 @@ class RolloutWorker(Worker):
             await self.manager.finish(result)
             return
         try:
-            await asyncio.wait_for(self.manager.finish(result), _STOP_REPORT_S)
+            async with asyncio.timeout(_STOP_REPORT_S):
+                await self.manager.finish(result)
         except (TimeoutError, asyncio.TimeoutError, RuntimeError) as error:
             self.logger.debug(
                 "ticket %s not reported (%r): the manager will miss its heartbeat", result.ticket_id, error

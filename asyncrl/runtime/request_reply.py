@@ -154,7 +154,8 @@ class NameResolvingRequestClient:
             await sender.start(self._resolver, self._names.stream(request_stream(index)))
         barrier = asyncio.gather(*(sender.wait_answered() for sender in self._senders))
         try:
-            await asyncio.wait_for(barrier, self._start_timeout_s)
+            async with asyncio.timeout(self._start_timeout_s):
+                await barrier
         except asyncio.TimeoutError:
             raise TimeoutError(
                 f"start-up barrier: after {self._start_timeout_s:g} s (runtime.start_timeout_s) still missing: {self._missing()}"

@@ -133,7 +133,8 @@ class StatusBoard:
         start = time.monotonic()
         with self.showing(what, on=on, limit_s=limit_s, detail=detail):
             try:
-                return await asyncio.wait_for(awaitable, limit_s)
+                async with asyncio.timeout(limit_s):
+                    return await awaitable
             except asyncio.TimeoutError:
                 if time.monotonic() - start < limit_s - _CLOCK_SLACK_S:  # what was awaited has a limit of its own
                     raise

@@ -205,6 +205,21 @@ async def test_a_damaged_version_is_reported_and_its_replacement_served(
     assert not list(tmp_path.glob(".*"))  # noqa: ASYNC240 (nothing of the old folder is left)
 
 
+@pytest.mark.parametrize("loop", ["verify_loop", "update_loop"])
+async def test_a_loop_that_is_woken_in_the_turn_that_cancels_it_ends(tmp_path: Path, sound: Path, loop: str) -> None:
+    """asyncio.wait_for of Python 3.11 forgets the cancellation."""
+    fleet = Published(tmp_path, sound, verify_limit_s=1000.0).fleet
+    fleet.publish(str(V1))  # there is none: the next attempt to verify it waits for the next publication
+    task = asyncio.create_task(getattr(fleet, loop)())
+    await asyncio.sleep(0.1)
+    fleet.publish(str(V2))
+    fleet.announce("generation_server/0", "http://127.0.0.1:1")
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=1.0)
+    assert done, "it goes on"
+    await fleet.close()
+
+
 async def test_a_version_that_a_server_refuses_is_verified_again(tmp_path: Path, sound: Path) -> None:
     """It may have been damaged after the manager had verified it."""
     published = Published(tmp_path, sound, verify_limit_s=0.3, replace_limit_s=1000.0)

@@ -80,44 +80,6 @@ async def _to_thread(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     return await process.world.on_thread(process, func, *args, **kwargs)
 
 
-async def _wait_for(awaitable: Any, timeout: float | None) -> Any:
-    """As in Python 3.12: without a task of its own, which is half of what a simulation would do."""
-    if timeout is not None and timeout <= 0:
-        future = asyncio.ensure_future(awaitable)
-        if future.done():
-            return future.result()
-        future.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait({future})
-            return future.result()
-        raise asyncio.TimeoutError
-    if timeout is None:
-        return await awaitable
-    with _Limit(timeout):
-        return await awaitable
-
-
-class _Limit:
-    """asyncio.timeout, without coroutines of its own."""
-
-    def __init__(self, limit_s: float) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._cancelling, self._limit_s, self._expired = task, task.cancelling(), limit_s, False
-
-    def _expire(self) -> None:
-        self._expired = True
-        self._task.cancel()
-
-    def __enter__(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._expire)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        self._timer.cancel()
-        if self._expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise asyncio.TimeoutError from error
-
-
 def _wait(fs: Any, *, timeout: float | None = None, return_when: str = asyncio.ALL_COMPLETED) -> Any:
     """asyncio.wait, without asking of each whether it is a coroutine."""
     return asyncio.tasks._wait(set(fs), timeout, return_when, asyncio.get_running_loop())  # type: ignore[attr-defined]
@@ -332,7 +294,6 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (time, "time", time.time),
         (time, "time_ns", time.time_ns),
         (asyncio, "to_thread", _to_thread),
-        (asyncio, "wait_for", _wait_for),
         (asyncio, "wait", _wait),
         (uuid, "uuid4", _uuid4),
         (secrets, "token_hex", _token_hex),
