@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.runtime import security, unix_sockets
+from asyncrl.runtime.disk import nearly_full
 from asyncrl.runtime.ports import free_ports
 
 logger = logging.getLogger(__name__)
@@ -155,8 +156,9 @@ class EtcdServer:
                 break
             if not fixed:  # somebody took the port between the choice and its use
                 self._ports = None
+        full = nearly_full(self._data_dir)  # then its log may be on the same disk, and say nothing
         raise EtcdServerError(
-            f"etcd ({self._binary}) did not start within {timeout_s:g} s; {self._log_path} says:\n{_complaints(log)}"
+            f"etcd ({self._binary}) did not start within {timeout_s:g} s. {full}\n{self._log_path} says:\n{_complaints(log)}"
         )
 
     def stop(self, timeout_s: float = 5.0) -> None:
