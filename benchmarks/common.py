@@ -110,7 +110,7 @@ def make_manager(
     """The manager, as the launcher would run it, but for name resolve in memory, where its servers' URLs are; and that."""
     from asyncrl.config import GserverManagerConfig, ManagerConfig
     from asyncrl.manager.worker import GserverManager
-    from asyncrl.runtime.name_resolve import open_name_resolver
+    from asyncrl.runtime.names.open import open_name_resolver
 
     info = worker_info("gserver_manager", folder)
     config = GserverManagerConfig(

@@ -56,7 +56,7 @@ def part_server(
     """A generation server as the launcher would run it."""
     from asyncrl.config import GenerationConfig, GenerationServerConfig
     from asyncrl.generation.worker import GenerationServer
-    from asyncrl.runtime.name_resolve import open_name_resolver
+    from asyncrl.runtime.names.open import open_name_resolver
 
     info = worker_info("generation_server", folder)
     generation = GenerationConfig(

@@ -128,7 +128,7 @@ async def _receive(parent: Parent, trainer: bool, keys: dict[str, str]) -> None:
     from asyncrl.config import RuntimeConfig
     from asyncrl.messages import StoreVerdict
     from asyncrl.names import Names
-    from asyncrl.runtime.name_resolve import MemoryNameResolver
+    from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.runtime.push_pull import NameResolvingZmqPuller, puller_stream
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "push-pull")
@@ -160,7 +160,7 @@ def asyncrl_sender(parent: Parent, trainer: bool = False, way: str = "unix") -> 
 async def _send(parent: Parent, way: str) -> None:
     from asyncrl.config import RuntimeConfig
     from asyncrl.names import Names
-    from asyncrl.runtime.name_resolve import MemoryNameResolver
+    from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.runtime.push_pull import NameResolvingZmqPusher, puller_stream
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "push-pull")

@@ -48,7 +48,7 @@ async def _serve(parent: Parent, keys: dict[str, str]) -> None:
     from asyncrl.config import RuntimeConfig
     from asyncrl.messages import CallResult, ExecuteMFC
     from asyncrl.names import Names
-    from asyncrl.runtime.name_resolve import MemoryNameResolver
+    from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.runtime.request_reply import NameResolvingReplyServer, request_stream
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "request-reply")
@@ -76,7 +76,7 @@ async def _call(parent: Parent, calls: int, way: str) -> None:
     from asyncrl.config import RuntimeConfig
     from asyncrl.messages import ExecuteMFC
     from asyncrl.names import Names
-    from asyncrl.runtime.name_resolve import MemoryNameResolver
+    from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.runtime.request_reply import NameResolvingRequestClient, request_stream
 
     resolver, names = MemoryNameResolver("bench"), Names("bench", "request-reply")

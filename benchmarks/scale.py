@@ -244,7 +244,7 @@ def part_watchers(parent: Parent, **_: Any) -> None:
     """Sessions with etcd: a connection each, a first request, and watches; how late each hears of a put."""
     from grpc import aio  # type: ignore[import-untyped]
 
-    from asyncrl.runtime.etcd_api import load_api
+    from asyncrl.runtime.names.etcd.api import load_api
 
     _prepare(-1)
     rpc = load_api().rpc
@@ -404,8 +404,8 @@ def publish_version(run_dir: Path) -> None:
 
 def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
     from asyncrl.config import NameResolveConfig
-    from asyncrl.runtime.etcd_server import EtcdServer
-    from asyncrl.runtime.name_resolve import open_name_resolver
+    from asyncrl.runtime.names.etcd.server import EtcdServer
+    from asyncrl.runtime.names.open import open_name_resolver
 
     _prepare(-1)
     late: list[float] = []
@@ -457,8 +457,8 @@ def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
 def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
     """What the launcher does for each process of a run: it keeps a lease, and publishes a status."""
     from asyncrl.config import NameResolveConfig
-    from asyncrl.runtime.etcd_server import EtcdServer
-    from asyncrl.runtime.name_resolve import open_name_resolver
+    from asyncrl.runtime.names.etcd.server import EtcdServer
+    from asyncrl.runtime.names.open import open_name_resolver
 
     with EtcdServer(folder / "etcd_leases", folder / "etcd_leases.log") as server:
         config = NameResolveConfig(endpoints=[server.endpoint], timeout_s=60.0)

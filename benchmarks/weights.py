@@ -63,7 +63,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     from asyncrl.config import GenerationConfig, GenerationServerConfig
     from asyncrl.generation.worker import GenerationServer
     from asyncrl.messages import WeightVersion
-    from asyncrl.runtime.name_resolve import open_name_resolver
+    from asyncrl.runtime.names.open import open_name_resolver
 
     info = worker_info("generation_server", folder)
     server = GenerationServer(
@@ -95,7 +95,7 @@ def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: 
     from asyncrl.manager import fleet
     from asyncrl.manager.worker import GserverManager
     from asyncrl.messages import WeightVersion
-    from asyncrl.runtime.name_resolve import open_name_resolver
+    from asyncrl.runtime.names.open import open_name_resolver
 
     verify_s = 0.0
     verify_version = fleet.verify_version

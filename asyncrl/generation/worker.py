@@ -26,7 +26,7 @@ from asyncrl.generation.verify import VerifiedLoads
 from asyncrl.messages import WeightVersion
 from asyncrl.names import ACTOR
 from asyncrl.runtime.loading import LoadProgress
-from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolveTimeout
+from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.worker import Worker
 from asyncrl.topology import ENGINES
 from asyncrl.weight_files import WeightFetcher, fetch_folder, run_key

@@ -42,7 +42,7 @@ from asyncrl.messages import (
 from asyncrl.names import Names, incarnation
 from asyncrl.runtime.devices import granted_cores, granted_memory, visible_devices
 from asyncrl.runtime.disk import raise_open_files
-from asyncrl.runtime.name_resolve import (
+from asyncrl.runtime.names.interface import (
     Lease,
     LeaseNotFound,
     NameEntryNotFound,

@@ -14,7 +14,7 @@ from asyncrl.launch.program import ProcessSpec
 from asyncrl.launch.reaper import Reaper
 from asyncrl.launch.rundir import RUN_DIR_ENV
 from asyncrl.launch.starter import Starter
-from asyncrl.runtime.name_resolve import Lease
+from asyncrl.runtime.names.interface import Lease
 
 _SAY_AFTER_S = 2.0  # whom a stop waits for
 KILL_LIMIT_S = 60.0  # of what was killed: a process inside the kernel (a disk that hangs) ends only when that lets it

@@ -57,7 +57,7 @@ from asyncrl.runtime.disk import (
     size_text,
     too_few_open_files,
 )
-from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
+from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
 from asyncrl.topology import Allocation, allocation_of
 
 State = Literal["ok", "warn", "fail"]

@@ -36,7 +36,7 @@ from asyncrl.launch import worker_main
 from asyncrl.runtime.worker import STATUS_FD_ENV, die_with_parent
 
 # What workers import, those parts included that torch and transformers would import at their first use.
-_NAME_RESOLVE = ("asyncrl.runtime.etcd", "google.protobuf.internal.builder", "tenacity")  # but for gRPC
+_NAME_RESOLVE = ("asyncrl.runtime.names.etcd.resolver", "google.protobuf.internal.builder", "tenacity")  # but for gRPC
 _TOKENIZERS = "transformers.tokenization_utils_tokenizers"
 PRELOADS: Mapping[str, Sequence[str]] = {
     "light": (

@@ -74,7 +74,7 @@ from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.certificates import CertificateError, make_certificate
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import explain, nearly_full, raise_open_files
-from asyncrl.runtime.name_resolve import Lease, WatchEvent
+from asyncrl.runtime.names.interface import Lease, WatchEvent
 from asyncrl.runtime.security import Secrets, remove_secrets, write_secrets
 from asyncrl.runtime.stacks import SUFFIX, answer_requests
 from asyncrl.runtime.trace import merge, trace_dir

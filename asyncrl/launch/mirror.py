@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from asyncrl.runtime.name_resolve import WatchCallback, WatchEvent
+from asyncrl.runtime.names.interface import WatchCallback, WatchEvent
 
 READ_EVERY_S = 5.0
 

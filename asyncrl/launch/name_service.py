@@ -24,8 +24,8 @@ from asyncrl.launch.program import absolute_name_resolve
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
-from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError, EtcdTls
-from asyncrl.runtime.name_resolve import (
+from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, EtcdTls
+from asyncrl.runtime.names.interface import (
     Lease,
     LeaseNotFound,
     NameEntryExists,
@@ -35,8 +35,8 @@ from asyncrl.runtime.name_resolve import (
     NameResolveTimeout,
     WatchCallback,
     WatchEvent,
-    open_name_resolver,
 )
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.security import Secrets
 
 _STOP_LIMIT_S = 2.0

@@ -34,9 +34,9 @@ from asyncrl.launch.task_arguments import check_task_arguments
 from asyncrl.names import ACTOR
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
-from asyncrl.runtime.etcd_access import EtcdAccess
-from asyncrl.runtime.etcd_server import EtcdServerError, find_etcd
-from asyncrl.runtime.name_resolve import MEMORY
+from asyncrl.runtime.names.etcd.access import EtcdAccess
+from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
+from asyncrl.runtime.names.memory import MEMORY
 from asyncrl.topology import allocation_of
 from asyncrl.weights import MANIFEST, read_manifest, tensor_files
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.launch.rundir import LaunchError
-from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError
+from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
 
 _WINDOW_S = 3600.0  # in which restarts are counted
 _START_LIMIT_S = 15.0

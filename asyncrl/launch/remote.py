@@ -39,13 +39,7 @@ from asyncrl.messages import (
     WantedProcess,
 )
 from asyncrl.names import Names, incarnation
-from asyncrl.runtime.name_resolve import (
-    Lease,
-    LeaseNotFound,
-    NameResolveError,
-    NameResolver,
-    WatchEvent,
-)
+from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveError, NameResolver, WatchEvent
 
 _LEASE_TTL_S = 10.0  # of the launcher's own word: agents outlive it by little
 _SAY_AFTER_S = 2.0

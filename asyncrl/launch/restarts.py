@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.messages import Wait, WorkerStatus
-from asyncrl.runtime.name_resolve import Lease
+from asyncrl.runtime.names.interface import Lease
 
 _LEASE_LIMIT_S = 60.0
 _LEASE_RETRY_S = 1.0

@@ -21,7 +21,7 @@ from asyncrl.launch.children import Child, short_end
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, can_scale
 from asyncrl.messages import DECODE_ERRORS, ScaleWish, Wait, WorkerStatus
-from asyncrl.runtime.name_resolve import Lease, WatchEvent
+from asyncrl.runtime.names.interface import Lease, WatchEvent
 from asyncrl.topology import Allocation
 
 KIND = "generation_server"

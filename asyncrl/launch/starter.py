@@ -12,7 +12,7 @@ from asyncrl.launch.children import Child, Forked, config_file, how_it_ended, st
 from asyncrl.launch.fork_server import ForkServer, ForkServerEnded, adopt_orphans, is_supported
 from asyncrl.launch.program import ProcessSpec
 from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, logs_dir
-from asyncrl.runtime.name_resolve import Lease
+from asyncrl.runtime.names.interface import Lease
 
 _ROOM_FOR_LATER = "0000"  # in a worker's command line: attempts and servers whose numbers have more digits
 

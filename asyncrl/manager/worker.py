@@ -29,7 +29,7 @@ from asyncrl.names import MASTER_META
 from asyncrl.runtime.channel_wire import Endpoint
 from asyncrl.runtime.clock import SystemClock
 from asyncrl.runtime.journal import BackgroundJournal
-from asyncrl.runtime.name_resolve import NameEntryExists, NameEntryNotFound, NameResolveTimeout
+from asyncrl.runtime.names.interface import NameEntryExists, NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
 from asyncrl.tickets import make_key
 from asyncrl.weight_files import WeightFiles

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolver
+from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolver
 
 
 class NameStore(Store):

@@ -31,7 +31,7 @@ from asyncrl.runtime.channel_wire import (
     new_incarnation,
     pack,
 )
-from asyncrl.runtime.name_resolve import NameResolver, Watch, WatchEvent
+from asyncrl.runtime.names.interface import NameResolver, Watch, WatchEvent
 from asyncrl.runtime.transport import PullSocket, PushSocket, Transport, ZmqTransport
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from asyncrl.data.codec import CodecError
 from asyncrl.messages import DECODE_ERRORS
 from asyncrl.names import Names
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, Delivery, Endpoint
-from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolver
+from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolver
 from asyncrl.runtime.transport import Transport
 
 logger = logging.getLogger(__name__)

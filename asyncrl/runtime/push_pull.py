@@ -22,7 +22,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.messages import StoreVerdict, TrajectoryMeta
 from asyncrl.names import MASTER_META, Names
 from asyncrl.runtime.channel import ChannelLimits, ChannelSender, Delivery
-from asyncrl.runtime.name_resolve import NameResolver
+from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.published import PublishedReceiver
 from asyncrl.runtime.transport import Transport, transport_of
 

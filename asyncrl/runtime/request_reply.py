@@ -36,7 +36,7 @@ from asyncrl.runtime.channel import (
     Endpoint,
     ReceiverRestarted,
 )
-from asyncrl.runtime.name_resolve import NameResolver
+from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.published import PublishedReceiver
 from asyncrl.runtime.transport import Transport, transport_of
 from asyncrl.worlds import WorldLife

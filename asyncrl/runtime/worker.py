@@ -33,7 +33,8 @@ from asyncrl.names import Names, incarnation
 from asyncrl.runtime import http_client
 from asyncrl.runtime.disk import StorageError, out_of_files
 from asyncrl.runtime.loop_watch import LoopWatch
-from asyncrl.runtime.name_resolve import NameResolver, WatchEvent, open_name_resolver
+from asyncrl.runtime.names.interface import NameResolver, WatchEvent
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.stacks import tell_tasks_of
 from asyncrl.runtime.trace import OFF, Tracer, place_of, trace_file
 

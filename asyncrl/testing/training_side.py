@@ -46,8 +46,9 @@ from asyncrl.master.progress import PromptProgress
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
 from asyncrl.names import Names
-from asyncrl.runtime.etcd_server import EtcdServer
-from asyncrl.runtime.name_resolve import NameResolver, open_name_resolver
+from asyncrl.runtime.names.etcd.server import EtcdServer
+from asyncrl.runtime.names.interface import NameResolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.worker import StatusBoard

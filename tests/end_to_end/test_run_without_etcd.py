@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from whole_runs import Gate, assert_each_prompt_trained_once
 
-from asyncrl.runtime.etcd_server import EtcdServer
+from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.testing.paced_run import PROMPT_TOKENS, launch_paced, make_paced_run
 from asyncrl.testing.paced_workers import Pace
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps

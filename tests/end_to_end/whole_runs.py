@@ -15,7 +15,7 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.launch.rundir import read_record
 from asyncrl.messages import Locator
 from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import RunHandle, journal, launch
 from asyncrl.weights import tensor_files
 

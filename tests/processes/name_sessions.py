@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config import NameResolveConfig
-from asyncrl.runtime.etcd_store import EtcdStore
-from asyncrl.runtime.name_resolve import NameResolver, WatchEvent, open_name_resolver
+from asyncrl.runtime.names.etcd.store import EtcdStore
+from asyncrl.runtime.names.interface import NameResolver, WatchEvent
+from asyncrl.runtime.names.open import open_name_resolver
 
 LIMIT_S = 30.0  # of waits for what should come within a second or two, on a busy machine
 OpenSession = Callable[..., NameResolver]

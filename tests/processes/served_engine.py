@@ -18,7 +18,7 @@ from asyncrl.config import GenerationConfig, GenerationServerConfig, NameResolve
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.messages import Locator, ScheduleReply, Ticket, UpdateWeightsRequest, WeightVersion
 from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import version_dir, write_version
 

@@ -10,7 +10,7 @@ import sys
 from asyncrl.config import RuntimeConfig
 from asyncrl.messages import StoreVerdict
 from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller
 from asyncrl.runtime.worker import die_with_parent
 

@@ -15,8 +15,9 @@ from asyncrl.config_file import load_experiment
 from asyncrl.launch.program import config_text, plan, run_directory
 from asyncrl.messages import AgentRecord, HostReport, LauncherRecord, WantedProcess
 from asyncrl.names import Names, incarnation
-from asyncrl.runtime.etcd_server import EtcdServer
-from asyncrl.runtime.name_resolve import NameEntryNotFound, open_name_resolver
+from asyncrl.runtime.names.etcd.server import EtcdServer
+from asyncrl.runtime.names.interface import NameEntryNotFound
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.security import Secrets, write_secrets
 
 pytestmark = pytest.mark.timeout(240)

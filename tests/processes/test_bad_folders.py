@@ -30,9 +30,9 @@ from asyncrl.launch.rundir import (
     write_record,
 )
 from asyncrl.names import Names
-from asyncrl.runtime import etcd_server
-from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names.etcd import server as etcd_server
+from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
+from asyncrl.runtime.names.open import open_name_resolver
 
 RECORD = RunRecord(pid=4, attempt=1, experiment="e", trial="t", endpoints=["h:1"], started=3.0)
 

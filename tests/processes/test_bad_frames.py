@@ -16,7 +16,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.messages import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.names import Names
 from asyncrl.runtime.channel import ChannelRefused
-from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import MetaPuller, MetaPusher, NameResolvingZmqPuller, NameResolvingZmqPusher
 
 RUNTIME = RuntimeConfig(push_credit_items=8, resend_after_s=0.2, start_timeout_s=10.0, max_message_bytes=1_000_000)

@@ -20,7 +20,7 @@ from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.runtime import http_client, worker
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import serve
-from asyncrl.runtime.name_resolve import WatchEvent
+from asyncrl.runtime.names.interface import WatchEvent
 from asyncrl.runtime.worker import _Changes
 
 MOST = 100_000

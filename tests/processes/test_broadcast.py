@@ -43,7 +43,7 @@ from asyncrl.messages import (
 from asyncrl.model.broadcast import WeightSender
 from asyncrl.model.sending import Held
 from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.update_group import GroupMember, pack
 from asyncrl.weights import version_dir, write_version

@@ -11,7 +11,7 @@ from asyncrl.config_file import load_experiment
 from asyncrl.launch.commands import debug as debug_command
 from asyncrl.launch.program import plan, save_config, with_name_resolve
 from asyncrl.launch.rundir import RunLock
-from asyncrl.runtime.etcd_server import EtcdServer
+from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.testing.runs import make_tiny_run
 
 LIMIT_S = 100.0
@@ -110,7 +110,7 @@ def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path, monkey
     from asyncrl.launch.rundir import LaunchError
     from asyncrl.messages import WorkerStatus
     from asyncrl.names import Names
-    from asyncrl.runtime.name_resolve import open_name_resolver
+    from asyncrl.runtime.names.open import open_name_resolver
 
     memory = NameResolveConfig(endpoints=["memory://test-debug"])
     config = debug_command._load(resolved(tiny, tmp_path, "rollout_worker/0"))

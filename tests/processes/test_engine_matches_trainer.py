@@ -45,7 +45,8 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.names import Names
 from asyncrl.rollout.client import PartialRolloutManager, Route
-from asyncrl.runtime.name_resolve import NameResolver, open_name_resolver
+from asyncrl.runtime.names.interface import NameResolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller, NameResolvingZmqPusher
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_tiny_model

@@ -11,9 +11,9 @@ import pytest
 from name_sessions import Recorder, Refreshes, gone, patient, put
 
 from asyncrl.config import NameResolveConfig
-from asyncrl.runtime import name_resolve
-from asyncrl.runtime.etcd_server import find_etcd
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names import interface
+from asyncrl.runtime.names.etcd.server import find_etcd
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.ports import free_ports
 
 pytestmark = pytest.mark.timeout(240)
@@ -61,7 +61,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def test_keys_live_when_a_server_is_killed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is, the one that the session talks to included."""
-    monkeypatch.setattr(name_resolve, "_LONGEST_REFRESH_S", 0.5)
+    monkeypatch.setattr(interface, "_LONGEST_REFRESH_S", 0.5)
     refreshes = Refreshes(monkeypatch)
     root = f"test/{uuid.uuid4().hex}"
     config = patient(NameResolveConfig(endpoints=cluster.endpoints))

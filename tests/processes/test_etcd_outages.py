@@ -29,10 +29,13 @@ from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
-from asyncrl.runtime import etcd_leases, etcd_watch, unix_sockets
-from asyncrl.runtime.etcd_server import EtcdServer
-from asyncrl.runtime.etcd_store import EtcdStore
-from asyncrl.runtime.name_resolve import Lease, LeaseNotFound, NameResolver, NameResolveTimeout, open_name_resolver
+from asyncrl.runtime import unix_sockets
+from asyncrl.runtime.names.etcd import leases as etcd_leases
+from asyncrl.runtime.names.etcd import watch as etcd_watch
+from asyncrl.runtime.names.etcd.server import EtcdServer
+from asyncrl.runtime.names.etcd.store import EtcdStore
+from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolver, NameResolveTimeout
+from asyncrl.runtime.names.open import open_name_resolver
 
 pytestmark = pytest.mark.timeout(120)
 NOT_A_HANG_S = 12.0  # gRPC takes 15 s to give a frozen server up by itself
@@ -146,7 +149,7 @@ def test_somebody_elses_lease_that_comes_back(
 def test_a_session_that_was_frozen_takes_its_lease_again(server: EtcdServer, root: str) -> None:
     program = (
         "import sys\n"
-        "from asyncrl.runtime.etcd import EtcdNameResolver\n"
+        "from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver\n"
         "names = EtcdNameResolver([sys.argv[1]])\n"
         "names.add(sys.argv[2], 'here', lease=names.grant_lease(1).id)\n"
         "names.watch('test/x', print)\n"

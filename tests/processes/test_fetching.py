@@ -23,7 +23,7 @@ from asyncrl.model.fetching import DataFetcher, FetchError, HeldData, pack_sampl
 from asyncrl.model.store import DataStore
 from asyncrl.runtime import security
 from asyncrl.runtime.http_server import serve
-from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.worker import Worker
 
 IDS = [f"g{number}" for number in range(6)]

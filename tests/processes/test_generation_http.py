@@ -29,7 +29,7 @@ from asyncrl.messages import (
 )
 from asyncrl.names import Names
 from asyncrl.runtime.metrics import read_json_lines
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import version_dir, write_version
 

@@ -22,8 +22,8 @@ from asyncrl.launch.rundir import RunLock, RunRecord, read_record, write_record
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
 from asyncrl.runtime import unix_sockets
-from asyncrl.runtime.etcd_server import EtcdServer
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names.etcd.server import EtcdServer
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
 
 WORKERS = ["generation_server/0", "gserver_manager/0", "master/0", "model_worker/0", "rollout_worker/0"]

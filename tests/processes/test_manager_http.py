@@ -37,7 +37,7 @@ from asyncrl.messages import (
 from asyncrl.names import MASTER_META
 from asyncrl.runtime.channel_wire import Endpoint
 from asyncrl.runtime.metrics import read_json_lines
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import RunEndedError
 from asyncrl.weights import FileEntry, Manifest, _xxh3, version_dir
 

@@ -62,7 +62,8 @@ from asyncrl.model.world import interface_of
 from asyncrl.model_limits import ModelLimits
 from asyncrl.names import Names
 from asyncrl.run_folder import OutsideRunError
-from asyncrl.runtime.name_resolve import NameResolver, open_name_resolver
+from asyncrl.runtime.names.interface import NameResolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
 from asyncrl.testing.tiny import make_tiny_model

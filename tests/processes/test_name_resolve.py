@@ -17,14 +17,14 @@ import pytest
 from name_sessions import LIMIT_S, OpenSession, Recorder, gone, put, sessions
 
 from asyncrl.config import NameResolveConfig
-from asyncrl.runtime import etcd, name_resolve
-from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError, find_etcd
-from asyncrl.runtime.name_resolve import (
+from asyncrl.runtime.names import interface
+from asyncrl.runtime.names.etcd import resolver as etcd_resolver
+from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, find_etcd
+from asyncrl.runtime.names.interface import (
     MAX_NAME_BYTES,
     MAX_VALUE_BYTES,
     LeaseExists,
     LeaseNotFound,
-    MemoryNameResolver,
     NameEntryExists,
     NameEntryNotFound,
     NameResolver,
@@ -32,8 +32,9 @@ from asyncrl.runtime.name_resolve import (
     NameResolveTimeout,
     WatchEvent,
     normalize_name,
-    open_name_resolver,
 )
+from asyncrl.runtime.names.memory import MemoryNameResolver
+from asyncrl.runtime.names.open import open_name_resolver
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,7 @@ def test_concurrent_swaps_lose_no_increment(open_session: OpenSession, root: str
 @pytest.fixture
 def slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is there may be read as late as a busy machine reads it, whatever the limit of a wait."""
-    monkeypatch.setattr(name_resolve, "_MIN_READ_S", LIMIT_S)
+    monkeypatch.setattr(interface, "_MIN_READ_S", LIMIT_S)
 
 
 @pytest.mark.usefixtures("slow_reads")
@@ -389,7 +390,7 @@ def test_a_lease_with_an_id_is_shared(open_session: OpenSession, root: str) -> N
 def test_close_revokes_kept_leases_and_ends_waits(
     open_session: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd, "_CLOSE_LIMIT_S", LIMIT_S)  # past it leases are left to expire
+    monkeypatch.setattr(etcd_resolver, "_CLOSE_LIMIT_S", LIMIT_S)  # past it leases are left to expire
     names, other = open_session(), open_session()
     kept, left = names.grant_lease(30), names.grant_lease(30, keep_alive=False)
     names.add(f"{root}/kept", "1", lease=kept.id)
@@ -460,8 +461,8 @@ def test_a_lagging_memory_watch_keeps_the_newest_of_each_key(root: str) -> None:
 
 def test_modules_load_neither_grpc_nor_torch() -> None:
     program = (
-        "import sys, asyncrl.runtime.name_resolve, asyncrl.runtime.etcd, asyncrl.runtime.etcd_server\n"
-        "from asyncrl.runtime.etcd_api import load_api\n"
+        "import sys, asyncrl.runtime.names.open, asyncrl.runtime.names.etcd.resolver, asyncrl.runtime.names.etcd.server\n"
+        "from asyncrl.runtime.names.etcd.api import load_api\n"
         "assert not {'grpc', 'etcd3', 'google.protobuf', 'torch', 'numpy'} & set(sys.modules)\n"
         "load_api()\n"
         "assert 'grpc' in sys.modules and not {'torch', 'numpy'} & set(sys.modules)\n"
@@ -493,7 +494,7 @@ def test_the_first_endpoint_that_answers_is_used(server: EtcdServer, root: str) 
 def test_server_dies_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import sys, threading\n"
-        "from asyncrl.runtime.etcd_server import EtcdServer\n"
+        "from asyncrl.runtime.names.etcd.server import EtcdServer\n"
         "server = EtcdServer(sys.argv[1] + '/data', sys.argv[1] + '/log', extra_args=['--unsafe-no-fsync'])\n"
         "thread = threading.Thread(target=server.start)\n"  # the thread that starts it may end
         "thread.start(); thread.join()\n"
@@ -521,7 +522,7 @@ def test_server_says_why_it_does_not_start(tmp_path: Path) -> None:
 
 
 def test_server_stops_and_changes_port_if_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.runtime import etcd_server
+    from asyncrl.runtime.names.etcd import server as etcd_server
 
     choose = etcd_server._free_ports
     with socket.socket() as taken:

@@ -7,7 +7,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore
 
 from asyncrl.model.name_store import NameStore
-from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.names.memory import MemoryNameResolver
 
 
 @pytest.fixture

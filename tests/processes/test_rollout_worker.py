@@ -36,7 +36,7 @@ from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.runtime.metrics import read_json_lines
-from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller, Pulled
 from asyncrl.testing.tiny import make_char_tokenizer
 

@@ -8,8 +8,8 @@ from aiohttp import web
 
 from asyncrl.runtime import security
 from asyncrl.runtime.certificates import make_certificate
-from asyncrl.runtime.etcd_server import EtcdServer, EtcdTls
 from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdTls
 from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.transport import ZmqTransport
 from asyncrl.update_group import serve_store

@@ -33,7 +33,7 @@ from asyncrl.runtime.certificates import make_certificate
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import for_the_run, serve
-from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import MetaPuller, MetaPusher
 from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.transport import PART_BYTES, ZmqTransport, joined

@@ -18,7 +18,7 @@ from asyncrl.config import ExperimentConfig, NameResolveConfig, NetworkConfig
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError, read_record
 from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, told_by
 
 LIMIT_S = 100.0  # of a wait, on a busy machine

@@ -20,7 +20,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
 from asyncrl.names import Names
 from asyncrl.runtime.channel import ChannelClosed, ChannelFull, ChannelRefused, Endpoint, ReceiverRestarted
-from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.published import FencedError
 from asyncrl.runtime.push_pull import MetaPuller, MetaPusher, NameResolvingZmqPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import (

@@ -17,10 +17,10 @@ from aiohttp import web
 
 from asyncrl.config import NameResolveConfig
 from asyncrl.runtime import unix_sockets
-from asyncrl.runtime.etcd_server import EtcdServer
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import serve
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names.etcd.server import EtcdServer
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.transport import ZmqTransport
 
 LIMIT_S = 30.0

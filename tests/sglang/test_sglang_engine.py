@@ -43,7 +43,7 @@ from asyncrl.generation.worker import GenerationServer
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from asyncrl.names import Names
 from asyncrl.runtime.metrics import read_json_lines
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names.open import open_name_resolver
 
 LIMIT_S = 120.0  # of a wait, on a busy machine
 LONG = SamplingParams(

@@ -11,17 +11,16 @@ import asyncio
 import math
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.runtime.name_resolve import (
+from asyncrl.runtime.names.interface import (
     Lease,
     LeaseExists,
     LeaseNotFound,
-    MemoryNameResolver,
-    MemoryStore,
     NameResolveTimeout,
     Watch,
     WatchCallback,
     WatchEvent,
 )
+from asyncrl.runtime.names.memory import MemoryNameResolver, MemoryStore
 
 if TYPE_CHECKING:
     from tests.simulation.world import Process, World

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.runtime.name_resolve import NameResolveTimeout, Watch
+from asyncrl.runtime.names.interface import NameResolveTimeout, Watch
 from tests.simulation.disk import Disk
 from tests.simulation.loop import ProcessLoop, Scheduler
 from tests.simulation.names import NameStore, SimNameResolver, SimWatch

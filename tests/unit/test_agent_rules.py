@@ -5,7 +5,7 @@ import pytest
 from asyncrl.launch.agent_rules import Action, Tether, There, decide, obeyed
 from asyncrl.launch.mirror import Mirror
 from asyncrl.messages import LauncherRecord, WantedProcess
-from asyncrl.runtime.name_resolve import WatchEvent
+from asyncrl.runtime.names.interface import WatchEvent
 
 
 def wanted(name="rollout_worker/0", life=1, wish="run", launcher="l", agent="a"):

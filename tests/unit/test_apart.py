@@ -31,7 +31,7 @@ from asyncrl.messages import (
     ShareWeights,
     TakeWeights,
 )
-from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.published import FencedError
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport

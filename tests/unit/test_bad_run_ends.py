@@ -43,7 +43,7 @@ from asyncrl.messages import (
 )
 from asyncrl.run_folder import name_of
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
-from asyncrl.runtime.name_resolve import open_name_resolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, told
 from asyncrl.testing.runs import journal
 

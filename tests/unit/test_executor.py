@@ -22,7 +22,7 @@ from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import CallResult, ClearData, ExecuteMFC, Locator, Reallocate, Redistribute, TrajectoryMeta
 from asyncrl.names import Names
 from asyncrl.redistribution import transfers
-from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport
 from asyncrl.runtime.worker import StatusBoard

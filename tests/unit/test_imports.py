@@ -20,8 +20,8 @@ TORCHLESS = [
     "asyncrl.data.trajectories",
     "asyncrl.runtime.worker",
     "asyncrl.runtime.metrics",
-    "asyncrl.runtime.etcd",
-    "asyncrl.runtime.etcd_server",
+    "asyncrl.runtime.names.etcd.resolver",
+    "asyncrl.runtime.names.etcd.server",
     "asyncrl.runtime.push_pull",
     "asyncrl.runtime.request_reply",
     "asyncrl.runtime.service_client",
@@ -97,7 +97,7 @@ def test_tensorboard_events_without_torch(tmp_path):
 
 
 def test_name_resolve_without_etcd3_until_it_is_opened():
-    assert imported_by("import asyncrl.runtime.name_resolve", ["grpc", "etcd3"]) == "[]"
+    assert imported_by("import asyncrl.runtime.names.open", ["grpc", "etcd3"]) == "[]"
 
 
 def test_process_folders_do_not_import_one_another():

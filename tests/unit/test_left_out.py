@@ -15,7 +15,7 @@ from asyncrl.launch.left_out import LeftOut
 from asyncrl.launch.program import plan
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.messages import WorkerStatus
-from asyncrl.runtime.name_resolve import WatchEvent
+from asyncrl.runtime.names.interface import WatchEvent
 
 NAME = "rollout_worker/0"
 

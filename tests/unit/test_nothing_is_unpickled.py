@@ -18,7 +18,7 @@ from asyncrl.launch.program import load_process_config, parse_process_config
 from asyncrl.messages import DECODE_ERRORS, MasterReport, TrajectoryMeta
 from asyncrl.names import Names
 from asyncrl.runtime.channel import ChannelLimits, ChannelRefused, ChannelSender
-from asyncrl.runtime.name_resolve import MemoryNameResolver
+from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller, puller_stream
 
 SOURCES = sorted(Path(asyncrl.__file__).parent.rglob("*.py"))

@@ -13,7 +13,8 @@ from asyncrl.config import ConfigError, NameResolveConfig, RuntimeConfig, Worker
 from asyncrl.messages import WorkerStatus
 from asyncrl.runtime import worker as worker_module
 from asyncrl.runtime.disk import StorageError
-from asyncrl.runtime.name_resolve import NameResolveTimeout, open_name_resolver
+from asyncrl.runtime.names.interface import NameResolveTimeout
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import STATUS_FD_ENV, RunEndedError, WaitTimeoutError, Worker
 
 MEMORY = NameResolveConfig(endpoints=["memory://"])

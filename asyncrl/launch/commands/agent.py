@@ -23,7 +23,8 @@ from asyncrl.launch.slurm import own_start
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.messages import DECODE_ERRORS, LauncherRecord
 from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import NameResolveError, NameResolver, open_name_resolver
+from asyncrl.runtime.names.interface import NameResolveError, NameResolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import die_with_parent
 
 _LOOK_S = 0.5

@@ -24,7 +24,8 @@ from asyncrl.launch.rundir import LaunchError, RunRecord, is_running
 from asyncrl.launch.slurm import job_state, read_job
 from asyncrl.messages import DECODE_ERRORS, ScaleWish
 from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolveError, NameResolver, open_name_resolver
+from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError, NameResolver
+from asyncrl.runtime.names.open import open_name_resolver
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Command: TypeAlias = Callable[[argparse.Namespace, Console], int]

@@ -29,8 +29,9 @@ from asyncrl.launch.rundir import LaunchError, is_running
 from asyncrl.launch.worker_main import end_process, join_network, make_worker
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
-from asyncrl.runtime.etcd_server import EtcdServer, EtcdServerError
-from asyncrl.runtime.name_resolve import NameEntryNotFound, NameResolveError, open_name_resolver
+from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
+from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import configure_logging, run_worker
 
 _LOOK_EVERY_S = 1.0

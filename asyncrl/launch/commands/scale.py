@@ -26,7 +26,8 @@ from asyncrl.launch.rundir import LaunchError, RunRecord, is_running, read_recor
 from asyncrl.messages import ScaleWish
 from asyncrl.names import Names
 from asyncrl.runtime.devices import usable_cores, visible_devices
-from asyncrl.runtime.name_resolve import NameResolveError, NameResolver, open_name_resolver
+from asyncrl.runtime.names.interface import NameResolveError, NameResolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.topology import Allocation
 
 _WHAT = "generation="

@@ -31,7 +31,8 @@ from asyncrl.launch.watchdog import wait_texts
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
 from asyncrl.runtime.metrics import METRICS_FILE
-from asyncrl.runtime.name_resolve import NameResolveError, NameResolver, open_name_resolver
+from asyncrl.runtime.names.interface import NameResolveError, NameResolver
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.stacks import ask_all
 
 _WATCH_S = 1.0  # the launcher publishes once a second

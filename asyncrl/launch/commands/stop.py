@@ -17,7 +17,8 @@ from asyncrl.launch.commands.common import Commands, add_run_command, goes_on, n
 from asyncrl.launch.rundir import LaunchError, RunRecord, holder, is_running, read_record
 from asyncrl.launch.slurm import JobRecord, ask_to_stop, cancel, job_state, read_job
 from asyncrl.names import Names
-from asyncrl.runtime.name_resolve import NameResolveError, open_name_resolver
+from asyncrl.runtime.names.interface import NameResolveError
+from asyncrl.runtime.names.open import open_name_resolver
 
 _STOP_LIMIT_S = 30.0
 _JOB_LIMIT_S = 60.0

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import NameResolveConfig
-from asyncrl.runtime.etcd_api import Api
-from asyncrl.runtime.name_resolve import NameResolveError, normalize_name
+from asyncrl.runtime.names.etcd.api import Api
+from asyncrl.runtime.names.interface import NameResolveError, normalize_name
 
 _MAX_SECRET_BYTES = 1_000_000
 _STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "revision in header is old")

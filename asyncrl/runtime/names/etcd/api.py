@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from asyncrl.runtime.name_resolve import NameResolveError
+from asyncrl.runtime.names.interface import NameResolveError
 
 
 @dataclass(frozen=True)

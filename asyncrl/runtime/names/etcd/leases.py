@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.runtime.etcd_store import STORE_ID_KEY, STREAM_RETRY_S, EtcdStore, WatchStream
-from asyncrl.runtime.name_resolve import (
+from asyncrl.runtime.names.etcd.store import STORE_ID_KEY, STREAM_RETRY_S, EtcdStore, WatchStream
+from asyncrl.runtime.names.interface import (
     LeaseNotFound,
     NameEntryExists,
     NameResolverClosed,

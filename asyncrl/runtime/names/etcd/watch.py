@@ -13,8 +13,8 @@ import threading
 import time
 from typing import Literal
 
-from asyncrl.runtime.etcd_store import STREAM_RETRY_S, EtcdStore, WatchStream, below, one_key, text
-from asyncrl.runtime.name_resolve import NameResolverClosed, NameResolveTimeout, Watch, WatchCallback, WatchEvent
+from asyncrl.runtime.names.etcd.store import STREAM_RETRY_S, EtcdStore, WatchStream, below, one_key, text
+from asyncrl.runtime.names.interface import NameResolverClosed, NameResolveTimeout, Watch, WatchCallback, WatchEvent
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What name resolve asks of an etcd server, each as one call within a limit.
 
-A call goes to a server that answers: again, and elsewhere, where one is down. Watching (etcd_watch.py), keeping leases
-(etcd_leases.py) and the resolver (etcd.py) are made of these.
+A call goes to a server that answers: again, and elsewhere, where one is down. Watching (watch.py), keeping leases
+(leases.py) and the resolver (resolver.py) are made of these.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from asyncrl.runtime.etcd_access import EtcdAccess, Login
-from asyncrl.runtime.etcd_api import Api, load_api
-from asyncrl.runtime.name_resolve import (
+from asyncrl.runtime.names.etcd.access import EtcdAccess, Login
+from asyncrl.runtime.names.etcd.api import Api, load_api
+from asyncrl.runtime.names.interface import (
     LeaseExists,
     LeaseNotFound,
     NameEntryExists,

@@ -1,7 +1,7 @@
 """Name resolve over etcd: between processes and hosts.
 
-A session survives what its servers do: calls go to one that answers (etcd_store.py), watches are taken up again (etcd_watch.py),
-leases are refreshed, and with their entries brought back where a server lost them (etcd_leases.py). gRPC is loaded when the
+A session survives what its servers do: calls go to one that answers (store.py), watches are taken up again (watch.py),
+leases are refreshed, and with their entries brought back where a server lost them (leases.py). gRPC is loaded when the
 first resolver is opened, not with this module, and must not be loaded before a fork.
 """
 
@@ -11,11 +11,11 @@ import math
 import secrets
 from collections.abc import Sequence
 
-from asyncrl.runtime.etcd_access import EVERYBODY, EtcdAccess
-from asyncrl.runtime.etcd_leases import LeaseKeeper
-from asyncrl.runtime.etcd_store import EtcdStore, below, one_key
-from asyncrl.runtime.etcd_watch import EtcdWatch
-from asyncrl.runtime.name_resolve import Lease, LeaseNotFound, NameEntryExists, NameResolver, Watch, WatchCallback
+from asyncrl.runtime.names.etcd.access import EVERYBODY, EtcdAccess
+from asyncrl.runtime.names.etcd.leases import LeaseKeeper
+from asyncrl.runtime.names.etcd.store import EtcdStore, below, one_key
+from asyncrl.runtime.names.etcd.watch import EtcdWatch
+from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameEntryExists, NameResolver, Watch, WatchCallback
 
 _CLOSE_LIMIT_S = 2.0
 
