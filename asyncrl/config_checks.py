@@ -23,9 +23,9 @@ from asyncrl.config import (
     judges_by_group,
 )
 from asyncrl.config_fields import leaf_values
+from asyncrl.dataflow.topology import Allocation, allocation_of, unknown_name
 from asyncrl.names import ACTOR
 from asyncrl.presets import ALGORITHMS, CORRECTIONS
-from asyncrl.topology import Allocation, allocation_of, unknown_name
 
 # reward/<this>, beside reward/<task>
 REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "equal_group_share")
@@ -186,7 +186,7 @@ def _bad_network(config: ExperimentConfig) -> Iterator[tuple[str, object, str]]:
 
 def _bad_layout(config: ExperimentConfig, allocation: Allocation) -> Iterator[tuple[str, object, str]]:
     """What the MFCs of the run do not agree with: one another, the places that the allocation gives them, train.offload."""
-    from asyncrl.dataflow import GENERATE_MFC, build_dataflow  # it imports this module
+    from asyncrl.dataflow.graph import GENERATE_MFC, build_dataflow  # it imports this module
 
     train = config.train
     try:

@@ -27,11 +27,11 @@ from common import Rounds, finish, parser, say, table
 
 from asyncrl.config import CriticConfig, ModelConfig, PPOConfig, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
-from asyncrl.dataflow import DataflowGraph, build_dataflow
+from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
+from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.messages import ExecuteMFC, Locator, TrajectoryMeta, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
-from asyncrl.topology import ModelPlacement
 
 GRIDS = {"actor": ("d2p1m1", [0, 1]), "critic": ("d1p1m2", [2, 3]), "ref": ("d1p1m1", [4])}
 _PROMPT = 16  # tokens

@@ -34,7 +34,7 @@ from asyncrl.data.trajectories import (
     read_header,
     read_trajectory,
 )
-from asyncrl.dataflow import TRAJECTORY_KEYS
+from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.messages import Locator, TrajectoryMeta, WeightVersion
 
 _VERSION_KEYS = ("versions", "version_start", "version_end")

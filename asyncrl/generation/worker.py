@@ -18,6 +18,7 @@ from pathlib import Path
 
 from asyncrl.config import GenerationServerConfig
 from asyncrl.data.prompts import load_tokenizer
+from asyncrl.dataflow.topology import ENGINES
 from asyncrl.generation.engine import EngineUnavailable, GenerationEngine
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.http import GenerationHTTP
@@ -28,7 +29,6 @@ from asyncrl.names import ACTOR
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.worker import Worker
-from asyncrl.topology import ENGINES
 from asyncrl.weight_files import WeightFetcher, fetch_folder, run_key
 
 _START_SLACK_S = 20.0  # a start that takes too long says itself why, and ends what it started

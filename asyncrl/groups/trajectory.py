@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
-from asyncrl.dataflow import TRAJECTORY_KEYS
+from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 
 MAX_LOGPROB = 0.5  # a logprob is 0 at most, but for rounding (to 16 bits, at worst)
 NOT_SAMPLED = -1  # the version of a token that no policy sampled

@@ -38,6 +38,7 @@ from asyncrl.config import (
     max_head_offpolicyness,
     resolve_auto,
 )
+from asyncrl.dataflow.topology import Allocation, allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SGLangEnvironment, find_sglang
 from asyncrl.launch.memory_floor import (
     DTYPE_BYTES,
@@ -58,7 +59,6 @@ from asyncrl.runtime.disk import (
     too_few_open_files,
 )
 from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
-from asyncrl.topology import Allocation, allocation_of
 
 State = Literal["ok", "warn", "fail"]
 

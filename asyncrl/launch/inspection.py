@@ -27,7 +27,7 @@ from asyncrl.data.trajectories import (
     list_recording,
     read_trajectory,
 )
-from asyncrl.dataflow import build_dataflow
+from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import configs_dir
 from asyncrl.messages import WeightVersion

@@ -26,7 +26,8 @@ from asyncrl.config import (
 from asyncrl.data.prompts import PromptSource, is_file_name, load_tokenizer
 from asyncrl.data.replay import check_replay, plan_replay
 from asyncrl.data.trajectories import tokenizer_fingerprint
-from asyncrl.dataflow import build_dataflow
+from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TorchVersions, find_sglang, own_torch
 from asyncrl.launch.model_files import check_vocabulary, count_parameters, read_config
 from asyncrl.launch.program import run_directory, writes_checkpoints
@@ -37,7 +38,6 @@ from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
 from asyncrl.runtime.names.etcd.access import EtcdAccess
 from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
 from asyncrl.runtime.names.memory import MEMORY
-from asyncrl.topology import allocation_of
 from asyncrl.weights import MANIFEST, read_manifest, tensor_files
 
 _SHAPE_FIELDS = (  # of config.json: models that differ in one have other tensors

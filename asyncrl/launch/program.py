@@ -46,11 +46,11 @@ from asyncrl.config import (
     resolve_auto,
 )
 from asyncrl.config_file import merge_into
-from asyncrl.dataflow import DataflowGraph, build_dataflow, build_recording_dataflow
+from asyncrl.dataflow.graph import DataflowGraph, build_dataflow, build_recording_dataflow
+from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
+from asyncrl.dataflow.worlds import Worlds, worlds_of
 from asyncrl.launch.redact import redact
 from asyncrl.names import ACTOR
-from asyncrl.topology import Allocation, ModelPlacement, allocation_of
-from asyncrl.worlds import Worlds, worlds_of
 
 ProcessConfig = (
     MasterWorkerConfig

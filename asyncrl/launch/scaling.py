@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.config import ExperimentConfig
+from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.children import Child, short_end
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, can_scale
 from asyncrl.messages import DECODE_ERRORS, ScaleWish, Wait, WorkerStatus
 from asyncrl.runtime.names.interface import Lease, WatchEvent
-from asyncrl.topology import Allocation
 
 KIND = "generation_server"
 _LEASE_RETRY_S = 1.0

@@ -1,7 +1,7 @@
 """Who is started again when a process of a run has ended, how often and after which pause, and when the run ends (pure).
 
 A rollout worker, a generation server and the gserver manager hold nothing that a run needs, and are started again alone. So are
-model workers of a world that is apart (asyncrl/worlds.py): those of one world together, in its next life. Master and the other
+model workers of a world that is apart (dataflow/worlds.py): those of one world together, in its next life. Master and the other
 model workers (the gang: one torch.distributed world, the books, the optimizer) are started again together, as the next attempt,
 from the newest checkpoint, and worlds that are apart with them. What ends too often within an hour has everything started again,
 once a launch; then the run ends, with the first cause on top. What could only end again ends the run at once: a process that fails

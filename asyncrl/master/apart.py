@@ -1,4 +1,4 @@
-"""Calls to worlds that are apart (asyncrl/worlds.py): what one of their lives has left unanswered is done again in the next.
+"""Calls to worlds that are apart (dataflow/worlds.py): what one of their lives has left unanswered is done again in the next.
 
     an MFC there: fetch its inputs from the gang -> execute -> the gang fetches its outputs
                   \\____________ one piece of work: whatever of it fails, all of it is done again ____________/
@@ -18,14 +18,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from asyncrl.dataflow.redistribution import Transfer
+from asyncrl.dataflow.topology import Handler
+from asyncrl.dataflow.worlds import Worlds
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import CallBody, CallResult, FetchData, FetchPart
-from asyncrl.redistribution import Transfer
 from asyncrl.runtime.channel import ChannelError, ReceiverRestarted
 from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
-from asyncrl.topology import Handler
-from asyncrl.worlds import Worlds
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.dataflow import MFCDef
+from asyncrl.dataflow.graph import MFCDef
 from asyncrl.master.progress import PromptProgress
 from asyncrl.messages import Locator, StoreVerdict, TrajectoryMeta
 

@@ -9,7 +9,7 @@ disjoint meshes run at the same time, and none waits for a worker that computes 
 No deadlock: one master sends all calls, to all their workers without awaiting in between. So all workers have the calls that
 they share in the same order, whatever meshes overlap.
 
-Between worlds (asyncrl/worlds.py) nothing is sent: an MFC of a model that is apart has its inputs fetched when it runs, and the
+Between worlds (dataflow/worlds.py) nothing is sent: an MFC of a model that is apart has its inputs fetched when it runs, and the
 gang fetches its outputs before anybody hears of them (apart.py).
 """
 
@@ -20,7 +20,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from asyncrl.dataflow import DataflowGraph, MFCDef
+from asyncrl.dataflow.graph import DataflowGraph, MFCDef
+from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
+from asyncrl.dataflow.topology import Handler, ModelPlacement, ModelShardID
 from asyncrl.master.apart import ApartWorlds, Life
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.calls import WorkerCaller
@@ -35,8 +37,6 @@ from asyncrl.messages import (
     Redistribute,
     TrajectoryMeta,
 )
-from asyncrl.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
-from asyncrl.topology import Handler, ModelPlacement, ModelShardID
 
 MOVED_BYTES = "redistribution/bytes"  # statistic of a step: sent by model workers to one another
 BALANCE_TOLERANCE = 0.1  # data moves between ranks of a model where one has more than this above the mean of tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asyncrl.config import REF, TrainConfig
-from asyncrl.dataflow import TRAIN_MFC, MFCDef
+from asyncrl.dataflow.graph import TRAIN_MFC, MFCDef
 from asyncrl.messages import Reallocate
 from asyncrl.names import ACTOR
 

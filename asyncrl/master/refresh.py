@@ -1,4 +1,4 @@
-"""Weights of models that are apart (asyncrl/worlds.py) and get the actor's every now and then: through the run's folder.
+"""Weights of models that are apart (dataflow/worlds.py) and get the actor's every now and then: through the run's folder.
 
     the actor's workers write theirs -> committed -> the model takes them -> share < 1: what it has become is written, committed
                                         \\________ a piece of work: done again in the next life, from what was before ________/
@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.checkpoints import checkpoint_dir, list_checkpoints, read_state, shared_dir
+from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.master.apart import ApartWorlds, Life
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.messages import CallResult, CommitCheckpoint, LoadCheckpoint, Reallocate, ShareWeights, TakeWeights
 from asyncrl.run_folder import name_of
-from asyncrl.topology import ModelPlacement
 from asyncrl.weights import WeightsError
 
 

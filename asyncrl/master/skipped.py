@@ -14,10 +14,10 @@ from pathlib import Path
 
 from asyncrl.config import TrainConfig
 from asyncrl.data.bad_batches import folder_of, prune_bad_batches, write_why
+from asyncrl.dataflow.redistribution import members, plan_redistribution
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import Redistribute, SaveBatch, TrajectoryMeta
-from asyncrl.redistribution import members, plan_redistribution
 from asyncrl.run_folder import name_of
 from asyncrl.runtime.worker import RunEndedError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.config import MasterWorkerConfig
 from asyncrl.data.bad_batches import WEIGHTS, folder_of
-from asyncrl.dataflow import MFCDef
+from asyncrl.dataflow.graph import MFCDef
 from asyncrl.master.executor import StepResult, shard_handlers, start_copies
 from asyncrl.master.worker import MasterWorker
 from asyncrl.messages import (

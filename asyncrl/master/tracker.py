@@ -3,15 +3,15 @@
 Fed by what the master learns or decides: trajectories that arrived, redistributions that it has sent out, keys that MFCs made,
 data that was fetched, groups that it has cleared. In the gang a redistribution counts from the moment it is sent: workers execute
 calls in the master's order, so that whatever is sent to them later finds the data. Who asks from another world
-(asyncrl/worlds.py) is in no such order: it asks those that have said that they have it.
+(dataflow/worlds.py) is in no such order: it asks those that have said that they have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from asyncrl.dataflow.redistribution import Holders, transfers
 from asyncrl.messages import RedistribStep
-from asyncrl.redistribution import Holders, transfers
 
 
 class StorageTracker:

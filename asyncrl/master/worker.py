@@ -20,7 +20,9 @@ from asyncrl.checkpoints import DataIdentity, MasterState, read_state
 from asyncrl.config import CRITIC, REF, MasterWorkerConfig
 from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.prompts import PromptSource
-from asyncrl.dataflow import MFCDef, without_generation
+from asyncrl.dataflow.graph import MFCDef, without_generation
+from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid, build_handler_routing
+from asyncrl.dataflow.worlds import Worlds
 from asyncrl.master.apart import ApartWorlds
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
@@ -70,9 +72,7 @@ from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.wandb_writer import SLACK_S, WandbWriter
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, Worker
 from asyncrl.tickets import read_key
-from asyncrl.topology import ModelPlacement, ParallelGrid, build_handler_routing
 from asyncrl.weights import prune_versions, role_dir, version_dir
-from asyncrl.worlds import Worlds
 
 T = TypeVar("T")
 

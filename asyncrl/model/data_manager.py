@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.data.codec import decode_sample, encode_sample
+from asyncrl.dataflow.redistribution import Transfer, transfers
 from asyncrl.messages import RedistribStep
 from asyncrl.model.store import DataStore
-from asyncrl.redistribution import Transfer, transfers
 
 _Posted = tuple[dist.Work, Tensor, str]  # the tensor must live until it is sent
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow import TRAJECTORY_KEYS
+from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.groups.trajectory import MAX_LOGPROB
 from asyncrl.messages import StoreVerdict, TrajectoryMeta
 from asyncrl.model.store import DUPLICATE, FULL, DataStore

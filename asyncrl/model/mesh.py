@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from asyncrl.topology import ModelPlacement
+from asyncrl.dataflow.topology import ModelPlacement
 
 DIMS = ("pipe", "data", "tensor")
 

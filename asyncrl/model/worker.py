@@ -33,7 +33,9 @@ from asyncrl.data.trajectories import (
     recording_dir,
     tokenizer_fingerprint,
 )
-from asyncrl.dataflow import TRAIN_MFC, MFCDef
+from asyncrl.dataflow.graph import TRAIN_MFC, MFCDef
+from asyncrl.dataflow.topology import ModelPlacement
+from asyncrl.dataflow.worlds import Worlds
 from asyncrl.messages import (
     CallResult,
     ClearData,
@@ -72,8 +74,6 @@ from asyncrl.run_folder import path_of
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker
-from asyncrl.topology import ModelPlacement
-from asyncrl.worlds import Worlds
 
 T = TypeVar("T")
 

@@ -1,4 +1,5 @@
-"""The torch.distributed world of the gang's model workers, or of some that are apart (asyncrl/worlds.py), in an attempt and a life.
+"""The torch.distributed world of the gang's model workers, or of some that are apart (dataflow/worlds.py), in an attempt and a
+life.
 
 Its first worker serves its store and publishes where that is; the others find it by name. In a run that authenticates nobody
 serves one: they meet in name resolve (name_store.py). Inside a world workers are known by their ranks: meshes, collectives,
@@ -16,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from asyncrl.dataflow.topology import ModelPlacement
+from asyncrl.dataflow.worlds import Worlds
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.name_store import NameStore
 from asyncrl.runtime import security
 from asyncrl.runtime.worker import Worker
-from asyncrl.topology import ModelPlacement
 from asyncrl.update_group import serve_store, store_at
-from asyncrl.worlds import Worlds
 
 STORE = "model_workers"  # names.process_group of this
 

@@ -7,7 +7,7 @@ One channel for each worker. A call's sequence number in the channel is its per-
 order without gaps, so that all members of a mesh take part in collectives in the same order. The reply is the channel's
 verdict, and may come in any order: it completes a future, nothing is polled. A call is executed at most once: when a worker
 comes back as a new incarnation, the calls it had not answered fail with ReceiverRestarted. Workers of a world that is apart
-(asyncrl/worlds.py) come back together, in its next life: with the first of them the calls of all have failed.
+(dataflow/worlds.py) come back together, in its next life: with the first of them the calls of all have failed.
 
 Start-up barrier: the client sends each worker a probe as soon as it finds its name, and `start` returns when all have answered.
 Entries of workers long gone, still published, do not answer and hence do not count.
@@ -26,6 +26,7 @@ from msgspec import Struct
 
 from asyncrl.config import RuntimeConfig
 from asyncrl.data.codec import CodecError
+from asyncrl.dataflow.worlds import WorldLife
 from asyncrl.messages import DECODE_ERRORS, CallBody, CallResult
 from asyncrl.names import Names
 from asyncrl.runtime.channel import (
@@ -39,7 +40,6 @@ from asyncrl.runtime.channel import (
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.published import PublishedReceiver
 from asyncrl.runtime.transport import Transport, transport_of
-from asyncrl.worlds import WorldLife
 
 CALL_CREDIT_ITEMS = 1024  # unanswered calls of one worker
 

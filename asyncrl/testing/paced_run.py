@@ -21,13 +21,13 @@ import msgspec
 import numpy as np
 
 from asyncrl.config_file import load_experiment
+from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.rundir import configs_dir, logs_dir
 from asyncrl.testing.paced_agent import FIRST_MEMBER
 from asyncrl.testing.paced_engine import LongTail
 from asyncrl.testing.paced_workers import Pace
 from asyncrl.testing.runs import RunHandle, launch
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer
-from asyncrl.topology import Allocation
 
 PROMPT_DIGITS = 6
 PROMPT_TOKENS = PROMPT_DIGITS + 1  # and the member's

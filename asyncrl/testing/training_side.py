@@ -37,7 +37,8 @@ from asyncrl.config import (
     WorkerInfo,
 )
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow import MFCDef, without_generation
+from asyncrl.dataflow.graph import MFCDef, without_generation
+from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.executor import FunctionExecutor, StepResult
@@ -52,7 +53,6 @@ from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.worker import StatusBoard
-from asyncrl.topology import ModelPlacement, build_handler_routing
 
 PRELOAD = ["torch", "torch.distributed", "transformers", "asyncrl.model.worker"]
 RUNTIME = RuntimeConfig(start_timeout_s=120.0, stop_timeout_s=5.0, log_level="WARNING")

@@ -19,7 +19,7 @@ from asyncrl.config import MasterWorkerConfig, ModelConfig, TrainConfig
 from asyncrl.data.bad_batches import WEIGHTS, list_bad_batches
 from asyncrl.data.sequence import Array, SequenceSample
 from asyncrl.data.trajectories import list_recording, read_trajectory
-from asyncrl.dataflow import TRAIN_MFC, build_dataflow
+from asyncrl.dataflow.graph import TRAIN_MFC, build_dataflow
 from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import configs_dir
 from asyncrl.model.engine import TrainEngine

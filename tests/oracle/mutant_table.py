@@ -251,7 +251,7 @@ MUTANTS = [
         ),
     ),
     *_of(
-        "asyncrl/redistribution.py",
+        "asyncrl/dataflow/redistribution.py",
         "tests/unit/test_redistribution.py",
         (
             "the-largest-that-is-enough-moves",
@@ -285,7 +285,7 @@ MUTANTS = [
         ),
     ),
     *_of(
-        "asyncrl/redistribution.py",
+        "asyncrl/dataflow/redistribution.py",
         "tests/unit/test_worlds.py",
         (
             "a-worker-of-another-world-is-asked",

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from asyncrl.config import ModelConfig, TrainConfig
+from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.topology import ModelPlacement, ParallelGrid
 
 
 def placement(name: str, grid: str, workers: list[int] | None = None) -> ModelPlacement:

@@ -26,7 +26,8 @@ from asyncrl.config import (
     TrainConfig,
 )
 from asyncrl.data.trajectories import list_recording, read_trajectory, recording_dir
-from asyncrl.dataflow import build_dataflow
+from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.messages import Locator, WeightVersion
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
@@ -34,7 +35,6 @@ from asyncrl.model.generating import Sampler
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import training_side
-from asyncrl.topology import ModelPlacement, ParallelGrid
 from tests.support.gang import Gang
 
 EOS = 0

@@ -11,7 +11,7 @@ from msgspec import structs
 from test_manager_http import LIMIT_S, Setup, ids, serving_one
 
 from asyncrl.config import EvalConfig, MasterWorkerConfig, ModelConfig, PromptSourceConfig, TrainConfig, WeightsConfig
-from asyncrl.dataflow import build_dataflow
+from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.worker import MasterWorker
 from asyncrl.messages import TrajectoryMeta
 from asyncrl.runtime.metrics import JsonLinesWriter

@@ -18,12 +18,12 @@ from transformers import (
 
 from asyncrl.config import CriticConfig, ModelConfig, OptimizerConfig, PPOConfig, RewardModelConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow import build_dataflow
+from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.topology import ModelPlacement, ParallelGrid
 from tests.support.gang import Gang
 
 KINDS = {"actor": "lm", "ref": "lm", "critic": "value", "reward": "reward"}

@@ -32,7 +32,7 @@ from asyncrl.config import (
     WorkerInfo,
 )
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow import build_dataflow
+from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.messages import (
     CallBody,
     CallResult,

@@ -23,11 +23,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from asyncrl.config import ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.model import sharding
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
-from asyncrl.topology import ModelPlacement, ParallelGrid
 from tests.support.gang import Gang
 
 GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")

@@ -25,14 +25,14 @@ from transformers import AutoModelForTokenClassification
 
 from asyncrl.config import CriticConfig, ModelConfig, OptimizerConfig, PlacedMFC, PPOConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow import DataflowGraph, training_mfcs
+from asyncrl.dataflow.graph import DataflowGraph, training_mfcs
+from asyncrl.dataflow.topology import ParallelGrid
 from asyncrl.messages import CommitWeights, Locator, TrajectoryMeta, WriteWeights
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.interfaces import make_interface
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
-from asyncrl.topology import ParallelGrid
 from asyncrl.weights import tensor_files, verify_version
 
 pytestmark = pytest.mark.timeout(300)

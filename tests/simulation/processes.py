@@ -17,7 +17,9 @@ from typing import Any
 
 from asyncrl.config import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.data.prompts import Prompt
-from asyncrl.dataflow import TRAJECTORY_KEYS
+from asyncrl.dataflow.graph import TRAJECTORY_KEYS
+from asyncrl.dataflow.redistribution import transfers
+from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.generation.engine import GenerationEngine
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
@@ -40,13 +42,11 @@ from asyncrl.messages import (
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
 from asyncrl.model_limits import UNLIMITED, ModelLimits
-from asyncrl.redistribution import transfers
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker
 from asyncrl.testing.paced_engine import LongTail, PacedEngine
-from asyncrl.topology import ModelPlacement
 from tests.simulation.disk import Folder
 from tests.simulation.world import here
 

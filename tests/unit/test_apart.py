@@ -14,7 +14,9 @@ from test_executor import DATASET, LIMIT_S, NAMES, RUNTIME, Master, World, mfc, 
 
 from asyncrl.checkpoints import shared_dir
 from asyncrl.config import RefConfig, TrainConfig
-from asyncrl.dataflow import DataflowGraph
+from asyncrl.dataflow.graph import DataflowGraph
+from asyncrl.dataflow.topology import build_handler_routing
+from asyncrl.dataflow.worlds import Worlds
 from asyncrl.master.apart import ApartWorlds, WorldEndedError
 from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.hooks import ParameterHooks
@@ -36,8 +38,6 @@ from asyncrl.runtime.published import FencedError
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport
 from asyncrl.runtime.worker import WaitTimeoutError
-from asyncrl.topology import build_handler_routing
-from asyncrl.worlds import Worlds
 
 # Moments in the life of a reference: it is about to fetch its inputs, it has computed, its outputs are about to be fetched
 FETCHING, COMPUTED, FETCHED_FROM = "fetching", "computed", "fetched from"

@@ -24,7 +24,7 @@ from asyncrl.config import (
     WeightsConfig,
     WorkerInfo,
 )
-from asyncrl.dataflow import build_dataflow
+from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.progress import make_console, print_summary
 from asyncrl.master import worker as master_worker
 from asyncrl.master.worker import MasterWorker, RejectedShareError

@@ -1,7 +1,7 @@
 import pytest
 
 from asyncrl.config import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
-from asyncrl.dataflow import TRAJECTORY_KEYS, DataflowGraph, MFCDef, build_dataflow, training_mfcs
+from asyncrl.dataflow.graph import TRAJECTORY_KEYS, DataflowGraph, MFCDef, build_dataflow, training_mfcs
 
 
 def mfc(name, reads=(), writes=()):

@@ -12,7 +12,9 @@ from random import Random
 import pytest
 
 from asyncrl.config import NameResolveConfig, RefConfig, RuntimeConfig, TrainConfig, WorkerInfo
-from asyncrl.dataflow import DataflowGraph, MFCDef
+from asyncrl.dataflow.graph import DataflowGraph, MFCDef
+from asyncrl.dataflow.redistribution import transfers
+from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid, build_handler_routing
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.executor import FunctionExecutor
@@ -21,12 +23,10 @@ from asyncrl.master.progress import PromptProgress
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import CallResult, ClearData, ExecuteMFC, Locator, Reallocate, Redistribute, TrajectoryMeta
 from asyncrl.names import Names
-from asyncrl.redistribution import transfers
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport
 from asyncrl.runtime.worker import StatusBoard
-from asyncrl.topology import ModelPlacement, ParallelGrid, build_handler_routing
 
 RUNTIME = RuntimeConfig(start_timeout_s=10.0)
 NAMES = Names("e", "t")

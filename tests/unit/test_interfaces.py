@@ -20,7 +20,7 @@ import torch
 from asyncrl.algorithms.kl import AdaptiveKLController
 from asyncrl.config import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
-from asyncrl.dataflow import MFCDef, build_dataflow
+from asyncrl.dataflow.graph import MFCDef, build_dataflow
 from asyncrl.model.interfaces import AdvantagesInterface, Interface, LossFn, make_interface, split_minibatches
 
 VOCABULARY = 11

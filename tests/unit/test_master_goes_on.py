@@ -26,7 +26,7 @@ from asyncrl.config import (
     WeightsConfig,
     WorkerInfo,
 )
-from asyncrl.dataflow import build_dataflow
+from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.worker import MasterWorker
 from asyncrl.messages import LoadCheckpoint, Locator, Ping
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asyncrl.config import RefConfig, TrainConfig
-from asyncrl.dataflow import MFCDef
+from asyncrl.dataflow.graph import MFCDef
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress

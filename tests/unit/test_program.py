@@ -7,9 +7,9 @@ import pytest
 from asyncrl import config as configs
 from asyncrl.config import ConfigError
 from asyncrl.config_file import load_experiment
+from asyncrl.dataflow.topology import ParallelGrid, inference_topology
 from asyncrl.launch.commands.common import process_objects
 from asyncrl.launch.program import load_process_config, plan, save_config, server_spec
-from asyncrl.topology import ParallelGrid, inference_topology
 
 CONFIG = """
 model_path: m

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.dataflow.redistribution import assign, members, plan_redistribution, transfers
 from asyncrl.messages import RedistribStep
-from asyncrl.redistribution import assign, members, plan_redistribution, transfers
 
 KEYS = ("input_ids", "logprobs", "values")
 

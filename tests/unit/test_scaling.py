@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.config import ConfigError, ExperimentConfig
 from asyncrl.config_file import load_experiment
+from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch import scaling as scaling_module
 from asyncrl.launch.children import Child
 from asyncrl.launch.commands.scale import crowding
@@ -19,7 +20,6 @@ from asyncrl.launch.program import ProcessSpec, can_scale, plan, server_spec
 from asyncrl.launch.scaling import Scaling
 from asyncrl.messages import ScaleWish, WorkerStatus
 from asyncrl.runtime.names.interface import Lease, NameResolveTimeout, WatchEvent
-from asyncrl.topology import Allocation
 
 CONFIG = """
 allocation: transformers.d1+d1

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.dataflow import DataflowGraph, MFCDef
-from asyncrl.topology import (
+from asyncrl.dataflow.graph import DataflowGraph, MFCDef
+from asyncrl.dataflow.topology import (
     Allocation,
     ModelPlacement,
     ModelShardID,

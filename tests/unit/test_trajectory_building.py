@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrl.dataflow import TRAJECTORY_KEYS
+from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.groups.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 from asyncrl.messages import WeightVersion
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from asyncrl.config import ConfigError, ExperimentConfig
 from asyncrl.config_file import load_experiment
-from asyncrl.dataflow import MFCDef
+from asyncrl.dataflow.graph import MFCDef
+from asyncrl.dataflow.redistribution import plan_fetches
+from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
+from asyncrl.dataflow.worlds import WorldLife, Worlds, worlds_of
 from asyncrl.launch.program import plan, worlds_of_run
 from asyncrl.master.apart import Repeats, UnfetchedError, WorldEndedError
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.messages import RedistribStep
-from asyncrl.redistribution import plan_fetches
-from asyncrl.topology import ModelPlacement, ParallelGrid
-from asyncrl.worlds import WorldLife, Worlds, worlds_of
 
 
 def placement(name: str, *workers: int) -> ModelPlacement:

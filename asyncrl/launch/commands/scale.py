@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from asyncrl.config import ConfigError
+from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.commands.common import (
     NOT_RUNNING,
     Commands,
@@ -28,7 +29,6 @@ from asyncrl.names import Names
 from asyncrl.runtime.devices import usable_cores, visible_devices
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.topology import Allocation
 
 _WHAT = "generation="
 _MOST = 256  # more is a slip of the finger: this launcher starts processes on one machine

@@ -23,7 +23,7 @@ Shapes: T tokens, packed; S sequences; G groups, all of this rank.
 from __future__ import annotations
 
 from asyncrl.config import TrainConfig
-from asyncrl.dataflow import MFCDef
+from asyncrl.dataflow.graph import MFCDef
 from asyncrl.model.interfaces.actor import PPOActorInterface
 from asyncrl.model.interfaces.advantages import AdvantagesInterface
 from asyncrl.model.interfaces.common import Engine, Interface, LocalBatch, LossFn, OneRank, Ranks, Stats

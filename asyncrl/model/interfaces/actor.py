@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from asyncrl.algorithms.ppo import PPOLoss, check_ppo_config, loss_denominator, loss_keys
 from asyncrl.config import PPOConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow import MFCDef
+from asyncrl.dataflow.graph import MFCDef
 from asyncrl.model.interfaces.common import Engine, Interface, Stats, check_input_keys, groups_here, temperature_of
 from asyncrl.model.interfaces.minibatches import split_minibatches, train_minibatches
 

@@ -14,7 +14,7 @@ from asyncrl.algorithms.ppo import check_ppo_config
 from asyncrl.algorithms.value import ValueNorm
 from asyncrl.config import PPOConfig, TrainConfig, judges_by_group
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow import MFCDef
+from asyncrl.dataflow.graph import MFCDef
 from asyncrl.model.interfaces.common import (
     Engine,
     Interface,

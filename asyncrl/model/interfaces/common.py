@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncrl.config import TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
-from asyncrl.dataflow import MFCDef
+from asyncrl.dataflow.graph import MFCDef
 
 # (outputs, data, cu_seqlens) -> (loss, statistics): what an engine calls on each micro-batch. outputs: `logprobs` and `entropy` of
 # a policy, `values` of a critic; data: the keys of the micro-batch; all packed alike. The loss is a sum already divided by the

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from asyncrl.algorithms.value import ValueLoss
 from asyncrl.config import TrainConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.dataflow import MFCDef
+from asyncrl.dataflow.graph import MFCDef
 from asyncrl.model.interfaces.common import Engine, Interface, Stats, check_input_keys, groups_here
 from asyncrl.model.interfaces.minibatches import split_minibatches, train_minibatches
 

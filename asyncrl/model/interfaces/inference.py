@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from asyncrl.config import ConfigError, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
-from asyncrl.dataflow import MFCDef
+from asyncrl.dataflow.graph import MFCDef
 from asyncrl.groups.loading import load_object
 from asyncrl.model.interfaces.common import Engine, Interface, Stats, groups_here, temperature_of
 

@@ -1,8 +1,8 @@
 """Name resolve: how processes find each other, and how versions, addresses and status reach whoever waits for them.
 
 A flat store of `key -> text`. Keys are `/`-separated and a subtree is what lies below a `/`, so that clearing `t1` leaves
-`t10`. There are two stores behind one interface: etcd (etcd/; between processes and hosts) and memory (memory.py; between threads of
-one process, for tests). One test suite runs on both.
+`t10`. There are two stores behind one interface: etcd (etcd/; between processes and hosts) and memory (memory.py; between
+threads of one process, for tests). One test suite runs on both.
 
 Everything is synchronous and thread-safe; code on an event loop calls it through `asyncio.to_thread`. No call waits without
 a limit: an operation gives up after the resolver's `timeout_s`, `wait` after its own.

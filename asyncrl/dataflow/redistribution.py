@@ -8,7 +8,7 @@ missing there, and nothing else: exactly the pairs (id, key) that a worker needs
     scatter   one worker has what several need, each something else
     gather    one worker needs what several have
 
-Workers execute the steps in order (asyncrl/model/data_manager.py). Between worlds (asyncrl/worlds.py) nobody sends: who lacks
+Workers execute the steps in order (asyncrl/model/data_manager.py). Between worlds (dataflow/worlds.py) nobody sends: who lacks
 something asks for it (`plan_fetches`, asyncrl/model/fetching.py).
 """
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from asyncrl.config import REF, REWARD
 
 if TYPE_CHECKING:
-    from asyncrl.topology import ModelPlacement
+    from asyncrl.dataflow.topology import ModelPlacement
 
 STATELESS_ROLES = (REF, REWARD)  # their models are as on disk
 MODES = ("async",)  # that have worlds apart

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config import ExperimentConfig, ModelConfig
-from asyncrl.dataflow import DataflowGraph
+from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.names import ACTOR
 
 Handler = Hashable

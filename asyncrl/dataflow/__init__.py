@@ -1,0 +1,1 @@
+"""What runs where, and what moves between: the graph of MFCs, layouts, worlds, redistribution. Pure."""
