@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl import __version__
-from asyncrl.messages import DECODE_ERRORS, Locator
+from asyncrl.protocol.messages import DECODE_ERRORS, Locator
 from asyncrl.weights import FileEntry, WeightsError, check_files
 
 if TYPE_CHECKING:

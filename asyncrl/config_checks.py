@@ -24,8 +24,8 @@ from asyncrl.config import (
 )
 from asyncrl.config_fields import leaf_values
 from asyncrl.dataflow.topology import Allocation, allocation_of, unknown_name
-from asyncrl.names import ACTOR
 from asyncrl.presets import ALGORITHMS, CORRECTIONS
+from asyncrl.protocol.names import ACTOR
 
 # reward/<this>, beside reward/<task>
 REWARD_METRICS = ("mean", "min", "max", "std", "shaped_mean", "equal_group_share")

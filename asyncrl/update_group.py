@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from asyncrl.messages import TensorSpecs
+from asyncrl.protocol.messages import TensorSpecs
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ import msgspec
 import xxhash
 from aiohttp import web
 
-from asyncrl.messages import DECODE_ERRORS, WeightVersion
+from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion
 from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.disk import size_text
 from asyncrl.runtime.http_server import for_the_run, serve

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import msgspec
 import xxhash
 
-from asyncrl.messages import DECODE_ERRORS, WeightVersion, WrittenFile
+from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion, WrittenFile
 
 if TYPE_CHECKING:
     import torch

@@ -96,7 +96,7 @@ class Versions:
         self._numbers = itertools.count()
 
     def next(self) -> tuple[Path, str]:
-        from asyncrl.messages import WeightVersion
+        from asyncrl.protocol.messages import WeightVersion
         from asyncrl.weights import prune_versions, publish_folder, role_dir, version_dir
 
         version = WeightVersion(1, next(self._numbers))
@@ -158,7 +158,7 @@ class Served:
 
     async def _generate(self, client: Any, prompts: Iterator[list[int]], sampling: Any, number: int) -> None:
         """One response after another."""
-        from asyncrl.messages import Locator, Ticket
+        from asyncrl.protocol.messages import Locator, Ticket
         from asyncrl.rollout.client import Route
 
         name = "generation_server/0"

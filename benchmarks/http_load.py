@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     AllocateRequest,
     FinishRequest,
     HeartbeatRequest,

@@ -57,7 +57,7 @@ _SERVED_POLL_S = 0.02  # seldom: it takes the interpreter's lock from what is me
 
 
 def part_asyncrl(parent: Parent, *, core: int, folder: str, servers: list[str], **_: Any) -> None:
-    from asyncrl.messages import WeightVersion
+    from asyncrl.protocol.messages import WeightVersion
 
     _pin(core)
     manager, resolver = make_manager(folder, servers, eta=ETA, batch_size=BATCH_SIZE, num_clients=max(CLIENTS))
@@ -111,7 +111,7 @@ def part_generation_servers(parent: Parent, *, core: int, **_: Any) -> None:
     """What the manager talks to: servers that load any version within SERVER_LOADS_S."""
     from aiohttp import web
 
-    from asyncrl.messages import UpdateWeightsRequest
+    from asyncrl.protocol.messages import UpdateWeightsRequest
 
     _pin(core)
 
@@ -296,7 +296,7 @@ class Bench:
 
     def _publish(self, manager: Child, number: int) -> None:
         """A version directory whose weights are a link to the same file; returns when all servers serve it."""
-        from asyncrl.messages import WeightVersion
+        from asyncrl.protocol.messages import WeightVersion
         from asyncrl.weights import FileEntry, Manifest, version_dir
 
         version = WeightVersion(1, number)

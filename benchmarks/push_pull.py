@@ -98,7 +98,7 @@ def make_sample(case: str, number: int) -> Any:
 
 
 def make_meta(sample: Any) -> Any:
-    from asyncrl.messages import Locator, TrajectoryMeta
+    from asyncrl.protocol.messages import Locator, TrajectoryMeta
 
     lengths = sample.seqlens["packed_input_ids"][0]
     return TrajectoryMeta(
@@ -126,8 +126,8 @@ def asyncrl_receiver(parent: Parent, trainer: bool = False, way: str = "unix") -
 
 async def _receive(parent: Parent, trainer: bool, keys: dict[str, str]) -> None:
     from asyncrl.config import RuntimeConfig
-    from asyncrl.messages import StoreVerdict
-    from asyncrl.names import Names
+    from asyncrl.protocol.messages import StoreVerdict
+    from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.runtime.push_pull import NameResolvingZmqPuller, puller_stream
 
@@ -159,7 +159,7 @@ def asyncrl_sender(parent: Parent, trainer: bool = False, way: str = "unix") -> 
 
 async def _send(parent: Parent, way: str) -> None:
     from asyncrl.config import RuntimeConfig
-    from asyncrl.names import Names
+    from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.runtime.push_pull import NameResolvingZmqPusher, puller_stream
 

@@ -29,7 +29,7 @@ from asyncrl.config import CriticConfig, ModelConfig, PPOConfig, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow
 from asyncrl.dataflow.topology import ModelPlacement
-from asyncrl.messages import ExecuteMFC, Locator, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.messages import ExecuteMFC, Locator, TrajectoryMeta, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
 

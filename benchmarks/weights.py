@@ -62,7 +62,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     """A generation server with the transformers engine, as the launcher would run it."""
     from asyncrl.config import GenerationConfig, GenerationServerConfig
     from asyncrl.generation.worker import GenerationServer
-    from asyncrl.messages import WeightVersion
+    from asyncrl.protocol.messages import WeightVersion
     from asyncrl.runtime.names.open import open_name_resolver
 
     info = worker_info("generation_server", folder)
@@ -94,7 +94,7 @@ def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: 
     from asyncrl.config import GserverManagerConfig, ManagerConfig
     from asyncrl.manager import fleet
     from asyncrl.manager.worker import GserverManager
-    from asyncrl.messages import WeightVersion
+    from asyncrl.protocol.messages import WeightVersion
     from asyncrl.runtime.names.open import open_name_resolver
 
     verify_s = 0.0
@@ -215,7 +215,7 @@ class Publisher:
 
     def asyncrl(self) -> float:
         """Seconds until the next version is served."""
-        from asyncrl.messages import WeightVersion
+        from asyncrl.protocol.messages import WeightVersion
         from asyncrl.weights import prune_versions, role_dir, version_dir, write_version
 
         version = WeightVersion(1, self._version)
@@ -236,8 +236,8 @@ class Publisher:
 
     def broadcast(self) -> float:
         """Seconds until the next version is served, sent from memory."""
-        from asyncrl.messages import WeightVersion
         from asyncrl.model.sending import Held
+        from asyncrl.protocol.messages import WeightVersion
 
         version = WeightVersion(1, self._version)
         start = time.monotonic()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 
 FOLDER = "bad_batches"  # of a run
 WEIGHTS = "weights"

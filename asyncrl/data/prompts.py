@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from asyncrl.config import PromptSourceConfig
-from asyncrl.messages import Locator
+from asyncrl.protocol.messages import Locator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

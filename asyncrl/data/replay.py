@@ -35,7 +35,7 @@ from asyncrl.data.trajectories import (
     read_trajectory,
 )
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
-from asyncrl.messages import Locator, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.messages import Locator, TrajectoryMeta, WeightVersion
 
 _VERSION_KEYS = ("versions", "version_start", "version_end")
 _ONE_ATTEMPT = WeightVersion(1, 0).pack()

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.messages import DECODE_ERRORS, TrajectoryMeta
+from asyncrl.protocol.messages import DECODE_ERRORS, TrajectoryMeta
 
 FORMAT = 1
 FOLDER = "trajectories"  # of a run

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from asyncrl.config import ExperimentConfig, ModelConfig
 from asyncrl.dataflow.graph import DataflowGraph
-from asyncrl.names import ACTOR
+from asyncrl.protocol.names import ACTOR
 
 Handler = Hashable
 

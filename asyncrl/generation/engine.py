@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import INTERRUPT_MODES
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     EndWeightUpdate,
     FinishReason,

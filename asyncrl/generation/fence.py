@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from asyncrl.generation.engine import WeightsRefused
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 
 Published = Callable[[], Awaitable[WeightVersion | None]]
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from asyncrl.generation.engine import WeightsRefused
-from asyncrl.messages import FetchWeightsRequest, WeightVersion
+from asyncrl.protocol.messages import FetchWeightsRequest, WeightVersion
 from asyncrl.weight_files import WeightFetcher
 from asyncrl.weights import WeightsError
 

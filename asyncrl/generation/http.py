@@ -48,7 +48,7 @@ from asyncrl.generation.fence import Published, VersionFence
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.receive import ReceivingHTTP
 from asyncrl.generation.verify import LogprobMismatch, VerifiedLoads
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     FetchWeightsRequest,
     GenerateMeta,
@@ -61,8 +61,8 @@ from asyncrl.messages import (
     UpdateWeightsRequest,
     WeightVersion,
 )
-from asyncrl.names import ACTOR
-from asyncrl.run_folder import name_of
+from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.weights import version_dir
 

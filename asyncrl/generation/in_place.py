@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncrl import weights
 from asyncrl.generation.checks import TensorSpec, check_sent, check_tensors
 from asyncrl.generation.engine import WeightsRefused
-from asyncrl.messages import TensorSpecs, WeightVersion
+from asyncrl.protocol.messages import TensorSpecs, WeightVersion
 
 _ALIGNMENT = 64  # what torch gives to tensors of their own on a CPU
 

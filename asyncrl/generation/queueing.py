@@ -28,7 +28,7 @@ from asyncrl.generation.engine import (
     RequestRefused,
     WeightsRefused,
 )
-from asyncrl.messages import FinishReason, VersionSpan, WeightVersion
+from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
 from asyncrl.runtime.trace import Tracer
 
 

@@ -28,7 +28,7 @@ from aiohttp import web
 from asyncrl.generation.engine import WeightReceiver, WeightsRefused
 from asyncrl.generation.fence import VersionFence
 from asyncrl.generation.verify import LogprobMismatch, VerifiedLoads
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     EndWeightUpdate,
     JoinUpdateGroup,

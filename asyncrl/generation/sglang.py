@@ -42,8 +42,8 @@ from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sgl
 from asyncrl.generation.sglang_process import ServerLink
 from asyncrl.generation.sglang_receive import SGLangReceiver
 from asyncrl.generation.sglang_response import GrowingResponse
-from asyncrl.messages import FinishReason, TensorSpecs, WeightVersion
 from asyncrl.model_limits import ModelLimits
+from asyncrl.protocol.messages import FinishReason, TensorSpecs, WeightVersion
 from asyncrl.runtime.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)

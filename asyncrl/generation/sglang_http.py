@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from asyncrl.messages import DECODE_ERRORS, FinishReason, LoadsReply, SamplingParams, VersionSpan
+from asyncrl.protocol.messages import DECODE_ERRORS, FinishReason, LoadsReply, SamplingParams, VersionSpan
 from asyncrl.runtime.http_client import MAX_ANSWER_BYTES, BoundedResponse
 
 STREAM_INTERVAL = 16  # tokens a piece: fine enough for the journal, and a small share of SGLang's own work

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from asyncrl.generation.engine import WeightReceiver, WeightsRefused
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     EndWeightUpdate,
     JoinUpdateGroup,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.generation.queueing import Pending
 from asyncrl.generation.sglang_http import Piece, SGLangError
-from asyncrl.messages import FinishReason, VersionSpan, WeightVersion
+from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
 
 
 @dataclass(eq=False, slots=True)

@@ -52,7 +52,7 @@ from asyncrl.generation.engine import (
 from asyncrl.generation.in_place import LiveTensors
 from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
-from asyncrl.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
+from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights import VerifiedVersion, WeightsError
 

@@ -23,7 +23,7 @@ from asyncrl.generation.engine import (
     RequestRefused,
     WeightsRefused,
 )
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.weights import Probe, read_manifest
 
 _MEAN_SHARE = 6.0  # the mean may differ by a sixth of what a single token may: bfloat16 gave 0.05 and 0.3

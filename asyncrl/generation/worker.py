@@ -24,8 +24,8 @@ from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import FLUSH_INTERVAL_S, TokenJournal, journal_path
 from asyncrl.generation.verify import VerifiedLoads
-from asyncrl.messages import WeightVersion
-from asyncrl.names import ACTOR
+from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.worker import Worker

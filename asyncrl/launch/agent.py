@@ -31,7 +31,7 @@ from asyncrl.launch.hosts import refuses
 from asyncrl.launch.mirror import READ_EVERY_S, Mirror
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, parse_process_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, keep_private, logs_dir
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     AgentRecord,
     ChildReport,
@@ -39,7 +39,7 @@ from asyncrl.messages import (
     LauncherRecord,
     WantedProcess,
 )
-from asyncrl.names import Names, incarnation
+from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.devices import granted_cores, granted_memory, visible_devices
 from asyncrl.runtime.disk import raise_open_files
 from asyncrl.runtime.names.interface import (

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.messages import LauncherRecord, WantedProcess
-from asyncrl.names import is_earlier
+from asyncrl.protocol.messages import LauncherRecord, WantedProcess
+from asyncrl.protocol.names import is_earlier
 
 # Of a launcher whose key is gone though name resolve answers: its session may be bringing it back.
 _ABSENT_LIMIT_S = 8.0

@@ -24,7 +24,7 @@ from asyncrl.launch.oom import OomCounters
 from asyncrl.launch.program import ProcessSpec, save_config
 from asyncrl.launch.rundir import RUN_DIR_ENV, configs_dir, logs_dir
 from asyncrl.launch.worker_main import PARENT_ENV
-from asyncrl.messages import DECODE_ERRORS, Wait, WorkerStatus
+from asyncrl.protocol.messages import DECODE_ERRORS, Wait, WorkerStatus
 from asyncrl.runtime.names.interface import Lease
 from asyncrl.runtime.stacks import cpu_s
 from asyncrl.runtime.worker import LEASE_ENV, STATUS_FD_ENV

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncrl.launch.rundir import all_logs_dirs
 from asyncrl.launch.watchdog import Watchdog
-from asyncrl.messages import WorkerStatus
+from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE
 from asyncrl.runtime.stacks import Stacks, ask_all, is_stopped
 

@@ -30,7 +30,7 @@ from asyncrl.data.trajectories import (
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import configs_dir
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 
 _TOKENIZER_OF = ("rollout_worker_0", "recorder_0", "model_worker_0")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a piece of a character decodes to

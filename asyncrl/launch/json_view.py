@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.launch.progress import LongWaits
 from asyncrl.launch.redact import redact_urls
-from asyncrl.messages import WorkerStatus
+from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
 
 

@@ -21,7 +21,7 @@ import psutil
 
 from asyncrl.launch.program import ProcessSpec, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir
-from asyncrl.messages import DECODE_ERRORS, Wait, WorkerStatus
+from asyncrl.protocol.messages import DECODE_ERRORS, Wait, WorkerStatus
 from asyncrl.runtime.names.interface import WatchEvent
 
 _MAX_NEWS = 1000  # statuses that the launcher has not taken in: minutes of them; past it the oldest go

@@ -69,7 +69,7 @@ from asyncrl.launch.supervision import (
     Supervision,
     Trouble,
 )
-from asyncrl.messages import WorkerStatus
+from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.certificates import CertificateError, make_certificate
 from asyncrl.runtime.devices import visible_devices

@@ -22,8 +22,8 @@ from asyncrl.config import ExperimentConfig, authenticates
 from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.program import absolute_name_resolve
 from asyncrl.launch.rundir import LaunchError
-from asyncrl.messages import WorkerStatus
-from asyncrl.names import Names
+from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, EtcdTls
 from asyncrl.runtime.names.interface import (
     Lease,

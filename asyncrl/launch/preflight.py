@@ -32,7 +32,7 @@ from asyncrl.generation.sglang_environment import SETUP_HINT, TorchVersions, fin
 from asyncrl.launch.model_files import check_vocabulary, count_parameters, read_config
 from asyncrl.launch.program import run_directory, writes_checkpoints
 from asyncrl.launch.task_arguments import check_task_arguments
-from asyncrl.names import ACTOR
+from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
 from asyncrl.runtime.names.etcd.access import EtcdAccess

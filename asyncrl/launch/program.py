@@ -50,7 +50,7 @@ from asyncrl.dataflow.graph import DataflowGraph, build_dataflow, build_recordin
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
 from asyncrl.dataflow.worlds import Worlds, worlds_of
 from asyncrl.launch.redact import redact
-from asyncrl.names import ACTOR
+from asyncrl.protocol.names import ACTOR
 
 ProcessConfig = (
     MasterWorkerConfig

@@ -22,7 +22,7 @@ from rich.text import Text
 from asyncrl.launch.curves import number
 from asyncrl.launch.pace import WINDOW, bottom_line, duration_text, seconds_left, step_text
 from asyncrl.launch.recording import recording_lines, recording_rows
-from asyncrl.messages import Wait, WorkerStatus
+from asyncrl.protocol.messages import Wait, WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
 from asyncrl.runtime.worker import LONG_WAIT_S
 

@@ -27,7 +27,7 @@ from asyncrl.config import CRITIC, RECOVERABLE_MODES, ConfigError, ExperimentCon
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch.rundir import next_attempt
 from asyncrl.master.schedule import ended_by
-from asyncrl.names import ACTOR
+from asyncrl.protocol.names import ACTOR
 from asyncrl.weights import tensor_files
 
 Shape = tuple[int, ...]

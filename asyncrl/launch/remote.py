@@ -30,7 +30,7 @@ from asyncrl.launch.program import ProcessSpec, config_text, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
 from asyncrl.launch.slurm import own_start
 from asyncrl.launch.worker_main import PARENT_ENV
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     AgentRecord,
     ChildReport,
@@ -38,7 +38,7 @@ from asyncrl.messages import (
     LauncherRecord,
     WantedProcess,
 )
-from asyncrl.names import Names, incarnation
+from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveError, NameResolver, WatchEvent
 
 _LEASE_TTL_S = 10.0  # of the launcher's own word: agents outlive it by little

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from asyncrl.launch.rundir import LaunchError
-from asyncrl.messages import Wait, WorkerStatus
+from asyncrl.protocol.messages import Wait, WorkerStatus
 from asyncrl.runtime.names.interface import Lease
 
 _LEASE_LIMIT_S = 60.0

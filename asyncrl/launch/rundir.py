@@ -25,7 +25,7 @@ import msgspec
 
 from asyncrl import __version__
 from asyncrl.config import NameResolveConfig
-from asyncrl.messages import DECODE_ERRORS
+from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.disk import explain
 
 LOCK_FILE = "launcher.lock"

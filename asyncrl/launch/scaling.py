@@ -21,7 +21,7 @@ from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.children import Child, short_end
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, can_scale
-from asyncrl.messages import DECODE_ERRORS, ScaleWish, Wait, WorkerStatus
+from asyncrl.protocol.messages import DECODE_ERRORS, ScaleWish, Wait, WorkerStatus
 from asyncrl.runtime.names.interface import Lease, WatchEvent
 
 KIND = "generation_server"

@@ -25,7 +25,7 @@ import msgspec
 
 from asyncrl.config import ConfigError, ExperimentConfig, SlurmConfig
 from asyncrl.launch.rundir import LaunchError
-from asyncrl.messages import DECODE_ERRORS
+from asyncrl.protocol.messages import DECODE_ERRORS
 
 _COMMAND_LIMIT_S = 60.0  # a busy slurmctld may take that long
 _SPARE_S = 60.0  # between a checkpoint that took as long as it may and the time limit

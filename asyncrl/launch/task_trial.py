@@ -25,7 +25,7 @@ from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokeniz
 from asyncrl.groups.judges import Call, JudgeDied, Judges, JudgesLost
 from asyncrl.groups.reward import Completion, call_arguments
 from asyncrl.launch.doctor import Finding
-from asyncrl.messages import Locator
+from asyncrl.protocol.messages import Locator
 
 _CLASS_CHECK = "asyncrl.rollout.tasks:check_class"
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+).*$', re.MULTILINE)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from asyncrl.messages import Wait, WorkerStatus
+from asyncrl.protocol.messages import Wait, WorkerStatus
 
 _STILL_S = 5.0  # statuses come twice a second, and the progress counter of a process that works grows with each
 _MAX_WAITS = 4  # of a process, the longest

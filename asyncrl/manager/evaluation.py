@@ -10,7 +10,7 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from asyncrl.messages import EvaluateReply, EvaluateRequest, EvaluationResult, RolloutResult
+from asyncrl.protocol.messages import EvaluateReply, EvaluateRequest, EvaluationResult, RolloutResult
 
 MAX_EVALUATIONS = 64  # results of older ones are forgotten
 

@@ -29,7 +29,7 @@ from asyncrl.manager import intervals
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, Update, UpdatePlan
 from asyncrl.manager.wave import Wave, broadcast_request
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     BroadcastReply,
     FetchWeightsRequest,
     ModelInfo,

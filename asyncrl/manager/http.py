@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from asyncrl.manager.ledger import MAX_COUNT, Ledger, StaleAttemptError, UnreachedError
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     AllocateReply,
     AllocateRequest,
     EvaluateReply,

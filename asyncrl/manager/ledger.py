@@ -31,7 +31,7 @@ from asyncrl.manager import intervals
 from asyncrl.manager.evaluation import EvalItem, EvaluationBook
 from asyncrl.manager.prompts import PromptCursor
 from asyncrl.manager.routing import Server, ServerTable
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     AllocateReply,
     AllocateRequest,
     EvaluateReply,
@@ -51,8 +51,8 @@ from asyncrl.messages import (
     Ticket,
     TicketView,
 )
-from asyncrl.names import is_earlier
-from asyncrl.tickets import TicketId, TicketSeal
+from asyncrl.protocol.names import is_earlier
+from asyncrl.protocol.tickets import TicketId, TicketSeal
 
 MAX_COUNT = 4096  # tickets of one request
 _MAX_REQUESTS = 16  # answers remembered per worker, which asks again only for the one that it has not got

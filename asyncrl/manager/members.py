@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asyncrl.manager.routing import ServerTable
-from asyncrl.messages import ScaleWish
+from asyncrl.protocol.messages import ScaleWish
 
 
 @dataclass

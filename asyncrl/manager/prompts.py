@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from asyncrl.messages import Locator
+from asyncrl.protocol.messages import Locator
 
 _FIRST = Locator(0, 0)
 

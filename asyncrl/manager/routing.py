@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from asyncrl.messages import ServerView, WeightVersion
+from asyncrl.protocol.messages import ServerView, WeightVersion
 
 
 class ServerState(Enum):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.manager.routing import Server, ServerState, ServerTable
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 
 # Fetching, verifying and loading a version together are slower than this only where something is wrong
 SLOW_BYTES_PER_S = 100e6

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from asyncrl.manager.update_plan import Update
-from asyncrl.messages import BroadcastReply, BroadcastRequest, BroadcastTarget
+from asyncrl.protocol.messages import BroadcastReply, BroadcastRequest, BroadcastTarget
 
 Send = Callable[[Sequence[Update]], Coroutine[Any, Any, BroadcastReply]]
 

@@ -24,14 +24,14 @@ from asyncrl.manager.load import LoadPoller
 from asyncrl.manager.members import Members
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
-from asyncrl.messages import DECODE_ERRORS, ScaleWish, Ticket, WeightVersion
-from asyncrl.names import MASTER_META
+from asyncrl.protocol.messages import DECODE_ERRORS, ScaleWish, Ticket, WeightVersion
+from asyncrl.protocol.names import MASTER_META
+from asyncrl.protocol.tickets import make_key
 from asyncrl.runtime.channel_wire import Endpoint
 from asyncrl.runtime.clock import SystemClock
 from asyncrl.runtime.journal import BackgroundJournal
 from asyncrl.runtime.names.interface import NameEntryExists, NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
-from asyncrl.tickets import make_key
 from asyncrl.weight_files import WeightFiles
 from asyncrl.weights import role_dir, version_dir
 

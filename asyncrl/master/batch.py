@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.messages import Locator, TicketView, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.messages import Locator, TicketView, TrajectoryMeta, WeightVersion
 
 POLICIES = ("wait", "drop", "train")
 _MAX_NAMED = 5  # stragglers that a reason names

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.master.progress import PromptProgress
-from asyncrl.messages import Locator, StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.messages import Locator, StoreVerdict, TrajectoryMeta
 
 
 @dataclass

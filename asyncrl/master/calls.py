@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from asyncrl.dataflow.topology import Handler
-from asyncrl.messages import CallBody, CallResult
+from asyncrl.protocol.messages import CallBody, CallResult
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.worker import StatusBoard
 

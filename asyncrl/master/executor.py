@@ -29,7 +29,7 @@ from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.tracker import StorageTracker
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     CallResult,
     ExecuteMFC,
     Reallocate,

@@ -9,8 +9,8 @@ import logging
 import math
 from collections.abc import Callable
 
-from asyncrl.messages import TrajectoryMeta
-from asyncrl.tickets import TicketSeal
+from asyncrl.protocol.messages import TrajectoryMeta
+from asyncrl.protocol.tickets import TicketSeal
 
 _SAY_AGAIN_S = 60.0
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from asyncrl.config import REF, TrainConfig
 from asyncrl.dataflow.graph import TRAIN_MFC, MFCDef
-from asyncrl.messages import Reallocate
-from asyncrl.names import ACTOR
+from asyncrl.protocol.messages import Reallocate
+from asyncrl.protocol.names import ACTOR
 
 
 class ParameterHooks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from asyncrl.messages import Locator
+from asyncrl.protocol.messages import Locator
 
 
 class PromptProgress:

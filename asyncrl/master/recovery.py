@@ -21,8 +21,8 @@ from asyncrl.config import MasterWorkerConfig
 from asyncrl.dataflow.worlds import Worlds
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.schedule import Schedule
-from asyncrl.messages import CallResult, CommitCheckpoint, LoadCheckpoint, SaveCheckpoint
-from asyncrl.run_folder import name_of
+from asyncrl.protocol.messages import CallResult, CommitCheckpoint, LoadCheckpoint, SaveCheckpoint
+from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.metrics import JsonLinesWriter
 from asyncrl.runtime.worker import Worker
 

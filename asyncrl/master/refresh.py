@@ -20,8 +20,15 @@ from asyncrl.checkpoints import checkpoint_dir, list_checkpoints, read_state, sh
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.master.apart import ApartWorlds, Life
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.messages import CallResult, CommitCheckpoint, LoadCheckpoint, Reallocate, ShareWeights, TakeWeights
-from asyncrl.run_folder import name_of
+from asyncrl.protocol.messages import (
+    CallResult,
+    CommitCheckpoint,
+    LoadCheckpoint,
+    Reallocate,
+    ShareWeights,
+    TakeWeights,
+)
+from asyncrl.protocol.run_folder import name_of
 from asyncrl.weights import WeightsError
 
 

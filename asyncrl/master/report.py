@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.messages import EvaluationResult, ServerView, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.messages import EvaluationResult, ServerView, TrajectoryMeta, WeightVersion
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, read_json_lines
 
 _SHORTEST_SPAN_S = 10.0

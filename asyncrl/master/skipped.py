@@ -17,8 +17,8 @@ from asyncrl.data.bad_batches import folder_of, prune_bad_batches, write_why
 from asyncrl.dataflow.redistribution import members, plan_redistribution
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.tracker import StorageTracker
-from asyncrl.messages import Redistribute, SaveBatch, TrajectoryMeta
-from asyncrl.run_folder import name_of
+from asyncrl.protocol.messages import Redistribute, SaveBatch, TrajectoryMeta
+from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.worker import RunEndedError
 
 _SKIPPED, _TRIED = "/skipped_steps", "/optimizer_steps"  # statistics of a role that is trained

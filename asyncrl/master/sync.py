@@ -17,7 +17,7 @@ from asyncrl.data.bad_batches import WEIGHTS, folder_of
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.master.executor import StepResult, shard_handlers, start_copies
 from asyncrl.master.worker import MasterWorker
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     CallResult,
     EvaluationResult,
     ExecuteMFC,
@@ -26,8 +26,8 @@ from asyncrl.messages import (
     TrajectoryMeta,
     WeightVersion,
 )
-from asyncrl.names import ACTOR
-from asyncrl.run_folder import name_of
+from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.run_folder import name_of
 
 
 class SyncMasterWorker(MasterWorker):

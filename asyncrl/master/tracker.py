@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from asyncrl.dataflow.redistribution import Holders, transfers
-from asyncrl.messages import RedistribStep
+from asyncrl.protocol.messages import RedistribStep
 
 
 class StorageTracker:

@@ -44,7 +44,7 @@ from asyncrl.master.report import (
 from asyncrl.master.schedule import REWARD_WINDOW, Schedule, ended_by
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.master.tracker import StorageTracker
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     CallBody,
     CallResult,
     ClearData,
@@ -62,8 +62,9 @@ from asyncrl.messages import (
     WeightVersion,
     WriteWeights,
 )
-from asyncrl.names import ACTOR
-from asyncrl.run_folder import name_of
+from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.run_folder import name_of
+from asyncrl.protocol.tickets import read_key
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.push_pull import MetaPuller
@@ -71,7 +72,6 @@ from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.wandb_writer import SLACK_S, WandbWriter
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, Worker
-from asyncrl.tickets import read_key
 from asyncrl.weights import prune_versions, role_dir, version_dir
 
 T = TypeVar("T")

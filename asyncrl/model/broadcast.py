@@ -25,7 +25,8 @@ import torch
 from aiohttp import web
 
 from asyncrl.config import ConfigError, WeightsConfig
-from asyncrl.messages import (
+from asyncrl.model.sending import FAILURES, Held, SendError, Sending, ServerClient, of_all
+from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     BroadcastReply,
     BroadcastRequest,
@@ -33,7 +34,6 @@ from asyncrl.messages import (
     JoinUpdateGroup,
     LeaveUpdateGroup,
 )
-from asyncrl.model.sending import FAILURES, Held, SendError, Sending, ServerClient, of_all
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.update_group import GroupMember, digest, rank_offsets, serve_store

@@ -43,7 +43,6 @@ from asyncrl.checkpoints import (
     state_file,
     verify,
 )
-from asyncrl.messages import DECODE_ERRORS, WrittenFile
 from asyncrl.model.moving import (
     ShardedModel,
     exchange,
@@ -54,6 +53,7 @@ from asyncrl.model.moving import (
     workers_of,
 )
 from asyncrl.model.shards import plan_writers, tensors_of
+from asyncrl.protocol.messages import DECODE_ERRORS, WrittenFile
 from asyncrl.update_group import dtype_of, num_bytes_of
 from asyncrl.weights import FileWriter, commit_folder, write_part
 

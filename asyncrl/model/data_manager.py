@@ -25,8 +25,8 @@ from torch import Tensor
 
 from asyncrl.data.codec import decode_sample, encode_sample
 from asyncrl.dataflow.redistribution import Transfer, transfers
-from asyncrl.messages import RedistribStep
 from asyncrl.model.store import DataStore
+from asyncrl.protocol.messages import RedistribStep
 
 _Posted = tuple[dist.Work, Tensor, str]  # the tensor must live until it is sent
 

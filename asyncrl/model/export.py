@@ -24,7 +24,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.config import ConfigError
 from asyncrl.data.prompts import load_tokenizer
-from asyncrl.messages import WrittenFile
 from asyncrl.model.moving import (
     CPU,
     ShardedModel,
@@ -37,6 +36,7 @@ from asyncrl.model.moving import (
     workers_of,
 )
 from asyncrl.model.shards import Box, Holding, Piece, plan_moves, plan_owners, tensors_of
+from asyncrl.protocol.messages import WrittenFile
 from asyncrl.update_group import Bucket, dtype_of, empty_buckets, num_bytes_of
 from asyncrl.weights import FileWriter, commit_folder, name_shards
 

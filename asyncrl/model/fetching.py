@@ -24,8 +24,8 @@ from aiohttp import web
 
 from asyncrl.data.codec import MAX_HEADER_BYTES, CodecError, decode_sample, encode_sample
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.messages import DECODE_ERRORS, FetchPart, HeldDataRequest
 from asyncrl.model.store import DataStore
+from asyncrl.protocol.messages import DECODE_ERRORS, FetchPart, HeldDataRequest
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.worker import WaitTimeoutError, Worker

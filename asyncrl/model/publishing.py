@@ -20,7 +20,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from asyncrl.config import ModelConfig, ModelWorkerConfig
-from asyncrl.messages import (
+from asyncrl.model import checkpoint
+from asyncrl.model.broadcast import WeightSender
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import commit_model, take_share, take_whole
+from asyncrl.model.probe import LogprobProbe
+from asyncrl.model.sending import Held
+from asyncrl.protocol.messages import (
     CallResult,
     CommitCheckpoint,
     CommitWeights,
@@ -32,13 +38,7 @@ from asyncrl.messages import (
     WriteWeights,
     WrittenFile,
 )
-from asyncrl.model import checkpoint
-from asyncrl.model.broadcast import WeightSender
-from asyncrl.model.engine import TrainEngine
-from asyncrl.model.export import commit_model, take_share, take_whole
-from asyncrl.model.probe import LogprobProbe
-from asyncrl.model.sending import Held
-from asyncrl.run_folder import path_of
+from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call
 from asyncrl.runtime.worker import Worker

@@ -22,11 +22,11 @@ from asyncrl.data.trajectories import (
     recording_dir,
     tokenizer_fingerprint,
 )
-from asyncrl.messages import CallResult, ClearData, ExecuteMFC, WeightVersion, WriteWeights
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
 from asyncrl.model_limits import ModelLimits
-from asyncrl.run_folder import path_of
+from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, WeightVersion, WriteWeights
+from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import RunEndedError, Worker

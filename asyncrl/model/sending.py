@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import torch
 
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     BroadcastReply,
     BroadcastTarget,

@@ -36,7 +36,20 @@ from asyncrl.data.trajectories import (
 from asyncrl.dataflow.graph import TRAIN_MFC, MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worlds import Worlds
-from asyncrl.messages import (
+from asyncrl.model import checkpoint
+from asyncrl.model.data_manager import DataManager
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.fetching import DataFetcher, FetchError, HeldData
+from asyncrl.model.group_maker import GroupMaker
+from asyncrl.model.intake import Intake
+from asyncrl.model.interfaces import make_interface
+from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
+from asyncrl.model.reallocate import reallocate
+from asyncrl.model.store import DataStore
+from asyncrl.model.world import World, choose_device
+from asyncrl.model_limits import ModelLimits
+from asyncrl.protocol.messages import (
     CallResult,
     ClearData,
     CommitCheckpoint,
@@ -57,20 +70,7 @@ from asyncrl.messages import (
     WeightVersion,
     WriteWeights,
 )
-from asyncrl.model import checkpoint
-from asyncrl.model.data_manager import DataManager
-from asyncrl.model.engine import TrainEngine
-from asyncrl.model.fetching import DataFetcher, FetchError, HeldData
-from asyncrl.model.group_maker import GroupMaker
-from asyncrl.model.intake import Intake
-from asyncrl.model.interfaces import make_interface
-from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
-from asyncrl.model.reallocate import reallocate
-from asyncrl.model.store import DataStore
-from asyncrl.model.world import World, choose_device
-from asyncrl.model_limits import ModelLimits
-from asyncrl.run_folder import path_of
+from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker

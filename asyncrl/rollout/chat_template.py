@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.messages import DECODE_ERRORS
+from asyncrl.protocol.messages import DECODE_ERRORS
 
 Message = dict[str, Any]  # as templates take it: content is text, arguments of tool calls are objects
 Tools = Sequence[Mapping[str, Any]]

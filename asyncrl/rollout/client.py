@@ -30,7 +30,7 @@ from yarl import URL
 from asyncrl.config import SamplingConfig
 from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
 from asyncrl.groups.trajectory import MAX_LOGPROB, OnPiece, Response
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     GenerateReply,
     GenerateRequest,

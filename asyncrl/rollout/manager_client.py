@@ -12,7 +12,7 @@ import contextlib
 import uuid
 from collections.abc import Collection
 
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     AllocateReply,
     AllocateRequest,
     FinishReply,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import SamplingConfig
-from asyncrl.messages import DECODE_ERRORS
+from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.rollout.chat_template import Message, message_for_template
 
 # They change nothing of what is sampled.

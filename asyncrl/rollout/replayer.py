@@ -18,7 +18,7 @@ from aiohttp import web
 from asyncrl.config import ReplayerConfig
 from asyncrl.data.replay import Recorded, plan_replay, translate
 from asyncrl.data.trajectories import read_trajectory
-from asyncrl.messages import DECODE_ERRORS, LedgerView, Locator, MasterReport, TicketView
+from asyncrl.protocol.messages import DECODE_ERRORS, LedgerView, Locator, MasterReport, TicketView
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.worker import RunEndedError, Worker

@@ -22,7 +22,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.groups.reward_function import shown
 from asyncrl.groups.trajectory import OnPiece, Response, SampleSummary, complete_sample
-from asyncrl.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
 from asyncrl.rollout.agent import ActQueue, ObsQueue
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.client import PartialRolloutManager, Route

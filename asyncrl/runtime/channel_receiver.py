@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.messages import DECODE_ERRORS
+from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.channel_state import InOrder, PeerLedger, Verdict
 from asyncrl.runtime.channel_wire import (
     ENVELOPE_SLACK,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from asyncrl.messages import DECODE_ERRORS
+from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.channel_state import Outgoing, SendWindow
 from asyncrl.runtime.channel_wire import (
     ENVELOPE_SLACK,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.messages import DECODE_ERRORS
+from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.metrics import JsonLinesWriter
 

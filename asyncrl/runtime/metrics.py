@@ -17,7 +17,7 @@ from types import TracebackType
 
 import msgspec
 
-from asyncrl.messages import DECODE_ERRORS
+from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.wandb_writer import WandbWriter
 

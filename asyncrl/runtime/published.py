@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from asyncrl.data.codec import CodecError
-from asyncrl.messages import DECODE_ERRORS
-from asyncrl.names import Names
+from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, Delivery, Endpoint
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolver
 from asyncrl.runtime.transport import Transport

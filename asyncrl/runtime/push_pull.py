@@ -19,8 +19,8 @@ from msgspec import Struct
 from asyncrl.config import RuntimeConfig
 from asyncrl.data.codec import CodecError, decode_sample, encode_sample
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.messages import StoreVerdict, TrajectoryMeta
-from asyncrl.names import MASTER_META, Names
+from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.names import MASTER_META, Names
 from asyncrl.runtime.channel import ChannelLimits, ChannelSender, Delivery
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.published import PublishedReceiver

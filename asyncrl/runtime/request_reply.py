@@ -27,8 +27,8 @@ from msgspec import Struct
 from asyncrl.config import RuntimeConfig
 from asyncrl.data.codec import CodecError
 from asyncrl.dataflow.worlds import WorldLife
-from asyncrl.messages import DECODE_ERRORS, CallBody, CallResult
-from asyncrl.names import Names
+from asyncrl.protocol.messages import DECODE_ERRORS, CallBody, CallResult
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel import (
     ChannelFull,
     ChannelLimits,

@@ -28,8 +28,8 @@ import msgspec
 
 from asyncrl.config import ConfigError, WorkerInfo
 from asyncrl.data.prompts import PromptError
-from asyncrl.messages import Wait, WorkerStatus
-from asyncrl.names import Names, incarnation
+from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime import http_client
 from asyncrl.runtime.disk import StorageError, out_of_files
 from asyncrl.runtime.loop_watch import LoopWatch

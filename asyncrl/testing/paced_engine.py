@@ -30,7 +30,7 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.generation.queueing import Pending, QueueingEngine
-from asyncrl.messages import FinishReason, VersionSpan, WeightVersion
+from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
 from asyncrl.runtime.trace import OFF
 from asyncrl.weights import WeightsError, verify_version
 

@@ -20,11 +20,11 @@ from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.worker_main import end_process, join_network
-from asyncrl.messages import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, WeightVersion
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
 from asyncrl.model_limits import ModelLimits
-from asyncrl.run_folder import path_of
+from asyncrl.protocol.messages import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, WeightVersion
+from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker

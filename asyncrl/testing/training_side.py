@@ -45,8 +45,8 @@ from asyncrl.master.executor import FunctionExecutor, StepResult
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
 from asyncrl.master.tracker import StorageTracker
-from asyncrl.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
-from asyncrl.names import Names
+from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver

@@ -24,7 +24,7 @@ from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import configs_dir
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces.actor import PPOActorInterface
-from asyncrl.names import ACTOR
+from asyncrl.protocol.names import ACTOR
 from asyncrl.weights import version_dir
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
 from asyncrl.weights import verify_version, version_dir
 

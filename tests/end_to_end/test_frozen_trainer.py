@@ -14,8 +14,8 @@ import psutil
 import pytest
 from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, entry, launch_sorter
 
-from asyncrl.messages import WeightVersion
-from asyncrl.names import ACTOR, Names
+from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.names import ACTOR, Names
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, told_by, train_steps
 
 STEPS, BATCH, ETA = 36, 16, 2

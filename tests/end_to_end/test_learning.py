@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, launch_sorter, trained_prompts
 
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, evaluations, metrics, train_steps
 from asyncrl.weights import verify_version
 

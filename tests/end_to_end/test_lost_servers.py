@@ -19,7 +19,7 @@ from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behin
 
 from asyncrl.launch import cli
 from asyncrl.lineage import audit
-from asyncrl.messages import WeightVersion, WorkerStatus
+from asyncrl.protocol.messages import WeightVersion, WorkerStatus
 from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run, train_steps
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from asyncrl.config_file import load_experiment
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch.rundir import read_record
-from asyncrl.messages import Locator
-from asyncrl.names import Names
+from asyncrl.protocol.messages import Locator
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import RunHandle, journal, launch
 from asyncrl.weights import tensor_files

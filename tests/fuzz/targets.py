@@ -25,7 +25,8 @@ from asyncrl.generation.engine import RequestRefused
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger, StaleAttemptError
 from asyncrl.manager.routing import ServerTable
-from asyncrl.messages import (
+from asyncrl.model.fetching import pack_sample, read_request, unpack_sample
+from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     AllocateRequest,
     ChildReport,
@@ -44,7 +45,6 @@ from asyncrl.messages import (
     WantedProcess,
     WorkerStatus,
 )
-from asyncrl.model.fetching import pack_sample, read_request, unpack_sample
 from asyncrl.rollout.openai_request import RequestError, RequestRules, parse_chat_request
 from asyncrl.runtime import channel_wire, push_pull, request_reply
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender, Endpoint

@@ -9,9 +9,9 @@ from asyncrl.config import GenerationConfig, ModelConfig, OptimizerConfig, Train
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation.engine import EngineRequest
 from asyncrl.generation.transformers import TransformersEngine
-from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
+from asyncrl.protocol.messages import SamplingParams, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import version_dir, write_version
 

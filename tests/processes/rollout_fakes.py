@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     AllocateReply,
     AllocateRequest,
     FinishReason,

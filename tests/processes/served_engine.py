@@ -16,8 +16,8 @@ import torch
 
 from asyncrl.config import GenerationConfig, GenerationServerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.messages import Locator, ScheduleReply, Ticket, UpdateWeightsRequest, WeightVersion
-from asyncrl.names import Names
+from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, UpdateWeightsRequest, WeightVersion
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import version_dir, write_version

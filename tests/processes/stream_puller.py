@@ -8,8 +8,8 @@ import os
 import sys
 
 from asyncrl.config import RuntimeConfig
-from asyncrl.messages import StoreVerdict
-from asyncrl.names import Names
+from asyncrl.protocol.messages import StoreVerdict
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller
 from asyncrl.runtime.worker import die_with_parent

@@ -13,8 +13,8 @@ import pytest
 from asyncrl.config import NameResolveConfig
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.program import config_text, plan, run_directory
-from asyncrl.messages import AgentRecord, HostReport, LauncherRecord, WantedProcess
-from asyncrl.names import Names, incarnation
+from asyncrl.protocol.messages import AgentRecord, HostReport, LauncherRecord, WantedProcess
+from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.interface import NameEntryNotFound
 from asyncrl.runtime.names.open import open_name_resolver

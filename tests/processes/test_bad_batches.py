@@ -16,7 +16,7 @@ from asyncrl.data.bad_batches import folder_of, list_bad_batches
 from asyncrl.data.trajectories import Trajectory, list_recording, read_trajectory
 from asyncrl.groups.loading import load_object
 from asyncrl.master.skipped import SkippedSteps
-from asyncrl.messages import CommitWeights, WriteWeights
+from asyncrl.protocol.messages import CommitWeights, WriteWeights
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
 

@@ -13,8 +13,8 @@ import pytest
 from asyncrl.config import RuntimeConfig
 from asyncrl.data.codec import encode_sample
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.messages import Locator, StoreVerdict, TrajectoryMeta
-from asyncrl.names import Names
+from asyncrl.protocol.messages import Locator, StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel import ChannelRefused
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import MetaPuller, MetaPusher, NameResolvingZmqPuller, NameResolvingZmqPusher

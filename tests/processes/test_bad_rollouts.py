@@ -20,7 +20,7 @@ from test_rollout_worker import Stage
 from asyncrl.config import RolloutConfig, TaskConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.outcome import RolloutRejected
-from asyncrl.messages import FinishReason, GenerateReply, ScheduleReply, StoreVerdict
+from asyncrl.protocol.messages import FinishReason, GenerateReply, ScheduleReply, StoreVerdict
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue, SingleStepAgent
 from asyncrl.rollout.env import Env, RewardEnv
 

@@ -17,8 +17,8 @@ from asyncrl.config import ConfigError, ModelConfig, TrainConfig
 from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
-from asyncrl.messages import WeightVersion
 from asyncrl.model.engine import TrainEngine
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.worker import RunEndedError, told
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import commit_version, list_versions, write_part

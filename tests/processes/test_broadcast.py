@@ -31,7 +31,9 @@ from asyncrl.config import (
     WorkerInfo,
 )
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.messages import (
+from asyncrl.model.broadcast import WeightSender
+from asyncrl.model.sending import Held
+from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     BroadcastReply,
     BroadcastRequest,
@@ -40,9 +42,7 @@ from asyncrl.messages import (
     UpdateWeightsReply,
     WeightVersion,
 )
-from asyncrl.model.broadcast import WeightSender
-from asyncrl.model.sending import Held
-from asyncrl.names import Names
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.update_group import GroupMember, pack

@@ -15,7 +15,7 @@ from aiohttp import web
 from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
-from asyncrl.messages import BroadcastReply, BroadcastRequest, ModelInfo, UpdateWeightsReply, WeightVersion
+from asyncrl.protocol.messages import BroadcastReply, BroadcastRequest, ModelInfo, UpdateWeightsReply, WeightVersion
 
 LIMIT_S = 20.0
 V0, V1, V2 = (WeightVersion(1, number) for number in range(3))

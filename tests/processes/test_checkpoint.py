@@ -13,12 +13,12 @@ import pytest
 import torch
 from sharded_models import placement, shard
 
-from asyncrl.messages import WrittenFile
 from asyncrl.model import checkpoint
 from asyncrl.model.checkpoint import CheckpointError
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_whole
 from asyncrl.model.mesh import ModelMesh
+from asyncrl.protocol.messages import WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights import WeightsError
 from tests.support.gang import Gang, GangError

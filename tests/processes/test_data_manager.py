@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from asyncrl.data.sequence import DTYPES, SequenceSample
 from asyncrl.dataflow.redistribution import plan_redistribution, transfers
-from asyncrl.messages import RedistribStep
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.store import DataStore
+from asyncrl.protocol.messages import RedistribStep
 from tests.support.gang import Gang, GangError
 
 NUM_WORKERS = 4

@@ -108,8 +108,8 @@ def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path, monkey
 
     from asyncrl.config import NameResolveConfig
     from asyncrl.launch.rundir import LaunchError
-    from asyncrl.messages import WorkerStatus
-    from asyncrl.names import Names
+    from asyncrl.protocol.messages import WorkerStatus
+    from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.open import open_name_resolver
 
     memory = NameResolveConfig(endpoints=["memory://test-debug"])

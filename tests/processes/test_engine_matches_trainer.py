@@ -32,7 +32,9 @@ from asyncrl.config import (
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.groups.trajectory import Episode, SampleSummary, build_sample
-from asyncrl.messages import (
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
+from asyncrl.protocol.messages import (
     Locator,
     ScheduleReply,
     StoreVerdict,
@@ -41,9 +43,7 @@ from asyncrl.messages import (
     UpdateWeightsRequest,
     WeightVersion,
 )
-from asyncrl.model.engine import TrainEngine
-from asyncrl.model.export import take_share
-from asyncrl.names import Names
+from asyncrl.protocol.names import Names
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver

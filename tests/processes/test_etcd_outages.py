@@ -27,8 +27,8 @@ from asyncrl.config import ExperimentConfig, NameResolveConfig, NetworkConfig, R
 from asyncrl.launch import private_etcd
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError
-from asyncrl.messages import WorkerStatus
-from asyncrl.names import Names
+from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.names import Names
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.names.etcd import leases as etcd_leases
 from asyncrl.runtime.names.etcd import watch as etcd_watch

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config import ConfigError
-from asyncrl.messages import WeightVersion, WrittenFile
 from asyncrl.model.export import checkpoint_tensors, commit_model, take_share, take_whole
 from asyncrl.model.mesh import ModelMesh
+from asyncrl.protocol.messages import WeightVersion, WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights import commit_version, tensor_files, verify_version, write_part
 from tests.support.gang import Gang

@@ -17,10 +17,10 @@ from test_data_manager import KEYS, make_group, same_bytes
 from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.codec import CodecError
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.messages import FetchPart, HeldDataRequest
 from asyncrl.model import fetching
 from asyncrl.model.fetching import DataFetcher, FetchError, HeldData, pack_sample, unpack_sample
 from asyncrl.model.store import DataStore
+from asyncrl.protocol.messages import FetchPart, HeldDataRequest
 from asyncrl.runtime import security
 from asyncrl.runtime.http_server import serve
 from asyncrl.runtime.names.memory import MemoryNameResolver

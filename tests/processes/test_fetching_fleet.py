@@ -16,7 +16,7 @@ from test_manager_http import FakeServer, Setup
 
 from asyncrl.generation.engine import WeightsRefused
 from asyncrl.generation.fetched import FetchedWeights
-from asyncrl.messages import FetchWeightsRequest, WeightVersion
+from asyncrl.protocol.messages import FetchWeightsRequest, WeightVersion
 from asyncrl.weight_files import WeightFetcher
 
 VERSIONS = [str(WeightVersion(1, number)) for number in range(4)]

@@ -26,7 +26,7 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.generation.padded_attention import group_lengths
 from asyncrl.generation.transformers import TransformersEngine, sample_tokens
-from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.protocol.messages import SamplingParams, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import version_dir, write_version
 

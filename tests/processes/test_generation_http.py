@@ -19,7 +19,7 @@ from asyncrl.config import GenerationConfig, GenerationServerConfig, NameResolve
 from asyncrl.generation.in_place import LiveTensors
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     FetchWeightsRequest,
     GenerateReply,
     GenerateRequest,
@@ -27,7 +27,7 @@ from asyncrl.messages import (
     UpdateWeightsReply,
     WeightVersion,
 )
-from asyncrl.names import Names
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model

@@ -13,10 +13,10 @@ from test_manager_http import LIMIT_S, Setup, ids, serving_one
 from asyncrl.config import EvalConfig, MasterWorkerConfig, ModelConfig, PromptSourceConfig, TrainConfig, WeightsConfig
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.worker import MasterWorker
-from asyncrl.messages import TrajectoryMeta
+from asyncrl.protocol.messages import TrajectoryMeta
+from asyncrl.protocol.tickets import TicketId, TicketSeal, make_key
 from asyncrl.runtime.metrics import JsonLinesWriter
 from asyncrl.runtime.push_pull import MetaPusher
-from asyncrl.tickets import TicketId, TicketSeal, make_key
 
 
 def make_master(setup: Setup, prompts: Path) -> MasterWorker:

@@ -19,8 +19,8 @@ from asyncrl.launch import cli
 from asyncrl.launch.children import tail_of
 from asyncrl.launch.program import load_process_config, plan, save_config
 from asyncrl.launch.rundir import RunLock, RunRecord, read_record, write_record
-from asyncrl.messages import WorkerStatus
-from asyncrl.names import Names
+from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.names import Names
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.open import open_name_resolver

@@ -24,7 +24,7 @@ from asyncrl.config import (
     WorkerInfo,
 )
 from asyncrl.manager.worker import GserverManager
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     AllocateReply,
     EvaluateReply,
     FinishReply,
@@ -34,7 +34,7 @@ from asyncrl.messages import (
     VersionReply,
     WeightVersion,
 )
-from asyncrl.names import MASTER_META
+from asyncrl.protocol.names import MASTER_META
 from asyncrl.runtime.channel_wire import Endpoint
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.open import open_name_resolver

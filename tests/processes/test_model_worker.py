@@ -33,7 +33,15 @@ from asyncrl.config import (
 )
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.messages import (
+from asyncrl.model import intake, publishing
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
+from asyncrl.model.intake import trajectory_error
+from asyncrl.model.interfaces import make_interface
+from asyncrl.model.worker import ModelWorker
+from asyncrl.model.world import interface_of
+from asyncrl.model_limits import ModelLimits
+from asyncrl.protocol.messages import (
     CallBody,
     CallResult,
     ClearData,
@@ -52,16 +60,8 @@ from asyncrl.messages import (
     WorkerStatus,
     WriteWeights,
 )
-from asyncrl.model import intake, publishing
-from asyncrl.model.engine import TrainEngine
-from asyncrl.model.export import take_share
-from asyncrl.model.intake import trajectory_error
-from asyncrl.model.interfaces import make_interface
-from asyncrl.model.worker import ModelWorker
-from asyncrl.model.world import interface_of
-from asyncrl.model_limits import ModelLimits
-from asyncrl.names import Names
-from asyncrl.run_folder import OutsideRunError
+from asyncrl.protocol.names import Names
+from asyncrl.protocol.run_folder import OutsideRunError
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.groups.outcome import RolloutReleased
 from asyncrl.groups.trajectory import OnPiece, Response
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.openai_api import MAX_BODY_BYTES, ChatEndpoint
 from asyncrl.rollout.openai_session import Session, SessionLimits

@@ -14,7 +14,7 @@ from served_engine import V0, V1, NoOtherServer, Served, forward_logprobs, serve
 from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
 from asyncrl.groups.trajectory import OnPiece, Response
-from asyncrl.messages import GenerateReply, SamplingParams
+from asyncrl.protocol.messages import GenerateReply, SamplingParams
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.rollout.env import UnjudgedEnv

@@ -14,7 +14,7 @@ from rollout_fakes import LIMIT_S, FakeGenerationServer, continuation, logprob_o
 
 from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
-from asyncrl.messages import Locator, ScheduleReply, Ticket, WeightVersion
+from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rollout import client as client_module
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.worker import StatusBoard

@@ -29,8 +29,8 @@ from asyncrl.config import (
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
-from asyncrl.messages import Locator, ScheduleReply, StoreVerdict, Ticket, WeightVersion
-from asyncrl.names import Names
+from asyncrl.protocol.messages import Locator, ScheduleReply, StoreVerdict, Ticket, WeightVersion
+from asyncrl.protocol.names import Names
 from asyncrl.rollout import worker as worker_module
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env

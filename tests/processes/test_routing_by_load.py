@@ -19,7 +19,7 @@ from test_manager_http import Setup, running
 from asyncrl.config import GenerationConfig, GenerationServerConfig, SamplingConfig
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.groups.trajectory import Response
-from asyncrl.messages import HeartbeatReply, LoadsReply, ScaleWish, ScheduleReply, Ticket, WeightVersion
+from asyncrl.protocol.messages import HeartbeatReply, LoadsReply, ScaleWish, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_tiny_model

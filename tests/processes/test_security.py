@@ -26,8 +26,8 @@ from asyncrl.launch.name_service import NameService
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.routing import ServerTable
-from asyncrl.messages import AgentRecord, StoreVerdict
-from asyncrl.names import Names
+from asyncrl.protocol.messages import AgentRecord, StoreVerdict
+from asyncrl.protocol.names import Names
 from asyncrl.runtime import doorkeeper, http_server, security
 from asyncrl.runtime.certificates import make_certificate
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender
@@ -270,7 +270,7 @@ async def test_the_streams_of_a_run_work_with_its_secrets(run):
 
 
 def _meta():
-    from asyncrl.messages import Locator, TrajectoryMeta
+    from asyncrl.protocol.messages import Locator, TrajectoryMeta
 
     return TrajectoryMeta(
         ticket_id="t",

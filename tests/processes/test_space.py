@@ -17,7 +17,7 @@ import pytest
 from asyncrl.config import ExperimentConfig, NameResolveConfig, NetworkConfig
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError, read_record
-from asyncrl.names import Names
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, told_by
 

@@ -17,8 +17,8 @@ import zmq
 
 from asyncrl.config import RuntimeConfig
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
-from asyncrl.names import Names
+from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel import ChannelClosed, ChannelFull, ChannelRefused, Endpoint, ReceiverRestarted
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.published import FencedError

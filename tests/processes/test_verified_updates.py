@@ -21,10 +21,10 @@ from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.in_place import LiveTensors
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.generation.verify import VerifiedLoads
-from asyncrl.messages import UpdateWeightsReply, WeightVersion
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.probe import LogprobProbe
+from asyncrl.protocol.messages import UpdateWeightsReply, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import version_dir, write_version
 

@@ -22,7 +22,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from asyncrl import weight_files
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.security import Secrets, Security, secured
 from asyncrl.weight_files import WeightFetcher, WeightFiles, run_key
 from asyncrl.weights import WeightsError, publish_folder, verify_version
@@ -189,7 +189,7 @@ def test_a_killed_process_leaves_its_part_to_the_next(
     flaky = Flaky(source, half)
     (tmp_path / "memory").mkdir()
     code = (
-        "import logging, sys\nfrom pathlib import Path\nfrom asyncrl.messages import WeightVersion\n"
+        "import logging, sys\nfrom pathlib import Path\nfrom asyncrl.protocol.messages import WeightVersion\n"
         "from asyncrl.weight_files import WeightFetcher\n"
         "one = WeightFetcher(Path(sys.argv[1]), 'run-1', logger=logging.getLogger())\n"
         f"one.fetch(Path('/no'), WeightVersion(1, 0), sys.argv[2], {LIMIT_S})"

@@ -20,7 +20,9 @@ from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.generation.sglang_process import AttachedServer
 from asyncrl.generation.transformers import TransformersEngine
-from asyncrl.messages import (
+from asyncrl.model.broadcast import WeightSender
+from asyncrl.model.sending import Held
+from asyncrl.protocol.messages import (
     BroadcastReply,
     BroadcastRequest,
     BroadcastTarget,
@@ -28,8 +30,6 @@ from asyncrl.messages import (
     SamplingParams,
     WeightVersion,
 )
-from asyncrl.model.broadcast import WeightSender
-from asyncrl.model.sending import Held
 from asyncrl.update_group import GroupMember, pack
 
 LIMIT_S = 120.0  # of a wait, on a busy machine

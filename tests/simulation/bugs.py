@@ -18,9 +18,9 @@ from asyncrl.master.batch import BatchFormer, NotReady, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, _Entry
 from asyncrl.master.recovery import Checkpointer
 from asyncrl.master.worker import MasterWorker
-from asyncrl.messages import StoreVerdict, TrajectoryMeta, WeightVersion, WriteWeights
 from asyncrl.model.intake import Intake
-from asyncrl.names import ACTOR
+from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta, WeightVersion, WriteWeights
+from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.push_pull import Pulled
 
 Wrap = Callable[[Any], Any]  # of the right method gives the wrong one

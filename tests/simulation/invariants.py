@@ -10,8 +10,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.manager.ledger import Ledger
-from asyncrl.messages import WeightVersion
-from asyncrl.tickets import TicketId
+from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.tickets import TicketId
 from tests.simulation.world import Event, Process
 
 if TYPE_CHECKING:

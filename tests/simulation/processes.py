@@ -24,7 +24,10 @@ from asyncrl.generation.engine import GenerationEngine
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
 from asyncrl.groups.trajectory import Response
-from asyncrl.messages import (
+from asyncrl.model.intake import Intake
+from asyncrl.model.store import DataStore
+from asyncrl.model_limits import UNLIMITED, ModelLimits
+from asyncrl.protocol.messages import (
     CallResult,
     ClearData,
     CommitCheckpoint,
@@ -39,9 +42,6 @@ from asyncrl.messages import (
     WriteWeights,
     WrittenFile,
 )
-from asyncrl.model.intake import Intake
-from asyncrl.model.store import DataStore
-from asyncrl.model_limits import UNLIMITED, ModelLimits
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
@@ -326,7 +326,7 @@ class SimModelWorker(Worker):
         return CallResult(ids=list(ids), keys=list(mfc.output_keys), seconds=time.monotonic() - start)
 
     def _train(self, body: ExecuteMFC) -> None:
-        from asyncrl.tickets import TicketId
+        from asyncrl.protocol.tickets import TicketId
 
         process = here()
         for ticket in body.ids:

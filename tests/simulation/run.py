@@ -14,8 +14,8 @@ from asyncrl.config import MasterWorkerConfig, ModelWorkerConfig
 from asyncrl.launch.program import ProcessSpec, plan
 from asyncrl.manager.worker import GserverManager
 from asyncrl.master.worker import MasterWorker
-from asyncrl.messages import WeightVersion
-from asyncrl.names import ACTOR
+from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.names import ACTOR
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.runtime.worker import StatusBoard, Worker
 from asyncrl.weights import version_dir

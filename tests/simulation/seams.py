@@ -40,7 +40,7 @@ import asyncrl.testing.paced_engine
 from asyncrl.checkpoints import MasterState
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
-from asyncrl.messages import AllocateReply, AllocateRequest, StoreVerdict, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.messages import AllocateReply, AllocateRequest, StoreVerdict, TrajectoryMeta, WeightVersion
 from asyncrl.runtime import http_client
 from asyncrl.weights import version_dir
 from tests.simulation import processes

@@ -7,7 +7,7 @@ streams by CURVE keys; etcd by client certificates; SGLang by an API key of its 
 
 from __future__ import annotations
 
-from asyncrl import messages
+from asyncrl.protocol import messages
 
 # Owner -> route -> callers. `user`: asks with the token.
 HTTP: dict[str, dict[str, str]] = {

@@ -5,7 +5,7 @@ from pathlib import Path
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import Entry, TrajectoryStore, recording_dir
 from asyncrl.groups.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
-from asyncrl.messages import Locator, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.messages import Locator, TrajectoryMeta, WeightVersion
 
 
 def make_group(

@@ -21,7 +21,7 @@ from asyncrl.manager.routing import ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.progress import PromptProgress
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     AllocateReply,
     AllocateRequest,
     FinishRequest,
@@ -36,7 +36,7 @@ from asyncrl.messages import (
     TrajectoryMeta,
     WeightVersion,
 )
-from asyncrl.tickets import TicketId
+from asyncrl.protocol.tickets import TicketId
 
 T = TypeVar("T")
 

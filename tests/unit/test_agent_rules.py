@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.launch.agent_rules import Action, Tether, There, decide, obeyed
 from asyncrl.launch.mirror import Mirror
-from asyncrl.messages import LauncherRecord, WantedProcess
+from asyncrl.protocol.messages import LauncherRecord, WantedProcess
 from asyncrl.runtime.names.interface import WatchEvent
 
 

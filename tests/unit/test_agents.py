@@ -16,7 +16,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.outcome import RolloutRejected
 from asyncrl.groups.reward import Completion, Reward
 from asyncrl.groups.trajectory import Response
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.rollout.agent import ActQueue, Agent, MultiStepAgent, Observation, ObsQueue, SingleStepAgent
 from asyncrl.rollout.env import Env, FeedbackEnv, RewardEnv, StepResult
 from asyncrl.rollout.tasks import TRAIN, TaskTable

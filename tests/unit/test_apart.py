@@ -22,7 +22,7 @@ from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.tracker import StorageTracker
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     CallResult,
     ClearData,
     CommitCheckpoint,

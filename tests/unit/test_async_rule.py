@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady, Ready
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     AllocateRequest,
     FinishRequest,
     HeartbeatRequest,

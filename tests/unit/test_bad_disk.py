@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime import disk
 from asyncrl.runtime.disk import StorageError, explain, nearly_full, writing
 from asyncrl.runtime.metrics import EventFile, JsonLinesWriter, MetricsWriter, read_json_lines

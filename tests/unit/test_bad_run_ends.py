@@ -28,7 +28,7 @@ from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.launch.progress import make_console, print_summary
 from asyncrl.master import worker as master_worker
 from asyncrl.master.worker import MasterWorker, RejectedShareError
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     CallResult,
     CommitCheckpoint,
     CommitWeights,
@@ -41,7 +41,7 @@ from asyncrl.messages import (
     SaveCheckpoint,
     SaveModel,
 )
-from asyncrl.run_folder import name_of
+from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, told

@@ -10,7 +10,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.reward import Reward
 from asyncrl.groups.trajectory import Episode, Response, build_sample, complete_sample
 from asyncrl.master.report import rejection_lines
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.worker import StatusBoard
 
 V1 = WeightVersion(1, 1).pack()

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.master.batch import BatchFormer, NotReady, Ready
-from asyncrl.messages import Locator, TicketView, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.messages import Locator, TicketView, TrajectoryMeta, WeightVersion
 
 
 class Books:

@@ -12,7 +12,7 @@ from asyncrl.config import ConfigError, ExperimentConfig, WeightsConfig
 from asyncrl.config_checks import validate
 from asyncrl.manager.update_plan import Update
 from asyncrl.manager.wave import Wave
-from asyncrl.messages import BroadcastReply
+from asyncrl.protocol.messages import BroadcastReply
 
 LIMIT_S = 60.0
 

@@ -29,7 +29,7 @@ from asyncrl.config import CheckpointConfig, PromptSourceConfig, TrainConfig, We
 from asyncrl.data.prompts import PromptSource
 from asyncrl.master.recovery import Checkpointer
 from asyncrl.master.schedule import Schedule
-from asyncrl.messages import CallResult, CommitCheckpoint, Locator, SaveCheckpoint
+from asyncrl.protocol.messages import CallResult, CommitCheckpoint, Locator, SaveCheckpoint
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
 from asyncrl.runtime.trace import OFF
 from asyncrl.weights import FileEntry

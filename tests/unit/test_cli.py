@@ -24,7 +24,7 @@ from asyncrl.launch.doctor import Finding
 from asyncrl.launch.json_view import JsonView
 from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt, next_attempt, write_record
-from asyncrl.messages import WorkerStatus
+from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesWriter
 
 COMMANDS = ("init", "run", "check", "prepare", "ls", "status", "scale", "logs", "stop", "plot", "inspect", "chaos")

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import asyncrl
-from asyncrl.messages import CallBody
-from asyncrl.names import Names
+from asyncrl.protocol.messages import CallBody
+from asyncrl.protocol.names import Names
 from tests.support.endpoints import HTTP, NAMES, STREAMS
 
 SOURCE = {path: path.read_text() for path in Path(asyncrl.__file__).parent.rglob("*.py") if "testing" not in path.parts}

@@ -21,8 +21,16 @@ from asyncrl.master.executor import FunctionExecutor
 from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
 from asyncrl.master.tracker import StorageTracker
-from asyncrl.messages import CallResult, ClearData, ExecuteMFC, Locator, Reallocate, Redistribute, TrajectoryMeta
-from asyncrl.names import Names
+from asyncrl.protocol.messages import (
+    CallResult,
+    ClearData,
+    ExecuteMFC,
+    Locator,
+    Reallocate,
+    Redistribute,
+    TrajectoryMeta,
+)
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.children import Child, first_cause
 from asyncrl.launch.program import plan
-from asyncrl.messages import WorkerStatus
+from asyncrl.protocol.messages import WorkerStatus
 
 CONFIG = """
 model_path: m

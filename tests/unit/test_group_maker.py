@@ -9,8 +9,8 @@ from typing import Any
 
 from asyncrl.data.prompts import Prompt
 from asyncrl.groups.outcome import REWARD_LOST, RolloutReleased
-from asyncrl.messages import Locator
 from asyncrl.model.group_maker import GroupMaker, _Group
+from asyncrl.protocol.messages import Locator
 
 PROMPT = Prompt(prompt_id="e0-p0", text="2+2=", input_ids=[1], answer="4", task="sum", row={}, too_long=False)
 

@@ -11,8 +11,8 @@ import asyncrl
 
 TORCHLESS = [
     "asyncrl.config",
-    "asyncrl.names",
-    "asyncrl.messages",
+    "asyncrl.protocol.names",
+    "asyncrl.protocol.messages",
     "asyncrl.data.sequence",
     "asyncrl.data.codec",
     "asyncrl.data.prompts",

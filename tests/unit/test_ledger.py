@@ -12,7 +12,7 @@ from asyncrl.groups.outcome import REWARD_LOST
 from asyncrl.manager.ledger import _MAX_REQUESTS, Gate, Ledger, StaleAttemptError, UnreachedError
 from asyncrl.manager.prompts import PromptCursor
 from asyncrl.manager.routing import ServerTable
-from asyncrl.messages import (
+from asyncrl.protocol.messages import (
     AllocateReply,
     AllocateRequest,
     EvaluateRequest,
@@ -26,9 +26,9 @@ from asyncrl.messages import (
     Ticket,
     WeightVersion,
 )
-from asyncrl.names import incarnation, is_earlier
+from asyncrl.protocol.names import incarnation, is_earlier
+from asyncrl.protocol.tickets import TicketId
 from asyncrl.runtime.worker import Worker
-from asyncrl.tickets import TicketId
 
 
 class Desk:

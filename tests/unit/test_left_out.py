@@ -14,7 +14,7 @@ from asyncrl.config import ExperimentConfig, PromptSourceConfig
 from asyncrl.launch.left_out import LeftOut
 from asyncrl.launch.program import plan
 from asyncrl.launch.rundir import LaunchError
-from asyncrl.messages import WorkerStatus
+from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime.names.interface import WatchEvent
 
 NAME = "rollout_worker/0"

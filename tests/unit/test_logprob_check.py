@@ -11,7 +11,7 @@ from asyncrl.config import ConfigError, GenerationServerConfig
 from asyncrl.config_file import load_experiment
 from asyncrl.generation.verify import LogprobCheck, LogprobMismatch
 from asyncrl.launch.program import plan
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.weights import Probe
 
 V0, V1, V2 = (WeightVersion(1, version) for version in range(3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from test_ledger import Desk
 
-from asyncrl.messages import HeartbeatRequest, ScheduleReply, ScheduleRequest, Ticket, WeightVersion
+from asyncrl.protocol.messages import HeartbeatRequest, ScheduleReply, ScheduleRequest, Ticket, WeightVersion
 
 NAME, URL, NEW_URL = "generation_server/0", "http://s0", "http://s0-again"
 V0 = WeightVersion(1, 0)

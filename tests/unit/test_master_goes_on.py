@@ -28,7 +28,7 @@ from asyncrl.config import (
 )
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.worker import MasterWorker
-from asyncrl.messages import LoadCheckpoint, Locator, Ping
+from asyncrl.protocol.messages import LoadCheckpoint, Locator, Ping
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
 
 LIMIT_S = 60.0

@@ -12,7 +12,7 @@ from asyncrl.master.progress import PromptProgress
 from asyncrl.master.report import StepTimes, UpdateSeconds, head_offpolicyness, step_metrics, tail_offpolicyness
 from asyncrl.master.schedule import Schedule
 from asyncrl.master.tracker import StorageTracker
-from asyncrl.messages import Locator, Reallocate, RedistribStep, ServerView, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.messages import Locator, Reallocate, RedistribStep, ServerView, TrajectoryMeta, WeightVersion
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
 
 

@@ -21,7 +21,7 @@ from asyncrl.launch import cli
 from asyncrl.launch import preflight as preflight_module
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import load_process_config, plan
-from asyncrl.messages import Locator
+from asyncrl.protocol.messages import Locator
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "async_ppo_math.yaml"

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from test_ledger import Desk
 
 from asyncrl.manager.routing import ServerState
-from asyncrl.messages import HeartbeatRequest, ScheduleRequest, Ticket, WeightVersion
+from asyncrl.protocol.messages import HeartbeatRequest, ScheduleRequest, Ticket, WeightVersion
 
 NAMES = [f"generation_server/{index}" for index in range(3)]
 SERVERS = st.sampled_from(NAMES)

@@ -15,8 +15,8 @@ from asyncrl.config import ConfigError, RuntimeConfig
 from asyncrl.config_file import load_experiment
 from asyncrl.data.codec import CodecError, decode_sample
 from asyncrl.launch.program import load_process_config, parse_process_config
-from asyncrl.messages import DECODE_ERRORS, MasterReport, TrajectoryMeta
-from asyncrl.names import Names
+from asyncrl.protocol.messages import DECODE_ERRORS, MasterReport, TrajectoryMeta
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel import ChannelLimits, ChannelRefused, ChannelSender
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller, puller_stream

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config import SamplingConfig
 from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
 from asyncrl.groups.trajectory import OnPiece, Response, build_sample
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules, parse_chat_request
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, SessionLimits, message_of

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config import GenerationConfig
 from asyncrl.generation.engine import EngineRequest, EngineUnavailable, Generated, RequestRefused, WeightsRefused
 from asyncrl.generation.http import GenerationHTTP
-from asyncrl.messages import GenerateRequest, SamplingParams, WeightVersion
+from asyncrl.protocol.messages import GenerateRequest, SamplingParams, WeightVersion
 from asyncrl.testing.paced_engine import EOS, LongTail, PacedEngine
 from asyncrl.testing.paced_run import make_paced_run, response_lengths
 from asyncrl.weights import publish_folder, version_dir

@@ -18,7 +18,7 @@ from asyncrl.launch.progress import (
     start_text,
     step_line,
 )
-from asyncrl.messages import Wait, WorkerStatus
+from asyncrl.protocol.messages import Wait, WorkerStatus
 from asyncrl.runtime.metrics import JsonLinesReader, JsonLinesWriter
 
 STEP = {

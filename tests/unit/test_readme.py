@@ -19,7 +19,7 @@ from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.groups.loading import load_object
 from asyncrl.groups.reward import Completion
 from asyncrl.launch.cli import _parser, main
-from asyncrl.messages import Locator
+from asyncrl.protocol.messages import Locator
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.tasks import TRAIN, TaskTable
 from asyncrl.runtime.worker import StatusBoard

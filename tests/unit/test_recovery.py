@@ -43,7 +43,7 @@ from asyncrl.launch.rundir import (
     write_record,
 )
 from asyncrl.launch.slurm import JobRecord, read_job, slurm_dir, write_job
-from asyncrl.messages import Locator
+from asyncrl.protocol.messages import Locator
 from asyncrl.weights import FileEntry
 
 SHAPES = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.run_folder import OutsideRunError, name_of, path_of
+from asyncrl.protocol.run_folder import OutsideRunError, name_of, path_of
 
 
 def test_a_name_and_its_path(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from asyncrl.launch.children import Child
 from asyncrl.launch.commands.scale import crowding
 from asyncrl.launch.program import ProcessSpec, can_scale, plan, server_spec
 from asyncrl.launch.scaling import Scaling
-from asyncrl.messages import ScaleWish, WorkerStatus
+from asyncrl.protocol.messages import ScaleWish, WorkerStatus
 from asyncrl.runtime.names.interface import Lease, NameResolveTimeout, WatchEvent
 
 CONFIG = """

@@ -25,8 +25,8 @@ from asyncrl.launch import preflight as preflight_module
 from asyncrl.launch.logs import LogFile, select_workers, worker_of
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan
-from asyncrl.messages import FinishReason, SamplingParams, VersionSpan, WeightVersion
 from asyncrl.model_limits import ModelLimits
+from asyncrl.protocol.messages import FinishReason, SamplingParams, VersionSpan, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights import publish_folder
 

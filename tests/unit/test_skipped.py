@@ -14,7 +14,7 @@ from asyncrl.config import TrainConfig
 from asyncrl.data.bad_batches import folder_of, list_bad_batches, prune_bad_batches, weights_needed, write_why
 from asyncrl.launch import progress
 from asyncrl.master.skipped import SkippedSteps, SkippedStepsError, num_skipped
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.worker import RunEndedError
 
 LOGGER = logging.getLogger("test_skipped")

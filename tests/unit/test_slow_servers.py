@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from test_ledger import Desk
 
-from asyncrl.messages import HeartbeatRequest, WeightVersion
+from asyncrl.protocol.messages import HeartbeatRequest, WeightVersion
 
 SLOW, QUICK, OTHER = (f"generation_server/{index}" for index in range(3))
 

@@ -29,7 +29,7 @@ from asyncrl.launch.supervision import (
     Supervision,
     Trouble,
 )
-from asyncrl.messages import ChildReport, WorkerStatus
+from asyncrl.protocol.messages import ChildReport, WorkerStatus
 
 NAMES = [
     "master/0",

@@ -1,7 +1,7 @@
 """The standstill report: what each process waits for, on whom and since when, when no train step ends."""
 
 from asyncrl.launch.watchdog import Watchdog, wait_texts
-from asyncrl.messages import Wait, WorkerStatus
+from asyncrl.protocol.messages import Wait, WorkerStatus
 
 
 def wait(what, on, since_s):

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl import weights
-from asyncrl.messages import WeightVersion, WrittenFile
+from asyncrl.protocol.messages import WeightVersion, WrittenFile
 from asyncrl.weights import (
     WeightsError,
     commit_version,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from asyncrl.config import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
-from asyncrl.messages import WorkerStatus
+from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime import worker as worker_module
 from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.names.interface import NameResolveTimeout

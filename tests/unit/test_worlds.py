@@ -17,7 +17,7 @@ from asyncrl.dataflow.worlds import WorldLife, Worlds, worlds_of
 from asyncrl.launch.program import plan, worlds_of_run
 from asyncrl.master.apart import Repeats, UnfetchedError, WorldEndedError
 from asyncrl.master.tracker import StorageTracker
-from asyncrl.messages import RedistribStep
+from asyncrl.protocol.messages import RedistribStep
 
 
 def placement(name: str, *workers: int) -> ModelPlacement:

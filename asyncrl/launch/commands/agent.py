@@ -21,8 +21,8 @@ from asyncrl.launch.program import absolute_name_resolve, run_directory
 from asyncrl.launch.rundir import LaunchError, read_record
 from asyncrl.launch.slurm import own_start
 from asyncrl.launch.worker_main import PARENT_ENV
-from asyncrl.messages import DECODE_ERRORS, LauncherRecord
-from asyncrl.names import Names
+from asyncrl.protocol.messages import DECODE_ERRORS, LauncherRecord
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import die_with_parent

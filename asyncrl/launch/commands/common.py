@@ -22,8 +22,8 @@ from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_running
 from asyncrl.launch.slurm import job_state, read_job
-from asyncrl.messages import DECODE_ERRORS, ScaleWish
-from asyncrl.names import Names
+from asyncrl.protocol.messages import DECODE_ERRORS, ScaleWish
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 

@@ -27,8 +27,8 @@ from asyncrl.launch.commands.common import Commands, add_command, print_json
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import LaunchError, is_running
 from asyncrl.launch.worker_main import end_process, join_network, make_worker
-from asyncrl.messages import WorkerStatus
-from asyncrl.names import Names
+from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError
 from asyncrl.runtime.names.open import open_name_resolver

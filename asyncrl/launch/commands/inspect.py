@@ -26,7 +26,7 @@ from asyncrl.launch.commands.common import Commands, add_command, print_json, ru
 from asyncrl.launch.inspection import SequenceRow, TokenRow, View, make_view, visible
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.lineage import lineage_of, read_attempts
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 
 _LISTED = 20  # files, where --limit says nothing
 _TOKENS = 100

@@ -39,7 +39,7 @@ from asyncrl.launch.progress import RunView, print_summary
 from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import LaunchError, next_attempt
 from asyncrl.launch.submission import follow, is_to_submit, job_script, submit_job
-from asyncrl.messages import WorkerStatus
+from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime.devices import visible_devices
 
 ACTIVATE_ENV = "ASYNCRL_ACTIVATE"  # launcher/*.sh: the command that puts the environment they made in front

@@ -24,8 +24,8 @@ from asyncrl.launch.commands.common import (
     wanted_servers,
 )
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_running, read_record
-from asyncrl.messages import ScaleWish
-from asyncrl.names import Names
+from asyncrl.protocol.messages import ScaleWish
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.devices import usable_cores, visible_devices
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver

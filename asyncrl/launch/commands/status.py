@@ -28,8 +28,8 @@ from asyncrl.launch.curves import read_records
 from asyncrl.launch.progress import TrainingProgress
 from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_record
 from asyncrl.launch.watchdog import wait_texts
-from asyncrl.messages import WorkerStatus
-from asyncrl.names import Names
+from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.metrics import METRICS_FILE
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver

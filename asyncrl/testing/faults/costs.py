@@ -24,9 +24,9 @@ from msgspec import Struct
 
 from asyncrl.launch.supervision import GANG_KINDS
 from asyncrl.lineage import audit_of, read_attempts
+from asyncrl.protocol.tickets import TicketId
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.testing.faults.injector import FAULTS_JOURNAL
-from asyncrl.tickets import TicketId
 
 PARTS = ("frozen", "detection", "restart", "refill")
 

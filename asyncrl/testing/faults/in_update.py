@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.data.trajectories import list_recording, read_trajectory, recording_dir
-from asyncrl.messages import WeightVersion
+from asyncrl.protocol.messages import WeightVersion
 from asyncrl.weights import version_dir
 
 # Runs at the start of every interpreter of the run. The fault strikes once: whoever makes the file first.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from asyncrl.messages import Locator
+from asyncrl.protocol.messages import Locator
 from asyncrl.runtime.disk import write_private, writing
 
 KEY_FILE = "ticket.key"  # in the run's folder, for its owner only
