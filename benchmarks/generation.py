@@ -97,7 +97,7 @@ class Versions:
 
     def next(self) -> tuple[Path, str]:
         from asyncrl.protocol.messages import WeightVersion
-        from asyncrl.weights import prune_versions, publish_folder, role_dir, version_dir
+        from asyncrl.weights.versions import prune_versions, publish_folder, role_dir, version_dir
 
         version = WeightVersion(1, next(self._numbers))
         path = version_dir(self._folder, "actor", version)

@@ -297,7 +297,7 @@ class Bench:
     def _publish(self, manager: Child, number: int) -> None:
         """A version directory whose weights are a link to the same file; returns when all servers serve it."""
         from asyncrl.protocol.messages import WeightVersion
-        from asyncrl.weights import FileEntry, Manifest, version_dir
+        from asyncrl.weights.versions import FileEntry, Manifest, version_dir
 
         version = WeightVersion(1, number)
         path = version_dir(self._current, "actor", version)

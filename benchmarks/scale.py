@@ -391,7 +391,7 @@ def publish_version(run_dir: Path) -> None:
     import xxhash
 
     from asyncrl.protocol.messages import WeightVersion
-    from asyncrl.weights import FileEntry, Manifest, version_dir
+    from asyncrl.weights.versions import FileEntry, Manifest, version_dir
 
     path = version_dir(run_dir, "actor", WeightVersion(1, 0))
     path.mkdir(parents=True)

@@ -32,9 +32,9 @@ from common import Rounds, finish, parser, say, table
 from msgspec import structs
 from startup import ROOT, prepare
 
-from asyncrl.lineage import audit
 from asyncrl.testing.faults import Fault, Injector, RunProcesses, cost_lines, read_costs, schedule
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, train_steps
+from asyncrl.weights.lineage import audit
 
 TARGETS = ("rollout_worker", "generation_server", "gserver_manager", "model_worker", "master")
 WEIGHTS = {

@@ -202,7 +202,7 @@ class Publisher:
     def __init__(self, folder: Path, model: Path, trainer: Trainer, manager: Child) -> None:
         from safetensors.torch import load_file
 
-        from asyncrl.update_group import pack
+        from asyncrl.weights.update_group import pack
 
         self._folder, self._model, self._trainer, self._manager = folder, model, trainer, manager
         # Copies, like a trainer's snapshot: what load_file gives is the file, mapped.
@@ -216,7 +216,7 @@ class Publisher:
     def asyncrl(self) -> float:
         """Seconds until the next version is served."""
         from asyncrl.protocol.messages import WeightVersion
-        from asyncrl.weights import prune_versions, role_dir, version_dir, write_version
+        from asyncrl.weights.versions import prune_versions, role_dir, version_dir, write_version
 
         version = WeightVersion(1, self._version)
         start = time.monotonic()

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from asyncrl import weights
 from asyncrl.generation.engine import EngineRequest, RequestRefused, WeightsRefused
 from asyncrl.protocol.messages import SamplingParams, TensorSpecs, WeightVersion
+from asyncrl.weights import versions as weights
 
 _FLOATING = frozenset({"F32", "F16", "BF16", "float32", "float16", "bfloat16"})  # in files, and as torch calls them
 _SHOWN = 5  # problems of a version that are named

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from asyncrl.generation.engine import WeightsRefused
 from asyncrl.protocol.messages import FetchWeightsRequest, WeightVersion
-from asyncrl.weight_files import WeightFetcher
-from asyncrl.weights import WeightsError
+from asyncrl.weights.fetch import WeightFetcher
+from asyncrl.weights.versions import WeightsError
 
 _MAX_KNOWN = 8
 _LOCK_LIMIT_S = 30.0  # for a version that was fetched to be free: nobody holds it but who fetches it

@@ -64,7 +64,7 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.http_server import for_the_run, serve
-from asyncrl.weights import version_dir
+from asyncrl.weights.versions import version_dir
 
 MAX_BODY_BYTES = 64 << 20
 HEALTH_GENERATE_LIMIT_S = 10.0

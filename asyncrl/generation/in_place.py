@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from asyncrl import weights
 from asyncrl.generation.checks import TensorSpec, check_sent, check_tensors
 from asyncrl.generation.engine import WeightsRefused
 from asyncrl.protocol.messages import TensorSpecs, WeightVersion
+from asyncrl.weights import versions as weights
 
 _ALIGNMENT = 64  # what torch gives to tensors of their own on a CPU
 

@@ -38,12 +38,12 @@ from asyncrl.protocol.messages import (
     UpdateWeightsReply,
     WeightVersion,
 )
-from asyncrl.weights import Probe
+from asyncrl.weights.versions import Probe
 
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.update_group import GroupMember
+    from asyncrl.weights.update_group import GroupMember
 
 T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
@@ -100,7 +100,7 @@ class StagedReceiver(WeightReceiver):
         return 1
 
     async def join(self, group: JoinUpdateGroup) -> None:
-        from asyncrl.update_group import GroupMember, store_at
+        from asyncrl.weights.update_group import GroupMember, store_at
 
         name = group.group_name
         if name in self._groups:
@@ -142,7 +142,7 @@ class StagedReceiver(WeightReceiver):
     async def receive(self, bucket: ReceiveWeights) -> None:
         import torch
 
-        from asyncrl.update_group import digest, dtype_of, num_bytes_of, views
+        from asyncrl.weights.update_group import digest, dtype_of, num_bytes_of, views
 
         update, member = self._update, self._groups.get(bucket.group_name)
         if update is None:

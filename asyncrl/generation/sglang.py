@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import INTERRUPT_MODES, ConfigError, GenerationConfig
+from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.checks import ModelTensors, check_params, check_prompt
 from asyncrl.generation.engine import (
     EngineFailed,
@@ -42,7 +43,6 @@ from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sgl
 from asyncrl.generation.sglang_process import ServerLink
 from asyncrl.generation.sglang_receive import SGLangReceiver
 from asyncrl.generation.sglang_response import GrowingResponse
-from asyncrl.model_limits import ModelLimits
 from asyncrl.protocol.messages import FinishReason, TensorSpecs, WeightVersion
 from asyncrl.runtime.trace import OFF, Tracer
 

@@ -31,8 +31,8 @@ from typing import Protocol
 import psutil
 
 from asyncrl.config import ConfigError, GenerationConfig
+from asyncrl.data.model_limits import UNLIMITED, ModelLimits
 from asyncrl.generation.sglang_environment import SETUP_HINT
-from asyncrl.model_limits import UNLIMITED, ModelLimits
 from asyncrl.runtime import security
 from asyncrl.runtime.devices import usable_cores, visible_devices
 from asyncrl.runtime.ports import free_ports

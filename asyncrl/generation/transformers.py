@@ -54,7 +54,7 @@ from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
 from asyncrl.runtime.trace import OFF, Tracer
-from asyncrl.weights import VerifiedVersion, WeightsError
+from asyncrl.weights.versions import VerifiedVersion, WeightsError
 
 logger = logging.getLogger(__name__)
 

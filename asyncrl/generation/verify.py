@@ -24,7 +24,7 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.protocol.messages import WeightVersion
-from asyncrl.weights import Probe, read_manifest
+from asyncrl.weights.versions import Probe, read_manifest
 
 _MEAN_SHARE = 6.0  # the mean may differ by a sixth of what a single token may: bfloat16 gave 0.05 and 0.3
 _LEAST_CHANGE = 1e-5  # of the trainer's mean logprob between two versions, for the servers' to have to change, too

@@ -29,7 +29,7 @@ from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.worker import Worker
-from asyncrl.weight_files import WeightFetcher, fetch_folder, run_key
+from asyncrl.weights.fetch import WeightFetcher, fetch_folder, run_key
 
 _START_SLACK_S = 20.0  # a start that takes too long says itself why, and ends what it started
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from asyncrl.lineage import Lineage, Stretch, lineages_of, read_attempts
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, METRICS_FILE, read_json_lines
+from asyncrl.weights.lineage import Lineage, Stretch, lineages_of, read_attempts
 
 NAN = float("nan")
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
 
-from asyncrl.checkpoints import Checkpoint, list_checkpoints, newest
 from asyncrl.config import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
 from asyncrl.launch.children import Child, first_cause, first_failed, short_end
 from asyncrl.launch.crew import KILL_LIMIT_S, Crew
@@ -78,6 +77,7 @@ from asyncrl.runtime.names.interface import Lease, WatchEvent
 from asyncrl.runtime.security import Secrets, remove_secrets, write_secrets
 from asyncrl.runtime.stacks import SUFFIX, answer_requests
 from asyncrl.runtime.trace import merge, trace_dir
+from asyncrl.weights.checkpoints import Checkpoint, list_checkpoints, newest
 
 T = TypeVar("T")
 

@@ -38,7 +38,7 @@ from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files
 from asyncrl.runtime.names.etcd.access import EtcdAccess
 from asyncrl.runtime.names.etcd.server import EtcdServerError, find_etcd
 from asyncrl.runtime.names.memory import MEMORY
-from asyncrl.weights import MANIFEST, read_manifest, tensor_files
+from asyncrl.weights.versions import MANIFEST, read_manifest, tensor_files
 
 _SHAPE_FIELDS = (  # of config.json: models that differ in one have other tensors
     "model_type",

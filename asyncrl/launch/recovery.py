@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.checkpoints import (
+from asyncrl.config import CRITIC, RECOVERABLE_MODES, ConfigError, ExperimentConfig
+from asyncrl.data.prompts import PromptSource
+from asyncrl.launch.rundir import next_attempt
+from asyncrl.master.schedule import ended_by
+from asyncrl.protocol.names import ACTOR
+from asyncrl.weights.checkpoints import (
     Checkpoint,
     CheckpointError,
     DataIdentity,
@@ -23,12 +28,7 @@ from asyncrl.checkpoints import (
     newest,
     shapes,
 )
-from asyncrl.config import CRITIC, RECOVERABLE_MODES, ConfigError, ExperimentConfig
-from asyncrl.data.prompts import PromptSource
-from asyncrl.launch.rundir import next_attempt
-from asyncrl.master.schedule import ended_by
-from asyncrl.protocol.names import ACTOR
-from asyncrl.weights import tensor_files
+from asyncrl.weights.versions import tensor_files
 
 Shape = tuple[int, ...]
 _LENGTH_BYTES = 8  # of the number at the start of a safetensors file: how long its header is

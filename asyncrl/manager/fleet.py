@@ -41,7 +41,7 @@ from asyncrl.runtime.clock import Clock, SystemClock
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.runtime.worker import RunEndedError
-from asyncrl.weights import WeightsError, verify_version
+from asyncrl.weights.versions import WeightsError, verify_version
 
 M = TypeVar("M", bound=msgspec.Struct)
 

@@ -32,8 +32,8 @@ from asyncrl.runtime.clock import SystemClock
 from asyncrl.runtime.journal import BackgroundJournal
 from asyncrl.runtime.names.interface import NameEntryExists, NameEntryNotFound, NameResolveTimeout
 from asyncrl.runtime.worker import WaitTimeoutError, Worker
-from asyncrl.weight_files import WeightFiles
-from asyncrl.weights import role_dir, version_dir
+from asyncrl.weights.fetch import WeightFiles
+from asyncrl.weights.versions import role_dir, version_dir
 
 _ENDED = ("COMPLETE",)
 _COLLECT_S, _COLLECT_ALL_S, _NEVER = 0.25, 600.0, 1 << 30  # see _collect_garbage

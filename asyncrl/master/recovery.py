@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.checkpoints import MasterState, checkpoint_dir, prune
 from asyncrl.config import MasterWorkerConfig
 from asyncrl.dataflow.worlds import Worlds
 from asyncrl.master.calls import WorkerCaller
@@ -25,6 +24,7 @@ from asyncrl.protocol.messages import CallResult, CommitCheckpoint, LoadCheckpoi
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.metrics import JsonLinesWriter
 from asyncrl.runtime.worker import Worker
+from asyncrl.weights.checkpoints import MasterState, checkpoint_dir, prune
 
 
 class Checkpointer:

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncrl.checkpoints import checkpoint_dir, list_checkpoints, read_state, shared_dir
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.master.apart import ApartWorlds, Life
 from asyncrl.master.calls import WorkerCaller
@@ -29,7 +28,8 @@ from asyncrl.protocol.messages import (
     TakeWeights,
 )
 from asyncrl.protocol.run_folder import name_of
-from asyncrl.weights import WeightsError
+from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints, read_state, shared_dir
+from asyncrl.weights.versions import WeightsError
 
 
 class Refresher:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from asyncrl.checkpoints import DataIdentity, MasterState, read_state
 from asyncrl.config import CRITIC, REF, MasterWorkerConfig
 from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.prompts import PromptSource
@@ -72,7 +71,8 @@ from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.service_client import ServiceClient
 from asyncrl.runtime.wandb_writer import SLACK_S, WandbWriter
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, Worker
-from asyncrl.weights import prune_versions, role_dir, version_dir
+from asyncrl.weights.checkpoints import DataIdentity, MasterState, read_state
+from asyncrl.weights.versions import prune_versions, role_dir, version_dir
 
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.trace import OFF, Tracer
-from asyncrl.update_group import GroupMember, digest, rank_offsets, serve_store
+from asyncrl.weights.update_group import GroupMember, digest, rank_offsets, serve_store
 
 _MAX_GROUPS = 4  # waves come in few combinations of servers; the one unused for longest is given up
 _LEAVE_LIMIT_S = 5.0

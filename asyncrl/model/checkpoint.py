@@ -10,7 +10,7 @@ where it belongs in the whole one. torch.distributed.checkpoint loads them, each
 Names are global: `<model>.<checkpoint name>`, `<the same>.exp_avg`. Nothing is pickled: the usual format has a pickled
 `.metadata`, which whoever can write to the folder could make into a program; this one has JSON headers, and the rest is JSON too.
 
-What a checkpoint is to those who need no torch, where it is and whether it is whole: asyncrl/checkpoints.py.
+What a checkpoint is to those who need no torch, where it is and whether it is whole: weights/checkpoints.py.
 """
 
 from __future__ import annotations
@@ -32,17 +32,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 
-from asyncrl.checkpoints import (
-    FORMAT,
-    MANIFEST,
-    MASTER_FILE,
-    CheckpointError,
-    Manifest,
-    check,
-    read_manifest,
-    state_file,
-    verify,
-)
 from asyncrl.model.moving import (
     ShardedModel,
     exchange,
@@ -54,8 +43,19 @@ from asyncrl.model.moving import (
 )
 from asyncrl.model.shards import plan_writers, tensors_of
 from asyncrl.protocol.messages import DECODE_ERRORS, WrittenFile
-from asyncrl.update_group import dtype_of, num_bytes_of
-from asyncrl.weights import FileWriter, commit_folder, write_part
+from asyncrl.weights.checkpoints import (
+    FORMAT,
+    MANIFEST,
+    MASTER_FILE,
+    CheckpointError,
+    Manifest,
+    check,
+    read_manifest,
+    state_file,
+    verify,
+)
+from asyncrl.weights.update_group import dtype_of, num_bytes_of
+from asyncrl.weights.versions import FileWriter, commit_folder, write_part
 
 if TYPE_CHECKING:
     from asyncrl.model.mesh import ModelMesh

@@ -37,8 +37,8 @@ from asyncrl.model.moving import (
 )
 from asyncrl.model.shards import Box, Holding, Piece, plan_moves, plan_owners, tensors_of
 from asyncrl.protocol.messages import WrittenFile
-from asyncrl.update_group import Bucket, dtype_of, empty_buckets, num_bytes_of
-from asyncrl.weights import FileWriter, commit_folder, name_shards
+from asyncrl.weights.update_group import Bucket, dtype_of, empty_buckets, num_bytes_of
+from asyncrl.weights.versions import FileWriter, commit_folder, name_shards
 
 GENERATION_CONFIG = "generation_config.json"
 _MAX_BYTES = 256_000_000  # on the way at a rank at once

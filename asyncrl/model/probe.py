@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.moving import ShardedModel, exchange, workers_of
-from asyncrl.weights import Probe
+from asyncrl.weights.versions import Probe
 
 _NUM_RANDOM = 8
 _NUM_SAMPLED = 24

@@ -42,7 +42,7 @@ from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call
 from asyncrl.runtime.worker import Worker
-from asyncrl.weights import Probe, commit_version, write_part
+from asyncrl.weights.versions import Probe, commit_version, write_part
 
 T = TypeVar("T")
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.config import RecorderConfig
+from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import (
     Entry,
     RecordingFullError,
@@ -24,13 +25,12 @@ from asyncrl.data.trajectories import (
 )
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
-from asyncrl.model_limits import ModelLimits
 from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, WeightVersion, WriteWeights
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import RunEndedError, Worker
-from asyncrl.weights import publish_folder
+from asyncrl.weights.versions import publish_folder
 
 _LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
 

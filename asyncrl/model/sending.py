@@ -23,8 +23,8 @@ from asyncrl.protocol.messages import (
     WeightVersion,
 )
 from asyncrl.runtime.http_client import open_session
-from asyncrl.update_group import Bucket, GroupMember
-from asyncrl.weights import Probe
+from asyncrl.weights.update_group import Bucket, GroupMember
+from asyncrl.weights.versions import Probe
 
 FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of a step; torch's errors are RuntimeErrors
 

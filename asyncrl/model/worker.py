@@ -26,6 +26,7 @@ import torch
 import transformers
 
 from asyncrl.config import REF, ModelConfig, ModelWorkerConfig
+from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import (
     BackgroundRecorder,
     Entry,
@@ -48,7 +49,6 @@ from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
 from asyncrl.model.world import World, choose_device
-from asyncrl.model_limits import ModelLimits
 from asyncrl.protocol.messages import (
     CallResult,
     ClearData,

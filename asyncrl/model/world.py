@@ -23,7 +23,7 @@ from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.name_store import NameStore
 from asyncrl.runtime import security
 from asyncrl.runtime.worker import Worker
-from asyncrl.update_group import serve_store, store_at
+from asyncrl.weights.update_group import serve_store, store_at
 
 STORE = "model_workers"  # names.process_group of this
 

@@ -23,7 +23,6 @@ from types import TracebackType
 from asyncrl.config import max_head_offpolicyness
 from asyncrl.config_file import load_experiment
 from asyncrl.launch.program import run_directory
-from asyncrl.lineage import audit
 from asyncrl.testing.faults.injector import Injector
 from asyncrl.testing.faults.schedule import Fault, Kind, Phase
 from asyncrl.testing.runs import (
@@ -33,6 +32,7 @@ from asyncrl.testing.runs import (
     make_tiny_run,
     train_steps,
 )
+from asyncrl.weights.lineage import audit
 
 STEPS, BATCH, GROUP, ETA = 60, 8, 4, 2
 REWARD_BAR = 0.8  # mean of the last steps; a policy that learned nothing has 0.02

@@ -32,7 +32,7 @@ from asyncrl.generation.engine import (
 from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
 from asyncrl.runtime.trace import OFF
-from asyncrl.weights import WeightsError, verify_version
+from asyncrl.weights.versions import WeightsError, verify_version
 
 EOS, FILLER = 0, 1  # token ids: the last of a response, and all others
 _LOGPROB = -1.0

@@ -16,20 +16,20 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import GenerationServerConfig, ModelWorkerConfig
+from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.worker_main import end_process, join_network
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
-from asyncrl.model_limits import ModelLimits
 from asyncrl.protocol.messages import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, WeightVersion
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker
 from asyncrl.testing.paced_engine import LongTail, PacedEngine
-from asyncrl.weights import publish_folder
+from asyncrl.weights.versions import publish_folder
 
 _FLUSH_EVERY = 10  # buckets of the journal
 _LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker

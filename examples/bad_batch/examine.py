@@ -25,7 +25,7 @@ from asyncrl.launch.rundir import configs_dir
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces.actor import PPOActorInterface
 from asyncrl.protocol.names import ACTOR
-from asyncrl.weights import version_dir
+from asyncrl.weights.versions import version_dir
 
 
 def examine(folder: Path, train: TrainConfig, weights: Path, *, seed: int) -> Iterator[str]:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.checkpoints import list_checkpoints
 from asyncrl.launch import cli
-from asyncrl.lineage import audit, read_attempts
 from asyncrl.testing.chaos import Cell, ChaosRun, make_chaos_run
 from asyncrl.testing.runs import assert_nothing_left, journal
+from asyncrl.weights.checkpoints import list_checkpoints
+from asyncrl.weights.lineage import audit, read_attempts
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.checkpoints import checkpoint_dir, list_checkpoints, recover_dir, verify
 from asyncrl.launch import cli
-from asyncrl.lineage import audit
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run
-from asyncrl.weights import list_versions, role_dir, verify_version, version_dir
+from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints, recover_dir, verify
+from asyncrl.weights.lineage import audit
+from asyncrl.weights.versions import list_versions, role_dir, verify_version, version_dir
 
 LIMIT_S = 300.0  # of a run, on a busy machine
 

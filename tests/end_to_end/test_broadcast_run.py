@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, train_steps
-from asyncrl.weights import verify_version, version_dir
+from asyncrl.weights.versions import verify_version, version_dir
 
 pytestmark = pytest.mark.timeout(600)
 

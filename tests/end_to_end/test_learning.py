@@ -17,7 +17,7 @@ from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behin
 
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, evaluations, metrics, train_steps
-from asyncrl.weights import verify_version
+from asyncrl.weights.versions import verify_version
 
 STEPS, BATCH, GROUP, ETA, KEEP, NUM_SERVERS, NUM_EVAL = 60, 64, 8, 2, 3, 2, 512
 

@@ -18,10 +18,10 @@ import pytest
 from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, entry, trained_events
 
 from asyncrl.launch import cli
-from asyncrl.lineage import audit
 from asyncrl.protocol.messages import WeightVersion, WorkerStatus
 from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run, train_steps
+from asyncrl.weights.lineage import audit
 
 LIMIT_S = 400.0
 LEASE_S = 12.0  # a rollout worker may be held up for so long on a busy machine, and keeps its tickets

@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.checkpoints import checkpoint_dir, shared_dir
-from asyncrl.lineage import audit
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
-from asyncrl.weights import tensor_files
+from asyncrl.weights.checkpoints import checkpoint_dir, shared_dir
+from asyncrl.weights.lineage import audit
+from asyncrl.weights.versions import tensor_files
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -20,10 +20,8 @@ import torch
 from safetensors.torch import load_file
 from whole_runs import Gate
 
-from asyncrl.checkpoints import checkpoint_dir, list_checkpoints
 from asyncrl.launch import cli
 from asyncrl.launch.curves import read_runs
-from asyncrl.lineage import audit
 from asyncrl.testing.runs import (
     RunHandle,
     assert_nothing_left,
@@ -32,7 +30,9 @@ from asyncrl.testing.runs import (
     make_tiny_run,
     processes_of,
 )
-from asyncrl.weights import tensor_files
+from asyncrl.weights.checkpoints import checkpoint_dir, list_checkpoints
+from asyncrl.weights.lineage import audit
+from asyncrl.weights.versions import tensor_files
 
 pytestmark = pytest.mark.timeout(900)
 

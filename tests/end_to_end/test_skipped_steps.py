@@ -17,7 +17,7 @@ from asyncrl.data.prompts import load_tokenizer
 from asyncrl.data.trajectories import list_recording, read_trajectory
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.testing.runs import RunHandle, launch, make_tiny_run, train_steps
-from asyncrl.weights import list_versions
+from asyncrl.weights.versions import list_versions
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -17,8 +17,8 @@ from whole_runs import Gate
 from asyncrl.launch import cli
 from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import read_record
-from asyncrl.lineage import audit
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps
+from asyncrl.weights.lineage import audit
 
 LIMIT_S = 150.0  # of a wait, on a busy machine
 BATCH, STEPS, CHECKPOINT_EVERY = 2, 120, 5

@@ -17,7 +17,7 @@ from asyncrl.protocol.messages import Locator
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import RunHandle, journal, launch
-from asyncrl.weights import tensor_files
+from asyncrl.weights.versions import tensor_files
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart_cpu.yaml"

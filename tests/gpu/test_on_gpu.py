@@ -13,7 +13,7 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.protocol.messages import SamplingParams, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import version_dir, write_version
+from asyncrl.weights.versions import version_dir, write_version
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from hosts_run import launch, line_of, status_of
 
-from asyncrl.checkpoints import list_checkpoints
 from asyncrl.testing.runs import assert_nothing_left, make_tiny_run, train_steps
+from asyncrl.weights.checkpoints import list_checkpoints
 from tests import readme
 
 pytestmark = pytest.mark.timeout(400)

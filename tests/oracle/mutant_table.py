@@ -465,7 +465,7 @@ MUTANTS = [
         ),
     ),
     *_of(
-        "asyncrl/lineage.py",
+        "asyncrl/weights/lineage.py",
         "tests/unit/test_lineage.py",
         (
             "the-checkpoint-step-is-counted-twice",

@@ -20,7 +20,7 @@ from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, UpdateWeig
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import version_dir, write_version
+from asyncrl.weights.versions import version_dir, write_version
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 

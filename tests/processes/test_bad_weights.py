@@ -21,7 +21,7 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.worker import RunEndedError, told
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import commit_version, list_versions, write_part
+from asyncrl.weights.versions import commit_version, list_versions, write_part
 
 LIMIT_S = 30.0
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)

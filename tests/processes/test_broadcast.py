@@ -45,8 +45,8 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.update_group import GroupMember, pack
-from asyncrl.weights import version_dir, write_version
+from asyncrl.weights.update_group import GroupMember, pack
+from asyncrl.weights.versions import version_dir, write_version
 
 V0, V1, V2 = WeightVersion(1, 0), WeightVersion(1, 1), WeightVersion(1, 2)
 GENERATION = GenerationConfig(max_running_requests=8, max_batch_tokens=128, num_blocks=32, page_size=16)

@@ -20,7 +20,7 @@ from asyncrl.model.export import take_whole
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.protocol.messages import WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
-from asyncrl.weights import WeightsError
+from asyncrl.weights.versions import WeightsError
 from tests.support.gang import Gang, GangError
 
 STATE = {"kl_coef": 0.125, "value_norm": {"mean": [1.0, 2.5], "count": 7}, "cursor": [3, 4]}

@@ -50,7 +50,7 @@ from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller, NameResolvingZmqPusher
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import version_dir, write_version
+from asyncrl.weights.versions import version_dir, write_version
 
 LOGGER = logging.getLogger("test_engine_matches_trainer")
 NAMES = Names("e", "t")

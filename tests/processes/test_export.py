@@ -20,7 +20,7 @@ from asyncrl.model.export import checkpoint_tensors, commit_model, take_share, t
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.protocol.messages import WeightVersion, WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
-from asyncrl.weights import commit_version, tensor_files, verify_version, write_part
+from asyncrl.weights.versions import commit_version, tensor_files, verify_version, write_part
 from tests.support.gang import Gang
 
 V1 = WeightVersion(1, 1)

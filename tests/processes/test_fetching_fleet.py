@@ -17,7 +17,7 @@ from test_manager_http import FakeServer, Setup
 from asyncrl.generation.engine import WeightsRefused
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.protocol.messages import FetchWeightsRequest, WeightVersion
-from asyncrl.weight_files import WeightFetcher
+from asyncrl.weights.fetch import WeightFetcher
 
 VERSIONS = [str(WeightVersion(1, number)) for number in range(4)]
 

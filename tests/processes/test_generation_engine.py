@@ -28,7 +28,7 @@ from asyncrl.generation.padded_attention import group_lengths
 from asyncrl.generation.transformers import TransformersEngine, sample_tokens
 from asyncrl.protocol.messages import SamplingParams, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import version_dir, write_version
+from asyncrl.weights.versions import version_dir, write_version
 
 CONFIG = GenerationConfig(
     max_running_requests=64, max_batch_tokens=512, num_blocks=256, page_size=16, load_timeout_s=20.0, max_queue=200

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 import torch
 
-from asyncrl import weights
 from asyncrl.config import GenerationConfig, GenerationServerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.generation.in_place import LiveTensors
 from asyncrl.generation.journal import TokenJournal, journal_path
@@ -31,7 +30,8 @@ from asyncrl.protocol.names import Names
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import version_dir, write_version
+from asyncrl.weights import versions as weights
+from asyncrl.weights.versions import version_dir, write_version
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 GENERATION = GenerationConfig(

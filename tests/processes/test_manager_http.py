@@ -39,7 +39,7 @@ from asyncrl.runtime.channel_wire import Endpoint
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import RunEndedError
-from asyncrl.weights import FileEntry, Manifest, _xxh3, version_dir
+from asyncrl.weights.versions import FileEntry, Manifest, _xxh3, version_dir
 
 R = TypeVar("R", bound=msgspec.Struct)
 

@@ -31,6 +31,7 @@ from asyncrl.config import (
     WeightsConfig,
     WorkerInfo,
 )
+from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.model import intake, publishing
@@ -40,7 +41,6 @@ from asyncrl.model.intake import trajectory_error
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.worker import ModelWorker
 from asyncrl.model.world import interface_of
-from asyncrl.model_limits import ModelLimits
 from asyncrl.protocol.messages import (
     CallBody,
     CallResult,
@@ -68,7 +68,7 @@ from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
-from asyncrl.weights import MANIFEST, tensor_files, verify_version
+from asyncrl.weights.versions import MANIFEST, tensor_files, verify_version
 
 RUNTIME = RuntimeConfig(start_timeout_s=60.0, stop_timeout_s=5.0, log_level="WARNING")
 TRAIN = TrainConfig(

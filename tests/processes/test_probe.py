@@ -10,7 +10,7 @@ from sharded_models import placement, shard
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.probe import LogprobProbe
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import Probe
+from asyncrl.weights.versions import Probe
 from tests.support.gang import Gang
 
 

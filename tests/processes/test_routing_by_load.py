@@ -23,7 +23,7 @@ from asyncrl.protocol.messages import HeartbeatReply, LoadsReply, ScaleWish, Sch
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import version_dir, write_version
+from asyncrl.weights.versions import version_dir, write_version
 
 LOGGER = logging.getLogger("test_routing_by_load")
 SERVERS = ["generation_server/0", "generation_server/1"]

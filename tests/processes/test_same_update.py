@@ -33,7 +33,7 @@ from asyncrl.model.interfaces import make_interface
 from asyncrl.protocol.messages import CommitWeights, Locator, TrajectoryMeta, WriteWeights
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
-from asyncrl.weights import tensor_files, verify_version
+from asyncrl.weights.versions import tensor_files, verify_version
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,7 +12,7 @@ from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdTls
 from asyncrl.runtime.security import Secrets, Security
 from asyncrl.runtime.transport import ZmqTransport
-from asyncrl.update_group import serve_store
+from asyncrl.weights.update_group import serve_store
 from tests.support import scanner
 from tests.support.scanner import scan
 

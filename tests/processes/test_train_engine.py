@@ -21,7 +21,7 @@ from asyncrl.model.engine import TrainEngine, learning_rate
 from asyncrl.model.export import commit_model, take_share
 from asyncrl.model.world import choose_device
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import write_part
+from asyncrl.weights.versions import write_part
 
 TRAIN = TrainConfig(max_tokens_per_mb=64, logprob_chunk_tokens=16, optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0))
 

@@ -26,7 +26,7 @@ from asyncrl.model.export import take_share
 from asyncrl.model.probe import LogprobProbe
 from asyncrl.protocol.messages import UpdateWeightsReply, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import version_dir, write_version
+from asyncrl.weights.versions import version_dir, write_version
 
 V0, V1, V2 = (WeightVersion(1, version) for version in range(3))
 TRAIN = TrainConfig(max_tokens_per_mb=512, optimizer=OptimizerConfig(lr=5e-3, warmup_steps=0))

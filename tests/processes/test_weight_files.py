@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from asyncrl import weight_files
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.security import Secrets, Security, secured
-from asyncrl.weight_files import WeightFetcher, WeightFiles, run_key
-from asyncrl.weights import WeightsError, publish_folder, verify_version
+from asyncrl.weights import fetch as weight_files
+from asyncrl.weights.fetch import WeightFetcher, WeightFiles, run_key
+from asyncrl.weights.versions import WeightsError, publish_folder, verify_version
 
 LIMIT_S = 60.0
 LOGGER = logging.getLogger("test_weight_files")
@@ -190,7 +190,7 @@ def test_a_killed_process_leaves_its_part_to_the_next(
     (tmp_path / "memory").mkdir()
     code = (
         "import logging, sys\nfrom pathlib import Path\nfrom asyncrl.protocol.messages import WeightVersion\n"
-        "from asyncrl.weight_files import WeightFetcher\n"
+        "from asyncrl.weights.fetch import WeightFetcher\n"
         "one = WeightFetcher(Path(sys.argv[1]), 'run-1', logger=logging.getLogger())\n"
         f"one.fetch(Path('/no'), WeightVersion(1, 0), sys.argv[2], {LIMIT_S})"
     )
@@ -270,7 +270,7 @@ def test_the_last_server_of_a_host_takes_its_files_along_and_a_killed_ones_are_s
     assert not there.parent.exists()
 
     code = (
-        "import logging, os, sys\nfrom pathlib import Path\nfrom asyncrl.weight_files import WeightFetcher\n"
+        "import logging, os, sys\nfrom pathlib import Path\nfrom asyncrl.weights.fetch import WeightFetcher\n"
         "one = WeightFetcher(Path(sys.argv[1]), 'killed', logger=logging.getLogger())\nos.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "memory")], check=False, timeout=LIMIT_S)

@@ -31,7 +31,7 @@ from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import server_arguments, server_environment
 from asyncrl.protocol.messages import SamplingParams, WeightVersion
-from asyncrl.weights import tensor_files, version_dir
+from asyncrl.weights.versions import tensor_files, version_dir
 
 SHORT = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 

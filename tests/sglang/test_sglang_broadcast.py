@@ -30,7 +30,7 @@ from asyncrl.protocol.messages import (
     SamplingParams,
     WeightVersion,
 )
-from asyncrl.update_group import GroupMember, pack
+from asyncrl.weights.update_group import GroupMember, pack
 
 LIMIT_S = 120.0  # of a wait, on a busy machine
 PROMPT = list(range(3, 40))  # long enough for pages of it to be cached

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.generation.engine import Generated
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import version_dir, write_version
+from asyncrl.weights.versions import version_dir, write_version
 
 V0, V1, V2, V3 = (WeightVersion(1, v) for v in range(4))
 MAX_POSITIONS = 1024

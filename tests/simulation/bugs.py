@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from asyncrl.checkpoints import MasterState
 from asyncrl.manager.ledger import Gate, Ledger
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady, Ready
@@ -22,6 +21,7 @@ from asyncrl.model.intake import Intake
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta, WeightVersion, WriteWeights
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.push_pull import Pulled
+from asyncrl.weights.checkpoints import MasterState
 
 Wrap = Callable[[Any], Any]  # of the right method gives the wrong one
 Patch = tuple[type, str, Wrap]

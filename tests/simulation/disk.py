@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.protocol.messages import WeightVersion
-from asyncrl.weights import WeightsError
+from asyncrl.weights.versions import WeightsError
 
 
 @dataclass

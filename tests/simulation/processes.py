@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import GenerationServerConfig, ModelWorkerConfig
+from asyncrl.data.model_limits import UNLIMITED, ModelLimits
 from asyncrl.data.prompts import Prompt
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.dataflow.redistribution import transfers
@@ -26,7 +27,6 @@ from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
 from asyncrl.groups.trajectory import Response
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
-from asyncrl.model_limits import UNLIMITED, ModelLimits
 from asyncrl.protocol.messages import (
     CallResult,
     ClearData,

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.checkpoints import MasterState
 from asyncrl.config import MasterWorkerConfig, ModelWorkerConfig
 from asyncrl.launch.program import ProcessSpec, plan
 from asyncrl.manager.worker import GserverManager
@@ -18,7 +17,8 @@ from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.names import ACTOR
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.runtime.worker import StatusBoard, Worker
-from asyncrl.weights import version_dir
+from asyncrl.weights.checkpoints import MasterState
+from asyncrl.weights.versions import version_dir
 from tests.simulation import seams
 from tests.simulation.disk import Folder
 from tests.simulation.faults import Injector

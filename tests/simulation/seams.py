@@ -37,12 +37,12 @@ import asyncrl.runtime.push_pull
 import asyncrl.runtime.transport
 import asyncrl.runtime.worker
 import asyncrl.testing.paced_engine
-from asyncrl.checkpoints import MasterState
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
 from asyncrl.protocol.messages import AllocateReply, AllocateRequest, StoreVerdict, TrajectoryMeta, WeightVersion
 from asyncrl.runtime import http_client
-from asyncrl.weights import version_dir
+from asyncrl.weights.checkpoints import MasterState
+from asyncrl.weights.versions import version_dir
 from tests.simulation import processes
 from tests.simulation.network import SimSession
 from tests.simulation.world import World, here

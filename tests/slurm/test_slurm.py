@@ -14,13 +14,13 @@ import psutil
 import pytest
 from slurm_cluster import GPU_NODES, SlurmCluster
 
-from asyncrl.checkpoints import list_checkpoints
 from asyncrl.config_file import load_experiment
 from asyncrl.launch import cli
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.slurm import job_state, read_job
-from asyncrl.lineage import audit
 from asyncrl.testing.runs import RunHandle, train_steps
+from asyncrl.weights.checkpoints import list_checkpoints
+from asyncrl.weights.lineage import audit
 from tests import readme
 
 ROOT = Path(__file__).resolve().parents[2]

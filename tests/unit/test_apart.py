@@ -12,7 +12,6 @@ from random import Random
 import pytest
 from test_executor import DATASET, LIMIT_S, NAMES, RUNTIME, Master, World, mfc, placement, ppo_graph
 
-from asyncrl.checkpoints import shared_dir
 from asyncrl.config import RefConfig, TrainConfig
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.topology import build_handler_routing
@@ -38,6 +37,7 @@ from asyncrl.runtime.published import FencedError
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport
 from asyncrl.runtime.worker import WaitTimeoutError
+from asyncrl.weights.checkpoints import shared_dir
 
 # Moments in the life of a reference: it is about to fetch its inputs, it has computed, its outputs are about to be fetched
 FETCHING, COMPUTED, FETCHED_FROM = "fetching", "computed", "fetched from"

@@ -16,7 +16,7 @@ from asyncrl.runtime import disk
 from asyncrl.runtime.disk import StorageError, explain, nearly_full, writing
 from asyncrl.runtime.metrics import EventFile, JsonLinesWriter, MetricsWriter, read_json_lines
 from asyncrl.runtime.worker import told
-from asyncrl.weights import list_versions, verify_version, version_dir, write_version
+from asyncrl.weights.versions import list_versions, verify_version, version_dir, write_version
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -12,7 +12,6 @@ from unittest.mock import ANY
 import msgspec
 import pytest
 
-from asyncrl.checkpoints import MasterState, checkpoint_dir
 from asyncrl.config import (
     EvalConfig,
     MasterWorkerConfig,
@@ -46,6 +45,7 @@ from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, told
 from asyncrl.testing.runs import journal
+from asyncrl.weights.checkpoints import MasterState, checkpoint_dir
 
 LIMIT_S = 60.0
 

@@ -13,8 +13,15 @@ import msgspec
 import pytest
 import xxhash
 
-from asyncrl import checkpoints
-from asyncrl.checkpoints import (
+from asyncrl.config import CheckpointConfig, PromptSourceConfig, TrainConfig, WeightsConfig
+from asyncrl.data.prompts import PromptSource
+from asyncrl.master.recovery import Checkpointer
+from asyncrl.master.schedule import Schedule
+from asyncrl.protocol.messages import CallResult, CommitCheckpoint, Locator, SaveCheckpoint
+from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
+from asyncrl.runtime.trace import OFF
+from asyncrl.weights import checkpoints
+from asyncrl.weights.checkpoints import (
     CheckpointError,
     DataIdentity,
     Manifest,
@@ -25,14 +32,7 @@ from asyncrl.checkpoints import (
     newest,
     prune,
 )
-from asyncrl.config import CheckpointConfig, PromptSourceConfig, TrainConfig, WeightsConfig
-from asyncrl.data.prompts import PromptSource
-from asyncrl.master.recovery import Checkpointer
-from asyncrl.master.schedule import Schedule
-from asyncrl.protocol.messages import CallResult, CommitCheckpoint, Locator, SaveCheckpoint
-from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
-from asyncrl.runtime.trace import OFF
-from asyncrl.weights import FileEntry
+from asyncrl.weights.versions import FileEntry
 
 DATA = DataIdentity(num_prompts=8, num_epochs=1, seed=1, shuffle=True, fingerprint="f")
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from asyncrl.launch import cli
-from asyncrl.lineage import Audit, attempts_of, audit_of, lineage_of, lineages_of
+from asyncrl.weights.lineage import Audit, attempts_of, audit_of, lineage_of, lineages_of
 
 Event = dict[str, Any]
 

@@ -12,7 +12,7 @@ from asyncrl.config_file import load_experiment
 from asyncrl.generation.verify import LogprobCheck, LogprobMismatch
 from asyncrl.launch.program import plan
 from asyncrl.protocol.messages import WeightVersion
-from asyncrl.weights import Probe
+from asyncrl.weights.versions import Probe
 
 V0, V1, V2 = (WeightVersion(1, version) for version in range(3))
 IDS = [7, 8, 9, 10, 11]

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.checkpoints import MasterState
 from asyncrl.config import (
     CheckpointConfig,
     EvalConfig,
@@ -30,6 +29,7 @@ from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.worker import MasterWorker
 from asyncrl.protocol.messages import LoadCheckpoint, Locator, Ping
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
+from asyncrl.weights.checkpoints import MasterState
 
 LIMIT_S = 60.0
 

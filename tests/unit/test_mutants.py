@@ -44,7 +44,7 @@ def test_each_mutant_changes_one_place_and_names_tests_that_exist(mutants: Modul
 
 
 def test_a_text_that_has_moved_is_to_be_anchored_again(mutants: ModuleType) -> None:
-    mutant = mutants.Mutant("gone", "asyncrl/lineage.py", "no such text", "", ())
+    mutant = mutants.Mutant("gone", "asyncrl/weights/lineage.py", "no such text", "", ())
     assert mutants.anchor_problem(mutant).startswith(
-        "gone: its original text occurs 0 times in asyncrl/lineage.py; re-anchor"
+        "gone: its original text occurs 0 times in asyncrl/weights/lineage.py; re-anchor"
     )

@@ -16,7 +16,6 @@ import xxhash
 from safetensors.numpy import save_file
 
 from asyncrl import __version__
-from asyncrl.checkpoints import Checkpoint, DataIdentity, Manifest, MasterState, checkpoint_dir, list_checkpoints
 from asyncrl.config import (
     CheckpointConfig,
     ConfigError,
@@ -44,7 +43,15 @@ from asyncrl.launch.rundir import (
 )
 from asyncrl.launch.slurm import JobRecord, read_job, slurm_dir, write_job
 from asyncrl.protocol.messages import Locator
-from asyncrl.weights import FileEntry
+from asyncrl.weights.checkpoints import (
+    Checkpoint,
+    DataIdentity,
+    Manifest,
+    MasterState,
+    checkpoint_dir,
+    list_checkpoints,
+)
+from asyncrl.weights.versions import FileEntry
 
 SHAPES = {
     "model.embed.weight": (4, 2),

@@ -10,6 +10,7 @@ from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig, Task
 from asyncrl.config import PromptSourceConfig as Prompts
 from asyncrl.config import RolloutConfig as Rollout
 from asyncrl.config_checks import validate
+from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.checks import ModelTensors
 from asyncrl.generation.engine import EngineRequest, WeightsRefused
 from asyncrl.generation.sglang_environment import TorchVersions, find_sglang, own_torch
@@ -25,10 +26,9 @@ from asyncrl.launch import preflight as preflight_module
 from asyncrl.launch.logs import LogFile, select_workers, worker_of
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan
-from asyncrl.model_limits import ModelLimits
 from asyncrl.protocol.messages import FinishReason, SamplingParams, VersionSpan, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights import publish_folder
+from asyncrl.weights.versions import publish_folder
 
 V0, V1, V2 = (WeightVersion(1, v) for v in range(3))
 

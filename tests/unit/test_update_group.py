@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.protocol.messages import BeginWeightUpdate, ReceiveWeights, TensorSpecs
-from asyncrl.update_group import GroupMember, GroupThread, digest, pack, plan_buckets, rank_offsets, views
+from asyncrl.weights.update_group import GroupMember, GroupThread, digest, pack, plan_buckets, rank_offsets, views
 
 LIMIT_S = 60.0
 

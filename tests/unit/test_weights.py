@@ -5,9 +5,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl import weights
 from asyncrl.protocol.messages import WeightVersion, WrittenFile
-from asyncrl.weights import (
+from asyncrl.weights import versions as weights
+from asyncrl.weights.versions import (
     WeightsError,
     commit_version,
     list_versions,

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from asyncrl.launch.commands.common import FAILED, Commands, add_run_command, print_json, run_dir_of
 from asyncrl.launch.rundir import LaunchError
-from asyncrl.lineage import Audit, Stretch, audit
+from asyncrl.weights.lineage import Audit, Stretch, audit
 
 _DESCRIPTION = """Check, from what the processes of a run wrote down, that in the lineage of its newest weights every prompt was
 trained exactly once or rejected with a reason, whatever was killed and restarted on the way; that no prompt was rejected

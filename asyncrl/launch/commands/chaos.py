@@ -20,12 +20,12 @@ from asyncrl.config_file import load_experiment
 from asyncrl.launch.commands.audit import audit_lines
 from asyncrl.launch.commands.common import FAILED, Commands, add_config_command, print_json
 from asyncrl.launch.program import run_directory
-from asyncrl.lineage import Audit, audit
 from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
 from asyncrl.testing.faults.costs import Costs, cost_lines, read_costs
 from asyncrl.testing.faults.injector import Injector
 from asyncrl.testing.faults.processes import RunProcesses
 from asyncrl.testing.faults.schedule import KINDS, PHASES, TARGETS, Fault, schedule
+from asyncrl.weights.lineage import Audit, audit
 
 _POLL_S = 0.1
 _STOP_LIMIT_S = 60.0

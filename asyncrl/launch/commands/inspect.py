@@ -25,8 +25,8 @@ from asyncrl.data.trajectories import (
 from asyncrl.launch.commands.common import Commands, add_command, print_json, run_dir_of
 from asyncrl.launch.inspection import SequenceRow, TokenRow, View, make_view, visible
 from asyncrl.launch.rundir import LaunchError
-from asyncrl.lineage import lineage_of, read_attempts
 from asyncrl.protocol.messages import WeightVersion
+from asyncrl.weights.lineage import lineage_of, read_attempts
 
 _LISTED = 20  # files, where --limit says nothing
 _TOKENS = 100

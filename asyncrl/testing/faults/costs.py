@@ -23,10 +23,10 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 
 from asyncrl.launch.supervision import GANG_KINDS
-from asyncrl.lineage import audit_of, read_attempts
 from asyncrl.protocol.tickets import TicketId
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.testing.faults.injector import FAULTS_JOURNAL
+from asyncrl.weights.lineage import audit_of, read_attempts
 
 PARTS = ("frozen", "detection", "restart", "refill")
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncrl.data.trajectories import list_recording, read_trajectory, recording_dir
 from asyncrl.protocol.messages import WeightVersion
-from asyncrl.weights import version_dir
+from asyncrl.weights.versions import version_dir
 
 # Runs at the start of every interpreter of the run. The fault strikes once: whoever makes the file first.
 _DIE_IN_UPDATE = """\

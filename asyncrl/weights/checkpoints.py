@@ -25,7 +25,7 @@ import msgspec
 
 from asyncrl import __version__
 from asyncrl.protocol.messages import DECODE_ERRORS, Locator
-from asyncrl.weights import FileEntry, WeightsError, check_files
+from asyncrl.weights.versions import FileEntry, WeightsError, check_files
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import PromptSource

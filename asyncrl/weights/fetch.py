@@ -39,7 +39,7 @@ from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion
 from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.disk import size_text
 from asyncrl.runtime.http_server import for_the_run, serve
-from asyncrl.weights import MANIFEST, Manifest, WeightsError, list_versions, read_manifest
+from asyncrl.weights.versions import MANIFEST, Manifest, WeightsError, list_versions, read_manifest
 
 MEMORY = Path("/dev/shm")
 _START_LIMIT_S = 10.0
