@@ -88,7 +88,7 @@ def missing_peers(modules: Mapping[str, str]) -> list[str]:
 
 def worker_info(kind: str, folder: str) -> Any:
     """Who a worker of ours is that a benchmark runs by itself, with name resolve in memory."""
-    from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+    from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 
     return WorkerInfo(
         kind=kind,
@@ -108,7 +108,7 @@ def make_manager(
     folder: str, servers: Sequence[str], *, eta: int, batch_size: int, num_clients: int
 ) -> tuple[Any, Any]:
     """The manager, as the launcher would run it, but for name resolve in memory, where its servers' URLs are; and that."""
-    from asyncrl.config import GserverManagerConfig, ManagerConfig
+    from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
     from asyncrl.manager.worker import GserverManager
     from asyncrl.runtime.names.open import open_name_resolver
 

@@ -54,7 +54,7 @@ def part_server(
     parent: Parent, *, folder: str, model: str, engine: str, python: str, interrupt: str, load: int
 ) -> None:
     """A generation server as the launcher would run it."""
-    from asyncrl.config import GenerationConfig, GenerationServerConfig
+    from asyncrl.config.schema import GenerationConfig, GenerationServerConfig
     from asyncrl.generation.worker import GenerationServer
     from asyncrl.runtime.names.open import open_name_resolver
 
@@ -123,7 +123,7 @@ class Served:
         return found
 
     async def _tokens_per_s(self, load: int, seconds: float, update_every_s: float | None) -> float:
-        from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+        from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
         from asyncrl.rollout.client import PartialRolloutManager
         from asyncrl.runtime.worker import StatusBoard
 

@@ -43,7 +43,7 @@ def part(parent: Parent, side: str, tokens: int, vocab: int, hidden: int) -> Non
     import torch
     from torch.nn.functional import linear
 
-    from asyncrl.config import TrainConfig
+    from asyncrl.config.schema import TrainConfig
     from asyncrl.model.logprobs import token_logprobs
 
     def asyncrl(hidden_NH: Any, weight: Any, targets: Any) -> Any:

@@ -125,7 +125,7 @@ def asyncrl_receiver(parent: Parent, trainer: bool = False, way: str = "unix") -
 
 
 async def _receive(parent: Parent, trainer: bool, keys: dict[str, str]) -> None:
-    from asyncrl.config import RuntimeConfig
+    from asyncrl.config.schema import RuntimeConfig
     from asyncrl.protocol.messages import StoreVerdict
     from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.memory import MemoryNameResolver
@@ -158,7 +158,7 @@ def asyncrl_sender(parent: Parent, trainer: bool = False, way: str = "unix") -> 
 
 
 async def _send(parent: Parent, way: str) -> None:
-    from asyncrl.config import RuntimeConfig
+    from asyncrl.config.schema import RuntimeConfig
     from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.memory import MemoryNameResolver
     from asyncrl.runtime.push_pull import NameResolvingZmqPusher, puller_stream

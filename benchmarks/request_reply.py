@@ -45,7 +45,7 @@ def asyncrl_server(parent: Parent, calls: int, way: str = "unix") -> None:
 
 
 async def _serve(parent: Parent, keys: dict[str, str]) -> None:
-    from asyncrl.config import RuntimeConfig
+    from asyncrl.config.schema import RuntimeConfig
     from asyncrl.protocol.messages import CallResult, ExecuteMFC
     from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.memory import MemoryNameResolver
@@ -73,7 +73,7 @@ def asyncrl_client(parent: Parent, calls: int, way: str = "unix") -> None:
 
 
 async def _call(parent: Parent, calls: int, way: str) -> None:
-    from asyncrl.config import RuntimeConfig
+    from asyncrl.config.schema import RuntimeConfig
     from asyncrl.protocol.messages import ExecuteMFC
     from asyncrl.protocol.names import Names
     from asyncrl.runtime.names.memory import MemoryNameResolver

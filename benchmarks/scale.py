@@ -51,7 +51,7 @@ from common import (
     table,
 )
 
-from asyncrl.config import ManagerConfig
+from asyncrl.config.schema import ManagerConfig
 from asyncrl.manager import intervals
 
 CLIENTS = (1024, 16384)
@@ -403,7 +403,7 @@ def publish_version(run_dir: Path) -> None:
 
 
 def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
-    from asyncrl.config import NameResolveConfig
+    from asyncrl.config.schema import NameResolveConfig
     from asyncrl.runtime.names.etcd.server import EtcdServer
     from asyncrl.runtime.names.open import open_name_resolver
 
@@ -456,7 +456,7 @@ def measure_names(folder: Path, num_clients: int) -> dict[str, float]:
 
 def measure_launcher(folder: Path, num_processes: int) -> dict[str, float]:
     """What the launcher does for each process of a run: it keeps a lease, and publishes a status."""
-    from asyncrl.config import NameResolveConfig
+    from asyncrl.config.schema import NameResolveConfig
     from asyncrl.runtime.names.etcd.server import EtcdServer
     from asyncrl.runtime.names.open import open_name_resolver
 

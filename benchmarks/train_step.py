@@ -122,7 +122,7 @@ def asyncrl_step(model: str, sequences: list[dict[str, Any]], max_tokens: int) -
     import numpy as np
 
     from asyncrl.algorithms.ppo import PPOLoss
-    from asyncrl.config import ModelConfig, OptimizerConfig, PPOConfig, TrainConfig
+    from asyncrl.config.schema import ModelConfig, OptimizerConfig, PPOConfig, TrainConfig
     from asyncrl.data.sequence import SequenceSample
     from asyncrl.model.engine import TrainEngine
 
@@ -154,7 +154,7 @@ def optimizer_of(module: Any) -> Callable[[], float]:
     """Clips, steps, clears; gives the gradient norm."""
     import torch
 
-    from asyncrl.config import OptimizerConfig
+    from asyncrl.config.schema import OptimizerConfig
 
     config = OptimizerConfig()
     optimizer = torch.optim.AdamW(

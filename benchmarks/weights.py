@@ -60,7 +60,7 @@ _SCRATCH_BYTES = 1 << 24
 
 def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
     """A generation server with the transformers engine, as the launcher would run it."""
-    from asyncrl.config import GenerationConfig, GenerationServerConfig
+    from asyncrl.config.schema import GenerationConfig, GenerationServerConfig
     from asyncrl.generation.worker import GenerationServer
     from asyncrl.protocol.messages import WeightVersion
     from asyncrl.runtime.names.open import open_name_resolver
@@ -91,7 +91,7 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
 
 def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: Any) -> None:
     """The gserver manager. Told of a version it answers when that is served, and with how long the phases took."""
-    from asyncrl.config import GserverManagerConfig, ManagerConfig
+    from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
     from asyncrl.manager import fleet
     from asyncrl.manager.worker import GserverManager
     from asyncrl.protocol.messages import WeightVersion
@@ -171,7 +171,7 @@ class Trainer:
     def __init__(self) -> None:
         import torch
 
-        from asyncrl.config import WeightsConfig
+        from asyncrl.config.schema import WeightsConfig
         from asyncrl.model.broadcast import WeightSender
 
         self._loop = asyncio.new_event_loop()

@@ -20,7 +20,7 @@ from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.normalisation import AllReduceSum, group_means, identity_sum, normalise_batch, normalise_groups
 from asyncrl.algorithms.packed import count_per_sequence, sum_per_sequence, to_tokens
 from asyncrl.algorithms.ppo import anchor_key
-from asyncrl.config import PPOConfig, judges_by_group
+from asyncrl.config.schema import PPOConfig, judges_by_group
 
 # ---------------------------------------------------------------------------------------------------------------- rewards
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.packed import MAX_LOG_RATIO
-from asyncrl.config import PPOConfig
+from asyncrl.config.schema import PPOConfig
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 

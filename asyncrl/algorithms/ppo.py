@@ -35,8 +35,8 @@ from torch import Tensor
 
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.packed import MAX_LOG_RATIO, count_per_sequence, masked_sum, mean_per_sequence, to_tokens
-from asyncrl.config import PPOConfig
-from asyncrl.config_checks import ppo_problems
+from asyncrl.config.schema import PPOConfig
+from asyncrl.config.validation import ppo_problems
 
 # ---------------------------------------------------------------------------------------------------------------- ratios
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from asyncrl.config import PromptSourceConfig
+from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.protocol.messages import Locator
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncrl.config import ConfigError, ReplayConfig
+from asyncrl.config.schema import ConfigError, ReplayConfig
 from asyncrl.data.sequence import Array, SequenceSample
 from asyncrl.data.trajectories import (
     Trajectory,

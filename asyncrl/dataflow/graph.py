@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from asyncrl.config import PlacedMFC, TrainConfig
+from asyncrl.config.schema import PlacedMFC, TrainConfig
 
 TRAIN_MFC = "actor_train"  # the node that makes new weights
 GENERATE_MFC = "actor_gen"  # the node that makes trajectories, where the graph is synchronous

@@ -12,7 +12,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.config import ExperimentConfig, ModelConfig
+from asyncrl.config.schema import ExperimentConfig, ModelConfig
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.protocol.names import ACTOR
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.config import REF, REWARD
+from asyncrl.config.schema import REF, REWARD
 
 if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import INTERRUPT_MODES
+from asyncrl.config.schema import INTERRUPT_MODES
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     EndWeightUpdate,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from asyncrl.config import GenerationConfig
+from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import (
     EngineRequest,
     EngineStats,

@@ -27,7 +27,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import INTERRUPT_MODES, ConfigError, GenerationConfig
+from asyncrl.config.schema import INTERRUPT_MODES, ConfigError, GenerationConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.checks import ModelTensors, check_params, check_prompt
 from asyncrl.generation.engine import (

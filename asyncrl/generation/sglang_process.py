@@ -30,7 +30,7 @@ from typing import Protocol
 
 import psutil
 
-from asyncrl.config import ConfigError, GenerationConfig
+from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.data.model_limits import UNLIMITED, ModelLimits
 from asyncrl.generation.sglang_environment import SETUP_HINT
 from asyncrl.runtime import security

@@ -36,7 +36,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
-from asyncrl.config import ATTENTIONS, ConfigError, GenerationConfig
+from asyncrl.config.schema import ATTENTIONS, ConfigError, GenerationConfig
 from asyncrl.generation import padded_attention
 from asyncrl.generation.checks import check_params, check_prompt
 from asyncrl.generation.engine import (

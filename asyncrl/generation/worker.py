@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from asyncrl.config import GenerationServerConfig
+from asyncrl.config.schema import GenerationServerConfig
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.dataflow.topology import ENGINES
 from asyncrl.generation.engine import EngineUnavailable, GenerationEngine

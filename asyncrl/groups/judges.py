@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 Calls = Sequence[Call]

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.config import ConfigError
+    from asyncrl.config.schema import ConfigError
 
 
 def load_object(spec: str, what: str) -> Any:
@@ -32,7 +32,7 @@ def load_object(spec: str, what: str) -> Any:
 
 def config_error(text: str) -> ConfigError:
     """To be raised. Imported here: a judge that finds nothing wrong starts in a tenth of the time without."""
-    from asyncrl.config import ConfigError
+    from asyncrl.config.schema import ConfigError
 
     return ConfigError(text)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from asyncrl.config import RolloutConfig
+from asyncrl.config.schema import RolloutConfig
 
 REWARD_LOST = "reward_lost"  # the processes that run a reward function died through no fault of a prompt
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config import RolloutConfig
+from asyncrl.config.schema import RolloutConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.groups.judges import Call, Calls, JudgeDied, Judges, JudgesLost
 from asyncrl.groups.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, RolloutReleased

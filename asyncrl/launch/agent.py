@@ -23,7 +23,7 @@ from types import FrameType
 import msgspec
 import psutil
 
-from asyncrl.config import ExperimentConfig, authenticates
+from asyncrl.config.schema import ExperimentConfig, authenticates
 from asyncrl.launch.agent_rules import Tether, There, decide, obeyed
 from asyncrl.launch.children import Child, how_it_ended, tail_of
 from asyncrl.launch.crew import Crew

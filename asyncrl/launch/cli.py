@@ -13,8 +13,8 @@ from typing import NoReturn
 from rich.console import Console
 
 from asyncrl import __version__
-from asyncrl.config import ConfigError
-from asyncrl.config_fields import find_field
+from asyncrl.config.fields import find_field
+from asyncrl.config.schema import ConfigError
 from asyncrl.launch.commands import (
     agent,
     audit,

@@ -29,7 +29,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     ExperimentConfig,
     ModelWorkerConfig,
     NameResolveConfig,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.config import ExperimentConfig
+from asyncrl.config.schema import ExperimentConfig
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, run_directory, save_config
 from asyncrl.launch.rundir import LaunchError
 

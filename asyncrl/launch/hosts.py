@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 
 _SLURM_NODE_ENV = "SLURMD_NODENAME"
 _ANY_PORT = 9  # of a UDP socket that sends nothing: only the route is asked for

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config import ConfigError, ExperimentConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.launch.model_files import count_parameters
 from asyncrl.launch.redact import redact_urls
 

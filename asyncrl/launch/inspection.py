@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from asyncrl.config import MasterWorkerConfig, RolloutWorkerConfig
+from asyncrl.config.schema import MasterWorkerConfig, RolloutWorkerConfig
 from asyncrl.data.sequence import Array, SequenceSample
 from asyncrl.data.trajectories import (
     FOLDER,

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
 
-from asyncrl.config import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
+from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
 from asyncrl.launch.children import Child, first_cause, first_failed, short_end
 from asyncrl.launch.crew import KILL_LIMIT_S, Crew
 from asyncrl.launch.hang_report import HangReport

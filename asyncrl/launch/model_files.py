@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

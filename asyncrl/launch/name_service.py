@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config import ExperimentConfig, authenticates
+from asyncrl.config.schema import ExperimentConfig, authenticates
 from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.program import absolute_name_resolve
 from asyncrl.launch.rundir import LaunchError

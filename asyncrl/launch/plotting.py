@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 from asyncrl.launch.curves import Curve, Panel, Picture, smoothed
 from asyncrl.launch.rundir import LaunchError
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     CRITIC,
     REF,
     REWARD,

@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from asyncrl.config import (
+from asyncrl.config.loading import merge_into
+from asyncrl.config.schema import (
     CRITIC,
     RECOVERABLE_MODES,
     REF,
@@ -45,7 +46,6 @@ from asyncrl.config import (
     max_head_offpolicyness,
     resolve_auto,
 )
-from asyncrl.config_file import merge_into
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow, build_recording_dataflow
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
 from asyncrl.dataflow.worlds import Worlds, worlds_of

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.config import CRITIC, RECOVERABLE_MODES, ConfigError, ExperimentConfig
+from asyncrl.config.schema import CRITIC, RECOVERABLE_MODES, ConfigError, ExperimentConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch.rundir import next_attempt
 from asyncrl.master.schedule import ended_by

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config import ExperimentConfig
+from asyncrl.config.schema import ExperimentConfig
 from asyncrl.launch.children import Child
 from asyncrl.launch.mirror import READ_EVERY_S, Mirror
 from asyncrl.launch.name_service import NameService

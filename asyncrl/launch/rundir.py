@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl import __version__
-from asyncrl.config import NameResolveConfig
+from asyncrl.config.schema import NameResolveConfig
 from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.disk import explain
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncrl.config import ExperimentConfig
+from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.children import Child, short_end
 from asyncrl.launch.name_service import NameService

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config import ConfigError, ExperimentConfig, SlurmConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, SlurmConfig
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.messages import DECODE_ERRORS
 

@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import ConfigError, TaskConfig
+from asyncrl.config.schema import ConfigError, TaskConfig
 
 # What the worker gives them itself, and the class where the config names none
 _ROLES = {

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncrl
-from asyncrl.config import ConfigError, ExperimentConfig, RolloutConfig, TaskConfig
+from asyncrl.config.schema import ConfigError, ExperimentConfig, RolloutConfig, TaskConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.groups.judges import Call, JudgeDied, Judges, JudgesLost
 from asyncrl.groups.reward import Completion, call_arguments

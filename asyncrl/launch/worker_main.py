@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from asyncrl.config import WorkerInfo
+from asyncrl.config.schema import WorkerInfo
 from asyncrl.groups.loading import no_terminal
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import logs_dir

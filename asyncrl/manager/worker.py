@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.config import GserverManagerConfig
+from asyncrl.config.schema import GserverManagerConfig
 from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger

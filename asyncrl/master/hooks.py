@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncrl.config import REF, TrainConfig
+from asyncrl.config.schema import REF, TrainConfig
 from asyncrl.dataflow.graph import TRAIN_MFC, MFCDef
 from asyncrl.protocol.messages import Reallocate
 from asyncrl.protocol.names import ACTOR

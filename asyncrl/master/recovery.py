@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config import MasterWorkerConfig
+from asyncrl.config.schema import MasterWorkerConfig
 from asyncrl.dataflow.worlds import Worlds
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.schedule import Schedule

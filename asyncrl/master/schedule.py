@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.schema import TrainConfig
 from asyncrl.weights.checkpoints import ScheduleState
 
 REWARD_WINDOW = 5  # steps that target_reward is averaged over

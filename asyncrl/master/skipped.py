@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.schema import TrainConfig
 from asyncrl.data.bad_batches import folder_of, prune_bad_batches, write_why
 from asyncrl.dataflow.redistribution import members, plan_redistribution
 from asyncrl.master.calls import WorkerCaller

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from asyncrl.config import MasterWorkerConfig
+from asyncrl.config.schema import MasterWorkerConfig
 from asyncrl.data.bad_batches import WEIGHTS, folder_of
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.master.executor import StepResult, shard_handlers, start_copies

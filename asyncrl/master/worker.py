@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from asyncrl.config import CRITIC, REF, MasterWorkerConfig
+from asyncrl.config.schema import CRITIC, REF, MasterWorkerConfig
 from asyncrl.data.bad_batches import weights_needed
 from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow.graph import MFCDef, without_generation

@@ -24,7 +24,7 @@ import msgspec
 import torch
 from aiohttp import web
 
-from asyncrl.config import ConfigError, WeightsConfig
+from asyncrl.config.schema import ConfigError, WeightsConfig
 from asyncrl.model.sending import FAILURES, Held, SendError, Sending, ServerClient, of_all
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,

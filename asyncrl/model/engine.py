@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from asyncrl.config import ConfigError, ModelConfig, OptimizerConfig, TrainConfig
+from asyncrl.config.schema import ConfigError, ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model import sharding
 from asyncrl.model.interfaces.common import LossFn

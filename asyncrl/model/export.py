@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.model.moving import (
     CPU,

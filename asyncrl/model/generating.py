@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from asyncrl.config import SamplingConfig
+from asyncrl.config.schema import SamplingConfig
 from asyncrl.model.engine import TrainEngine
 
 _UNLIMITED = 1 << 30

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.config import ConfigError, ModelWorkerConfig, SamplingConfig
+from asyncrl.config.schema import ConfigError, ModelWorkerConfig, SamplingConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to

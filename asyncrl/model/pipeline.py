@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 from asyncrl.model.logprobs import token_logprobs
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.packing import Packed

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from asyncrl.config import ModelConfig, ModelWorkerConfig
+from asyncrl.config.schema import ModelConfig, ModelWorkerConfig
 from asyncrl.model import checkpoint
 from asyncrl.model.broadcast import WeightSender
 from asyncrl.model.engine import TrainEngine

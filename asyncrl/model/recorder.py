@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from asyncrl.config import RecorderConfig
+from asyncrl.config.schema import RecorderConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import (
     Entry,

@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 from asyncrl.model.attention import NAME as ATTENTION
 from asyncrl.model.mesh import ModelMesh
 

@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 import transformers
 
-from asyncrl.config import REF, ModelConfig, ModelWorkerConfig
+from asyncrl.config.schema import REF, ModelConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import (
     BackgroundRecorder,

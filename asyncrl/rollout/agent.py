@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config import SamplingConfig
+from asyncrl.config.schema import SamplingConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.reward import Completion

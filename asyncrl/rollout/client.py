@@ -27,7 +27,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from asyncrl.config import SamplingConfig
+from asyncrl.config.schema import SamplingConfig
 from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
 from asyncrl.groups.trajectory import MAX_LOGPROB, OnPiece, Response
 from asyncrl.protocol.messages import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import SamplingConfig
+from asyncrl.config.schema import SamplingConfig
 from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.rollout.chat_template import Message, message_for_template
 

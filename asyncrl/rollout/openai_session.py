@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from asyncrl.config import SamplingConfig
+from asyncrl.config.schema import SamplingConfig
 from asyncrl.groups.outcome import RolloutEnded, RolloutRejected
 from asyncrl.groups.trajectory import OnPiece, Response
 from asyncrl.rollout.chat_template import ChatTemplate, TemplateRefused, message_for_template

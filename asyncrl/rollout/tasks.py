@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.config import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
+from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.groups.loading import load_object
 from asyncrl.groups.outcome import RolloutRejected

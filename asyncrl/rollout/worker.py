@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.config import ConfigError, RolloutWorkerConfig, SamplingConfig
+from asyncrl.config.schema import ConfigError, RolloutWorkerConfig, SamplingConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to

@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from asyncrl.config import RuntimeConfig
+from asyncrl.config.schema import RuntimeConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

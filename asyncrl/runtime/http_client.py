@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from asyncrl.config import FaultsConfig
+from asyncrl.config.schema import FaultsConfig
 from asyncrl.runtime import security, unix_sockets
 
 Maker = Callable[[int, dict[str, Any]], Any]

@@ -16,7 +16,7 @@ from itertools import cycle
 import msgspec
 from msgspec import Struct
 
-from asyncrl.config import RuntimeConfig
+from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.codec import CodecError, decode_sample, encode_sample
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta

@@ -24,7 +24,7 @@ from functools import partial
 import msgspec
 from msgspec import Struct
 
-from asyncrl.config import RuntimeConfig
+from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.codec import CodecError
 from asyncrl.dataflow.worlds import WorldLife
 from asyncrl.protocol.messages import DECODE_ERRORS, CallBody, CallResult

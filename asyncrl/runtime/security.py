@@ -29,7 +29,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from asyncrl.config import ConfigError, NetworkConfig
+from asyncrl.config.schema import ConfigError, NetworkConfig
 from asyncrl.runtime.disk import write_private
 from asyncrl.runtime.doorkeeper import bound_connections
 

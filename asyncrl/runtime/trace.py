@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from asyncrl.config import WorkerInfo
+from asyncrl.config.schema import WorkerInfo
 from asyncrl.runtime.metrics import JsonLinesReader
 
 Value = str | int | float | bool

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from asyncrl.config import FaultsConfig
+from asyncrl.config.schema import FaultsConfig
 from asyncrl.runtime import security, unix_sockets
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from asyncrl.config import WandbConfig
+from asyncrl.config.schema import WandbConfig
 
 STEP = "train_step"  # the horizontal axis: evaluations end later than the steps that they belong to, and W&B's own step only grows
 _MAX_QUEUE = 10_000  # records that wait for wandb.init, or for a slow disk

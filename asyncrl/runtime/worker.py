@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from asyncrl.config import ConfigError, WorkerInfo
+from asyncrl.config.schema import ConfigError, WorkerInfo
 from asyncrl.data.prompts import PromptError
 from asyncrl.protocol.messages import Wait, WorkerStatus
 from asyncrl.protocol.names import Names, incarnation

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from asyncrl.config import GenerationConfig
+from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import (
     INTERRUPT_MODES,
     EngineRequest,

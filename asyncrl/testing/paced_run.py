@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.rundir import configs_dir, logs_dir
 from asyncrl.testing.paced_agent import FIRST_MEMBER

@@ -24,7 +24,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Literal
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     GroupsConfig,
     ModelConfig,
     ModelWorkerConfig,

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.algorithms.ppo import PPOLoss, loss_denominator
-from asyncrl.config import MasterWorkerConfig, ModelConfig, TrainConfig
+from asyncrl.config.schema import MasterWorkerConfig, ModelConfig, TrainConfig
 from asyncrl.data.bad_batches import WEIGHTS, list_bad_batches
 from asyncrl.data.sequence import Array, SequenceSample
 from asyncrl.data.trajectories import list_recording, read_trajectory

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from whole_runs import ROOT
 
-from asyncrl.config import PromptSourceConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import read_trajectory

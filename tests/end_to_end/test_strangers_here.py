@@ -18,7 +18,7 @@ import psutil
 import pytest
 from whole_runs import entry
 
-from asyncrl.config import is_loopback
+from asyncrl.config.schema import is_loopback
 from asyncrl.runtime import unix_sockets
 from asyncrl.testing.runs import RunHandle, launch, make_tiny_run
 from tests.support.endpoints import HTTP

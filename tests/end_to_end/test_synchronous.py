@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import BATCH, CLIP, EPS, LR, MAX_NEW_TOKENS, SEED, STEPS, WARMUP, published_weights, trained_events
 
-from asyncrl.config import PromptSourceConfig
+from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, train_steps
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch.rundir import read_record
 from asyncrl.protocol.messages import Locator

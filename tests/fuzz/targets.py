@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from asyncrl.config import RuntimeConfig, SamplingConfig
+from asyncrl.config.schema import RuntimeConfig, SamplingConfig
 from asyncrl.data.codec import CodecError, decode_sample, encode_sample
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation import http as generation_http

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.testing.runs import assert_nothing_left, make_tiny_run, train_steps
 

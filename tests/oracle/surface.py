@@ -30,7 +30,7 @@ def read_base() -> Entries:
 
 
 def read_checkout() -> Entries:
-    from asyncrl.config import ExperimentConfig
+    from asyncrl.config.schema import ExperimentConfig
     from asyncrl.launch.cli import _parser
 
     return _commands(_parser()) | _fields(ExperimentConfig(), "") | _claims(HERE.parents[1] / "README.md")

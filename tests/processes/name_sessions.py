@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import NameResolveConfig
+from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names.etcd.store import EtcdStore
 from asyncrl.runtime.names.interface import NameResolver, WatchEvent
 from asyncrl.runtime.names.open import open_name_resolver

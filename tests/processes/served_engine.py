@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from asyncrl.config import GenerationConfig, GenerationServerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.schema import GenerationConfig, GenerationServerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, UpdateWeightsRequest, WeightVersion
 from asyncrl.protocol.names import Names

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from asyncrl.config import ModelConfig, TrainConfig
+from asyncrl.config.schema import ModelConfig, TrainConfig
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh

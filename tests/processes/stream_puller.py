@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 
-from asyncrl.config import RuntimeConfig
+from asyncrl.config.schema import RuntimeConfig
 from asyncrl.protocol.messages import StoreVerdict
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.memory import MemoryNameResolver

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncrl.config import RuntimeConfig
+from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.codec import encode_sample
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import Locator, StoreVerdict, TrajectoryMeta

@@ -17,7 +17,7 @@ import pytest
 from rollout_fakes import LIMIT_S
 from test_rollout_worker import Stage
 
-from asyncrl.config import RolloutConfig, TaskConfig
+from asyncrl.config.schema import RolloutConfig, TaskConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.outcome import RolloutRejected
 from asyncrl.protocol.messages import FinishReason, GenerateReply, ScheduleReply, StoreVerdict

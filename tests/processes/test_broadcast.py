@@ -21,7 +21,7 @@ import msgspec
 import pytest
 import torch
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     ConfigError,
     GenerationConfig,
     GenerationServerConfig,

@@ -17,7 +17,7 @@ from aiohttp import web
 from test_openai_api import BOARD, EOS, LIMIT_S, LOGGER, TOKENIZER, VERSION
 from test_rollout_worker import Stage
 
-from asyncrl.config import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
+from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, RolloutReleased

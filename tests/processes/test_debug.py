@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import NameResolveConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import NameResolveConfig
 from asyncrl.launch.commands import debug as debug_command
 from asyncrl.launch.program import plan, save_config, with_name_resolve
 from asyncrl.launch.rundir import RunLock
@@ -106,7 +106,7 @@ def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path, monkey
     """Name resolve of a run in which the process is there: faked by what it published."""
     import msgspec
 
-    from asyncrl.config import NameResolveConfig
+    from asyncrl.config.schema import NameResolveConfig
     from asyncrl.launch.rundir import LaunchError
     from asyncrl.protocol.messages import WorkerStatus
     from asyncrl.protocol.names import Names

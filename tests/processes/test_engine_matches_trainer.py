@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     GenerationConfig,
     GenerationServerConfig,
     ModelConfig,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from name_sessions import LIMIT_S, OpenSession, Recorder, Refreshes, gone, patient, put, sessions
 
-from asyncrl.config import NameResolveConfig
+from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.certificates import CertificateError, make_certificate
 from asyncrl.runtime.names.etcd.access import EtcdAccess, Login
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdTls, find_etcd

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from name_sessions import Recorder, Refreshes, gone, patient, put
 
-from asyncrl.config import NameResolveConfig
+from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names import interface
 from asyncrl.runtime.names.etcd.server import find_etcd
 from asyncrl.runtime.names.open import open_name_resolver

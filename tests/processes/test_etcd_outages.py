@@ -23,7 +23,7 @@ import psutil
 import pytest
 from name_sessions import LIMIT_S, OpenSession, Recorder, gone, patient, put, sessions
 
-from asyncrl.config import ExperimentConfig, NameResolveConfig, NetworkConfig, RuntimeConfig
+from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, NetworkConfig, RuntimeConfig
 from asyncrl.launch import private_etcd
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError

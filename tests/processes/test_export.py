@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 from asyncrl.model.export import checkpoint_tensors, commit_model, take_share, take_whole
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.protocol.messages import WeightVersion, WrittenFile

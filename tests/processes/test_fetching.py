@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from test_data_manager import KEYS, make_group, same_bytes
 
-from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.codec import CodecError
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model import fetching

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     GenerationConfig,
     GroupsConfig,
     ModelConfig,

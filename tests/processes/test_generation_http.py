@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from asyncrl.config import GenerationConfig, GenerationServerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.schema import GenerationConfig, GenerationServerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.generation.in_place import LiveTensors
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.generation.worker import GenerationServer

@@ -10,7 +10,14 @@ import pytest
 from msgspec import structs
 from test_manager_http import LIMIT_S, Setup, ids, serving_one
 
-from asyncrl.config import EvalConfig, MasterWorkerConfig, ModelConfig, PromptSourceConfig, TrainConfig, WeightsConfig
+from asyncrl.config.schema import (
+    EvalConfig,
+    MasterWorkerConfig,
+    ModelConfig,
+    PromptSourceConfig,
+    TrainConfig,
+    WeightsConfig,
+)
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.worker import MasterWorker
 from asyncrl.protocol.messages import TrajectoryMeta

@@ -13,8 +13,8 @@ import msgspec
 import psutil
 import pytest
 
-from asyncrl.config import AUTO, NameResolveConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import AUTO, NameResolveConfig
 from asyncrl.launch import cli
 from asyncrl.launch.children import tail_of
 from asyncrl.launch.program import load_process_config, plan, save_config

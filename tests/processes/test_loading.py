@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.runtime import loading
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.worker import StatusBoard

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     GserverManagerConfig,
     ManagerConfig,
     NameResolveConfig,

@@ -16,7 +16,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from asyncrl.config import CriticConfig, ModelConfig, OptimizerConfig, PPOConfig, RewardModelConfig, TrainConfig
+from asyncrl.config.schema import CriticConfig, ModelConfig, OptimizerConfig, PPOConfig, RewardModelConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid

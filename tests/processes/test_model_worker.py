@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     CriticConfig,
     ModelConfig,
     ModelWorkerConfig,

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from name_sessions import LIMIT_S, OpenSession, Recorder, gone, put, sessions
 
-from asyncrl.config import NameResolveConfig
+from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names import interface
 from asyncrl.runtime.names.etcd import resolver as etcd_resolver
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, find_etcd

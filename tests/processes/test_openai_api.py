@@ -12,7 +12,7 @@ import aiohttp
 import openai
 import pytest
 
-from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.groups.outcome import RolloutReleased
 from asyncrl.groups.trajectory import OnPiece, Response
 from asyncrl.protocol.messages import WeightVersion

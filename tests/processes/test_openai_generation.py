@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from served_engine import V0, V1, NoOtherServer, Served, forward_logprobs, serve
 
-from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
 from asyncrl.groups.trajectory import OnPiece, Response
 from asyncrl.protocol.messages import GenerateReply, SamplingParams

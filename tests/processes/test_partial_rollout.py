@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from rollout_fakes import LIMIT_S, FakeGenerationServer, continuation, logprob_of
 
-from asyncrl.config import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
 from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rollout import client as client_module

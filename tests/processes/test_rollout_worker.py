@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rollout_fakes import LIMIT_S, FakeGenerationServer, FakeManager, continuation, logprob_of
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     NameResolveConfig,
     PromptSourceConfig,
     RolloutConfig,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_manager_http import Setup, running
 
-from asyncrl.config import GenerationConfig, GenerationServerConfig, SamplingConfig
+from asyncrl.config.schema import GenerationConfig, GenerationServerConfig, SamplingConfig
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.groups.trajectory import Response
 from asyncrl.protocol.messages import HeartbeatReply, LoadsReply, ScaleWish, ScheduleReply, Ticket, WeightVersion

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from test_model_worker import trajectory
 from transformers import AutoModelForTokenClassification
 
-from asyncrl.config import CriticConfig, ModelConfig, OptimizerConfig, PlacedMFC, PPOConfig, TrainConfig
+from asyncrl.config.schema import CriticConfig, ModelConfig, OptimizerConfig, PlacedMFC, PPOConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import DataflowGraph, training_mfcs
 from asyncrl.dataflow.topology import ParallelGrid

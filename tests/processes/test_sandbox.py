@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
 from asyncrl.groups.reward import Completion, Reward
 from asyncrl.groups.sandbox import IsolationMissing, Limits, Program, Result, SandboxError, SandboxPool

@@ -18,8 +18,8 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from asyncrl.config import ConfigError, NameResolveConfig, NetworkConfig, RuntimeConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, NameResolveConfig, NetworkConfig, RuntimeConfig
 from asyncrl.launch.agent import _Correspondent
 from asyncrl.launch.agent_rules import Tether
 from asyncrl.launch.name_service import NameService

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.config import ExperimentConfig, NameResolveConfig, NetworkConfig
+from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, NetworkConfig
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError, read_record
 from asyncrl.protocol.names import Names

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zmq
 
-from asyncrl.config import RuntimeConfig
+from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import Names

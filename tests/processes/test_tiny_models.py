@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config import PromptSourceConfig
+from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.protocol.messages import Locator
 from asyncrl.testing.tiny import ALPHABET, ARCHITECTURES, EOS_TOKEN, make_char_tokenizer, make_tiny_model

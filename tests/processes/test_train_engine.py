@@ -15,7 +15,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from asyncrl.config import ConfigError, ModelConfig, OptimizerConfig, TrainConfig
+from asyncrl.config.schema import ConfigError, ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine, learning_rate
 from asyncrl.model.export import commit_model, take_share

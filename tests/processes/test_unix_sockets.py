@@ -15,7 +15,7 @@ import pytest
 import zmq
 from aiohttp import web
 
-from asyncrl.config import NameResolveConfig
+from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import serve

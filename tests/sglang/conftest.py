@@ -16,7 +16,7 @@ import torch
 from real_server import START_LIMIT_S, ServerInThread
 from weight_store import WeightStore
 
-from asyncrl.config import GenerationConfig
+from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.sglang_environment import find_sglang
 
 ROOT = Path(__file__).resolve().parents[2]

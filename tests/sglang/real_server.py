@@ -6,7 +6,7 @@ import asyncio
 import threading
 from pathlib import Path
 
-from asyncrl.config import GenerationConfig
+from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.generation.sglang_process import SGLangProcess, own_server
 

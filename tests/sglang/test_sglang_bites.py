@@ -24,8 +24,8 @@ from packaging.requirements import Requirement
 from test_sglang_engine import LONG, attached, close_to, counter_of, make_prompt, within
 from weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, WeightStore
 
-from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig
-from asyncrl.config_checks import validate
+from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig
+from asyncrl.config.validation import validate
 from asyncrl.generation.engine import EngineRequest, RequestRefused, WeightsRefused
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError, sglang_params
@@ -266,7 +266,7 @@ async def test_9_weights_come_from_disk_or_over_the_network_only(
 
 def test_scoring_while_paused_in_place_is_refused_by_the_config(store: WeightStore) -> None:
     """What would have SGLang wait for itself: see 4."""
-    from asyncrl.config import WeightsConfig
+    from asyncrl.config.schema import WeightsConfig
 
     config = ExperimentConfig(
         allocation="sglang.d1+d1",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from weight_store import V0, V1, V2, V3, WeightStore
 
-from asyncrl.config import GenerationConfig, WeightsConfig
+from asyncrl.config.schema import GenerationConfig, WeightsConfig
 from asyncrl.generation.engine import EngineRequest, Generated, WeightsRefused
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.sglang import SGLangEngine

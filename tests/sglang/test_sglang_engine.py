@@ -20,7 +20,7 @@ import pytest
 from real_server import START_LIMIT_S
 from weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, V3, WeightStore
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     ConfigError,
     GenerationConfig,
     GenerationServerConfig,

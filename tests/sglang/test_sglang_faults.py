@@ -17,7 +17,7 @@ import psutil
 import pytest
 from weight_store import V0, WeightStore
 
-from asyncrl.config import GenerationConfig
+from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation import sglang
 from asyncrl.generation.engine import EngineFailed, EngineRequest
 from asyncrl.generation.sglang import SGLangEngine

@@ -4,7 +4,7 @@ import aiohttp
 import psutil
 import pytest
 
-from asyncrl.config import ConfigError, GenerationConfig
+from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.generation.sglang_process import AttachedServer, own_server, read_api_key
 from asyncrl.runtime import security

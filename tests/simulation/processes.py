@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import GenerationServerConfig, ModelWorkerConfig
+from asyncrl.config.schema import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import UNLIMITED, ModelLimits
 from asyncrl.data.prompts import Prompt
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     CheckpointConfig,
     EvalConfig,
     ExperimentConfig,

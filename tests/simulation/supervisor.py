@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.config import RuntimeConfig
+from asyncrl.config.schema import RuntimeConfig
 from asyncrl.launch.supervision import EVERYTHING, GANG_KINDS, End, EndRun, FreezeWatch, Supervision
 from tests.simulation.world import Event, Process
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from slurm_cluster import GPU_NODES, SlurmCluster
 
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
 from asyncrl.launch import cli
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.slurm import job_state, read_job

@@ -20,7 +20,7 @@ from asyncrl.algorithms.advantages import (
     trained_mask,
 )
 from asyncrl.algorithms.packed import mean_per_sequence, sum_per_sequence, to_tokens
-from asyncrl.config import PPOConfig
+from asyncrl.config.schema import PPOConfig
 
 
 def reference_gae(

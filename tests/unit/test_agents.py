@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import NameResolveConfig, RolloutConfig, RuntimeConfig, SamplingConfig, TaskConfig, WorkerInfo
+from asyncrl.config.schema import (
+    NameResolveConfig,
+    RolloutConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    TaskConfig,
+    WorkerInfo,
+)
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.outcome import RolloutRejected

@@ -20,8 +20,8 @@ from asyncrl.algorithms.advantages import (
 )
 from asyncrl.algorithms.packed import count_per_sequence
 from asyncrl.algorithms.ppo import PPOLoss, clamped_weights, loss_denominator, loss_keys, masked_weights, token_ratios
-from asyncrl.config import PPOConfig
-from asyncrl.presets import ALGORITHMS, CORRECTIONS
+from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
+from asyncrl.config.schema import PPOConfig
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from test_executor import DATASET, LIMIT_S, NAMES, RUNTIME, Master, World, mfc, placement, ppo_graph
 
-from asyncrl.config import RefConfig, TrainConfig
+from asyncrl.config.schema import RefConfig, TrainConfig
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.topology import build_handler_routing
 from asyncrl.dataflow.worlds import Worlds

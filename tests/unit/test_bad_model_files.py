@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from asyncrl.config import ConfigError
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.launch import model_files
 from asyncrl.launch.preflight import preflight

@@ -12,7 +12,7 @@ from unittest.mock import ANY
 import msgspec
 import pytest
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     EvalConfig,
     MasterWorkerConfig,
     ModelConfig,

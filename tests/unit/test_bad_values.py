@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from asyncrl.config import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.groups.reward import Reward
 from asyncrl.groups.trajectory import Episode, Response, build_sample, complete_sample

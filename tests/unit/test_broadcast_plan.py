@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from test_update_plan import Setup, v
 
-from asyncrl.config import ConfigError, ExperimentConfig, WeightsConfig
-from asyncrl.config_checks import validate
+from asyncrl.config.schema import ConfigError, ExperimentConfig, WeightsConfig
+from asyncrl.config.validation import validate
 from asyncrl.manager.update_plan import Update
 from asyncrl.manager.wave import Wave
 from asyncrl.protocol.messages import BroadcastReply

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import xxhash
 
-from asyncrl.config import CheckpointConfig, PromptSourceConfig, TrainConfig, WeightsConfig
+from asyncrl.config.schema import CheckpointConfig, PromptSourceConfig, TrainConfig, WeightsConfig
 from asyncrl.data.prompts import PromptSource
 from asyncrl.master.recovery import Checkpointer
 from asyncrl.master.schedule import Schedule

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 import asyncrl
-from asyncrl.config import ConfigError
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError
 from asyncrl.launch import cli
 from asyncrl.launch.commands import check as check_command
 from asyncrl.launch.commands import run as run_command

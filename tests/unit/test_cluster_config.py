@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     ConfigError,
     DebugConfig,
     ExperimentConfig,
@@ -16,7 +16,7 @@ from asyncrl.config import (
     TaskConfig,
     WeightsConfig,
 )
-from asyncrl.config_checks import validate
+from asyncrl.config.validation import validate
 from asyncrl.launch.hosts import address_of, own_host, refuses
 
 CONFIG = ExperimentConfig(

@@ -1,6 +1,6 @@
 import pytest
 
-from asyncrl.config import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
+from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS, DataflowGraph, MFCDef, build_dataflow, training_mfcs
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from packaging.requirements import Requirement
 
-from asyncrl.config import ExperimentConfig, ManagerConfig, NameResolveConfig, PPOConfig, TrainConfig
+from asyncrl.config.schema import ExperimentConfig, ManagerConfig, NameResolveConfig, PPOConfig, TrainConfig
 from asyncrl.generation.sglang_environment import SGLangEnvironment
 from asyncrl.launch import doctor
 from asyncrl.launch.doctor import Gpu, ModelSize, Need

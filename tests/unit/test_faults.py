@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from asyncrl.config import ConfigError, ExperimentConfig, FaultsConfig, RuntimeConfig
-from asyncrl.config_checks import validate
+from asyncrl.config.schema import ConfigError, ExperimentConfig, FaultsConfig, RuntimeConfig
+from asyncrl.config.validation import validate
 from asyncrl.runtime import http_client
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender
 from asyncrl.runtime.transport import (

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
 from asyncrl.launch.children import Child, first_cause
 from asyncrl.launch.program import plan
 from asyncrl.protocol.messages import WorkerStatus

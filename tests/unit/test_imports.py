@@ -10,7 +10,7 @@ from pathlib import Path
 import asyncrl
 
 TORCHLESS = [
-    "asyncrl.config",
+    "asyncrl.config.schema",
     "asyncrl.protocol.names",
     "asyncrl.protocol.messages",
     "asyncrl.data.sequence",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
 from asyncrl.launch.cli import main
 from asyncrl.launch.commands.init import shipped_examples
 from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from recordings import make_group, make_store, record_batches
 from rich.console import Console
 
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
 from asyncrl.data.trajectories import Entry, list_recording, recording_dir
 from asyncrl.launch.cli import main
 from asyncrl.launch.commands.inspect import _print_view

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.kl import AdaptiveKLController
-from asyncrl.config import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
+from asyncrl.config.schema import CriticConfig, MFCConfig, PPOConfig, RewardModelConfig, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import MFCDef, build_dataflow
 from asyncrl.model.interfaces import AdvantagesInterface, Interface, LossFn, make_interface, split_minibatches

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate, make_kl_controller
-from asyncrl.config import PPOConfig
+from asyncrl.config.schema import PPOConfig
 
 
 @pytest.mark.parametrize(

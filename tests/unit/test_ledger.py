@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.groups.outcome import REWARD_LOST
 from asyncrl.manager.ledger import _MAX_REQUESTS, Gate, Ledger, StaleAttemptError, UnreachedError
 from asyncrl.manager.prompts import PromptCursor

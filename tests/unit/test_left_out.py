@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.config import ExperimentConfig, PromptSourceConfig
+from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig
 from asyncrl.launch.left_out import LeftOut
 from asyncrl.launch.program import plan
 from asyncrl.launch.rundir import LaunchError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import ConfigError, GenerationServerConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, GenerationServerConfig
 from asyncrl.generation.verify import LogprobCheck, LogprobMismatch
 from asyncrl.launch.program import plan
 from asyncrl.protocol.messages import WeightVersion

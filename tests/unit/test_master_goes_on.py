@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     CheckpointConfig,
     EvalConfig,
     MasterWorkerConfig,

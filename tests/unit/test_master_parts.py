@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.config import RefConfig, TrainConfig
+from asyncrl.config.schema import RefConfig, TrainConfig
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.hooks import ParameterHooks

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 from huggingface_hub import constants
 
-from asyncrl.config import ConfigError, ExperimentConfig, PromptSourceConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, ExperimentConfig, PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.generation.sglang_environment import TESTED_VERSION, SGLangEnvironment
 from asyncrl.launch import cli

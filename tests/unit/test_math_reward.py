@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
 from asyncrl.groups.reward import Completion, Reward
 from asyncrl.runtime.worker import StatusBoard

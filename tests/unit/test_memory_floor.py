@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import (
+from asyncrl.config.schema import (
     ExperimentConfig,
     GenerationConfig,
     PPOConfig,

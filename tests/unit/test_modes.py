@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncrl.config import ConfigError
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError
 from asyncrl.launch.left_out import debug_command
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan, total_steps

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
 from asyncrl.groups.loading import load_object
 from asyncrl.launch.task_arguments import check_task_arguments
 

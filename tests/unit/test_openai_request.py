@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.config import SamplingConfig
+from asyncrl.config.schema import SamplingConfig
 from asyncrl.rollout.openai_request import IGNORABLE, ChatRequest, RequestError, RequestRules, parse_chat_request
 
 RULES = RequestRules(SamplingConfig(max_new_tokens=64, temperature=0.7, top_p=0.9))

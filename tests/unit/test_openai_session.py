@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.config import SamplingConfig
+from asyncrl.config.schema import SamplingConfig
 from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
 from asyncrl.groups.trajectory import OnPiece, Response, build_sample
 from asyncrl.protocol.messages import WeightVersion

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from asyncrl.config import GenerationConfig
+from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import EngineRequest, EngineUnavailable, Generated, RequestRefused, WeightsRefused
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.protocol.messages import GenerateRequest, SamplingParams, WeightVersion

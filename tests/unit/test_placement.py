@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
+from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
 from asyncrl.launch.placement import Host, Placement, PlacementError, placed
 from asyncrl.launch.program import plan
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from test_curves import evaluation, step, write_run
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 from asyncrl.launch import cli, plotting
 from asyncrl.launch.curves import picture, read_runs
 from asyncrl.launch.plotting import write_picture

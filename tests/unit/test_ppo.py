@@ -25,8 +25,8 @@ from asyncrl.algorithms.ppo import (
     sum_loss,
     token_ratios,
 )
-from asyncrl.config import PPOConfig
-from asyncrl.presets import ALGORITHMS
+from asyncrl.config.presets import ALGORITHMS
+from asyncrl.config.schema import PPOConfig
 
 torch.set_num_threads(1)
 

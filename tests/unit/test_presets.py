@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import ConfigError, ExperimentConfig, PPOConfig
-from asyncrl.config_file import load_experiment
-from asyncrl.presets import ALGORITHMS, CORRECTIONS
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
+from asyncrl.config.schema import ConfigError, ExperimentConfig, PPOConfig
 
 REPOSITORY = Path(__file__).parents[2]
 MINIMAL = """
@@ -134,5 +134,5 @@ def test_the_documentation_names_every_preset_and_every_field_that_one_sets() ->
         assert f"`{name}`" in text, name
         for key in flat(preset):
             assert re.search(rf"\b{key.rpartition('.')[2]}\b", text), key
-    for number in re.findall(r"arXiv:(\d{4}\.\d{5})", (REPOSITORY / "asyncrl/presets.py").read_text()):
+    for number in re.findall(r"arXiv:(\d{4}\.\d{5})", (REPOSITORY / "asyncrl/config/presets.py").read_text()):
         assert number in text, number

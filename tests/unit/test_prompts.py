@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from asyncrl.config import PromptSourceConfig
+from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.prompts import PromptError, PromptSource, load_tokenizer
 from asyncrl.protocol.messages import Locator
 from asyncrl.testing.tiny import make_char_tokenizer
@@ -306,7 +306,7 @@ def test_a_tokenizer_is_loaded_and_used_without_torch(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "ab", "answer": 1}])
     program = f"""
 import sys
-from asyncrl.config import PromptSourceConfig
+from asyncrl.config.schema import PromptSourceConfig
 from asyncrl.data.prompts import PromptError, PromptSource, load_tokenizer
 from asyncrl.protocol.messages import Locator
 source = PromptSource(PromptSourceConfig(path={path!r}, chat_template=True), load_tokenizer({str(tmp_path / "model")!r}))

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import ExperimentConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.groups.loading import load_object
 from asyncrl.groups.reward import Completion

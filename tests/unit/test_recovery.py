@@ -16,7 +16,8 @@ import xxhash
 from safetensors.numpy import save_file
 
 from asyncrl import __version__
-from asyncrl.config import (
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import (
     CheckpointConfig,
     ConfigError,
     CriticConfig,
@@ -25,8 +26,7 @@ from asyncrl.config import (
     TaskConfig,
     TrainConfig,
 )
-from asyncrl.config_checks import validate
-from asyncrl.config_file import load_experiment
+from asyncrl.config.validation import validate
 from asyncrl.data.prompts import PromptSource
 from asyncrl.launch import cli
 from asyncrl.launch.commands.resume import config_to_resume

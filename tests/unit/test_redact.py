@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from asyncrl.config import ExperimentConfig, NameResolveConfig, RolloutConfig, TaskConfig
+from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, RolloutConfig, TaskConfig
 from asyncrl.launch.program import load_process_config, plan, save_config
 from asyncrl.launch.redact import is_secret, redact, redact_text, redact_urls
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from recordings import make_group, make_store, record_batches
 
-from asyncrl.config import ConfigError, ReplayConfig
+from asyncrl.config.schema import ConfigError, ReplayConfig
 from asyncrl.data.replay import check_replay, plan_replay, translate
 from asyncrl.data.trajectories import Entry, list_recording, read_trajectory, recording_dir
 from asyncrl.protocol.messages import Locator, WeightVersion

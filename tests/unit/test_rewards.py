@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.config import NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
 from asyncrl.groups import judges
 from asyncrl.groups import reward as reward_module

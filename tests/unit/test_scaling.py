@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.config import ConfigError, ExperimentConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch import scaling as scaling_module
 from asyncrl.launch.children import Child

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import ConfigError, ExperimentConfig, GenerationConfig, TaskConfig, WeightsConfig
-from asyncrl.config import PromptSourceConfig as Prompts
-from asyncrl.config import RolloutConfig as Rollout
-from asyncrl.config_checks import validate
+from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig, TaskConfig, WeightsConfig
+from asyncrl.config.schema import PromptSourceConfig as Prompts
+from asyncrl.config.schema import RolloutConfig as Rollout
+from asyncrl.config.validation import validate
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.checks import ModelTensors
 from asyncrl.generation.engine import EngineRequest, WeightsRefused

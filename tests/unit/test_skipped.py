@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.schema import TrainConfig
 from asyncrl.data.bad_batches import folder_of, list_bad_batches, prune_bad_batches, weights_needed, write_why
 from asyncrl.launch import progress
 from asyncrl.master.skipped import SkippedSteps, SkippedStepsError, num_skipped

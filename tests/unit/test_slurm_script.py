@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import ConfigError
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError
 from asyncrl.launch import cli
 from asyncrl.launch.commands.resume import config_to_resume
 from asyncrl.launch.program import run_directory, save_config

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
 from asyncrl.launch.children import Child
 from asyncrl.launch.program import plan
 from asyncrl.launch.remote import RemoteChild

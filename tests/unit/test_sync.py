@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncrl.config import ConfigError, PPOConfig, TrainConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, PPOConfig, TrainConfig
 from asyncrl.dataflow.graph import GENERATE_MFC, TRAJECTORY_KEYS, build_dataflow, without_generation
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.launch.commands.common import sizes, sizes_text

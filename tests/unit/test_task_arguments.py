@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from asyncrl.config import ConfigError, TaskConfig
+from asyncrl.config.schema import ConfigError, TaskConfig
 from asyncrl.launch.task_arguments import check_task_arguments, find_parameters
 
 FEEDBACK = "asyncrl.rollout.env:FeedbackEnv"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
+from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
 from asyncrl.launch.task_trial import try_tasks, user_error
 
 REWARDS = """\

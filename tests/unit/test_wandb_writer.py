@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from asyncrl.config import ConfigError, ExperimentConfig, WandbConfig
-from asyncrl.config_checks import validate
+from asyncrl.config.schema import ConfigError, ExperimentConfig, WandbConfig
+from asyncrl.config.validation import validate
 from asyncrl.launch import preflight
 from asyncrl.runtime.metrics import METRICS_FILE, MetricsWriter, read_json_lines
 from asyncrl.runtime.wandb_writer import WandbWriter

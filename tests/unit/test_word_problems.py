@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
 from asyncrl.data.prompts import Prompt
 from asyncrl.groups.reward import Completion
 

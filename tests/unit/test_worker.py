@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.config import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
+from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime import worker as worker_module
 from asyncrl.runtime.disk import StorageError

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import ConfigError, ExperimentConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.dataflow.redistribution import plan_fetches
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from asyncrl.config import ConfigError, ExperimentConfig, NameResolveConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, ExperimentConfig, NameResolveConfig
 from asyncrl.launch.agent import Agent
 from asyncrl.launch.commands.common import Commands, add_config_command
 from asyncrl.launch.hosts import address_of, own_host

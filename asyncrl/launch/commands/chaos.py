@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from asyncrl.config import ConfigError, ExperimentConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.launch.commands.audit import audit_lines
 from asyncrl.launch.commands.common import FAILED, Commands, add_config_command, print_json
 from asyncrl.launch.program import run_directory

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
 from asyncrl.launch.commands.common import (
     FAILED,
     Commands,

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.config import ConfigError, ExperimentConfig, ModelWorkerConfig, max_head_offpolicyness
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, ExperimentConfig, ModelWorkerConfig, max_head_offpolicyness
 from asyncrl.launch.hosts import refuses
 from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact
@@ -42,7 +42,7 @@ _CONFIG_EPILOG = """overrides are dotted fields of the config, for instance:
   manager.max_head_offpolicyness=0    how many versions generation may lag behind; 0: synchronous
   rollout.group_size=8 rollout.sampling.max_new_tokens=256
   name_resolve.endpoints=[host:2379]  your etcd instead of a private one
-All fields, their meaning and defaults: asyncrl/config.py. A wrong name is answered with the nearest right one."""
+All fields, their meaning and defaults: asyncrl/config/schema.py. A wrong name is answered with the nearest right one."""
 
 
 def add_command(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 from asyncrl.launch.commands.common import Commands, add_command, print_json
 
 _DEFAULT = "sloppy_sorter"

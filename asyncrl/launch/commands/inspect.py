@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 from asyncrl.data.trajectories import (
     SUFFIX,
     TrajectoryError,

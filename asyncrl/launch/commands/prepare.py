@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.config import ConfigError, ExperimentConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.data.prompts import is_file_name
 from asyncrl.launch.commands.common import Commands, add_config_command, print_json
 from asyncrl.launch.hub import is_hub_name, with_local_models

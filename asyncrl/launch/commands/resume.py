@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.config import ConfigError, ExperimentConfig
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.launch.commands.common import Commands, add_command
 from asyncrl.launch.commands.run import add_detach, start
 from asyncrl.launch.rundir import EXPERIMENT_FILE, newest_experiment, read_record

@@ -15,8 +15,8 @@ from typing import Protocol
 import msgspec
 from rich.console import Console
 
-from asyncrl.config import ConfigError, ExperimentConfig, resolve_auto
-from asyncrl.config_file import load_experiment
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.launch.commands.common import (
     FAILED,

@@ -11,7 +11,7 @@ import msgspec
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from asyncrl.config import ConfigError
+from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.commands.common import (
     NOT_RUNNING,

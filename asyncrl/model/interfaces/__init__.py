@@ -22,7 +22,7 @@ Shapes: T tokens, packed; S sequences; G groups, all of this rank.
 
 from __future__ import annotations
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.schema import TrainConfig
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.model.interfaces.actor import PPOActorInterface
 from asyncrl.model.interfaces.advantages import AdvantagesInterface

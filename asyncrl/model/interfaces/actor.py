@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.algorithms.ppo import PPOLoss, check_ppo_config, loss_denominator, loss_keys
-from asyncrl.config import PPOConfig, TrainConfig
+from asyncrl.config.schema import PPOConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.model.interfaces.common import Engine, Interface, Stats, check_input_keys, groups_here, temperature_of

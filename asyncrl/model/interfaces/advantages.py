@@ -12,7 +12,7 @@ from asyncrl.algorithms.advantages import Advantages, advantage_keys, compute_ad
 from asyncrl.algorithms.kl import make_kl_controller
 from asyncrl.algorithms.ppo import check_ppo_config
 from asyncrl.algorithms.value import ValueNorm
-from asyncrl.config import PPOConfig, TrainConfig, judges_by_group
+from asyncrl.config.schema import PPOConfig, TrainConfig, judges_by_group
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.model.interfaces.common import (

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.config import TrainConfig
+from asyncrl.config.schema import TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import MFCDef
 

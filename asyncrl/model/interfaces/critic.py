@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.algorithms.value import ValueLoss
-from asyncrl.config import TrainConfig
+from asyncrl.config.schema import TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.model.interfaces.common import Engine, Interface, Stats, check_input_keys, groups_here

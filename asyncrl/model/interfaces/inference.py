@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.config import ConfigError, TrainConfig
+from asyncrl.config.schema import ConfigError, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.groups.loading import load_object

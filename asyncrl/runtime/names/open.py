@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.config import NameResolveConfig
+from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.memory import MEMORY, MemoryNameResolver
 

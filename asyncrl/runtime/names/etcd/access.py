@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import NameResolveConfig
+from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.names.etcd.api import Api
 from asyncrl.runtime.names.interface import NameResolveError, normalize_name
 

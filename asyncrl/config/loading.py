@@ -13,10 +13,10 @@ from omegaconf import OmegaConf, dictconfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from asyncrl.config import ConfigError, ExperimentConfig
-from asyncrl.config_checks import validate
-from asyncrl.config_fields import find_field
-from asyncrl.presets import ALGORITHMS, CORRECTIONS
+from asyncrl.config.fields import find_field
+from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
+from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.config.validation import validate
 
 _REMOVED = {  # fields of earlier releases, and what to use instead
     "name_resolve.backend": "names are always in etcd: leave it out for a private one, or set name_resolve.endpoints to yours",

@@ -1,7 +1,7 @@
 """Configuration: what a user writes (ExperimentConfig), and what each process is given (one dataclass per process).
 
-Dataclasses only, no torch. `config_file.load_experiment` merges YAML and dotted overrides onto the defaults, and
-`config_checks.validate` refuses what could not work, each error naming field, value and remedy. Afterwards nothing mutates. The
+Dataclasses only, no torch. `loading.load_experiment` merges YAML and dotted overrides onto the defaults, and
+`validation.validate` refuses what could not work, each error naming field, value and remedy. Afterwards nothing mutates. The
 configs of the processes are derived by one pure function, `asyncrl.launch.program.plan`, and written to disk, so that each process
 can be started alone from its own.
 """
@@ -250,7 +250,7 @@ class TrainConfig:
     """The training side."""
 
     # ppo | grpo | dr_grpo | rloo | reinforce_pp | dapo | gspo | cispo: sets fields of ppo (and what else it needs) that are not set
-    # here; "": the defaults. asyncrl/presets.py has what each sets
+    # here; "": the defaults. config/presets.py has what each sets
     algorithm: str = ""
     correction: str = (
         ""  # mask | tis | icepop: sets ppo.behav_imp_weight_* that are not set here; "": the defaults (mask)

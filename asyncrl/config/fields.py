@@ -9,7 +9,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from asyncrl.config import ExperimentConfig
+from asyncrl.config.schema import ExperimentConfig
 
 _ANY_KEY = "*"  # in a path: a key that the user chooses, such as the name of a task
 _CLOSE = 0.8  # difflib's ratio of names that differ by a typing error

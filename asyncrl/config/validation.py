@@ -6,7 +6,9 @@ import difflib
 import math
 from collections.abc import Iterator
 
-from asyncrl.config import (
+from asyncrl.config.fields import leaf_values
+from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
+from asyncrl.config.schema import (
     ATTENTIONS,
     AUTO,
     CRITIC,
@@ -22,9 +24,7 @@ from asyncrl.config import (
     can_be_reached,
     judges_by_group,
 )
-from asyncrl.config_fields import leaf_values
 from asyncrl.dataflow.topology import Allocation, allocation_of, unknown_name
-from asyncrl.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.protocol.names import ACTOR
 
 # reward/<this>, beside reward/<task>
