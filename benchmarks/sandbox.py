@@ -1,4 +1,4 @@
-"""How many untrusted programs a machine judges, in sandboxes of asyncrl/groups/sandbox.py, beside bare processes.
+"""How many untrusted programs a machine judges, in sandboxes of asyncrl/rewards/sandbox/pool.py, beside bare processes.
 
     python benchmarks/sandbox.py [--rounds 5] [--programs 200] [--inputs 5] [--workers 2]
 
@@ -49,7 +49,7 @@ def measured(args: argparse.Namespace, judge: Callable[[int], None]) -> tuple[fl
 
 
 def sides(args: argparse.Namespace, cpu_ms: dict[str, dict[str, float]]) -> dict[str, Callable[[], dict[str, float]]]:
-    from asyncrl.groups.sandbox import Program, SandboxPool
+    from asyncrl.rewards.sandbox.pool import Program, SandboxPool
 
     pool = SandboxPool(size=args.workers, spare=args.workers)
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))

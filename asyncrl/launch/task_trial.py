@@ -22,10 +22,10 @@ from typing import Any
 import asyncrl
 from asyncrl.config.schema import ConfigError, ExperimentConfig, RolloutConfig, TaskConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
-from asyncrl.groups.judges import Call, JudgeDied, Judges, JudgesLost
-from asyncrl.groups.reward import Completion, call_arguments
 from asyncrl.launch.doctor import Finding
 from asyncrl.protocol.messages import Locator
+from asyncrl.rewards.judges import Call, JudgeDied, Judges, JudgesLost
+from asyncrl.rewards.reward import Completion, call_arguments
 
 _CLASS_CHECK = "asyncrl.rollout.tasks:check_class"
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+).*$', re.MULTILINE)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.config.schema import WorkerInfo
-from asyncrl.groups.loading import no_terminal
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import logs_dir
+from asyncrl.rewards.loading import no_terminal
 from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.stacks import SUFFIX, answer_requests
 from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker

@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.groups.outcome import REWARD_LOST
 from asyncrl.manager import intervals
 from asyncrl.manager.evaluation import EvalItem, EvaluationBook
 from asyncrl.manager.prompts import PromptCursor
@@ -53,6 +52,7 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.protocol.names import is_earlier
 from asyncrl.protocol.tickets import TicketId, TicketSeal
+from asyncrl.rewards.outcome import REWARD_LOST
 
 MAX_COUNT = 4096  # tickets of one request
 _MAX_REQUESTS = 16  # answers remembered per worker, which asks again only for the one that it has not got

@@ -21,13 +21,13 @@ import numpy as np
 from asyncrl.config.schema import ConfigError, ModelWorkerConfig, SamplingConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
-from asyncrl.groups.reward import Completion, Reward
-from asyncrl.groups.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.generating import Sampler
 from asyncrl.model.interfaces.common import temperature_of
 from asyncrl.protocol.messages import ExecuteMFC, Locator, RejectedPrompt, TrajectoryMeta, WeightVersion
+from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
+from asyncrl.rewards.reward import Completion, Reward
+from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 from asyncrl.runtime.worker import StatusBoard
 
 _MODES = ("", "sampled", "greedy")  # of ExecuteMFC.eval_mode; the place of one goes into the seed

@@ -17,9 +17,9 @@ import numpy as np
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
-from asyncrl.groups.trajectory import MAX_LOGPROB
 from asyncrl.model.store import DUPLICATE, FULL, DataStore
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta
+from asyncrl.rewards.trajectory import MAX_LOGPROB
 from asyncrl.runtime.push_pull import MetaPusher, NameResolvingZmqPuller, Pulled
 from asyncrl.runtime.worker import Worker
 

@@ -17,8 +17,8 @@ from typing import Any
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.groups.reward import Completion
-from asyncrl.groups.trajectory import Episode, Response, build_sample
+from asyncrl.rewards.reward import Completion
+from asyncrl.rewards.trajectory import Episode, Response, build_sample
 from asyncrl.rollout.env import Env
 
 

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, cast
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.groups.outcome import RolloutRejected
-from asyncrl.groups.reward import Completion, start_thread
-from asyncrl.groups.trajectory import Episode, build_sample
+from asyncrl.rewards.outcome import RolloutRejected
+from asyncrl.rewards.reward import Completion, start_thread
+from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.client import gather_or_cancel
 from asyncrl.rollout.env import Env

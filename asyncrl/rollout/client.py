@@ -28,8 +28,6 @@ import msgspec
 from yarl import URL
 
 from asyncrl.config.schema import SamplingConfig
-from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
-from asyncrl.groups.trajectory import MAX_LOGPROB, OnPiece, Response
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     GenerateReply,
@@ -39,6 +37,8 @@ from asyncrl.protocol.messages import (
     Ticket,
     WeightVersion,
 )
+from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
+from asyncrl.rewards.trajectory import MAX_LOGPROB, OnPiece, Response
 from asyncrl.runtime.disk import NO_MORE_FILES
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.service_client import ServiceError

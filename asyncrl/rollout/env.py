@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.data.prompts import Prompt
-from asyncrl.groups.reward import Completion, Reward
+from asyncrl.rewards.reward import Completion, Reward
 
 StepResult = tuple[Any, Any, bool, bool, dict[str, Any]]  # observation, reward, terminated, truncated, info
 

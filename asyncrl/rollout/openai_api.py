@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from asyncrl.groups.outcome import RolloutEnded, RolloutRejected
-from asyncrl.groups.trajectory import Response
+from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected
+from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, parse_chat_request
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, closed_error, message_of
 from asyncrl.rollout.tool_calls import held_back

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.groups.trajectory import Episode, Response
+from asyncrl.rewards.trajectory import Episode, Response
 from asyncrl.rollout.chat_template import Message, same_message
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt
-from asyncrl.groups.loading import load_object
-from asyncrl.groups.outcome import RolloutRejected
-from asyncrl.groups.reward import Reward
+from asyncrl.rewards.loading import load_object
+from asyncrl.rewards.outcome import RolloutRejected
+from asyncrl.rewards.reward import Reward
 from asyncrl.rollout.agent import Agent, SingleStepAgent
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.env import Env, RewardEnv, UnjudgedEnv

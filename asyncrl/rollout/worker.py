@@ -19,10 +19,10 @@ from typing import Any, Literal
 from asyncrl.config.schema import ConfigError, RolloutWorkerConfig, SamplingConfig
 from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.groups.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
-from asyncrl.groups.reward_function import shown
-from asyncrl.groups.trajectory import OnPiece, Response, SampleSummary, complete_sample
 from asyncrl.protocol.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
+from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
+from asyncrl.rewards.reward_function import shown
+from asyncrl.rewards.trajectory import OnPiece, Response, SampleSummary, complete_sample
 from asyncrl.rollout.agent import ActQueue, ObsQueue
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.client import PartialRolloutManager, Route

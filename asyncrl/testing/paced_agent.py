@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.groups.trajectory import Episode, build_sample
+from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
 

@@ -1,7 +1,7 @@
 """Reward of the code task: 1 if the program that the model wrote gives the right output for every hidden input, else 0.
 
-What the model wrote is run, so it is run in a sandbox: asyncrl/groups/sandbox.py. A program that tries what it may not, takes too
-much of anything, or does not end is simply wrong. A machine that has no isolation refuses the run; with
+What the model wrote is run, so it is run in a sandbox (asyncrl/rewards/sandbox/). A program that tries what it may not, takes
+too much of anything, or does not end is simply wrong. A machine that has no isolation refuses the run; with
 ASYNCRL_EXAMPLE_SANDBOX=limits in the environment programs run all the same.
 """
 
@@ -13,7 +13,7 @@ import os
 import re
 from typing import Any
 
-from asyncrl.groups.sandbox import Limits, Program, SandboxPool
+from asyncrl.rewards.sandbox.pool import Limits, Program, SandboxPool
 
 MAX_CHARS = 20_000  # of a completion; more is no program
 

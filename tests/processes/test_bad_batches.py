@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from asyncrl.rewards.loading import load_object
 from safetensors.torch import load_file, save_file
 from test_model_worker import TRAIN, on_one_worker, one_model, placed_mfcs, push_all, trajectory, weights_in
 
 from asyncrl.config.schema import CriticConfig, MFCConfig, ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.bad_batches import folder_of, list_bad_batches
 from asyncrl.data.trajectories import Trajectory, list_recording, read_trajectory
-from asyncrl.groups.loading import load_object
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.protocol.messages import CommitWeights, WriteWeights
 from asyncrl.testing.tiny import make_tiny_model

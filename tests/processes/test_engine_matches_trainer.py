@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from asyncrl.rewards.trajectory import Episode, SampleSummary, build_sample
 from torch import Tensor
 
 from asyncrl.config.schema import (
@@ -31,7 +32,6 @@ from asyncrl.config.schema import (
 )
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.groups.trajectory import Episode, SampleSummary, build_sample
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.protocol.messages import (

@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from asyncrl.rewards.outcome import RolloutReleased
+from asyncrl.rewards.trajectory import OnPiece, Response
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
-from asyncrl.groups.outcome import RolloutReleased
-from asyncrl.groups.trajectory import OnPiece, Response
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.openai_api import MAX_BODY_BYTES, ChatEndpoint

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from asyncrl.rewards.trajectory import OnPiece, Response
 from served_engine import V0, V1, NoOtherServer, Served, forward_logprobs, serve
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
-from asyncrl.groups.trajectory import OnPiece, Response
 from asyncrl.protocol.messages import GenerateReply, SamplingParams
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.client import PartialRolloutManager, Route

@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from asyncrl.rewards.trajectory import Response
 from test_manager_http import Setup, running
 
 from asyncrl.config.schema import GenerationConfig, GenerationServerConfig, SamplingConfig
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.groups.trajectory import Response
 from asyncrl.protocol.messages import HeartbeatReply, LoadsReply, ScaleWish, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.worker import StatusBoard

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from asyncrl.rewards.reward import Completion, Reward
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
-from asyncrl.groups.reward import Completion, Reward
-from asyncrl.groups.sandbox import IsolationMissing, Limits, Program, Result, SandboxError, SandboxPool
-from asyncrl.groups.syscalls import build_filter, call_name
+from asyncrl.rewards.sandbox.pool import IsolationMissing, Limits, Program, Result, SandboxError, SandboxPool
+from asyncrl.rewards.sandbox.syscalls import build_filter, call_name
 from asyncrl.runtime.worker import StatusBoard
 
 GONE_LIMIT_S = 60.0  # of processes that are to end
@@ -406,7 +406,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 def test_nothing_outlives_its_maker(tmp_path: Path) -> None:
     """Killed without a word, in the middle of a program, and with a sandbox made ahead."""
-    code = f"from asyncrl.groups.sandbox import *\nSandboxPool().run(Program({{'main.py': {SLEEPER!r}}}))"
+    code = f"from asyncrl.rewards.sandbox.pool import *\nSandboxPool().run(Program({{'main.py': {SLEEPER!r}}}))"
     with subprocess.Popen([sys.executable, "-c", code]) as maker:
         deadline = time.monotonic() + GONE_LIMIT_S
         while len(found := processes_below(maker.pid)) < 5:  # two times bwrap and what is in it, and the program
@@ -476,7 +476,7 @@ def test_without_bubblewrap_nothing_is_run_unless_told(
 
 
 def test_a_busy_pool_says_so(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.groups.sandbox.BUSY_LIMIT_S", 0.05)
+    monkeypatch.setattr("asyncrl.rewards.sandbox.pool.BUSY_LIMIT_S", 0.05)
     program = Program({"main.py": "print(1)"})
     with pool.open(program), pool.open(program), pytest.raises(SandboxError, match="all 2 sandboxes have been busy"):
         pool.run(program)

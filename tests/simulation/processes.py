@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
+from asyncrl.rewards.trajectory import Response
+
 from asyncrl.config.schema import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import UNLIMITED, ModelLimits
 from asyncrl.data.prompts import Prompt
@@ -23,8 +26,6 @@ from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.generation.engine import GenerationEngine
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
-from asyncrl.groups.trajectory import Response
 from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
 from asyncrl.protocol.messages import (
@@ -73,7 +74,7 @@ class SimSample:
 
 @dataclass(frozen=True)
 class SimSummary:
-    """As groups.trajectory.SampleSummary."""
+    """As rewards.trajectory.SampleSummary."""
 
     seqlens: list[int]
     response_lengths: list[int]

@@ -9,6 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from asyncrl.rewards.outcome import RolloutRejected
+from asyncrl.rewards.reward import Completion, Reward
+from asyncrl.rewards.trajectory import Response
 
 from asyncrl.config.schema import (
     NameResolveConfig,
@@ -20,9 +23,6 @@ from asyncrl.config.schema import (
 )
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.groups.outcome import RolloutRejected
-from asyncrl.groups.reward import Completion, Reward
-from asyncrl.groups.trajectory import Response
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.rollout.agent import ActQueue, Agent, MultiStepAgent, Observation, ObsQueue, SingleStepAgent
 from asyncrl.rollout.env import Env, FeedbackEnv, RewardEnv, StepResult

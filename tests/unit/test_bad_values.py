@@ -4,11 +4,11 @@ import logging
 
 import numpy as np
 import pytest
+from asyncrl.rewards.reward import Reward
+from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample
 
 from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.groups.reward import Reward
-from asyncrl.groups.trajectory import Episode, Response, build_sample, complete_sample
 from asyncrl.master.report import rejection_lines
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.worker import StatusBoard

@@ -7,8 +7,9 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+from asyncrl.rewards.outcome import REWARD_LOST, RolloutReleased
+
 from asyncrl.data.prompts import Prompt
-from asyncrl.groups.outcome import REWARD_LOST, RolloutReleased
 from asyncrl.model.group_maker import GroupMaker, _Group
 from asyncrl.protocol.messages import Locator
 

@@ -36,8 +36,8 @@ TORCHLESS = [
     "asyncrl.manager.worker",
     "asyncrl.master.worker",
     "asyncrl.master.sync",
-    "asyncrl.groups.reward",
-    "asyncrl.groups.trajectory",
+    "asyncrl.rewards.reward",
+    "asyncrl.rewards.trajectory",
     "asyncrl.generation.sglang",
     "asyncrl.generation.worker",  # it imports its engine when its arguments are checked
     "asyncrl.launch.cli",

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import pytest
+from asyncrl.rewards.outcome import REWARD_LOST
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
-from asyncrl.groups.outcome import REWARD_LOST
 from asyncrl.manager.ledger import _MAX_REQUESTS, Gate, Ledger, StaleAttemptError, UnreachedError
 from asyncrl.manager.prompts import PromptCursor
 from asyncrl.manager.routing import ServerTable

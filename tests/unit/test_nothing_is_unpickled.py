@@ -25,7 +25,7 @@ SOURCES = sorted(Path(asyncrl.__file__).parent.rglob("*.py"))
 # A judge's calls come from the worker that has forked it, through a socket pair that nobody else has: judge_main.py says so.
 # What a sandbox's first process reads (marshal) comes from its maker, and it runs a model's program: that is what the sandbox is
 # for. Its maker only writes marshal; what comes out of a sandbox is bytes.
-OWN_CHILDREN = {"groups/judges.py", "groups/judge_main.py", "groups/sandbox.py", "groups/sandbox_main.py"}
+OWN_CHILDREN = {"rewards/judges.py", "rewards/judge_main.py", "rewards/sandbox/pool.py", "rewards/sandbox/main.py"}
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 CALLS = {
     *("torch.load", "torch.save", "torch.jit.load", "np.load", "numpy.load", "eval", "exec", "compile", "__import__"),

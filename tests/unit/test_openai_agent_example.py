@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from asyncrl.rewards.loading import load_object
 
 from asyncrl.config.loading import load_experiment
-from asyncrl.groups.loading import load_object
 from asyncrl.launch.task_arguments import check_task_arguments
 
 FOLDER = Path(__file__).parents[2] / "examples" / "openai_agent"

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
+from asyncrl.rewards.trajectory import OnPiece, Response, build_sample
 
 from asyncrl.config.schema import SamplingConfig
-from asyncrl.groups.outcome import RolloutRejected, RolloutReleased
-from asyncrl.groups.trajectory import OnPiece, Response, build_sample
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules, parse_chat_request

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asyncrl.rewards.loading import load_object
+from asyncrl.rewards.reward import Completion
 
 from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import PromptSource, load_tokenizer
-from asyncrl.groups.loading import load_object
-from asyncrl.groups.reward import Completion
 from asyncrl.launch.cli import _parser, main
 from asyncrl.protocol.messages import Locator
 from asyncrl.rollout.chat_agent import ChatAgent
@@ -134,7 +134,7 @@ def test_its_agent_of_openais_client_is_one(folder: Path) -> None:
 
 def test_what_it_says_of_rewards_is_so() -> None:
     """The keywords it names are those there are."""
-    from asyncrl.groups import reward, reward_function
+    from asyncrl.rewards import reward, reward_function
 
     python = "".join(blocks("python"))
     judged = re.search(r"async def judged\((.*?)\)", python)

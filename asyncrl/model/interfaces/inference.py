@@ -11,8 +11,8 @@ import numpy.typing as npt
 from asyncrl.config.schema import ConfigError, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import MFCDef
-from asyncrl.groups.loading import load_object
 from asyncrl.model.interfaces.common import Engine, Interface, Stats, groups_here, temperature_of
+from asyncrl.rewards.loading import load_object
 
 
 class LogprobsInterface(Interface):

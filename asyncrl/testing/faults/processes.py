@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.groups import judges
 from asyncrl.launch.reaper import processes_with
 from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, holder
+from asyncrl.rewards import judges
 
 _ENGINE = "sglang.launch_server"
 _NURSERY = str(Path(judges.__file__).with_name("judge_main.py"))

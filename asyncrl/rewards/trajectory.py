@@ -160,7 +160,7 @@ def complete_sample(sample: SequenceSample, *, ticket_id: str, task_id: int, bir
     missing = [key for key in TRAJECTORY_KEYS if key not in sample.data and key not in _TICKET_KEYS]
     if missing:
         raise ValueError(
-            f"an agent's sample lacks the keys {missing}; build it with asyncrl.groups.trajectory.build_sample"
+            f"an agent's sample lacks the keys {missing}; build it with asyncrl.rewards.trajectory.build_sample"
         )
     unread = [key for key in sample.data if key in KEY_SPECS and key not in TRAJECTORY_KEYS]
     if unread:

@@ -93,8 +93,8 @@ def _be_nursery(control: socket.socket) -> NoReturn:
 
 def _load(spec: str, control: socket.socket) -> Any:
     """The user's function; where there is none the worker is told, and this process ends."""
-    from asyncrl.groups.loading import no_terminal
-    from asyncrl.groups.reward_function import RewardFunction
+    from asyncrl.rewards.loading import no_terminal
+    from asyncrl.rewards.reward_function import RewardFunction
 
     sys.breakpointhook = no_terminal
     try:
@@ -266,7 +266,7 @@ def _be_judge(connection: socket.socket, function: Any, memory_bytes: int) -> No
 
 def _judge(calls: bytes, function: Any, loop: Any) -> tuple[dict[str, Any], bool]:
     """The answer, and whether this process is fit for another call."""
-    from asyncrl.groups.reward_function import as_reward, shown
+    from asyncrl.rewards.reward_function import as_reward, shown
 
     start = time.perf_counter()
     try:

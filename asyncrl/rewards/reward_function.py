@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.groups.loading import config_error, load_object
+from asyncrl.rewards.loading import config_error, load_object
 
 OPTIONAL_ARGUMENTS = ("finished", "task", "row")
 _LARGEST = 3.4028234663852886e38  # rewards travel as float32, where more than this is infinite

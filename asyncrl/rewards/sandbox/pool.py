@@ -12,7 +12,7 @@ what it could work at that with, and tells. Time, memory, processes, files and o
 what it leaves running is killed and counted. Its environment is empty. Each program has a sandbox of its own, made before it is
 needed (a pool keeps `spare` of them) and used once, for any number of inputs.
 
-    reward function --socket: program, inputs-->  sandbox_main.py, first process in the sandbox  --fork, pipes-->  program
+    reward function --socket: program, inputs-->  main.py, first process in the sandbox  --fork, pipes-->  program
 
 Where that cannot be had (no bwrap, user namespaces forbidden) IsolationMissing says why, when the pool is made: a run does not
 start. isolation="limits" runs programs all the same, with the filter and the limits, as this user and with this user's files.
@@ -42,8 +42,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Literal
 
-from asyncrl.groups import sandbox_main
-from asyncrl.groups.syscalls import SECCOMP_NUMBERS, NoFilter, build_filter, call_name
+from asyncrl.rewards.sandbox import main
+from asyncrl.rewards.sandbox.syscalls import SECCOMP_NUMBERS, NoFilter, build_filter, call_name
 
 Outcome = Literal["ended", "cpu_time", "wall_time", "memory", "processes", "output", "forbidden", "killed"]
 
@@ -575,7 +575,7 @@ _code: CodeType | None = None
 def _stage_code() -> CodeType:
     global _code
     if _code is None:
-        path = Path(sandbox_main.__file__)
+        path = Path(main.__file__)
         _code = compile(path.read_bytes(), "<sandbox>", "exec", optimize=2)
     return _code
 

@@ -1,4 +1,4 @@
-"""Which system calls an untrusted program may not make, as a seccomp filter (pure). sandbox.py hands it to sandbox_main.py.
+"""Which system calls an untrusted program may not make, as a seccomp filter (pure). pool.py hands it to main.py.py.
 
 What is refused is what isolation rests on (mounts, namespaces, keys, tracing), what reaches the network, what holds memory that no
 limit counts (memfd, System V segments), what would change the limits or the priority of the process that watches, and everything

@@ -22,9 +22,9 @@ from typing import Any
 
 from asyncrl.config.schema import RolloutConfig
 from asyncrl.data.prompts import Prompt
-from asyncrl.groups.judges import Call, Calls, JudgeDied, Judges, JudgesLost
-from asyncrl.groups.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, RolloutReleased
-from asyncrl.groups.reward_function import RewardFunction, as_reward, shown
+from asyncrl.rewards.judges import Call, Calls, JudgeDied, Judges, JudgesLost
+from asyncrl.rewards.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, RolloutReleased
+from asyncrl.rewards.reward_function import RewardFunction, as_reward, shown
 from asyncrl.runtime.worker import StatusBoard
 
 _SLOW_CALL_S = 0.01  # functions slower than this judge the responses of a group side by side
