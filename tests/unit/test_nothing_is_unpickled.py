@@ -63,7 +63,7 @@ def test_no_source_unpickles_or_evaluates():
 
 def test_the_maker_of_a_sandbox_reads_no_objects_out_of_it():
     """The text of its first stage does, inside: that is a string here."""
-    tree = ast.parse((Path(asyncrl.__file__).parent / "groups" / "sandbox.py").read_text(encoding="utf-8"))
+    tree = ast.parse((Path(asyncrl.__file__).parent / "rewards" / "sandbox" / "pool.py").read_text(encoding="utf-8"))
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert "marshal.dumps" in called
     assert not {"marshal.load", "marshal.loads", "eval", "exec"} & called
