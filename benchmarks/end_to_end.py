@@ -67,7 +67,7 @@ class EndToEnd:
 
     def prepare(self) -> None:
         """The example's model and data, where they are missing."""
-        command = [sys.executable, "-m", "asyncrl.launch.cli", "prepare", self._args.config]
+        command = [sys.executable, "-m", "asyncrl.cli.main", "prepare", self._args.config]
         subprocess.run(command, check=True, timeout=_PREPARE_LIMIT_S, stdout=sys.stderr)
 
     def run(self, eta: int) -> dict[str, float]:

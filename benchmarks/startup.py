@@ -61,7 +61,7 @@ def measure(args: argparse.Namespace, *, fork_server: bool) -> Numbers:
             f"runtime.fork_server={fork_server}",
         ]
         run_dir = run_directory(load_experiment(args.config, overrides))
-        command = [sys.executable, "-m", "asyncrl.launch.cli", "run", str(args.config), *overrides]
+        command = [sys.executable, "-m", "asyncrl.cli.main", "run", str(args.config), *overrides]
         began, cpu_before = time.time(), os.times()
         with open(Path(folder) / "output", "w+b") as output:
             launcher = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -130,7 +130,7 @@ def _last(said: list[tuple[str, str, float]], pattern: str) -> float:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "prepare", str(args.config), *args.overrides]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "prepare", str(args.config), *args.overrides]
     output = subprocess.DEVNULL if args.json_only else sys.stderr
     if subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, check=False).returncode:
         raise SystemExit(f"`{' '.join(command)}` failed")

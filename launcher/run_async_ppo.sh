@@ -20,5 +20,5 @@ else
     cd "$ASYNCRL_ROOT"
 fi
 [ -e "$config" ] || cd "$ASYNCRL_ROOT"
-python -m asyncrl.launch.cli prepare "$config" "$@"
-exec python -m asyncrl.launch.cli run "$config" "$@"
+python -m asyncrl.cli.main prepare "$config" "$@"
+exec python -m asyncrl.cli.main run "$config" "$@"

@@ -32,6 +32,6 @@ start=$SECONDS
 python -m pytest -q tests/unit "$@"
 echo "== unit tests: $((SECONDS - start)) s"
 start=$SECONDS
-python -m asyncrl.launch.cli prepare configs/quickstart_cpu.yaml
-python -m asyncrl.launch.cli run configs/quickstart_cpu.yaml train.max_steps=3 "fileroot=$folder/runs"
+python -m asyncrl.cli.main prepare configs/quickstart_cpu.yaml
+python -m asyncrl.cli.main run configs/quickstart_cpu.yaml train.max_steps=3 "fileroot=$folder/runs"
 echo "== three steps of the quickstart: $((SECONDS - start)) s"

@@ -117,5 +117,5 @@ class LeftOut:
 def debug_command(spec: ProcessSpec, config_path: Path) -> str:
     """What to type to start a process by hand as the launcher would: same folder, same environment, same Python."""
     env = [f"{key}={shlex.quote(value)}" for key, value in sorted(spec.env.items())]
-    program = [sys.executable, "-m", "asyncrl.launch.cli", "debug", str(config_path), "--pdb"]
+    program = [sys.executable, "-m", "asyncrl.cli.main", "debug", str(config_path), "--pdb"]
     return f"cd {shlex.quote(os.getcwd())} && env {' '.join(env)} {shlex.join(program)}"

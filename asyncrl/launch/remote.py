@@ -386,7 +386,7 @@ class RemoteCrew:
         attempt = self._record.attempt
         config = configs_dir(self._run_dir, attempt) / f"agent_{self._own_host}.yaml"
         save_config(self._config, config)  # as the launcher has it: with the way to name resolve
-        command = [sys.executable, "-m", "asyncrl.launch.cli", "agent", str(config), "--host", self._own_host]
+        command = [sys.executable, "-m", "asyncrl.cli.main", "agent", str(config), "--host", self._own_host]
         command += ["--address", self._config.runtime.host]
         log = logs_dir(self._run_dir, attempt) / f"agent_{self._own_host}.log"
         with log.open("ab") as output:

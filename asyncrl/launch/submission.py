@@ -40,7 +40,7 @@ def is_to_submit(config: ExperimentConfig) -> bool:
 def job_script(config: ExperimentConfig) -> str:
     """What would be submitted."""
     run_dir = run_directory(config)
-    program = "asyncrl-launch" if shutil.which("asyncrl-launch") else f"{sys.executable} -m asyncrl.launch.cli"
+    program = "asyncrl-launch" if shutil.which("asyncrl-launch") else f"{sys.executable} -m asyncrl.cli.main"
     words = [str(slurm_dir(run_dir) / EXPERIMENT_FILE)]
     output = str(slurm_dir(run_dir) / "job-%j.out")
     return render(config, words, folder=shlex.quote(str(Path.cwd())), program=program, output=output)

@@ -219,7 +219,7 @@ class ChaosRun:
         """The launcher is gone: all else goes with it, and `resume` goes on."""
         self.handle.wait(LAUNCHER_LIMIT_S + 10.0)
         assert_nothing_left(self.run_dir, within_s=max(0.0, struck + LAUNCHER_LIMIT_S - time.time()))
-        command = [sys.executable, "-m", "asyncrl.launch.cli", "resume", str(self.run_dir)]
+        command = [sys.executable, "-m", "asyncrl.cli.main", "resume", str(self.run_dir)]
         self._handles.append(RunHandle(command, self.run_dir, self._env))
 
 

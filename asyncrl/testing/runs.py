@@ -144,7 +144,7 @@ def launch(
 ) -> RunHandle:
     """`asyncrl-launch run CONFIG key=value ...` in a process of its own; env is added to this process's. cwd: its current folder;
     config_path and fileroot must then be absolute."""
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "run", str(config_path), *overrides]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "run", str(config_path), *overrides]
     return RunHandle(command, run_directory(load_experiment(config_path, overrides)), env, cwd)
 
 

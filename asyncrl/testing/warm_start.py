@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import numpy as np
 
-from asyncrl.launch.pace import StepProgress
+from asyncrl.cli.eta import StepProgress
 
 if TYPE_CHECKING:
     import torch

@@ -101,7 +101,7 @@ def train(task: Path, run_dir: Path, *overrides: str) -> None:
 
 
 def launch(command: str, *arguments: str, folder: Path, log: Path | None = None) -> None:
-    words = [sys.executable, "-m", "asyncrl.launch.cli", command, *arguments]
+    words = [sys.executable, "-m", "asyncrl.cli.main", command, *arguments]
     with contextlib.ExitStack() as stack:
         output = None
         if log is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch import cli
+from asyncrl.cli import main as cli
 from asyncrl.testing.chaos import Cell, ChaosRun, make_chaos_run
 from asyncrl.testing.runs import assert_nothing_left, journal
 from asyncrl.weights.checkpoints import list_checkpoints
@@ -107,7 +107,7 @@ def test_the_nursery_of_a_reward_killed_frozen_and_stopped(config: Path, tmp_pat
 
 def test_the_command(config: Path, tmp_path: Path) -> None:
     config.with_name("pace").touch()  # rewards take their time: the run is not over before it is struck
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "chaos", str(config), "--json", "--seed", "3"]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "chaos", str(config), "--json", "--seed", "3"]
     command += ["--every", "1-2", "--for", "5", "--targets", "rollout_worker", "--kinds", "kill"]
     done = subprocess.run(
         [*command, f"fileroot={tmp_path}", "train.max_steps=30"],

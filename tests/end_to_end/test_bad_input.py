@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch import cli
+from asyncrl.cli import main as cli
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run
@@ -214,7 +214,7 @@ def test_a_disk_that_fills_up_under_checkpoints(config: Path, tmp_path: Path, mo
 
     (disk / "somebody_elses").unlink()
     num_steps = there[-1][1] + 20
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "resume", str(run_dir), f"train.max_steps={num_steps}"]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "resume", str(run_dir), f"train.max_steps={num_steps}"]
     with RunHandle(command, run_dir) as run:
         assert run.wait(LIMIT_S) == 0, run.output()
         assert_nothing_left(run_dir)

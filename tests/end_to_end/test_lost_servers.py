@@ -17,7 +17,7 @@ import psutil
 import pytest
 from whole_runs import assert_each_prompt_trained_once, assert_nobody_left_behind, entry, trained_events
 
-from asyncrl.launch import cli
+from asyncrl.cli import main as cli
 from asyncrl.protocol.messages import WeightVersion, WorkerStatus
 from asyncrl.testing.faults import die_in_update, has_struck, largest_logprob_error, moved_tickets
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, journal, launch, make_tiny_run, train_steps

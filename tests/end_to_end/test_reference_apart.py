@@ -181,7 +181,7 @@ def test_a_moving_reference_has_the_same_weights_in_the_gang_and_apart_and_after
     run.close()
     allow(folder, 12)
     assert not (run.run_dir / "summary.json").exists(), "the run was over before it was killed"
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "resume", str(run.run_dir)]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "resume", str(run.run_dir)]
     with RunHandle(command, run.run_dir) as again:
         assert again.wait(LIMIT_S) == 0, again.output()
     expected, weights = final_weights(together.run_dir), final_weights(run.run_dir)

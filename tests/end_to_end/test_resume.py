@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 from whole_runs import Gate
 
-from asyncrl.launch import cli
-from asyncrl.launch.curves import read_runs
+from asyncrl.cli import main as cli
+from asyncrl.cli.curves import read_runs
 from asyncrl.testing.runs import (
     RunHandle,
     assert_nothing_left,
@@ -72,7 +72,7 @@ class Runs:
 
 
 def resumed(run_dir: Path, *overrides: str) -> contextlib.AbstractContextManager[RunHandle]:
-    return RunHandle([sys.executable, "-m", "asyncrl.launch.cli", "resume", str(run_dir), *overrides], run_dir)
+    return RunHandle([sys.executable, "-m", "asyncrl.cli.main", "resume", str(run_dir), *overrides], run_dir)
 
 
 def kill_everything(run: RunHandle) -> None:

@@ -144,7 +144,7 @@ def test_recording_beside_training_holds_what_the_mfcs_made(rolled_out, trained)
 
 
 def inspect(*arguments) -> str:
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "inspect", *map(str, arguments)]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "inspect", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from whole_runs import Gate
 
-from asyncrl.launch import cli
+from asyncrl.cli import main as cli
 from asyncrl.testing.runs import (
     RunHandle,
     assert_nothing_left,

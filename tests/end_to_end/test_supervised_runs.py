@@ -14,7 +14,7 @@ import psutil
 import pytest
 from whole_runs import Gate
 
-from asyncrl.launch import cli
+from asyncrl.cli import main as cli
 from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import read_record
 from asyncrl.testing.runs import RunHandle, assert_nothing_left, launch, make_tiny_run, train_steps

@@ -58,7 +58,7 @@ def test_a_task_of_the_wheel_trains(wheel: Path, tmp_path: Path) -> None:
     """The packages that asyncrl needs are those of the tests' environment."""
     installed = tmp_path / "installed"
     call(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", installed, wheel, cwd=tmp_path)
-    launcher = (sys.executable, "-m", "asyncrl.launch.cli")
+    launcher = (sys.executable, "-m", "asyncrl.cli.main")
 
     def launch(*words: str, cwd: Path) -> str:
         return call(*launcher, *words, cwd=cwd, PYTHONPATH=str(installed))

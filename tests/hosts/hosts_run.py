@@ -18,7 +18,7 @@ HEADING = "## On several machines"
 
 
 def launch(host, *words, limit_s=60):
-    return host.run([sys.executable, "-m", "asyncrl.launch.cli", *map(str, words)], limit_s=limit_s)
+    return host.run([sys.executable, "-m", "asyncrl.cli.main", *map(str, words)], limit_s=limit_s)
 
 
 def status_of(run, host):
@@ -39,7 +39,7 @@ class HostsRun:
     def of(cls, hosts: Hosts, config: Path, *overrides: str) -> HostsRun:
         words = [str(config), "cluster=hosts", f"hosts=[{','.join(hosts.addresses)}]", *overrides]
         run_dir = run_directory(load_experiment(words[0], words[1:]))
-        return cls(hosts, run_dir, lambda command: [sys.executable, "-m", "asyncrl.launch.cli", command, *words])
+        return cls(hosts, run_dir, lambda command: [sys.executable, "-m", "asyncrl.cli.main", command, *words])
 
     @classmethod
     def of_the_readme(cls, hosts: Hosts, folder: Path) -> HostsRun:

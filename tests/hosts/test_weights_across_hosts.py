@@ -47,6 +47,6 @@ def test_weights_reach_hosts_without_the_runs_weights(hosts, run_on_hosts, tmp_p
     for host in hosts[1:]:  # nothing was written where the run's folder seems to be
         assert host.run(["ls", str(weights)]).stdout == ""
     assert [path for path in (tmp_path / "memory").glob("*/*")] == []  # it went with the servers
-    told = hosts[0].run([sys.executable, "-m", "asyncrl.launch.cli", "audit", str(run.run_dir), "--json"])
+    told = hosts[0].run([sys.executable, "-m", "asyncrl.cli.main", "audit", str(run.run_dir), "--json"])
     assert json.loads(told.stdout)["problems"] == []
     assert_nothing_left(run.run_dir)

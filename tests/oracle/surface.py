@@ -30,8 +30,8 @@ def read_base() -> Entries:
 
 
 def read_checkout() -> Entries:
+    from asyncrl.cli.main import _parser
     from asyncrl.config.schema import ExperimentConfig
-    from asyncrl.launch.cli import _parser
 
     return _commands(_parser()) | _fields(ExperimentConfig(), "") | _claims(HERE.parents[1] / "README.md")
 

@@ -57,7 +57,8 @@ def train(tree: Path, run: str, folder: Path) -> Weights:
     }
     if run == "sync":
         del overrides["replay.path"]
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "run", str(HERE / "runs" / f"{run}.yaml")]
+    program = "asyncrl.cli.main" if (tree / "asyncrl" / "cli").is_dir() else "asyncrl.launch.cli"  # of the base commit
+    command = [sys.executable, "-m", program, "run", str(HERE / "runs" / f"{run}.yaml")]
     output = _output([*command, *(f"{field}={value}" for field, value in overrides.items())], folder, env)
     found = {
         f"{file.parent.name}/{name}": tensor

@@ -62,7 +62,7 @@ class Bench:
         self.agent = self.start_agent()
 
     def start_agent(self, *overrides, **env):
-        command = [sys.executable, "-m", "asyncrl.launch.cli", "agent", str(self.file), *overrides]
+        command = [sys.executable, "-m", "asyncrl.cli.main", "agent", str(self.file), *overrides]
         return subprocess.Popen(
             command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **env}
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from asyncrl.rewards.loading import load_object
 from safetensors.torch import load_file, save_file
 from test_model_worker import TRAIN, on_one_worker, one_model, placed_mfcs, push_all, trajectory, weights_in
 
@@ -17,6 +16,7 @@ from asyncrl.data.bad_batches import folder_of, list_bad_batches
 from asyncrl.data.trajectories import Trajectory, list_recording, read_trajectory
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.protocol.messages import CommitWeights, WriteWeights
+from asyncrl.rewards.loading import load_object
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
 

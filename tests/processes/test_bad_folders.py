@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from name_sessions import LIMIT_S, patient
 
+from asyncrl.cli.commands.common import goes_on
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, NetworkConfig
-from asyncrl.launch.commands.common import goes_on
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import (
     RUN_FORMAT,

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from asyncrl.rewards.outcome import RolloutRejected
 from rollout_fakes import LIMIT_S
 from test_rollout_worker import Stage
 
 from asyncrl.config.schema import RolloutConfig, TaskConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import FinishReason, GenerateReply, ScheduleReply, StoreVerdict
+from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue, SingleStepAgent
 from asyncrl.rollout.env import Env, RewardEnv
 

@@ -14,14 +14,14 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import web
-from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased
-from asyncrl.rewards.trajectory import OnPiece, Response, SampleSummary
 from test_openai_api import BOARD, EOS, LIMIT_S, LOGGER, TOKENIZER, VERSION
 from test_rollout_worker import Stage
 
 from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, TaskConfig
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
+from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased
+from asyncrl.rewards.trajectory import OnPiece, Response, SampleSummary
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.env import Env, StepResult, UnjudgedEnv
 from asyncrl.rollout.openai_api import ChatEndpoint

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl.cli.commands import debug as debug_command
 from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import NameResolveConfig
-from asyncrl.launch.commands import debug as debug_command
 from asyncrl.launch.program import plan, save_config, with_name_resolve
 from asyncrl.launch.rundir import RunLock
 from asyncrl.runtime.names.etcd.server import EtcdServer
@@ -32,7 +32,7 @@ def resolved(tiny, folder, name, endpoints=(), **changes):
 
 
 def debug(*arguments, typed="") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "debug", *map(str, arguments)]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "debug", *map(str, arguments)]
     return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
@@ -58,7 +58,7 @@ def test_a_process_left_for_debugging_stops_when_its_run_ends(tiny, tmp_path):
         (spec,) = (spec for spec in plan(config, attempt=1, num_prompts=20) if spec.name == "rollout_worker/0")
         path = tmp_path / "rollout_worker_0.yaml"
         save_config(replace(spec.config, worker=replace(spec.config.worker, run_dir=str(run_dir))), path)
-        command = [sys.executable, "-m", "asyncrl.launch.cli", "debug", str(path)]
+        command = [sys.executable, "-m", "asyncrl.cli.main", "debug", str(path)]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stderr is not None

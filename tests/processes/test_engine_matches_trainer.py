@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from asyncrl.rewards.trajectory import Episode, SampleSummary, build_sample
 from torch import Tensor
 
 from asyncrl.config.schema import (
@@ -44,6 +43,7 @@ from asyncrl.protocol.messages import (
     WeightVersion,
 )
 from asyncrl.protocol.names import Names
+from asyncrl.rewards.trajectory import Episode, SampleSummary, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from asyncrl.launch import cli
+from asyncrl.cli import main as cli
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run
 
 LIMIT_S = 100.0  # of a wait, on a busy machine

@@ -13,9 +13,9 @@ import msgspec
 import psutil
 import pytest
 
+from asyncrl.cli import main as cli
 from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import AUTO, NameResolveConfig
-from asyncrl.launch import cli
 from asyncrl.launch.children import tail_of
 from asyncrl.launch.program import load_process_config, plan, save_config
 from asyncrl.launch.rundir import RunLock, RunRecord, read_record, write_record
@@ -123,7 +123,7 @@ def test_a_run_is_seen_from_outside_and_stopped(start, config, tmp_path, capsys)
         assert resolved.worker.name == worker
         assert resolved.worker.name_resolve.endpoints == read_record(run.run_dir).endpoints
 
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "logs", str(run.run_dir), "-f", "--json"]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "logs", str(run.run_dir), "-f", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
         try:
             assert json.loads(following.stdout.readline())["event"] == "log"
@@ -366,7 +366,7 @@ def test_a_folder_that_cannot_be_written(config, tmp_path, capsys):
 
 def test_a_run_for_machines(config, tmp_path):
     """Every line of stdout is one JSON object, and from them alone one sees how the run went."""
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "run", str(config), f"fileroot={tmp_path}", "--json"]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "run", str(config), f"fileroot={tmp_path}", "--json"]
     command.append("train.max_steps=20")  # long enough to be seen running: states are told twice a second
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
     events = [json.loads(line) for line in done.stdout.splitlines()]
@@ -394,7 +394,7 @@ def test_a_run_in_the_users_etcd_with_nobody_reading_its_output(config, tmp_path
         "        time.sleep(0.01)\n"
         "    return float(len(set(completion)))\n"
     )
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "run", str(config), f"fileroot={tmp_path}", endpoints]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "run", str(config), f"fileroot={tmp_path}", endpoints]
     command += ["train.max_steps=5", f"rollout.tasks.default.reward={patient}:reward", "rollout.reward_timeout_s=1000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         run_dir = tmp_path / "tiny" / "t0"

@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+
 from asyncrl.rewards.judges import Judges
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to subreapers")

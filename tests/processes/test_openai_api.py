@@ -11,11 +11,11 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from asyncrl.rewards.outcome import RolloutReleased
-from asyncrl.rewards.trajectory import OnPiece, Response
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.protocol.messages import WeightVersion
+from asyncrl.rewards.outcome import RolloutReleased
+from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.openai_api import MAX_BODY_BYTES, ChatEndpoint
 from asyncrl.rollout.openai_session import Session, SessionLimits

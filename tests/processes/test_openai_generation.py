@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from asyncrl.rewards.trajectory import OnPiece, Response
 from served_engine import V0, V1, NoOtherServer, Served, forward_logprobs, serve
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
 from asyncrl.protocol.messages import GenerateReply, SamplingParams
+from asyncrl.rewards.trajectory import OnPiece, Response
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.rollout.env import UnjudgedEnv

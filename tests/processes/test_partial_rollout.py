@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from rollout_fakes import LIMIT_S, FakeGenerationServer, continuation, logprob_of
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, WeightVersion
+from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rollout import client as client_module
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.worker import StatusBoard

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from asyncrl.rewards.trajectory import Episode, build_sample
 from served_engine import V1, NoOtherServer, forward_logprobs, serve
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.generation.transformers import TransformersEngine
+from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.worker import StatusBoard
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from asyncrl.rewards.trajectory import Response
 from test_manager_http import Setup, running
 
 from asyncrl.config.schema import GenerationConfig, GenerationServerConfig, SamplingConfig
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.protocol.messages import HeartbeatReply, LoadsReply, ScaleWish, ScheduleReply, Ticket, WeightVersion
+from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_tiny_model

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from asyncrl.rewards.reward import Completion, Reward
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
+from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.rewards.sandbox.pool import IsolationMissing, Limits, Program, Result, SandboxError, SandboxPool
 from asyncrl.rewards.sandbox.syscalls import build_filter, call_name
 from asyncrl.runtime.worker import StatusBoard

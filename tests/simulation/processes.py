@@ -15,9 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
-from asyncrl.rewards.trajectory import Response
-
 from asyncrl.config.schema import GenerationServerConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import UNLIMITED, ModelLimits
 from asyncrl.data.prompts import Prompt
@@ -43,6 +40,8 @@ from asyncrl.protocol.messages import (
     WriteWeights,
     WrittenFile,
 )
+from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
+from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
-
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import Entry, TrajectoryStore, recording_dir
 from asyncrl.protocol.messages import Locator, TrajectoryMeta, WeightVersion
+from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 
 
 def make_group(

@@ -9,9 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from asyncrl.rewards.outcome import RolloutRejected
-from asyncrl.rewards.reward import Completion, Reward
-from asyncrl.rewards.trajectory import Response
 
 from asyncrl.config.schema import (
     NameResolveConfig,
@@ -24,6 +21,9 @@ from asyncrl.config.schema import (
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import WeightVersion
+from asyncrl.rewards.outcome import RolloutRejected
+from asyncrl.rewards.reward import Completion, Reward
+from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.agent import ActQueue, Agent, MultiStepAgent, Observation, ObsQueue, SingleStepAgent
 from asyncrl.rollout.env import Env, FeedbackEnv, RewardEnv, StepResult
 from asyncrl.rollout.tasks import TRAIN, TaskTable

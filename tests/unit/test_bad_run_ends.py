@@ -12,6 +12,7 @@ from unittest.mock import ANY
 import msgspec
 import pytest
 
+from asyncrl.cli.progress import make_console, print_summary
 from asyncrl.config.schema import (
     EvalConfig,
     MasterWorkerConfig,
@@ -24,7 +25,6 @@ from asyncrl.config.schema import (
     WorkerInfo,
 )
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.launch.progress import make_console, print_summary
 from asyncrl.master import worker as master_worker
 from asyncrl.master.worker import MasterWorker, RejectedShareError
 from asyncrl.protocol.messages import (

@@ -4,13 +4,13 @@ import logging
 
 import numpy as np
 import pytest
-from asyncrl.rewards.reward import Reward
-from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample
 
 from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.master.report import rejection_lines
 from asyncrl.protocol.messages import WeightVersion
+from asyncrl.rewards.reward import Reward
+from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample
 from asyncrl.runtime.worker import StatusBoard
 
 V1 = WeightVersion(1, 1).pack()

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 
 import asyncrl
+from asyncrl.cli import main as cli
+from asyncrl.cli.commands import check as check_command
+from asyncrl.cli.commands import run as run_command
+from asyncrl.cli.commands.status import training_of
+from asyncrl.cli.doctor import Finding
+from asyncrl.cli.json_view import JsonView
 from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError
-from asyncrl.launch import cli
-from asyncrl.launch.commands import check as check_command
-from asyncrl.launch.commands import run as run_command
-from asyncrl.launch.commands.status import training_of
-from asyncrl.launch.doctor import Finding
-from asyncrl.launch.json_view import JsonView
 from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt, next_attempt, write_record
 from asyncrl.protocol.messages import WorkerStatus
@@ -491,7 +491,7 @@ def test_following_ends_with_the_run(logged, call, monkeypatch):
             file.write(LINE.format(9, "INFO", "master/0", "last words"))
         lock.release()
 
-    monkeypatch.setattr("asyncrl.launch.logs.time.sleep", pause)
+    monkeypatch.setattr("asyncrl.cli.logs.time.sleep", pause)
     code, out, _ = call("logs", logged, "-f", "master", "--json")
     assert code == 0
     assert [json.loads(line).get("text") for line in out.splitlines()][:3] == [
@@ -536,7 +536,7 @@ def test_a_reader_that_ends_early_gets_no_traceback(logged, options):
     """`asyncrl-launch logs RUN | head`: the pipe's other end is closed before anything is written."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "asyncrl.launch.cli", "logs", str(logged), *options]
+    command = [sys.executable, "-m", "asyncrl.cli.main", "logs", str(logged), *options]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
@@ -546,7 +546,7 @@ def test_a_reader_that_ends_early_gets_no_traceback(logged, options):
 
 
 def test_the_version_needs_no_torch():
-    code = "import sys; from asyncrl.launch import cli\ntry: cli.main(['--version'])\nfinally: assert 'torch' not in sys.modules"
+    code = "import sys; from asyncrl.cli import main as cli\ntry: cli.main(['--version'])\nfinally: assert 'torch' not in sys.modules"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     torch = importlib.metadata.version("torch")
     assert out == f"asyncrl {asyncrl.__version__}, Python {platform.python_version()}, torch {torch}\n"

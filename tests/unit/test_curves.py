@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.launch.curves import as_json, distinct_names, picture, read_records, read_runs, smoothed
+from asyncrl.cli.curves import as_json, distinct_names, picture, read_records, read_runs, smoothed
 
 
 def step(number, **fields):

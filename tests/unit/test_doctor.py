@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 from packaging.requirements import Requirement
 
+from asyncrl.cli import doctor
+from asyncrl.cli.doctor import Gpu, ModelSize, Need
 from asyncrl.config.schema import ExperimentConfig, ManagerConfig, NameResolveConfig, PPOConfig, TrainConfig
 from asyncrl.generation.sglang_environment import SGLangEnvironment
-from asyncrl.launch import doctor
-from asyncrl.launch.doctor import Gpu, ModelSize, Need
 from asyncrl.launch.program import plan
 from asyncrl.launch.rundir import RunLock
 

@@ -7,11 +7,10 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
-from asyncrl.rewards.outcome import REWARD_LOST, RolloutReleased
-
 from asyncrl.data.prompts import Prompt
 from asyncrl.model.group_maker import GroupMaker, _Group
 from asyncrl.protocol.messages import Locator
+from asyncrl.rewards.outcome import REWARD_LOST, RolloutReleased
 
 PROMPT = Prompt(prompt_id="e0-p0", text="2+2=", input_ids=[1], answer="4", task="sum", row={}, too_long=False)
 

@@ -17,8 +17,8 @@ import pytest
 from huggingface_hub import HfApi, constants
 from safetensors.numpy import save
 
+from asyncrl.cli.hub import is_hub_name, with_local_models
 from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.launch.hub import is_hub_name, with_local_models
 
 NAME, COMMIT, OLDER = "Somebody/Tiny-1.5B", "0123456789abcdef0123456789abcdef01234567", "76543210" * 5
 FILES = {
@@ -205,7 +205,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 ASK = """
 import json, sys
 from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.launch.hub import with_local_models
+from asyncrl.cli.hub import with_local_models
 answers, said = {}, []
 for name in sys.argv[1:]:
     try:

@@ -40,7 +40,7 @@ TORCHLESS = [
     "asyncrl.rewards.trajectory",
     "asyncrl.generation.sglang",
     "asyncrl.generation.worker",  # it imports its engine when its arguments are checked
-    "asyncrl.launch.cli",
+    "asyncrl.cli.main",
     "asyncrl.launch.worker_main",
     "asyncrl.testing.chaos",
     "asyncrl.testing.faults",

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from recordings import make_group, make_store, record_batches
 from rich.console import Console
 
+from asyncrl.cli.commands.inspect import _print_view
+from asyncrl.cli.inspection import make_view, visible
+from asyncrl.cli.main import main
 from asyncrl.config.loading import load_experiment
 from asyncrl.data.trajectories import Entry, list_recording, recording_dir
-from asyncrl.launch.cli import main
-from asyncrl.launch.commands.inspect import _print_view
-from asyncrl.launch.inspection import make_view, visible
 from asyncrl.launch.program import plan, save_config
 from asyncrl.launch.rundir import configs_dir
 from asyncrl.testing.runs import make_tiny_run

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-from asyncrl.rewards.outcome import REWARD_LOST
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.manager.ledger import _MAX_REQUESTS, Gate, Ledger, StaleAttemptError, UnreachedError
@@ -28,6 +27,7 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.protocol.names import incarnation, is_earlier
 from asyncrl.protocol.tickets import TicketId
+from asyncrl.rewards.outcome import REWARD_LOST
 from asyncrl.runtime.worker import Worker
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.launch import cli
+from asyncrl.cli import main as cli
 from asyncrl.weights.lineage import Audit, attempts_of, audit_of, lineage_of, lineages_of
 
 Event = dict[str, Any]

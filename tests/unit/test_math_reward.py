@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from asyncrl.rewards.reward import Completion, Reward
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
+from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.runtime.worker import StatusBoard
 
 ROOT = Path(__file__).parents[2]

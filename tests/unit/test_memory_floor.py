@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl.cli import doctor
+from asyncrl.cli.doctor import Gpu
 from asyncrl.config.schema import (
     ExperimentConfig,
     GenerationConfig,
@@ -14,8 +16,6 @@ from asyncrl.config.schema import (
     TrainConfig,
     resolve_auto,
 )
-from asyncrl.launch import doctor
-from asyncrl.launch.doctor import Gpu
 from asyncrl.launch.memory_floor import ModelSize, sizes_of, too_little_memory
 from asyncrl.launch.program import plan
 

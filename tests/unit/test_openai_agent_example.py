@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from asyncrl.rewards.loading import load_object
 
 from asyncrl.config.loading import load_experiment
 from asyncrl.launch.task_arguments import check_task_arguments
+from asyncrl.rewards.loading import load_object
 
 FOLDER = Path(__file__).parents[2] / "examples" / "openai_agent"
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
-from asyncrl.rewards.trajectory import OnPiece, Response, build_sample
 
 from asyncrl.config.schema import SamplingConfig
 from asyncrl.protocol.messages import WeightVersion
+from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
+from asyncrl.rewards.trajectory import OnPiece, Response, build_sample
 from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.openai_request import ChatRequest, RequestError, RequestRules, parse_chat_request
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, SessionLimits, message_of

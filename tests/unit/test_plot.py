@@ -7,10 +7,11 @@ import sys
 import pytest
 from test_curves import evaluation, step, write_run
 
+from asyncrl.cli import main as cli
+from asyncrl.cli import plotting
+from asyncrl.cli.curves import picture, read_runs
+from asyncrl.cli.plotting import write_picture
 from asyncrl.config.schema import ConfigError
-from asyncrl.launch import cli, plotting
-from asyncrl.launch.curves import picture, read_runs
-from asyncrl.launch.plotting import write_picture
 
 pytest.importorskip("matplotlib", reason="it is an extra")
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.launch.progress import (
+from asyncrl.cli.progress import (
     LongWaits,
     RunConsole,
     RunView,

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncrl.rewards.loading import load_object
-from asyncrl.rewards.reward import Completion
 
+from asyncrl.cli.main import _parser, main
 from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import PromptSource, load_tokenizer
-from asyncrl.launch.cli import _parser, main
 from asyncrl.protocol.messages import Locator
+from asyncrl.rewards.loading import load_object
+from asyncrl.rewards.reward import Completion
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.tasks import TRAIN, TaskTable
 from asyncrl.runtime.worker import StatusBoard

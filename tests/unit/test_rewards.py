@@ -15,14 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
-from asyncrl.rewards.loading import load_object
-from asyncrl.rewards.outcome import REWARD_LOST, RolloutRejected, RolloutReleased
-from asyncrl.rewards.reward import Completion, Reward
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
 from asyncrl.rewards import judges
 from asyncrl.rewards import reward as reward_module
+from asyncrl.rewards.loading import load_object
+from asyncrl.rewards.outcome import REWARD_LOST, RolloutRejected, RolloutReleased
+from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.runtime.worker import StatusBoard
 
 LIMIT_S = 60.0

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from asyncrl.cli.commands.scale import crowding
 from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch import scaling as scaling_module
 from asyncrl.launch.children import Child
-from asyncrl.launch.commands.scale import crowding
 from asyncrl.launch.program import ProcessSpec, can_scale, plan, server_spec
 from asyncrl.launch.scaling import Scaling
 from asyncrl.protocol.messages import ScaleWish, WorkerStatus

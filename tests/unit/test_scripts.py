@@ -75,8 +75,8 @@ def test_the_first_time_it_installs_and_the_second_time_it_does_not(call, clone)
     assert any("pip install" in line and "torch==" in line for line in first)
     assert any(f"-e {clone}" in line and "-c /" in line for line in first)  # with the locked versions
     assert call("run_async_ppo.sh") == [
-        f"{clone}: -m asyncrl.launch.cli prepare configs/quickstart_cpu.yaml",
-        f"{clone}: -m asyncrl.launch.cli run configs/quickstart_cpu.yaml",
+        f"{clone}: -m asyncrl.cli.main prepare configs/quickstart_cpu.yaml",
+        f"{clone}: -m asyncrl.cli.main run configs/quickstart_cpu.yaml",
     ]
 
 
@@ -188,14 +188,14 @@ def test_a_machine_without_gpus_has_the_locked_torch(call):
 
 def test_overrides_without_a_config_go_to_the_quickstart(call, clone, tmp_path):
     assert call("run_async_ppo.sh", "trial=a b", "seed=2", cwd=tmp_path)[-1] == (
-        f"{clone}: -m asyncrl.launch.cli run configs/quickstart_cpu.yaml trial=a b seed=2"
+        f"{clone}: -m asyncrl.cli.main run configs/quickstart_cpu.yaml trial=a b seed=2"
     )
 
 
 def test_a_config_is_taken_from_the_folder_of_the_caller(call, clone, tmp_path):
     (tmp_path / "my run.yaml").write_text("")
     assert call("run_async_ppo.sh", "my run.yaml", "seed=2", cwd=tmp_path)[-1] == (
-        f"{tmp_path}: -m asyncrl.launch.cli run my run.yaml seed=2"
+        f"{tmp_path}: -m asyncrl.cli.main run my run.yaml seed=2"
     )
     assert call("run_async_ppo.sh", "configs/quickstart_cpu.yaml", cwd=tmp_path)[-1].startswith(f"{clone}: ")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl.cli.logs import LogFile, select_workers, worker_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig, TaskConfig, WeightsConfig
 from asyncrl.config.schema import PromptSourceConfig as Prompts
 from asyncrl.config.schema import RolloutConfig as Rollout
@@ -23,7 +24,6 @@ from asyncrl.generation.sglang_process import (
 )
 from asyncrl.generation.sglang_response import GrowingResponse
 from asyncrl.launch import preflight as preflight_module
-from asyncrl.launch.logs import LogFile, select_workers, worker_of
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan
 from asyncrl.protocol.messages import FinishReason, SamplingParams, VersionSpan, WeightVersion

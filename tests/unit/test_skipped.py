@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.cli import progress
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.bad_batches import folder_of, list_bad_batches, prune_bad_batches, weights_needed, write_why
-from asyncrl.launch import progress
 from asyncrl.master.skipped import SkippedSteps, SkippedStepsError, num_skipped
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.runtime.worker import RunEndedError

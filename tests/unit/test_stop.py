@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.launch import cli
+from asyncrl.cli import main as cli
 
 # A launcher that stood still while it was signalled: of signals that wait together the system keeps one.
 LAUNCHER = """

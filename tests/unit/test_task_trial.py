@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl.cli.task_trial import try_tasks, user_error
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
-from asyncrl.launch.task_trial import try_tasks, user_error
 
 REWARDS = """\
 import os, time

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asyncrl.rewards.reward import Completion
 
 from asyncrl.config.loading import load_experiment
 from asyncrl.data.prompts import Prompt
+from asyncrl.rewards.reward import Completion
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "word_problems"

@@ -13,9 +13,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from asyncrl import __version__
-from asyncrl.config.fields import find_field
-from asyncrl.config.schema import ConfigError
-from asyncrl.launch.commands import (
+from asyncrl.cli.commands import (
     agent,
     audit,
     chaos,
@@ -34,9 +32,11 @@ from asyncrl.launch.commands import (
     stop,
     trace,
 )
-from asyncrl.launch.commands.common import CONFIG_ERROR, FAILED, error_object, print_json
-from asyncrl.launch.doctor import installed_version
-from asyncrl.launch.progress import make_console
+from asyncrl.cli.commands.common import CONFIG_ERROR, FAILED, error_object, print_json
+from asyncrl.cli.doctor import installed_version
+from asyncrl.cli.progress import make_console
+from asyncrl.config.fields import find_field
+from asyncrl.config.schema import ConfigError
 from asyncrl.launch.redact import redact_text, redact_urls
 from asyncrl.launch.rundir import LaunchError
 

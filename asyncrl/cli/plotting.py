@@ -9,8 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from asyncrl.cli.curves import Curve, Panel, Picture, smoothed
 from asyncrl.config.schema import ConfigError
-from asyncrl.launch.curves import Curve, Panel, Picture, smoothed
 from asyncrl.launch.rundir import LaunchError
 
 _SMOOTH_FROM = 150  # points; from here on a curve is drawn pale, and its running mean over it

@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from asyncrl.cli.commands.audit import audit_lines
+from asyncrl.cli.commands.common import FAILED, Commands, add_config_command, print_json
 from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.launch.commands.audit import audit_lines
-from asyncrl.launch.commands.common import FAILED, Commands, add_config_command, print_json
 from asyncrl.launch.program import run_directory
 from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
 from asyncrl.testing.faults.costs import Costs, cost_lines, read_costs
@@ -200,7 +200,7 @@ class _Subject:
 
     def _launch(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.launch.cli", *command],
+            [sys.executable, "-m", "asyncrl.cli.main", *command],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr if self.quiet else None,  # stdout is for the one JSON object at the end
         )

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.cli.commands.common import Commands, add_command, print_json, run_dir_of
+from asyncrl.cli.inspection import SequenceRow, TokenRow, View, make_view, visible
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.trajectories import (
     SUFFIX,
@@ -22,8 +24,6 @@ from asyncrl.data.trajectories import (
     recording_dir,
     step_of,
 )
-from asyncrl.launch.commands.common import Commands, add_command, print_json, run_dir_of
-from asyncrl.launch.inspection import SequenceRow, TokenRow, View, make_view, visible
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.weights.lineage import lineage_of, read_attempts

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.launch.commands.common import Commands, add_run_command, goes_on, not_running, print_json, run_dir_of
+from asyncrl.cli.commands.common import Commands, add_run_command, goes_on, not_running, print_json, run_dir_of
 from asyncrl.launch.rundir import LaunchError, RunRecord, holder, is_running, read_record
 from asyncrl.launch.slurm import JobRecord, ask_to_stop, cancel, job_state, read_job
 from asyncrl.protocol.names import Names

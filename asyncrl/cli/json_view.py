@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.launch.progress import LongWaits
+from asyncrl.cli.progress import LongWaits
 from asyncrl.launch.redact import redact_urls
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader

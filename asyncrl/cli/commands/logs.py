@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from asyncrl.launch.commands.common import Commands, add_command, print_json, run_dir_of
-from asyncrl.launch.logs import LEVELS, Entry, LogFiles, select_workers, stream_logs, worker_of
+from asyncrl.cli.commands.common import Commands, add_command, print_json, run_dir_of
+from asyncrl.cli.logs import LEVELS, Entry, LogFiles, select_workers, stream_logs, worker_of
 from asyncrl.launch.rundir import EXPERIMENT_FILE, LaunchError, configs_dir, is_running, logs_dir
 
 _DESCRIPTION = """Show what the processes of a run said, in one stream, in the order of time.

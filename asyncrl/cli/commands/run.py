@@ -15,10 +15,7 @@ from typing import Protocol
 import msgspec
 from rich.console import Console
 
-from asyncrl.config.loading import load_experiment
-from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
-from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
-from asyncrl.launch.commands.common import (
+from asyncrl.cli.commands.common import (
     FAILED,
     Commands,
     add_config_command,
@@ -29,13 +26,16 @@ from asyncrl.launch.commands.common import (
     sizes,
     sizes_text,
 )
-from asyncrl.launch.dry_run import default_folder, write_dry_run
-from asyncrl.launch.hub import with_local_models
-from asyncrl.launch.json_view import JsonView
+from asyncrl.cli.dry_run import default_folder, write_dry_run
+from asyncrl.cli.hub import with_local_models
+from asyncrl.cli.json_view import JsonView
+from asyncrl.cli.progress import RunView, print_summary
+from asyncrl.config.loading import load_experiment
+from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
+from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import ProcessSpec, plan, run_directory, total_steps
-from asyncrl.launch.progress import RunView, print_summary
 from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import LaunchError, next_attempt
 from asyncrl.launch.submission import follow, is_to_submit, job_script, submit_job
@@ -231,7 +231,7 @@ def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Nam
 def _next_steps(run_dir: Path) -> str:
     """What to do with a run that is complete."""
     activate = os.environ.get(ACTIVATE_ENV)
-    program = "asyncrl-launch" if shutil.which("asyncrl-launch") else f"{sys.executable} -m asyncrl.launch.cli"
+    program = "asyncrl-launch" if shutil.which("asyncrl-launch") else f"{sys.executable} -m asyncrl.cli.main"
     folder = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
     lines = [f"  {activate}"] if activate else []
     lines += [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.launch.commands.common import Commands, add_command, print_json, run_dir_of
+from asyncrl.cli.commands.common import Commands, add_command, print_json, run_dir_of
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.runtime.trace import merge, trace_dir
 

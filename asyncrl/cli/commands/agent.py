@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from asyncrl.cli.commands.common import Commands, add_config_command
 from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig, NameResolveConfig
 from asyncrl.launch.agent import Agent
-from asyncrl.launch.commands.common import Commands, add_config_command
 from asyncrl.launch.hosts import address_of, own_host
 from asyncrl.launch.program import absolute_name_resolve, run_directory
 from asyncrl.launch.rundir import LaunchError, read_record

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.launch.commands.common import Commands, add_command, print_json, run_dir_of
-from asyncrl.launch.curves import Picture, as_json, picture, read_runs
-from asyncrl.launch.plotting import write_picture
+from asyncrl.cli.commands.common import Commands, add_command, print_json, run_dir_of
+from asyncrl.cli.curves import Picture, as_json, picture, read_runs
+from asyncrl.cli.plotting import write_picture
 from asyncrl.launch.rundir import LaunchError, is_running
 from asyncrl.runtime.metrics import METRICS_FILE
 

@@ -11,9 +11,7 @@ import msgspec
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from asyncrl.config.schema import ConfigError
-from asyncrl.dataflow.topology import Allocation
-from asyncrl.launch.commands.common import (
+from asyncrl.cli.commands.common import (
     NOT_RUNNING,
     Commands,
     add_command,
@@ -23,6 +21,8 @@ from asyncrl.launch.commands.common import (
     run_dir_of,
     wanted_servers,
 )
+from asyncrl.config.schema import ConfigError
+from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_running, read_record
 from asyncrl.protocol.messages import ScaleWish
 from asyncrl.protocol.names import Names

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.config.loading import load_experiment
-from asyncrl.launch.commands.common import (
+from asyncrl.cli.commands.common import (
     FAILED,
     Commands,
     add_config_command,
@@ -20,11 +19,12 @@ from asyncrl.launch.commands.common import (
     sizes,
     sizes_text,
 )
-from asyncrl.launch.doctor import Finding, examine, package_versions
-from asyncrl.launch.hub import with_local_models
+from asyncrl.cli.doctor import Finding, examine, package_versions
+from asyncrl.cli.hub import with_local_models
+from asyncrl.cli.task_trial import try_tasks
+from asyncrl.config.loading import load_experiment
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan, run_directory
-from asyncrl.launch.task_trial import try_tasks
 from asyncrl.runtime.devices import visible_devices
 
 _DESCRIPTION = """Say whether a config can run on this machine, and what would run. Starts no run, writes nothing.

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.launch.commands.common import (
+from asyncrl.cli.commands.common import (
     NOT_RUNNING,
     Commands,
     add_run_command,
@@ -24,8 +24,8 @@ from asyncrl.launch.commands.common import (
     run_dir_of,
     wanted_servers,
 )
-from asyncrl.launch.curves import read_records
-from asyncrl.launch.progress import TrainingProgress
+from asyncrl.cli.curves import read_records
+from asyncrl.cli.progress import TrainingProgress
 from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_record
 from asyncrl.launch.watchdog import wait_texts
 from asyncrl.protocol.messages import WorkerStatus

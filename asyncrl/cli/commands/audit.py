@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from asyncrl.launch.commands.common import FAILED, Commands, add_run_command, print_json, run_dir_of
+from asyncrl.cli.commands.common import FAILED, Commands, add_run_command, print_json, run_dir_of
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.weights.lineage import Audit, Stretch, audit
 

@@ -19,9 +19,9 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.launch.curves import number
-from asyncrl.launch.pace import WINDOW, bottom_line, duration_text, seconds_left, step_text
-from asyncrl.launch.recording import recording_lines, recording_rows
+from asyncrl.cli.curves import number
+from asyncrl.cli.eta import WINDOW, bottom_line, duration_text, seconds_left, step_text
+from asyncrl.cli.recording import recording_lines, recording_rows
 from asyncrl.protocol.messages import Wait, WorkerStatus
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
 from asyncrl.runtime.worker import LONG_WAIT_S

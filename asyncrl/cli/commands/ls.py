@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from asyncrl.cli.commands.common import Commands, add_command, print_json
+from asyncrl.cli.curves import number, read_records
 from asyncrl.config.schema import ConfigError
-from asyncrl.launch.commands.common import Commands, add_command, print_json
-from asyncrl.launch.curves import number, read_records
 from asyncrl.launch.rundir import LOCK_FILE, RUN_FILE, LaunchError, is_running, read_record
 from asyncrl.runtime.metrics import METRICS_FILE
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from asyncrl.cli.commands.common import Commands, add_command, print_json
 from asyncrl.config.schema import ConfigError
-from asyncrl.launch.commands.common import Commands, add_command, print_json
 
 _DEFAULT = "sloppy_sorter"
 _CONFIG = "config.yaml"
