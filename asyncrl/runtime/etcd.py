@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Sequence
 
 from asyncrl.runtime.etcd_access import EVERYBODY, EtcdAccess
-from asyncrl.runtime.etcd_leases import LeaseKeeper
+from asyncrl.runtime.etcd_leases import USUAL, LeaseIntervals, LeaseKeeper
 from asyncrl.runtime.etcd_store import EtcdStore, below, one_key
 from asyncrl.runtime.etcd_watch import EtcdWatch
 from asyncrl.runtime.name_resolve import Lease, LeaseNotFound, NameEntryExists, NameResolver, Watch, WatchCallback
@@ -29,6 +29,7 @@ class EtcdNameResolver(NameResolver):
         timeout_s: float = 5.0,
         open_limit_s: float | None = None,
         access: EtcdAccess = EVERYBODY,
+        intervals: LeaseIntervals = USUAL,
     ) -> None:
         """open_limit_s: how long to try to reach a server at first; default: timeout_s."""
         super().__init__()
@@ -49,7 +50,7 @@ class EtcdNameResolver(NameResolver):
             self._closed.set()
             self._store.close()
             raise
-        self._keeper = LeaseKeeper(self._store, self._closed, store_id)
+        self._keeper = LeaseKeeper(self._store, self._closed, store_id, intervals)
 
     # entries
 
