@@ -107,6 +107,8 @@ async def test_a_loop_that_stands_still_finds_the_newest_of_each_key(worker: Wor
     names.add("server/last", "")
     changes = worker.watch("server", subtree=True)
     await next_of(changes)  # it watches
+    for value in ("old", "new"):
+        names.add("server/early", value, replace=True)
     for n in range(puts):  # the loop stands still meanwhile
         names.add(f"server/{n % 4}", str(n), replace=True)
     names.delete("server/2")
@@ -122,6 +124,7 @@ async def test_a_loop_that_stands_still_finds_the_newest_of_each_key(worker: Wor
         "server/1": ("put", str(puts - 3)),
         "server/2": ("delete", ""),
         "server/3": ("put", str(puts - 1)),
+        "server/early": ("put", "new"),
         "server/last": ("put", "now"),
     }
     assert num_seen <= 10_000

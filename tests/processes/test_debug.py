@@ -1,19 +1,16 @@
 """One process alone, from its resolved config, in a terminal of its own."""
 
-import argparse
 import subprocess
 import sys
 from dataclasses import replace
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from asyncrl.config import NameResolveConfig
 from asyncrl.config_file import load_experiment
-from asyncrl.launch.commands import debug as debug_command
 from asyncrl.launch.program import load_process_config, plan, save_config, with_name_resolve
-from asyncrl.launch.rundir import LaunchError, RunLock
+from asyncrl.launch.rundir import RunLock
 from asyncrl.messages import WorkerStatus
 from asyncrl.names import Names
 from asyncrl.runtime.etcd_server import EtcdServer
@@ -111,13 +108,15 @@ def test_what_is_no_process_config_is_refused(tiny, tmp_path):
 
 def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path):
     """Name resolve of a run in which the process is there: faked by what it published."""
-    memory = NameResolveConfig(endpoints=["memory://test-debug"])
-    path = resolved(tiny, tmp_path, "rollout_worker/0", endpoints=memory.endpoints)
-    worker = load_process_config(path).worker
-    key = Names(worker.experiment, worker.trial).status("rollout_worker/0")
-    with open_name_resolver(memory) as resolver:
-        status = WorkerStatus(worker="rollout_worker/0", pid=77, attempt=1, state="running", time=0.0, progress=0)
-        resolver.add(key, msgspec.json.encode(status).decode())
-        arguments = argparse.Namespace(config=str(path), pdb=False, json=False)
-        with pytest.raises(LaunchError, match=r"runs already \(process 77\); .*debug\.leave_out=\[rollout_worker/0\]"):
-            debug_command.debug(arguments, Console())
+    with EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log", NameResolveConfig().binary) as etcd:
+        path = resolved(tiny, tmp_path, "rollout_worker/0", endpoints=[etcd.endpoint])
+        worker = load_process_config(path).worker
+        key = Names(worker.experiment, worker.trial).status("rollout_worker/0")
+        with open_name_resolver(worker.name_resolve) as resolver:
+            status = WorkerStatus(worker="rollout_worker/0", pid=77, attempt=1, state="running", time=0.0, progress=0)
+            resolver.add(key, msgspec.json.encode(status).decode())
+            done = debug(path)
+    assert done.returncode == 1
+    told = " ".join(done.stdout.split())
+    assert "rollout_worker/0 runs already (process 77); " in told
+    assert "debug.leave_out=[rollout_worker/0]" in told

@@ -409,7 +409,7 @@ async def test_wait_has_a_limit(store: Store) -> None:
         slow = engine.submit(EngineRequest("slow", make_prompt(random.Random(19), 10), LONG))
         go_on = await until(engine, lambda: engine.stats().running == 1)
         with pytest.raises(WeightsRefused, match="1 requests still run"):
-            await engine.pause("wait")
+            await asyncio.wait_for(engine.pause("wait"), LIMIT_S / 2)
         slow.cancel()
         go_on.set()
 
