@@ -52,8 +52,9 @@ class WeightSender:
 
     def __init__(
         self, *, name: str, host: str, device: torch.device, options: WeightsConfig, logger: logging.Logger,
-        trace: Tracer = OFF,
+        trace: Tracer = OFF, client: ServerClient | None = None,
     ) -> None:  # fmt: skip
+        """client: what asks the servers; it is started and closed here."""
         self._name, self._host, self._device, self._options = name, host, device, options
         self._backend = options.broadcast_backend
         if self._backend == "auto":
@@ -65,7 +66,7 @@ class WeightSender:
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
         self._held: Held | None = None
         self._failing = False  # the last broadcast has failed, which was told
-        self._client = ServerClient()
+        self._client = client or ServerClient()
         self._runner: web.AppRunner | None = None
         self._goodbyes: set[asyncio.Task[None]] = set()
 

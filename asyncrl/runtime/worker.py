@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -268,7 +268,7 @@ class Worker:
             except TimeoutError as error:
                 raise WaitTimeoutError(what, key, limit_s) from error
 
-    async def watch(self, key: str, *, subtree: bool = False) -> AsyncIterator[WatchEvent]:
+    async def watch(self, key: str, *, subtree: bool = False) -> AsyncGenerator[WatchEvent, None]:
         """Current state of a key (or subtree), then every change. Ends only by being closed."""
         events = _Changes(asyncio.get_running_loop())
         limit_s = self.info.runtime.start_timeout_s

@@ -30,7 +30,6 @@ from asyncrl.launch.rundir import (
     write_record,
 )
 from asyncrl.protocol.names import Names
-from asyncrl.runtime.names.etcd import server as etcd_server
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
 from asyncrl.runtime.names.open import open_name_resolver
 
@@ -92,18 +91,6 @@ def test_what_is_in_the_place_of_etcds_data_is_named(tmp_path: Path) -> None:
         name_service(tmp_path),
     ):
         pass
-
-
-def test_etcd_takes_other_ports_where_its_own_are_taken_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choose = etcd_server._free_ports
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        choices = [(taken.getsockname()[1], choose("127.0.0.1")[1]), choose("127.0.0.1")]
-        expected = choices[1][0]
-        monkeypatch.setattr(etcd_server, "_free_ports", lambda host: choices.pop(0))
-        with EtcdServer(tmp_path / "data", tmp_path / "log") as server:
-            assert server.endpoint == f"127.0.0.1:{expected}"
 
 
 def test_a_run_of_another_host_goes_on_until_the_key_of_its_launcher_is_gone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections.abc import AsyncIterator
 
 import msgspec
 import numpy as np
@@ -14,10 +15,11 @@ from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.codec import encode_sample
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import Locator, StoreVerdict, TrajectoryMeta
-from asyncrl.protocol.names import Names
-from asyncrl.runtime.channel import ChannelRefused
+from asyncrl.protocol.names import MASTER_META, Names
+from asyncrl.runtime.channel import ChannelLimits, ChannelRefused, ChannelSender
+from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.memory import MemoryNameResolver
-from asyncrl.runtime.push_pull import MetaPuller, MetaPusher, NameResolvingZmqPuller, NameResolvingZmqPusher
+from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPuller, puller_stream
 
 RUNTIME = RuntimeConfig(push_credit_items=8, resend_after_s=0.2, start_timeout_s=10.0, max_message_bytes=1_000_000)
 NAMES = Names("e", "t")
@@ -32,18 +34,26 @@ def resolver():
         yield resolver
 
 
+@contextlib.asynccontextmanager
+async def channel_to(
+    resolver: NameResolver, name: str, pull: NameResolvingZmqPuller | MetaPuller
+) -> AsyncIterator[ChannelSender]:
+    """A bare channel to a receiver: it sends whatever bytes it is given."""
+    send = ChannelSender("sender", name, "i", limits=ChannelLimits.of(RUNTIME), host=RUNTIME.host)
+    async with contextlib.AsyncExitStack() as stack:
+        for end in (send, pull):
+            stack.push_async_callback(end.close)
+        await send.start(resolver, NAMES.stream(name))
+        await pull.start()
+        yield send
+
+
 @pytest.fixture
 async def stream(resolver):
-    """A rollout worker's end, and a head's."""
-    push = NameResolvingZmqPusher(
-        resolver, NAMES, pusher_index=0, num_pushers=1, num_pullers=1, runtime=RUNTIME, incarnation="i"
-    )
+    """A channel to a head, and the head's end."""
     pull = NameResolvingZmqPuller(resolver, NAMES, puller_index=0, runtime=RUNTIME)
-    async with contextlib.AsyncExitStack() as stack:
-        for end in (push, pull):
-            stack.push_async_callback(end.close)
-            await end.start()
-        yield push, pull
+    async with channel_to(resolver, puller_stream(0), pull) as send:
+        yield send, pull
 
 
 def trajectory(ticket: str) -> tuple[TrajectoryMeta, SequenceSample]:
@@ -143,7 +153,7 @@ def keys_at_odds(header, frames):
     ],
 )
 async def test_the_sender_is_told_and_the_next_one_arrives(stream, tamper, reason):
-    push, pull = stream
+    send, pull = stream
     meta, sample = trajectory("bad")
     sample_header, frames = encode_sample(sample)
     header, frames = msgspec.msgpack.decode(sample_header), [bytes(frame) for frame in frames]
@@ -151,45 +161,48 @@ async def test_the_sender_is_told_and_the_next_one_arrives(stream, tamper, reaso
     forged = msgspec.msgpack.encode([meta, msgspec.msgpack.encode(header)])
     pulling = asyncio.create_task(pull.pull())
     with pytest.raises(ChannelRefused, match=rf"puller0 cannot read the trajectory: .*{reason}"):
-        await push._senders[0].send(forged, frames, timeout_s=LIMIT_S, what="a forged trajectory")
-    pushing = asyncio.create_task(push.push(*trajectory("good"), timeout_s=LIMIT_S))
+        await send.send(forged, frames, timeout_s=LIMIT_S, what="a forged trajectory")
+    sending = asyncio.create_task(send_good(send))
     pulled = await asyncio.wait_for(pulling, LIMIT_S)
     assert pulled.meta.ticket_id == "good"
     pulled.ack(STORED)
-    assert await pushing == STORED
-    assert push.num_pending == 0  # what was refused is not sent again, and holds no credit
+    assert await sending == STORED
+    assert send.num_pending == 0  # what was refused is not sent again, and holds no credit
+
+
+async def send_good(send: ChannelSender) -> StoreVerdict:
+    meta, sample = trajectory("good")
+    header, frames = encode_sample(sample)
+    verdict = await send.send(msgspec.msgpack.encode([meta, header]), frames, timeout_s=LIMIT_S, what="a trajectory")
+    return msgspec.msgpack.decode(verdict, type=StoreVerdict)
 
 
 async def test_frames_of_another_message_are_refused(stream):
     """Whole, but not what its header announces: another's frames got in."""
-    push, pull = stream
+    send, pull = stream
     meta, sample = trajectory("bad")
     sample_header, _ = encode_sample(sample)
     pulling = asyncio.create_task(pull.pull())
     header = msgspec.msgpack.encode([meta, sample_header])
     with pytest.raises(ChannelRefused, match="0 frames for 4 keys"):
-        await push._senders[0].send(header, timeout_s=LIMIT_S, what="a header alone")
-    pushing = asyncio.create_task(push.push(*trajectory("good"), timeout_s=LIMIT_S))
+        await send.send(header, timeout_s=LIMIT_S, what="a header alone")
+    sending = asyncio.create_task(send_good(send))
     (await asyncio.wait_for(pulling, LIMIT_S)).ack(STORED)
-    assert await pushing == STORED
+    assert await sending == STORED
 
 
 async def test_metadata_that_cannot_be_read_is_refused_by_the_master(resolver):
-    push = MetaPusher(resolver, NAMES, head=0, runtime=RUNTIME, incarnation="i")
     pull = MetaPuller(resolver, NAMES, runtime=RUNTIME)
-    async with contextlib.AsyncExitStack() as stack:
-        for end in (push, pull):
-            stack.push_async_callback(end.close)
-            await end.start()
+    async with channel_to(resolver, MASTER_META, pull) as send:
         pulling = asyncio.create_task(pull.pull_meta())
         with pytest.raises(ChannelRefused, match="master_meta cannot read the metadata"):
-            await push._sender.send(b"\x93nonsense", timeout_s=LIMIT_S, what="junk")
+            await send.send(b"\x93nonsense", timeout_s=LIMIT_S, what="junk")
         wrong = msgspec.to_builtins(trajectory("t")[0]) | {"attempt": "first"}
         with pytest.raises(ChannelRefused, match=r"cannot read the metadata: .*Expected `int`, got `str`"):
-            await push._sender.send(msgspec.msgpack.encode(wrong), timeout_s=LIMIT_S, what="wrong types")
+            await send.send(msgspec.msgpack.encode(wrong), timeout_s=LIMIT_S, what="wrong types")
         meta = trajectory("good")[0]
-        pushing = asyncio.create_task(push.push_meta(meta, timeout_s=LIMIT_S))
+        sending = asyncio.create_task(send.send(msgspec.msgpack.encode(meta), timeout_s=LIMIT_S, what="metadata"))
         got, ack = await asyncio.wait_for(pulling, LIMIT_S)
         assert got == meta
         ack(STORED)
-        assert await pushing == STORED
+        assert msgspec.msgpack.decode(await sending, type=StoreVerdict) == STORED

@@ -8,20 +8,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.generation import sglang_http
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
-from asyncrl.runtime import http_client, worker
+from asyncrl.runtime import http_client
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import serve
 from asyncrl.runtime.names.interface import WatchEvent
-from asyncrl.runtime.worker import _Changes
+from asyncrl.runtime.names.memory import MemoryNameResolver
+from asyncrl.runtime.worker import Worker
 
 MOST = 100_000
 LIMIT_S = 20.0
@@ -87,34 +90,56 @@ async def test_sglang_is_read_up_to_a_limit_too() -> None:
             await client.close()
 
 
-async def test_a_loop_that_stands_still_finds_the_newest_of_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_MAX_WATCH_EVENTS", 10)
-    changes = _Changes(asyncio.get_running_loop())
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    info = WorkerInfo("master", 0, 1, "e", "t", 1, "/nowhere", 1, NameResolveConfig(), RuntimeConfig())
+    made = Worker(info)
+    with MemoryNameResolver(uuid.uuid4().hex) as made.resolver:
+        yield made
 
-    def tell() -> None:
-        for n in range(1000):
-            changes.put(WatchEvent("put", f"server/{n % 4}", str(n)))
-            assert len(changes._waiting) <= 10
-        changes.put(WatchEvent("delete", "server/2"))
 
-    await asyncio.to_thread(tell)
-    seen = {}
-    while len(changes._waiting):
-        event = await asyncio.wait_for(changes.get(), LIMIT_S)
+async def next_of(changes: AsyncIterator[WatchEvent]) -> WatchEvent:
+    return await asyncio.wait_for(anext(changes), LIMIT_S)
+
+
+async def test_a_loop_that_stands_still_finds_the_newest_of_each_key(worker: Worker) -> None:
+    """DESIGN.md, Bounds: 10,000 changes wait at most, then the newest of each key."""
+    names, puts = worker.resolver, 25_000
+    names.add("server/last", "")
+    changes = worker.watch("server", subtree=True)
+    await next_of(changes)  # it watches
+    for value in ("old", "new"):
+        names.add("server/early", value, replace=True)
+    for n in range(puts):  # the loop stands still meanwhile
+        names.add(f"server/{n % 4}", str(n), replace=True)
+    names.delete("server/2")
+    names.add("server/last", "now", replace=True)
+    seen: dict[str, tuple[str, str]] = {}
+    num_seen = 0
+    while seen.get("server/last") is None:
+        event = await next_of(changes)
         seen[event.key] = (event.kind, event.value)
+        num_seen += 1
     assert seen == {
-        "server/0": ("put", "996"),
-        "server/1": ("put", "997"),
+        "server/0": ("put", str(puts - 4)),
+        "server/1": ("put", str(puts - 3)),
         "server/2": ("delete", ""),
-        "server/3": ("put", "999"),
+        "server/3": ("put", str(puts - 1)),
+        "server/early": ("put", "new"),
+        "server/last": ("put", "now"),
     }
+    assert num_seen <= 10_000
+    await changes.aclose()
 
 
-async def test_changes_wake_who_waits_for_them() -> None:
-    changes = _Changes(asyncio.get_running_loop())
+async def test_changes_wake_who_waits_for_them(worker: Worker) -> None:
+    worker.resolver.add("key", "")
+    changes = worker.watch("key")
+    await next_of(changes)
     for n in range(3):
-        waiting = asyncio.ensure_future(changes.get())
-        await asyncio.sleep(0)  # it waits
+        waiting = asyncio.ensure_future(next_of(changes))
+        await asyncio.sleep(0.01)  # it waits
         assert not waiting.done()
-        await asyncio.to_thread(changes.put, WatchEvent("put", "key", str(n)))
-        assert (await asyncio.wait_for(waiting, LIMIT_S)).value == str(n)
+        await asyncio.to_thread(worker.resolver.add, "key", str(n), replace=True)
+        assert (await waiting).value == str(n)
+    await changes.aclose()

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
@@ -32,7 +33,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.model.broadcast import WeightSender
-from asyncrl.model.sending import Held
+from asyncrl.model.sending import Held, ServerClient
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     BroadcastReply,
@@ -181,12 +182,41 @@ def process(model_path: Path) -> Iterator[tuple[BaseProcess, str]]:
         child.join(LIMIT_S)
 
 
+class WatchedClient(ServerClient):
+    """Counts what servers are asked for, and acts before one of the requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+        self._acts: dict[tuple[str, int], Callable[[], None]] = {}
+
+    def when_sending_bucket(self, number: int, act: Callable[[], None]) -> None:
+        """Before a server is asked to take bucket `number` (from 0) of the next broadcast: in the middle of it."""
+        path = "/update_weights_from_distributed"
+        self._acts[path, self.asked[path] + number] = act
+
+    async def post(self, target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
+        self.asked[path] += 1
+        self._acts.pop((path, self.asked[path] - 1), lambda: None)()
+        return await super().post(target, path, message)
+
+
+class Unannounced(ServerClient):
+    """Does not say which tensors will come."""
+
+    async def post(self, target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
+        if isinstance(message, BeginWeightUpdate):
+            message = BeginWeightUpdate(weight_version=message.weight_version)
+        return await super().post(target, path, message)
+
+
 @asynccontextmanager
-async def sender(limit_s: float = LIMIT_S) -> AsyncIterator[WeightSender]:
+async def sender(limit_s: float = LIMIT_S, client: ServerClient | None = None) -> AsyncIterator[WeightSender]:
     options = WeightsConfig(transport="broadcast", broadcast_timeout_s=limit_s)
     made = WeightSender(
-        name="e/t/a1", host="127.0.0.1", device=torch.device("cpu"), options=options, logger=logging.getLogger("test")
-    )
+        name="e/t/a1", host="127.0.0.1", device=torch.device("cpu"), options=options, logger=logging.getLogger("test"),
+        client=client,
+    )  # fmt: skip
     await made.start()
     try:
         yield made
@@ -215,7 +245,8 @@ async def send(
 
 async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
     """Bit for bit; and again through the same group; and over HTTP, as the manager asks for it."""
-    async with served(model_path) as client, sender() as trainer:
+    requests = WatchedClient()
+    async with served(model_path) as client, sender(client=requests) as trainer:
         before = await client.logprobs()
         trainer.hold(held(V1))
         assert await send(trainer, V1, client) == BroadcastReply()
@@ -223,7 +254,6 @@ async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
         await client.load(V1)
         assert await client.logprobs() == sent != before
         trainer.hold(held(V2))
-        groups = dict(trainer._groups)
         await client.pause()
         request = BroadcastRequest(weight_version=str(V2), targets=[client.target], limit_s=LIMIT_S)
         async with client.session.post(
@@ -231,7 +261,8 @@ async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
         ) as response:
             assert msgspec.json.decode(await response.read(), type=BroadcastReply) == BroadcastReply()
         await client.resume()
-        assert trainer._groups == groups
+        assert requests.asked["/init_weights_update_group"] == 1
+        assert "/destroy_weights_update_group" not in requests.asked
         sent = await client.logprobs()
         await client.load(V2)
         assert await client.logprobs() == sent
@@ -312,40 +343,22 @@ async def test_a_version_that_the_trainer_has_not_published_is_refused(model_pat
 
 async def test_a_sender_that_repeats_itself_fills_no_memory(model_path: Path) -> None:
     """One that does not announce what will come: else it would be refused for that."""
-    async with served(model_path) as client, sender() as trainer:
+    async with served(model_path) as client, sender(client=Unannounced()) as trainer:
         buckets = held(V1).buckets
         trainer.hold(Held(V1, [*buckets, buckets[0]]))
-        post = trainer._client.post
-
-        async def unannounced(target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
-            begins = path == "/begin_weight_update"
-            return await post(target, path, BeginWeightUpdate(weight_version=str(V1)) if begins else message)
-
-        trainer._client.post = unannounced  # type: ignore[method-assign]
         reply = await send(trainer, V1, client)
         assert f"{min(buckets[0].specs.names)} came before in this update" in reply.errors["here"]
-
-
-def when_sending_bucket(trainer: WeightSender, number: int, act: Callable[[], None]) -> None:
-    """Before a server is asked to take bucket `number` (from 0) of the next broadcast: in the middle of it."""
-    post, seen = trainer._client.post, itertools.count()
-
-    async def watched(target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
-        if path == "/update_weights_from_distributed" and next(seen) == number:
-            act()
-        return await post(target, path, message)
-
-    trainer._client.post = watched  # type: ignore[method-assign]
 
 
 async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:
     """SIGSTOP: the trainer answers within the limit, the other server and, later, the stopped one recover from disk."""
     child, url = process
-    async with served(model_path) as client, sender() as trainer:
+    requests = WatchedClient()
+    async with served(model_path) as client, sender(client=requests) as trainer:
         other = Client(client.session, "there", url, model_path)
         await other.load(V0)
         trainer.hold(held(V1))
-        when_sending_bucket(trainer, 2, lambda: os.kill(child.pid or 0, signal.SIGSTOP))
+        requests.when_sending_bucket(2, lambda: os.kill(child.pid or 0, signal.SIGSTOP))
         began = time.monotonic()
         reply = await send(trainer, V1, client, other, limit_s=SEND_LIMIT_S)
         try:
@@ -369,11 +382,12 @@ async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, pr
 async def test_one_that_dies_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:
     """SIGKILL: noticed at once, long before the limit."""
     child, url = process
-    async with served(model_path) as client, sender(3 * LIMIT_S) as trainer:
+    requests = WatchedClient()
+    async with served(model_path) as client, sender(3 * LIMIT_S, requests) as trainer:
         other = Client(client.session, "there", url, model_path)
         await other.load(V2)
         trainer.hold(held(V2))
-        when_sending_bucket(trainer, 2, lambda: os.kill(child.pid or 0, signal.SIGKILL))
+        requests.when_sending_bucket(2, lambda: os.kill(child.pid or 0, signal.SIGKILL))
         began = time.monotonic()
         await client.pause()
         await other.pause()

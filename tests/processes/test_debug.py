@@ -4,14 +4,17 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from asyncrl.cli.commands import debug as debug_command
 from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import NameResolveConfig
-from asyncrl.launch.program import plan, save_config, with_name_resolve
+from asyncrl.launch.program import load_process_config, plan, save_config, with_name_resolve
 from asyncrl.launch.rundir import RunLock
+from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.etcd.server import EtcdServer
+from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.runs import make_tiny_run
 
 LIMIT_S = 100.0
@@ -83,6 +86,7 @@ def with_breakpoint(tiny, tmp_path):
 def test_a_breakpoint_has_a_terminal(tiny, tmp_path):
     done = debug(with_breakpoint(tiny, tmp_path), typed="p 'it', 'stopped'\nc\n")
     assert "('it', 'stopped')" in done.stdout
+    assert "it gets a private etcd" not in done.stdout  # its name resolve answers, and nothing of its name is there
     assert "waited 2 s for the address of the gserver manager" in done.stderr  # it went on, alone
 
 
@@ -102,22 +106,17 @@ def test_what_is_no_process_config_is_refused(tiny, tmp_path):
     assert debug(tmp_path / "nowhere.yaml").returncode == 2
 
 
-def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path, monkeypatch):
+def test_a_process_that_runs_already_is_not_started_again(tiny, tmp_path):
     """Name resolve of a run in which the process is there: faked by what it published."""
-    import msgspec
-
-    from asyncrl.config.schema import NameResolveConfig
-    from asyncrl.launch.rundir import LaunchError
-    from asyncrl.protocol.messages import WorkerStatus
-    from asyncrl.protocol.names import Names
-    from asyncrl.runtime.names.open import open_name_resolver
-
-    memory = NameResolveConfig(endpoints=["memory://test-debug"])
-    config = debug_command._load(resolved(tiny, tmp_path, "rollout_worker/0"))
-    key = Names(config.worker.experiment, config.worker.trial).status("rollout_worker/0")
-    with open_name_resolver(memory) as resolver:
-        assert debug_command._answers(config, memory)
-        status = WorkerStatus(worker="rollout_worker/0", pid=77, attempt=1, state="running", time=0.0, progress=0)
-        resolver.add(key, msgspec.json.encode(status).decode())
-        with pytest.raises(LaunchError, match=r"runs already \(process 77\); .*debug\.leave_out=\[rollout_worker/0\]"):
-            debug_command._answers(config, memory)
+    with EtcdServer(tmp_path / "etcd", tmp_path / "etcd.log", NameResolveConfig().binary) as etcd:
+        path = resolved(tiny, tmp_path, "rollout_worker/0", endpoints=[etcd.endpoint])
+        worker = load_process_config(path).worker
+        key = Names(worker.experiment, worker.trial).status("rollout_worker/0")
+        with open_name_resolver(worker.name_resolve) as resolver:
+            status = WorkerStatus(worker="rollout_worker/0", pid=77, attempt=1, state="running", time=0.0, progress=0)
+            resolver.add(key, msgspec.json.encode(status).decode())
+            done = debug(path)
+    assert done.returncode == 1
+    told = " ".join(done.stdout.split())
+    assert "rollout_worker/0 runs already (process 77); " in told
+    assert "debug.leave_out=[rollout_worker/0]" in told

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from name_sessions import Recorder, Refreshes, gone, patient, put
+from name_sessions import LIMIT_S, Recorder, Refreshes, gone, patient, put
 
 from asyncrl.config.schema import NameResolveConfig
-from asyncrl.runtime.names import interface
+from asyncrl.runtime.names.etcd.leases import LeaseIntervals
+from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver
 from asyncrl.runtime.names.etcd.server import find_etcd
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.ports import free_ports
@@ -61,11 +62,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def test_keys_live_when_a_server_is_killed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is, the one that the session talks to included."""
-    monkeypatch.setattr(interface, "_LONGEST_REFRESH_S", 0.5)
     refreshes = Refreshes(monkeypatch)
     root = f"test/{uuid.uuid4().hex}"
-    config = patient(NameResolveConfig(endpoints=cluster.endpoints))
-    with open_name_resolver(config) as names, open_name_resolver(config) as other:
+    often = LeaseIntervals(refresh_s=0.5)
+    with (
+        EtcdNameResolver(cluster.endpoints, LIMIT_S, intervals=often) as names,
+        EtcdNameResolver(cluster.endpoints, LIMIT_S) as other,
+    ):
         lease = names.grant_lease(30)
         recorder = Recorder()
         other.watch(root, recorder, subtree=True)

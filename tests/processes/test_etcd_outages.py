@@ -13,27 +13,29 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from name_sessions import LIMIT_S, OpenSession, Recorder, gone, patient, put, sessions
+from name_sessions import LIMIT_S, OpenSession, Recorder, gone, patient, put
 
 from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, NetworkConfig, RuntimeConfig
-from asyncrl.launch import private_etcd
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
 from asyncrl.runtime import unix_sockets
-from asyncrl.runtime.names.etcd import leases as etcd_leases
 from asyncrl.runtime.names.etcd import watch as etcd_watch
+from asyncrl.runtime.names.etcd.access import EVERYBODY
+from asyncrl.runtime.names.etcd.api import load_api
+from asyncrl.runtime.names.etcd.leases import USUAL, LeaseIntervals
+from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver
 from asyncrl.runtime.names.etcd.server import EtcdServer
-from asyncrl.runtime.names.etcd.store import EtcdStore
+from asyncrl.runtime.names.etcd.store import EtcdStore, KeyRange, WatchStream, below
 from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolver, NameResolveTimeout
 from asyncrl.runtime.names.open import open_name_resolver
 
@@ -50,7 +52,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def open_etcd(server: EtcdServer) -> Iterator[OpenSession]:
-    yield from sessions(NameResolveConfig(endpoints=[server.endpoint]))
+    """Sessions whose own limit is not what is tested; intervals: how often they look at their leases."""
+    with ExitStack() as opened:
+
+        def open_one(intervals: LeaseIntervals = USUAL) -> NameResolver:
+            return opened.enter_context(EtcdNameResolver([server.endpoint], LIMIT_S, intervals=intervals))
+
+        yield open_one
+
+
+@contextmanager
+def bare_store(server: EtcdServer) -> Iterator[EtcdStore]:
+    """What the server has, for a look past all sessions."""
+    store = EtcdStore([server.endpoint], LIMIT_S, threading.Event(), EVERYBODY)
+    try:
+        yield store
+    finally:
+        store.close()
 
 
 @pytest.fixture
@@ -60,7 +78,7 @@ def root() -> str:
 
 def lose_data(server: EtcdServer) -> None:
     server.kill()
-    shutil.rmtree(server._data_dir)
+    shutil.rmtree(server.data_dir)
     server.start()
 
 
@@ -127,8 +145,16 @@ def test_leases_entries_and_watches_come_back_from_lost_data(
 def test_somebody_elses_lease_that_comes_back(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_leases, "_FOREIGN_CHECK_S", 0.1)
-    holder, user = open_etcd(), open_etcd()
+    lease_keys, looks_in_vain = EtcdStore.lease_keys, threading.Semaphore(0)
+
+    def look(store: EtcdStore, lease_id: int) -> set[bytes] | None:
+        keys = lease_keys(store, lease_id)
+        if keys is None:
+            looks_in_vain.release()
+        return keys
+
+    monkeypatch.setattr(EtcdStore, "lease_keys", look)
+    holder, user = open_etcd(), open_etcd(LeaseIntervals(check_s=0.1))
     lease = holder.grant_lease(30)
     user.add(f"{root}/a", "1", lease=lease.id)
     user.add(f"{root}/stolen", "1", lease=lease.id)
@@ -137,10 +163,8 @@ def test_somebody_elses_lease_that_comes_back(
     lease.revoke()
     recorder.wait_for(put(f"{root}/a", "1"), gone(f"{root}/a"))
     holder.add(f"{root}/stolen", "2")
-    keeper = user._keeper  # type: ignore[attr-defined]
-    deadline = time.monotonic() + LIMIT_S
-    while keeper._leases[lease.id].lost_since is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    for _ in range(2):  # with the second look the session has drawn its conclusions from the first
+        assert looks_in_vain.acquire(timeout=LIMIT_S), "the session has not looked at the lease that is gone"
     assert holder.grant_lease(30, lease_id=lease.id).alive
     assert holder.wait(f"{root}/a", LIMIT_S) == "1"
     assert holder.get(f"{root}/stolen") == "2"
@@ -149,7 +173,7 @@ def test_somebody_elses_lease_that_comes_back(
 def test_a_session_that_was_frozen_takes_its_lease_again(server: EtcdServer, root: str) -> None:
     program = (
         "import sys\n"
-        "from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver\n"
+        "from asyncrl.runtime.etcd import EtcdNameResolver\n"
         "names = EtcdNameResolver([sys.argv[1]])\n"
         "names.add(sys.argv[2], 'here', lease=names.grant_lease(1).id)\n"
         "names.watch('test/x', print)\n"
@@ -254,17 +278,26 @@ def test_a_lease_that_expires_under_a_frozen_server(
 ) -> None:
     """It is granted again, and everybody's entries come back, before anybody who watches has taken them for gone."""
     monkeypatch.setattr(etcd_watch, "SETTLE_S", LIMIT_S)  # on a busy machine
+    open_watch, streams = EtcdStore.open_watch, []
+
+    def note(store: EtcdStore, ranges: Sequence[KeyRange], *arguments: Any) -> WatchStream:
+        stream = open_watch(store, ranges, *arguments)
+        if list(ranges) == [below(root)]:
+            streams.append(stream)
+        return stream
+
+    monkeypatch.setattr(EtcdStore, "open_watch", note)
     holder, user, other = open_etcd(), open_etcd(), open_etcd()
     lease = holder.grant_lease(10)
     holder.add(f"{root}/held", "1", lease=lease.id)
     user.add(f"{root}/used", "2", lease=lease.id)
     recorder = Recorder()
-    watch = other.watch(root, recorder, subtree=True)
+    other.watch(root, recorder, subtree=True)
     told = list(recorder.events)
     os.kill(server.pid, signal.SIGSTOP)
     try:
         time.sleep(12.0)  # the lease is over by then
-        wait_until(lambda: watch._revision == 0, "its stream is given up")  # type: ignore[attr-defined]  # within 15 s
+        wait_until(lambda: any(stream.broken for stream in streams), "its stream is given up")  # within 15 s
     finally:
         os.kill(server.pid, signal.SIGCONT)
     watching = open_etcd()
@@ -275,15 +308,15 @@ def test_a_lease_that_expires_under_a_frozen_server(
 
 
 def test_somebody_elses_lease_that_is_back_before_anybody_looked(
-    server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
+    server: EtcdServer, open_etcd: OpenSession, root: str
 ) -> None:
-    monkeypatch.setattr(etcd_leases, "_FOREIGN_CHECK_S", 1000.0)  # nobody looks: it must be told
-    holder, user = open_etcd(), open_etcd()
+    holder, user = open_etcd(), open_etcd(LeaseIntervals(check_s=1000.0))  # it does not look: it must be told
     lease = holder.grant_lease(30)
     user.add(f"{root}/a", "1", lease=lease.id)
     deleted = Recorder()
     holder.watch(f"{root}/a", deleted)
-    wait_until(lambda: has_mark(user, lease.id), "the mark hangs on the lease")
+    with bare_store(server) as store:
+        wait_until(lambda: has_mark(store, lease.id), "the mark hangs on the lease")
     lease.revoke()
     deleted.wait_for(put(f"{root}/a", "1"), gone(f"{root}/a"))
     holder.grant_lease(30, lease_id=lease.id)
@@ -294,8 +327,7 @@ def test_a_lease_that_is_lost_and_back_while_entries_are_put_again(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The session puts them once more: it does not take those of before for those of now."""
-    monkeypatch.setattr(etcd_leases, "_FOREIGN_CHECK_S", 0.05)
-    holder, user = open_etcd(), open_etcd()
+    holder, user = open_etcd(), open_etcd(LeaseIntervals(check_s=0.05))
     lease = holder.grant_lease(30)
     create, lost = EtcdStore.create, threading.Event()
 
@@ -315,7 +347,6 @@ def test_a_lease_that_is_lost_and_back_while_entries_are_put_again(
 def test_what_somebody_else_deletes_stays_deleted(
     server: EtcdServer, open_etcd: OpenSession, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_leases, "_FOREIGN_CHECK_S", 0.05)
     create, marked = EtcdStore.create, threading.Event()
 
     def create_and_tell(store: EtcdStore, key: str, value: str, lease_id: int | None, again: bool = False) -> None:
@@ -324,7 +355,7 @@ def test_what_somebody_else_deletes_stays_deleted(
             marked.set()
 
     monkeypatch.setattr(EtcdStore, "create", create_and_tell)
-    holder, user = open_etcd(), open_etcd()
+    holder, user = open_etcd(), open_etcd(LeaseIntervals(check_s=0.05))
     lease = holder.grant_lease(30)
     user.add(f"{root}/a", "1", lease=lease.id)
     assert marked.wait(LIMIT_S)
@@ -333,8 +364,7 @@ def test_what_somebody_else_deletes_stays_deleted(
     assert holder.get_subtree(root) == {}
 
 
-def has_mark(session: NameResolver, lease_id: int) -> bool:
-    store: EtcdStore = session._store  # type: ignore[attr-defined]
+def has_mark(store: EtcdStore, lease_id: int) -> bool:
     return any(key.startswith(b"asyncrl\0session/") for key in store.lease_keys(lease_id) or ())
 
 
@@ -381,15 +411,16 @@ def test_a_watch_whose_changes_were_compacted_reads_anew(
 ) -> None:
     watching, other = open_etcd(), open_etcd()
     other.add(f"{root}/a", "1")
-    read = EtcdStore.read
+    read, api = EtcdStore.read, load_api()
 
     def read_before_a_compaction(store: EtcdStore, *arguments: Any) -> Any:
         result = read(store, *arguments)
         monkeypatch.setattr(EtcdStore, "read", read)
         for value in ("2", "3"):
             other.add(f"{root}/a", value, replace=True)
-        request = store._api.rpc.CompactionRequest(revision=read(store, (b"x", b""), "revision")[1])
-        store._connection.stubs.kv.Compact(request, timeout=LIMIT_S)
+        request = api.rpc.CompactionRequest(revision=read(store, (b"x", b""), "revision")[1])
+        with api.grpc.insecure_channel(server.endpoint) as channel:
+            api.rpc.KVStub(channel).Compact(request, timeout=LIMIT_S)
         return result
 
     monkeypatch.setattr(EtcdStore, "read", read_before_a_compaction)
@@ -452,9 +483,13 @@ def private_service(run_dir: Path, **runtime: Any) -> Iterator[tuple[NameService
         unix_sockets.remove_folder(run_dir)
 
 
-def pid_of(service: NameService) -> int:
-    assert service._etcd is not None
-    return service._etcd._server.pid
+def etcd_of(run_dir: Path) -> psutil.Process:
+    """The server that runs on the run's data, started by this process."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if str(run_dir / "etcd") in child.cmdline():
+                return child
+    raise AssertionError(f"no etcd of {run_dir} runs")
 
 
 def wait_for_restart(service: NameService, notices: list[str], number: int = 1) -> None:
@@ -481,7 +516,7 @@ def test_a_private_etcd_that_freezes_for_good_is_replaced(tmp_path: Path) -> Non
             worker.add(names.gserver_manager(), "http://here", lease=lease.id)
             recorder = Recorder()
             worker.watch(names.root, recorder, subtree=True)
-            frozen = psutil.Process(pid_of(service))
+            frozen = etcd_of(tmp_path)
             frozen.suspend()
             wait_for_restart(service, notices)
             assert not frozen.is_running()
@@ -503,16 +538,15 @@ def test_a_private_etcd_that_loses_its_data_begins_anew(tmp_path: Path, harm: st
         with open_name_resolver(patient(NameResolveConfig(endpoints=service.endpoints))) as worker:
             worker.add(names.gserver_manager(), "http://here", lease=lease.id)
             assert worker.wait(names.status("master/0"), LIMIT_S)
-            assert service._etcd is not None
-            data = service._etcd._server.data_dir
-            os.kill(pid_of(service), signal.SIGSTOP)  # so that it cannot die before its data has
-            wait_until_frozen(pid_of(service))
+            data, etcd = tmp_path / "etcd", etcd_of(tmp_path)
+            etcd.suspend()  # so that it cannot die before its data has
+            wait_until_frozen(etcd.pid)
             if harm == "gone":
                 shutil.rmtree(data)
             else:
                 for file in data.rglob("*.wal"):
                     file.write_bytes(b"torn" * 1000)
-            os.kill(pid_of(service), signal.SIGKILL)
+            etcd.kill()
             wait_for_restart(service, notices)
             without = [notice for notice in notices if "does not start on its data, and is started without" in notice]
             assert len(without) == (harm == "torn")
@@ -520,13 +554,12 @@ def test_a_private_etcd_that_loses_its_data_begins_anew(tmp_path: Path, harm: st
             assert worker.wait(names.status("master/0"), LIMIT_S)
 
 
-def test_a_private_etcd_that_ends_again_and_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private_etcd, "_LONGEST_PAUSE_S", 0.1)
+def test_a_private_etcd_that_ends_again_and_again_ends_the_run(tmp_path: Path) -> None:
     with private_service(tmp_path, max_restarts=0) as (service, notices):  # 0: of workers
         for number in (1, 2, 3):
-            os.kill(pid_of(service), signal.SIGKILL)
+            etcd_of(tmp_path).kill()
             wait_for_restart(service, notices, number)
-        os.kill(pid_of(service), signal.SIGKILL)
+        etcd_of(tmp_path).kill()
         with pytest.raises(LaunchError, match=r"etcd has ended, and had been started again 3 times within the hour"):
             wait_until_long(lambda: bool(service.turn()), "the end is told")
 
@@ -535,7 +568,7 @@ def test_leases_of_the_dead_are_revoked_after_an_outage(tmp_path: Path, monkeypa
     """Each of them, and not only the first that was tried: the session would keep the others alive for ever."""
     with EtcdServer(tmp_path / "data", tmp_path / "log", extra_args=["--unsafe-no-fsync"]) as server:
         config = ExperimentConfig(
-            experiment="e", trial="t", name_resolve=patient(NameResolveConfig(endpoints=[server.endpoint]))
+            experiment="e", trial="t", name_resolve=NameResolveConfig(endpoints=[server.endpoint], timeout_s=3.0)
         )
         failed = threading.Event()
 
@@ -552,15 +585,12 @@ def test_leases_of_the_dead_are_revoked_after_an_outage(tmp_path: Path, monkeypa
         service.open()
         try:
             leases = [service.grant_lease() for _ in range(3)]
-            session: EtcdStore = service.resolver._store  # type: ignore[attr-defined]
-            session._connection._timeout_s = 0.3  # from now on
             server.kill()
             for lease in leases:
                 service.revoke(lease)
             assert failed.wait(LIMIT_S), "no revocation has failed"
             server.start()
-            with open_name_resolver(patient(NameResolveConfig(endpoints=[server.endpoint]))) as other:
-                store: EtcdStore = other._store  # type: ignore[attr-defined]
+            with bare_store(server) as store:
                 wait_until(lambda: all(store.lease_keys(lease.id) is None for lease in leases), "all are revoked")
         finally:
             service.close()

@@ -93,20 +93,20 @@ class MemoryCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._seen: set[int] = set()
+        self._seen: set[int] = set()  # ids: a storage has one Python object as long as it is alive
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        known = {id(leaf.untyped_storage()) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
                 storage = leaf.untyped_storage()
-                if leaf.device.type != "meta" and storage._cdata not in known | self._seen:
+                if leaf.device.type != "meta" and id(storage) not in known | self._seen:
                     self._add(storage)
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = id(storage), storage.nbytes()
         self._seen.add(key)
         self.now += size
         self.peak = max(self.peak, self.now)

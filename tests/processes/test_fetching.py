@@ -18,7 +18,7 @@ from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.codec import CodecError
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model import fetching
-from asyncrl.model.fetching import DataFetcher, FetchError, HeldData, pack_sample, unpack_sample
+from asyncrl.model.fetching import DataFetcher, FetchError, HeldData, pack_sample, read_request, unpack_sample
 from asyncrl.model.store import DataStore
 from asyncrl.protocol.messages import FetchPart, HeldDataRequest
 from asyncrl.runtime import security
@@ -46,12 +46,12 @@ def worker(max_message_bytes: int = 1_000_000) -> Worker:
 class Both:
     """A source that holds groups, and a fetcher with a store of its own."""
 
-    def __init__(self, fetcher: DataFetcher, url: str, me: Worker) -> None:
-        self.fetcher, self.url, self.me = fetcher, url, me
-        self.store = fetcher._store
+    def __init__(self, fetcher: DataFetcher, store: DataStore, url: str, me: Worker) -> None:
+        """store: the fetcher's."""
+        self.fetcher, self.store, self.url, self.me = fetcher, store, url, me
 
     def publish(self, url: str, life: int = 0, source: int = SOURCE) -> None:
-        self.me.resolver.add(self.me.names.held_data(source, 1, life), url)
+        self.me.resolver.add(self.me.names.held_data(source, 1, life), url, replace=True)
 
     async def fetch(self, ids: list[str], keys: tuple[str, ...] = KEYS, life: int = 0, source: int = SOURCE) -> int:
         return await self.fetcher.fetch([FetchPart(source, life, ids, list(keys))])
@@ -62,10 +62,11 @@ async def both(max_message_bytes: int = 1_000_000):
     me, source = worker(max_message_bytes), DataStore(64)
     for ticket in IDS:
         assert source.put(make_group(ticket)) == ""
-    held, fetcher = HeldData(source, host="127.0.0.1", max_bytes=max_message_bytes), DataFetcher(me, DataStore(64))
+    held, mine = HeldData(source, host="127.0.0.1", max_bytes=max_message_bytes), DataStore(64)
+    fetcher = DataFetcher(me, mine)
     fetcher.open()
     try:
-        made = Both(fetcher, await held.start(), me)
+        made = Both(fetcher, mine, await held.start(), me)
         made.publish(made.url)
         yield made
     finally:
@@ -110,14 +111,16 @@ async def test_many_groups_come_in_answers_of_bounded_size():
     size = make_group(IDS[0]).num_bytes
     asked = []
     async with both(max_message_bytes=3 * size) as pair:
-        ask = pair.fetcher._ask
 
-        async def count(part, ids):
-            asked.append(len(ids))
-            return await ask(part, ids)
+        async def relay(request: web.Request) -> web.Response:
+            body = await request.read()
+            asked.append(len(read_request(body).ids))
+            async with aiohttp.ClientSession() as session, session.post(pair.url + fetching.PATH, data=body) as answer:
+                return web.Response(status=answer.status, body=await answer.read())
 
-        pair.fetcher._ask = count
-        await pair.fetch(IDS)
+        async with answering(relay) as url:
+            pair.publish(url)
+            await pair.fetch(IDS)
         assert sorted(pair.store.ids()) == IDS
         assert asked[0] == len(IDS)
         assert len(asked) > 1

@@ -163,8 +163,29 @@ def test_samples_come_as_often_as_the_model_says(model_path):
 
 def test_batches_keep_to_the_budget(model_path):
     sampler = make_sampler(make_engine(model_path), max_sequences=3, max_tokens=22)
-    assert [len(rows) for rows in sampler._batches([5, 5, 5, 1, 1, 1, 1], 6)] == [2, 2, 3]
-    assert [len(rows) for rows in sampler._batches([40, 1], 6)] == [1, 1]  # one always
+    assert batch_sizes(sampler, [5, 5, 5, 1, 1, 1, 1]) == [2, 2, 3]
+    assert batch_sizes(sampler, [40, 1]) == [1, 1]  # one always
+
+
+def batch_sizes(sampler: Sampler, lengths: list[int]) -> list[int]:
+    """Rows of the passes between two batches' first responses: a batch gives all of its responses before the next one runs."""
+    passes: list[int] = []
+    sizes: list[int] = []
+
+    def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if isinstance(module, torch.nn.Embedding):
+            passes.append(len(inputs[0]))
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        with sampler.weights():
+            for _ in sampler.sample([[5] * length for length in lengths], 1, GREEDY, seed=(1, 2)):
+                if passes:
+                    sizes.append(passes[0])
+                    passes.clear()
+    finally:
+        hook.remove()
+    return sizes
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from asyncrl.config.schema import GenerationConfig
 from asyncrl.generation.engine import (
@@ -87,11 +88,32 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return Store(tmp_path_factory.mktemp("store"))
 
 
+class WatchedEngine(TransformersEngine):
+    """With transformers' own manager at hand, and a call after every pass, in the generation thread."""
+
+    manager: ContinuousBatchingManager
+
+    def __init__(self, model_path: str, config: GenerationConfig) -> None:
+        super().__init__(model_path, config, on_tokens=lambda tokens, version: self.after_pass())
+        self.after_pass: Callable[[], None] = lambda: None
+
+    async def start(self) -> None:
+        start = ContinuousBatchingManager.start
+
+        def note(manager: ContinuousBatchingManager) -> None:
+            self.manager = manager
+            start(manager)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ContinuousBatchingManager, "start", note)
+            await super().start()
+
+
 @asynccontextmanager
 async def running(
     store: Store, version: WeightVersion | None = V0, config: GenerationConfig = CONFIG, **changes: Any
-) -> AsyncIterator[TransformersEngine]:
-    engine = TransformersEngine(str(store.model_path), dataclasses.replace(config, **changes))
+) -> AsyncIterator[WatchedEngine]:
+    engine = WatchedEngine(str(store.model_path), dataclasses.replace(config, **changes))
     await engine.start()
     if version is not None:
         await engine.load_weights(store.path(version), version)
@@ -105,21 +127,21 @@ def make_prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(1, 64) for _ in range(length)]
 
 
-async def until(engine: TransformersEngine, condition: Callable[[], bool]) -> threading.Event:
+async def until(engine: WatchedEngine, condition: Callable[[], bool]) -> threading.Event:
     """Let the engine work until something holds; looked at after every pass. Then its thread stands still, however late the test
     acts, until it is asked to pause (most of what the engine does to requests and weights asks for that), or this is set."""
     go_on, holds, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
-    asked_to_pause = engine._manager.background_thread_status.is_pause_requested
+    asked_to_pause = engine.manager.background_thread_status.is_pause_requested
     deadline = time.monotonic() + 2 * LIMIT_S
 
-    def on_tokens(tokens: int, version: str) -> None:
+    def after_pass() -> None:
         if condition():
-            engine._on_tokens = None
+            engine.after_pass = lambda: None
             loop.call_soon_threadsafe(holds.set)
             while not go_on.wait(0.002) and not asked_to_pause() and time.monotonic() < deadline:
                 pass
 
-    engine._on_tokens = on_tokens
+    engine.after_pass = after_pass
     await asyncio.wait_for(holds.wait(), LIMIT_S)
     return go_on
 
@@ -303,7 +325,7 @@ def versions_prove_themselves(store: Store, prompt: list[int], result: Generated
     assert result.spans[-1].end == len(result.token_ids) == len(result.logprobs)
 
 
-async def test_retracted_requests_go_on_under_the_new_weights(store: Store) -> None:
+async def test_retracted_requests_go_on_under_the_new_weights(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody hears of the update; those that waited come after those that ran."""
     rng = random.Random(17)
     prompts = [make_prompt(rng, rng.randrange(1, 40)) for _ in range(12)]
@@ -314,10 +336,17 @@ async def test_retracted_requests_go_on_under_the_new_weights(store: Store) -> N
         assert engine.stats().used_tokens > 8 * 6
         assert await engine.pause("retract") == 8
         assert (engine.stats().running, engine.stats().waiting, engine.stats().used_tokens) == (0, 12, 0)
-        assert list(engine._waiting) == [f"r{i}" for i in range(12)]
+        add_request, begun = engine.manager.add_request, []
+
+        def note(input_ids: list[int], *arguments: Any, **options: Any) -> Any:
+            begun.append(input_ids)
+            return add_request(input_ids, *arguments, **options)
+
+        monkeypatch.setattr(engine.manager, "add_request", note)
         await engine.load_weights(store.path(V1), V1)
         await engine.resume()
         results = await asyncio.gather(*futures)
+        assert [ids[: len(prompt)] for ids, prompt in zip(begun, prompts, strict=True)] == prompts  # in this order
     assert engine.stats().num_aborted == 0
     for prompt, result in zip(prompts[:8], results, strict=False):
         assert result.finish.length == 60
@@ -373,11 +402,14 @@ async def test_wait_lets_running_requests_finish(store: Store) -> None:
         assert only_version(await first) == str(V0)
         assert (await first).finish.length == 30
         assert only_version(await second) == str(V1)
-        slow = engine.submit(EngineRequest("slow", prompt, LONG))
+
+
+async def test_wait_has_a_limit(store: Store) -> None:
+    async with running(store, load_timeout_s=0.05) as engine:
+        slow = engine.submit(EngineRequest("slow", make_prompt(random.Random(19), 10), LONG))
         go_on = await until(engine, lambda: engine.stats().running == 1)
-        engine._config = dataclasses.replace(engine._config, load_timeout_s=0.05)
         with pytest.raises(WeightsRefused, match="1 requests still run"):
-            await engine.pause("wait")
+            await asyncio.wait_for(engine.pause("wait"), LIMIT_S / 2)
         slow.cancel()
         go_on.set()
 
@@ -597,11 +629,11 @@ async def test_a_dead_generation_thread_is_noticed(store: Store, monkeypatch: py
         def fail(*args: object, **kwargs: object) -> None:
             raise MemoryError("no room")
 
-        monkeypatch.setattr(engine._manager.processor, "prepare_next_batch", fail)
+        monkeypatch.setattr(engine.manager.batch_processor, "prepare_next_batch", fail)
         future = engine.submit(EngineRequest("a", [1], SamplingParams(max_new_tokens=5)))
         with pytest.raises(EngineFailed, match="no room"):
             await future
-        await asyncio.to_thread(engine._manager.join, 0.0, 10.0)
+        await asyncio.to_thread(engine.manager.join, 0.0, 10.0)
         assert isinstance(engine.failure, MemoryError)
         with pytest.raises(EngineUnavailable, match="no room"):
             engine.submit(EngineRequest("b", [1], SamplingParams()))

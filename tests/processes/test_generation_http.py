@@ -325,12 +325,12 @@ async def test_a_version_is_verified_before_the_pause_and_a_retry_waits_for_the_
         loop.call_soon_threadsafe(checked.set)
 
     monkeypatch.setattr(weights, "check_files", check)
-    copy, copying = LiveTensors._copy, asyncio.Event()
+    load, loading = LiveTensors.load_version, asyncio.Event()
 
-    def slow_copy(*args: Any, **options: Any) -> None:
-        loop.call_soon_threadsafe(copying.set)
+    def slow_load(*args: Any) -> None:
+        loop.call_soon_threadsafe(loading.set)
         assert may_load.wait(20)
-        copy(*args, **options)
+        load(*args)
 
     async with served(model_path, tmp_path) as client:
         before = await client.metric("asyncrl_generation_weight_updates")
@@ -341,9 +341,9 @@ async def test_a_version_is_verified_before_the_pause_and_a_retry_waits_for_the_
         assert checked.is_set()
         assert not (await client.get("/get_model_info"))[1]["paused"]
         checked.clear()
-        monkeypatch.setattr(LiveTensors, "_copy", slow_copy)
+        monkeypatch.setattr(LiveTensors, "load_version", slow_load)
         first = asyncio.create_task(client.update(V1))
-        await asyncio.wait_for(copying.wait(), 20)
+        await asyncio.wait_for(loading.wait(), 20)
         retry = asyncio.create_task(client.update(V1))
         assert (await client.get("/get_model_info"))[1]["weight_version"] == str(
             V0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +23,15 @@ from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.master.worker import MasterWorker
 from asyncrl.protocol.messages import TrajectoryMeta
 from asyncrl.protocol.tickets import TicketId, TicketSeal, make_key
-from asyncrl.runtime.metrics import JsonLinesWriter
 from asyncrl.runtime.push_pull import MetaPusher
 
 
 def make_master(setup: Setup, prompts: Path) -> MasterWorker:
-    """With its stream alone: nothing is trained."""
+    """Its model workers never come, so it trains nothing: it takes in metadata while it waits for them."""
     prompts.write_text("".join(json.dumps({"prompt": str(i), "answer": ""}) + "\n" for i in range(8)))
     train = TrainConfig(batch_size=2)
     config = MasterWorkerConfig(
-        worker=replace(setup.info, kind="master"),
+        worker=replace(setup.info, kind="master", runtime=replace(setup.info.runtime, start_timeout_s=10 * LIMIT_S)),
         num_model_workers=1,
         models=[ModelConfig("actor", "m", "d1p1m1", [0], trainable=True)],
         mfcs=[mfc.placed("actor") for mfc in build_dataflow(train).mfcs.values()],
@@ -45,10 +45,7 @@ def make_master(setup: Setup, prompts: Path) -> MasterWorker:
         max_rejected_share=0.5,
         tensorboard=False,
     )
-    master = MasterWorker(config)
-    master.resolver = setup.resolver
-    master.journal = JsonLinesWriter(setup.run_dir / "journal" / "master.jsonl")
-    return master
+    return MasterWorker(config)
 
 
 async def test_only_granted_tickets_are_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -64,7 +61,7 @@ async def test_only_granted_tickets_are_stored(tmp_path: Path, caplog: pytest.Lo
         elsewhere = TicketSeal(make_key(tmp_path / "another run")).seal(structs.replace(name, nonce="ab12_1"))
         master = make_master(setup, tmp_path / "p.jsonl")
         head = MetaPusher(setup.resolver, setup.names, head=0, runtime=setup.info.runtime, incarnation="h")
-        await master._open_intake()
+        life = asyncio.create_task(master.main())
         await head.start()
         try:
             for ticket in (forged, elsewhere, "a1-e0-p1-i1-v0-h0-x"):
@@ -84,10 +81,8 @@ async def test_only_granted_tickets_are_stored(tmp_path: Path, caplog: pytest.Lo
             assert [live.ticket_id for live in (await setup.report()).live] == [granted]
         finally:
             await head.close()
-            for task in master._background:
-                task.cancel()
-            await master.metas.close()
-            master.journal.close()
+            master.stopping.set()
+            await asyncio.wait_for(life, LIMIT_S)
 
 
 async def test_tickets_of_a_worker_that_lies_begin_no_attempt(tmp_path: Path) -> None:

@@ -546,7 +546,7 @@ def test_a_reader_that_ends_early_gets_no_traceback(logged, options):
 
 
 def test_the_version_needs_no_torch():
-    code = "import sys; from asyncrl.cli import main as cli\ntry: cli.main(['--version'])\nfinally: assert 'torch' not in sys.modules"
+    code = "import sys; from asyncrl.cli.main import main\ntry: main(['--version'])\nfinally: assert 'torch' not in sys.modules"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     torch = importlib.metadata.version("torch")
     assert out == f"asyncrl {asyncrl.__version__}, Python {platform.python_version()}, torch {torch}\n"

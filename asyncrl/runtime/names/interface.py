@@ -29,7 +29,6 @@ MAX_VALUE_BYTES = 1_000_000  # etcd refuses requests above 1.5 MB
 _CANCEL_LIMIT_S = 5.0  # cancelling a watch waits at most this long for a callback that is running
 _MAX_PENDING_EVENTS = 4096  # past it, a watch whose callback lags keeps only the newest event of each key
 _PUBLISH_RETRY_S = 0.2  # pause of `publish` between two tries
-_LONGEST_REFRESH_S = 3.0
 _MOST_REFRESHES_A_SECOND = 1000.0  # of all leases of a session
 _MIN_READ_S = 0.2  # a wait of no time at all may take this long to read what is there
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -184,10 +183,10 @@ class Watch:
             self._condition.notify_all()
 
 
-def refresh_interval(ttl_s: float, num_leases: int) -> float:
+def refresh_interval(ttl_s: float, num_leases: int, longest_s: float) -> float:
     """Seconds between two refreshes of a lease: often enough that a long one outlives an outage of nearly its whole time; of very
     many leases less often."""
-    return min(ttl_s / 3, max(_LONGEST_REFRESH_S, num_leases / _MOST_REFRESHES_A_SECOND))
+    return min(ttl_s / 3, max(longest_s, num_leases / _MOST_REFRESHES_A_SECOND))
 
 
 class Lease:

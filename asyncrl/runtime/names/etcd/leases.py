@@ -25,12 +25,22 @@ from asyncrl.runtime.names.interface import (
 
 logger = logging.getLogger(__name__)
 
-_FOREIGN_CHECK_S = 5.0  # how often a session looks whether somebody else's lease that it uses is still that one
-_LOST_CHECK_S = 0.5  # ... how often while it is gone
+_LOST_CHECK_S = 0.5  # how often a session looks at somebody else's lease that it uses, while it is gone
 _FOREIGN_FORGET_S = 120.0  # ... and until when
 _JOIN_LIMIT_S = 2.0
 _EVENT_DELETE = 1
 _NO_LEASE = 0
+
+
+@dataclass(frozen=True)
+class LeaseIntervals:
+    """How often a session looks at its leases: more often, it notices a loss earlier and asks etcd more."""
+
+    refresh_s: float = 3.0  # of a lease that it keeps, at most; less often where it keeps very many
+    check_s: float = 5.0  # of somebody else's lease that it uses: whether that is still the same one
+
+
+USUAL = LeaseIntervals()
 
 
 @dataclass
@@ -44,11 +54,11 @@ class _HeldLease:
     lost_since: float | None = None  # not known to the server, or not with our entries
     entries: dict[str, str] = field(default_factory=dict)
 
-    def usual_s(self, num_leases: int) -> float:
+    def usual_s(self, num_leases: int, intervals: LeaseIntervals) -> float:
         """Until it is due again, in a session with so many."""
         if self.id == _NO_LEASE:
             return math.inf
-        return refresh_interval(self.ttl_s, num_leases) if self.kept else _FOREIGN_CHECK_S
+        return refresh_interval(self.ttl_s, num_leases, intervals.refresh_s) if self.kept else intervals.check_s
 
 
 class LeaseKeeper:
@@ -58,9 +68,10 @@ class LeaseKeeper:
     which nobody else deletes: where the mark is missing, everything is put again.
     """
 
-    def __init__(self, store: EtcdStore, closed: threading.Event, store_id: bytes) -> None:
+    def __init__(self, store: EtcdStore, closed: threading.Event, store_id: bytes, intervals: LeaseIntervals) -> None:
         """store_id: the one that the session has seen first."""
         self._store = store
+        self._intervals = intervals
         self._closed = closed
         self._marks = f"asyncrl\0session/{secrets.token_hex(8)}/".encode()
         self._lock = threading.Lock()
@@ -80,7 +91,7 @@ class LeaseKeeper:
         with self._lock:
             self._give_up(lease_id)
             held = self._leases[lease_id] = _HeldLease(lease_id, ttl_s, kept=True)
-            held.due = time.monotonic() + held.usual_s(len(self._leases))
+            held.due = time.monotonic() + held.usual_s(len(self._leases), self._intervals)
             if held.due < self._wakes_at or self._thread is None:
                 self._wake()
 
@@ -199,7 +210,8 @@ class LeaseKeeper:
                 self._put_entries(held)
         with self._lock:
             for held in due:
-                held.due = now + (held.usual_s(len(self._leases)) if held.lost_since is None else _LOST_CHECK_S)
+                usual_s = held.usual_s(len(self._leases), self._intervals)
+                held.due = now + (usual_s if held.lost_since is None else _LOST_CHECK_S)
 
     def restore(self, lease_id: int) -> None:
         """Grant a kept lease again under its id, and put its entries again. Also called by users' threads."""

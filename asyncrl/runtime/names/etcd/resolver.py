@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Sequence
 
 from asyncrl.runtime.names.etcd.access import EVERYBODY, EtcdAccess
-from asyncrl.runtime.names.etcd.leases import LeaseKeeper
+from asyncrl.runtime.names.etcd.leases import USUAL, LeaseIntervals, LeaseKeeper
 from asyncrl.runtime.names.etcd.store import EtcdStore, below, one_key
 from asyncrl.runtime.names.etcd.watch import EtcdWatch
 from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameEntryExists, NameResolver, Watch, WatchCallback
@@ -29,6 +29,7 @@ class EtcdNameResolver(NameResolver):
         timeout_s: float = 5.0,
         open_limit_s: float | None = None,
         access: EtcdAccess = EVERYBODY,
+        intervals: LeaseIntervals = USUAL,
     ) -> None:
         """open_limit_s: how long to try to reach a server at first; default: timeout_s."""
         super().__init__()
@@ -49,7 +50,7 @@ class EtcdNameResolver(NameResolver):
             self._closed.set()
             self._store.close()
             raise
-        self._keeper = LeaseKeeper(self._store, self._closed, store_id)
+        self._keeper = LeaseKeeper(self._store, self._closed, store_id, intervals)
 
     # entries
 
