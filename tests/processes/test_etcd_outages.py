@@ -173,7 +173,7 @@ def test_somebody_elses_lease_that_comes_back(
 def test_a_session_that_was_frozen_takes_its_lease_again(server: EtcdServer, root: str) -> None:
     program = (
         "import sys\n"
-        "from asyncrl.runtime.etcd import EtcdNameResolver\n"
+        "from asyncrl.runtime.names.etcd.resolver import EtcdNameResolver\n"
         "names = EtcdNameResolver([sys.argv[1]])\n"
         "names.add(sys.argv[2], 'here', lease=names.grant_lease(1).id)\n"
         "names.watch('test/x', print)\n"
