@@ -36,6 +36,7 @@ from asyncrl.generation.sglang_environment import SETUP_HINT
 from asyncrl.runtime import security
 from asyncrl.runtime.devices import usable_cores, visible_devices
 from asyncrl.runtime.ports import free_ports
+from asyncrl.runtime.process import dying_with_parent, tail_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +62,7 @@ _GRACE_S = {
 }  # on a GPU SGLang gives its memory back itself; on a CPU there is nothing to give back
 _ALL_LINES = 1_000_000
 _SHOWN_CHARS = 60
-_TAIL_LINES, _TAIL_BYTES, _LINE_CHARS = 25, 1 << 16, 300  # SGLang prints all its arguments in one line
-
-# Runs before SGLang in its process: asks for SIGKILL at the parent's death, looks whether the parent has died already, becomes
-# SGLang. (A preexec_fn would run Python between fork and exec, which can hang where the parent has threads.)
-_EXEC_WITH_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent has died")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+_LINE_CHARS = 300  # SGLang prints all its arguments in one line
 
 # A process beside SGLang: kills its group when this process has ended, however that ends, and removes its shared memory. SGLang's
 # children ask for a death with their parent, but only once they have imported what they need.
@@ -298,8 +289,8 @@ class SGLangProcess:
                 await asyncio.to_thread(self._blot_key, began_at)
                 return
             await asyncio.to_thread(self._blot_key, began_at)
-            said = tail_of(self._log, began_at)
-            whole = tail_of(self._log, began_at, lines=_ALL_LINES).lower()
+            said = tail_of(self._log, began_at, line_chars=_LINE_CHARS)
+            whole = tail_of(self._log, began_at, lines=_ALL_LINES, line_chars=_LINE_CHARS).lower()
             if self._ended.is_set() and "address already in use" in whole and tries_left:
                 await asyncio.to_thread(self._exited.wait, _KILL_LIMIT_S)
                 continue
@@ -321,7 +312,9 @@ class SGLangProcess:
 
     def progress(self) -> str:
         """What it said last."""
-        said = [line for line in tail_of(self._log).splitlines() if line.startswith("[")]  # `[time] text`
+        said = [
+            line for line in tail_of(self._log, line_chars=_LINE_CHARS).splitlines() if line.startswith("[")
+        ]  # `[time] text`
         return f" ({said[-1].partition('] ')[2][:_SHOWN_CHARS]})" if said else ""
 
     def how_it_ended(self) -> str | None:
@@ -356,7 +349,7 @@ class SGLangProcess:
 
     def told(self) -> str:
         """Where its log is and what it ends with, for an error."""
-        return f"its log, {self._log}, ends with\n{tail_of(self._log)}"
+        return f"its log, {self._log}, ends with\n{tail_of(self._log, line_chars=_LINE_CHARS)}"
 
     async def close(self) -> None:
         """SIGTERM; after a moment SIGKILL. The thread that owns it sees to what it leaves."""
@@ -384,7 +377,7 @@ class SGLangProcess:
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
                 out.write(f'api-key: "{self.api_key}"\n')
             command += ["--config", str(file)]
-        wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), *command]
+        wrapper = dying_with_parent(command)
         environment, noted = self._environment(self._tmp), self._noted
         self._exited, self._ended, self._process, self._children = threading.Event(), asyncio.Event(), None, []
         spawned, failure = threading.Event(), list[OSError]()
@@ -519,17 +512,6 @@ def _did_not_start(ended: str | None, said: str, python: str, log: Path, limit_s
     if "No module named 'sglang'" in said or "No module named sglang" in said:
         return f"generation.python={python!r}: SGLang is not installed there; {SETUP_HINT}"
     return f"{what} while it was starting ({python}); its log, {log}, ends with\n{said}"
-
-
-def tail_of(log: Path, start: int = 0, *, lines: int = _TAIL_LINES) -> str:
-    """The end of a log, of what stands behind byte `start`."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-            return "\n".join(line[:_LINE_CHARS] for line in text.splitlines()[-lines:])
-    except OSError as error:
-        return f"(the log cannot be read: {error})"
 
 
 # --------------------------------------------------------------------------------------------------- somebody else's

@@ -25,7 +25,7 @@ import psutil
 
 from asyncrl.config.schema import ExperimentConfig, authenticates
 from asyncrl.launch.agent_rules import Tether, There, decide, obeyed
-from asyncrl.launch.children import Child, how_it_ended, tail_of
+from asyncrl.launch.children import Child, how_it_ended
 from asyncrl.launch.crew import Crew
 from asyncrl.launch.hosts import refuses
 from asyncrl.launch.mirror import READ_EVERY_S, Mirror
@@ -50,6 +50,7 @@ from asyncrl.runtime.names.interface import (
     NameResolver,
     WatchEvent,
 )
+from asyncrl.runtime.process import tail_of
 from asyncrl.runtime.security import Secrets, write_secrets
 
 AGENT_ENV = "ASYNCRL_AGENT"  # every process under an agent has it: which one's it is, where several share a machine

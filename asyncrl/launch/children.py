@@ -26,12 +26,12 @@ from asyncrl.launch.rundir import RUN_DIR_ENV, configs_dir, logs_dir
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import DECODE_ERRORS, Wait, WorkerStatus
 from asyncrl.runtime.names.interface import Lease
+from asyncrl.runtime.process import tail_of
 from asyncrl.runtime.stacks import cpu_s
 from asyncrl.runtime.worker import LEASE_ENV, STATUS_FD_ENV
 
 _READ_BYTES = 1 << 16
 _MAX_STATUS_LINE_BYTES = 1_000_000
-_LOG_LINES = 25
 
 # What the kernel did to a process is noticed a moment later than its peers notice that it is gone, and they say so at once
 _NOTICED_LATE_S = 0.5
@@ -317,13 +317,3 @@ def _who_killed() -> str:
             "smaller micro-batches, or raise the limit"
         )
     return "by somebody, or for want of memory: see `dmesg`"
-
-
-def tail_of(log: Path, lines: int = _LOG_LINES) -> str:
-    """The end of a log, for a process that could not say what happened."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:]) or "(nothing)"
-    except OSError as error:
-        return f"(the log cannot be read: {error})"

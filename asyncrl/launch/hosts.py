@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from asyncrl.config.schema import ConfigError
+from asyncrl.config.schema import ConfigError, is_loopback
 
 _SLURM_NODE_ENV = "SLURMD_NODENAME"
 _ANY_PORT = 9  # of a UDP socket that sends nothing: only the route is asked for
@@ -67,10 +67,6 @@ def refuses(endpoint: str, limit_s: float = 1.0) -> bool:
         return True
     except OSError:
         return False
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def local_addresses() -> set[str]:

@@ -20,8 +20,9 @@ from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import logs_dir
 from asyncrl.rewards.loading import no_terminal
 from asyncrl.runtime import security, unix_sockets
+from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.stacks import SUFFIX, answer_requests
-from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker
+from asyncrl.runtime.worker import Worker, configure_logging, run_worker
 
 PARENT_ENV = "ASYNCRL_PARENT"  # pid of the launcher; without it the process lives on its own
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -51,7 +50,6 @@ _MAX_ERROR_CHARS = 20_000  # a status line must fit into the pipe to the launche
 _CLOCK_SLACK_S = 0.001  # the loop's timers may be early by its clock's resolution
 _OWN_LIMIT_SLACK_S = 5.0  # for what is awaited to end itself, with an error that says more, at a limit of its own
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_PR_SET_PDEATHSIG = 1
 
 
 class WaitTimeoutError(TimeoutError):
@@ -470,16 +468,6 @@ class _StatusReporter:
 def _is_launched() -> bool:
     """By a launcher, which keeps our lease; else we keep one of our own."""
     return bool(os.environ.get(LEASE_ENV))
-
-
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent ends (Linux). Call on the main thread, first thing."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call took effect
-        os._exit(1)
 
 
 def configure_logging(info: WorkerInfo) -> None:

@@ -26,8 +26,9 @@ from asyncrl.model.store import DataStore
 from asyncrl.protocol.messages import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, WeightVersion
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
+from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
-from asyncrl.runtime.worker import Worker, configure_logging, die_with_parent, run_worker
+from asyncrl.runtime.worker import Worker, configure_logging, run_worker
 from asyncrl.testing.paced_engine import LongTail, PacedEngine
 from asyncrl.weights.versions import publish_folder
 

@@ -11,8 +11,8 @@ from asyncrl.config.schema import RuntimeConfig
 from asyncrl.protocol.messages import StoreVerdict
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.memory import MemoryNameResolver
+from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller
-from asyncrl.runtime.worker import die_with_parent
 
 
 async def main(journal_path: str) -> None:

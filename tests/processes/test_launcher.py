@@ -16,7 +16,6 @@ import pytest
 from asyncrl.cli import main as cli
 from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import AUTO, NameResolveConfig
-from asyncrl.launch.children import tail_of
 from asyncrl.launch.program import load_process_config, plan, save_config
 from asyncrl.launch.rundir import RunLock, RunRecord, read_record, write_record
 from asyncrl.protocol.messages import WorkerStatus
@@ -24,6 +23,7 @@ from asyncrl.protocol.names import Names
 from asyncrl.runtime import unix_sockets
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.open import open_name_resolver
+from asyncrl.runtime.process import tail_of
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
 
 WORKERS = ["generation_server/0", "gserver_manager/0", "master/0", "model_worker/0", "rollout_worker/0"]

@@ -35,7 +35,8 @@ if __name__ == "__main__":
 OWNER = """
 import asyncio, os, sys
 from pathlib import Path
-from asyncrl.generation.sglang_process import SGLangProcess, _members, tail_of
+from asyncrl.generation.sglang_process import SGLangProcess, _members
+from asyncrl.runtime.process import tail_of
 
 async def main(folder):
     process = SGLangProcess(

@@ -20,13 +20,13 @@ from asyncrl.generation.sglang_process import (
     cores_of_ranks,
     server_arguments,
     server_environment,
-    tail_of,
 )
 from asyncrl.generation.sglang_response import GrowingResponse
 from asyncrl.launch import preflight as preflight_module
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan
 from asyncrl.protocol.messages import FinishReason, SamplingParams, VersionSpan, WeightVersion
+from asyncrl.runtime.process import tail_of
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import publish_folder
 
@@ -398,7 +398,7 @@ def test_its_log_is_that_of_the_worker(tmp_path):
 def test_the_end_of_a_log_is_readable(tmp_path):
     log = tmp_path / "sglang.log"
     log.write_text("first\n" + "x" * 10_000 + "\nlast\n")
-    assert tail_of(log).splitlines() == ["first", "x" * 300, "last"]
+    assert tail_of(log, line_chars=300).splitlines() == ["first", "x" * 300, "last"]
     assert tail_of(log, lines=1) == "last"
-    assert tail_of(log, 6) == "x" * 300 + "\nlast"
+    assert tail_of(log, 6, line_chars=300) == "x" * 300 + "\nlast"
     assert "cannot be read" in tail_of(tmp_path / "none.log")

@@ -25,7 +25,7 @@ from asyncrl.protocol.messages import DECODE_ERRORS, LauncherRecord
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.runtime.worker import die_with_parent
+from asyncrl.runtime.process import die_with_parent
 
 _LOOK_S = 0.5
 _TRY_S = 2.0  # one endpoint, which may be that of a run that is over

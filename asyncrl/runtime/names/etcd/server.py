@@ -15,7 +15,6 @@ import shutil
 import signal
 import ssl
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -26,22 +25,13 @@ from pathlib import Path
 from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.disk import nearly_full
 from asyncrl.runtime.ports import free_ports
+from asyncrl.runtime.process import dying_with_parent
 
 logger = logging.getLogger(__name__)
 
 _START_TRIES = 5
 _POLL_S = 0.02
 _CLIENT_SOCKET, _PEER_SOCKET = "etcd:0", "peer:0"
-
-# Runs before etcd in its process: asks for SIGKILL at the parent's death, looks whether the parent has died already, becomes
-# etcd. (A preexec_fn would run Python between fork and exec, which can hang where the parent has threads.)
-_EXEC_WITH_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent has died")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class EtcdServerError(RuntimeError):
@@ -216,7 +206,7 @@ class EtcdServer:
                 command += [f"--{prefix}cert-file", self._tls.cert_file, f"--{prefix}key-file", self._tls.key_file]
                 command += [f"--{prefix}trusted-ca-file", self._tls.ca_file, f"--{prefix}client-cert-auth"]
         command += self._extra_args
-        wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_WITH_PARENT, str(os.getpid()), *command]
+        wrapper = dying_with_parent(command)
         # settings meant for another etcd must not reach this one
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
         spawned = threading.Event()
