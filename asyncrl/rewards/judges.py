@@ -33,8 +33,6 @@ Calls = Sequence[Call]
 
 _START_LIMIT_S = 120.0  # of the nursery: it imports the user's module
 _FORK_LIMIT_S = 30.0  # of a judge
-_DEATH_LIMIT_S = 2.0  # from the end of a judge's output to the word about its end
-_END_LIMIT_S = 10.0  # of the nursery, which reads the end of its input, and of all its descendants
 _MAX_TRIES = 3  # of a call whose judge dies in it: in as many judges
 _MAX_LOSSES = 3  # of a call: judges or nurseries that were lost to it through no fault of its own
 _LOSS_PAUSE_S = 0.2  # before a call is made again after one
@@ -116,11 +114,15 @@ class Judges:
         most_async: int,
         logger: logging.Logger,
         output: int | None = None,
+        pace: RestartPace | None = None,
+        death_limit_s: float = 2.0,
+        end_limit_s: float = 10.0,
     ) -> None:
         """Starts the nursery, and waits for it to have imported the function. Raises ConfigError where there is none.
 
         memory_bytes: of a judge; 0: no limit. most_async: in place of `most` for an `async def`, which mostly waits. output: the
-        file descriptor that takes what the function prints; None: this process's stdout.
+        file descriptor that takes what the function prints; None: this process's stdout. death_limit_s: from the end of a judge's
+        output to the word about its end. end_limit_s: of the nursery, which reads the end of its input, and of all its descendants.
         """
         self.spec = spec
         self._memory_bytes = memory_bytes
@@ -131,7 +133,8 @@ class Judges:
         self._starting: deque[asyncio.Future[int]] = deque()
         self._control: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that reads what the nursery says
-        self._pace = RestartPace()
+        self._pace = pace or RestartPace()
+        self._death_limit_s, self._end_limit_s = death_limit_s, end_limit_s
         self._restart: asyncio.Task[None] | None = None  # one for all calls that wait for it
         self._closed = False
         self.num_started = 0
@@ -140,6 +143,16 @@ class Judges:
         self.is_async, self.arguments = self._greet(self._nursery, control)
         self._control = control
         self._places = asyncio.Semaphore(most_async if self.is_async else most)
+
+    @property
+    def warden(self) -> int:
+        """Process id of what has the nursery as its child."""
+        return self._nursery.pid
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the judges that live."""
+        return tuple(self._judges)
 
     async def ask(self, calls: Calls, limit_s: float) -> dict[str, Any]:
         """What judge_main answers. Raises TimeoutError (the judge is killed), JudgeDied, JudgesLost, or what pickle has against
@@ -236,7 +249,7 @@ class Judges:
     async def _raise_end_of(self, judge: _Judge) -> NoReturn:
         judge.connection.close()
         try:
-            async with asyncio.timeout(_DEATH_LIMIT_S):
+            async with asyncio.timeout(self._death_limit_s):
                 how = await asyncio.shield(judge.died)
         except asyncio.TimeoutError:
             how = "it closed its connection"
@@ -273,7 +286,7 @@ class Judges:
         reply = json.loads(message or b"{}")
         if "ready" not in reply:
             control.close()
-            code = _end_of(nursery)
+            code = _end_of(nursery, self._end_limit_s)
             if "config" in reply:
                 raise ConfigError(reply["config"])
             told = reply.get("error") or f"its process ended with code {code} within {_START_LIMIT_S:g} s"
@@ -362,13 +375,13 @@ class Judges:
             if not started.done():
                 started.set_exception(JudgesLost(why))
         self._starting.clear()
-        _end_of(self._nursery)  # it kills its judges, and what they have started
+        _end_of(self._nursery, self._end_limit_s)  # it kills its judges, and what they have started
 
 
-def _end_of(nursery: subprocess.Popen[bytes]) -> int:
-    """Its exit code, once it has ended; after _END_LIMIT_S it is killed."""
+def _end_of(nursery: subprocess.Popen[bytes], limit_s: float) -> int:
+    """Its exit code, once it has ended; after the limit it is killed."""
     try:
-        return nursery.wait(_END_LIMIT_S)
+        return nursery.wait(limit_s)
     except subprocess.TimeoutExpired:
         nursery.kill()
         return nursery.wait()

@@ -16,8 +16,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncrl.config.schema import RolloutConfig
@@ -27,7 +28,7 @@ from asyncrl.rewards.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, 
 from asyncrl.rewards.reward_function import RewardFunction, as_reward, shown
 from asyncrl.runtime.worker import StatusBoard
 
-_SLOW_CALL_S = 0.01  # functions slower than this judge the responses of a group side by side
+_SLOW_CALL_S = 0.01
 _MAX_THREADS = 16  # or judges, of a sync function
 _MAX_ABANDONED = 32  # threads that outlived their limit; past it nothing more is started
 
@@ -54,25 +55,24 @@ class Reward:
         spec: str,
         *,
         timeout_s: float,
-        isolation: str,
         board: StatusBoard,
         logger: logging.Logger,
-        memory_bytes: int = 0,
-        most_async: int = 64,
+        judges: Judges | None = None,
+        slow_call_s: float = _SLOW_CALL_S,
     ) -> None:
-        """isolation: process | thread. memory_bytes: of a process; 0: no limit. most_async: processes of an async function."""
+        """judges: processes that run it, ended by `close`; None: it runs in threads of this process. slow_call_s: functions slower
+        than this judge the responses of a group side by side."""
         self.spec = spec
         self._timeout_s = timeout_s
         self._board = board
         self._logger = logger
+        self._slow_call_s = slow_call_s
         self._call_s = math.inf  # how long a call took last; unknown counts as slow
         self._logged: set[str] = set()
-        self._judges: Judges | None = None
+        self._judges = judges
         self._function: Callable[..., Any]
-        if isolation == "process" and sys.platform == "linux":
-            most = _MAX_THREADS
-            self._judges = Judges(spec, memory_bytes=memory_bytes, most=most, most_async=most_async, logger=logger)
-            self._arguments = self._judges.arguments
+        if judges is not None:
+            self._arguments = judges.arguments
         else:
             function = RewardFunction.load(spec)
             self._function, self._is_async, self._arguments = function.call, function.is_async, function.arguments
@@ -82,15 +82,16 @@ class Reward:
     @classmethod
     def of(cls, spec: str, rollout: RolloutConfig, *, board: StatusBoard, logger: logging.Logger) -> Reward:
         """As the config has it."""
-        return cls(
-            spec,
-            timeout_s=rollout.reward_timeout_s,
-            isolation=rollout.reward_isolation,
-            memory_bytes=rollout.reward_memory_bytes,
-            most_async=rollout.max_concurrent_per_worker,
-            board=board,
-            logger=logger,
-        )
+        judges = None
+        if rollout.reward_isolation == "process" and sys.platform == "linux":
+            judges = Judges(
+                spec,
+                memory_bytes=rollout.reward_memory_bytes,
+                most=_MAX_THREADS,
+                most_async=rollout.max_concurrent_per_worker,
+                logger=logger,
+            )
+        return cls(spec, timeout_s=rollout.reward_timeout_s, board=board, logger=logger, judges=judges)
 
     def close(self) -> None:
         """End its processes, if it has any."""
@@ -117,10 +118,11 @@ class Reward:
                 raise self._rejected("reward_error", f"{self.spec} raised {shown(error)}", error) from error
 
     async def _score(self, calls: Calls) -> list[float]:
-        fast = self._call_s < _SLOW_CALL_S
+        fast = self._call_s < self._slow_call_s
+        score: Callable[[Calls], Awaitable[list[float]]]
         if self._judges is not None:
             together = fast or self._judges.is_async
-            score = self._score_by_judge
+            score = partial(self._score_by_judge, self._judges)
         elif self._is_async:
             async with asyncio.timeout(self._timeout_s):
                 return self._checked(await self._score_async(calls))
@@ -134,9 +136,8 @@ class Reward:
 
     # ---------------------------------------------------------------------------------------------------------- processes
 
-    async def _score_by_judge(self, calls: Calls) -> list[float]:
-        assert self._judges is not None
-        answer = await self._judges.ask(calls, self._timeout_s)
+    async def _score_by_judge(self, judges: Judges, calls: Calls) -> list[float]:
+        answer = await judges.ask(calls, self._timeout_s)
         if "values" in answer:
             self._call_s = answer["seconds"] / max(1, len(calls))
             return list(answer["values"])

@@ -71,7 +71,7 @@ def half(prompt: str, completion: str, answer: str) -> float:
 
 
 def make_reward(name: str = "right") -> Reward:
-    return Reward(f"{__name__}:{name}", timeout_s=60.0, isolation="thread", board=BOARD, logger=LOGGER)
+    return Reward(f"{__name__}:{name}", timeout_s=60.0, board=BOARD, logger=LOGGER)
 
 
 async def collect(agent: Agent, env: Env, policy: Policy) -> tuple[SequenceSample, list[Observation]]:

@@ -69,7 +69,7 @@ def test_reward_functions_that_could_not_be_called(tmp_path, source, told):
         "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
     )
     with pytest.raises(ConfigError, match=told):
-        Reward(f"{file}:reward", timeout_s=1.0, isolation="thread", board=StatusBoard(info, LOGGER), logger=LOGGER)
+        Reward(f"{file}:reward", timeout_s=1.0, board=StatusBoard(info, LOGGER), logger=LOGGER)
 
 
 def test_rejections_are_told_with_count_cause_and_remedy():

@@ -327,7 +327,6 @@ async def test_as_a_rollout_worker_calls_it(example: dict[str, Any]) -> None:
     reward = Reward(
         f"{FOLDER}/reward.py:correct",
         timeout_s=100,
-        isolation="thread",
         board=StatusBoard(info, logger),
         logger=logger,
     )

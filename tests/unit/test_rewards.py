@@ -18,14 +18,14 @@ import pytest
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
-from asyncrl.rewards import judges
-from asyncrl.rewards import reward as reward_module
+from asyncrl.rewards.judges import Judges, RestartPace
 from asyncrl.rewards.loading import load_object
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.runtime.worker import StatusBoard
 
 LIMIT_S = 60.0
+MOST = 16  # judges of a function
 LOGGER = logging.getLogger("test_rewards")
 PROMPT = Prompt(prompt_id="e0-p0", text="2+2=", input_ids=[1], answer="4", task="sum", row={"level": 3}, too_long=False)
 RIGHT, WRONG, CUT = Completion("4", True), Completion("5", True), Completion("4", False)
@@ -114,10 +114,11 @@ def board() -> StatusBoard:
 def make_isolated(path: Path, board: StatusBoard) -> Iterator[Callable[..., Reward]]:
     made: list[Reward] = []
 
-    def make_one(isolation: str, name: str, timeout_s: float = LIMIT_S, **limits: Any) -> Reward:
-        made.append(
-            Reward(f"{path}:{name}", timeout_s=timeout_s, isolation=isolation, board=board, logger=LOGGER, **limits)
-        )
+    def make_one(isolation: str, name: str, timeout_s: float = LIMIT_S, **given: Any) -> Reward:
+        spec = f"{path}:{name}"
+        if isolation == "process":
+            given.setdefault("judges", Judges(spec, memory_bytes=0, most=MOST, most_async=64, logger=LOGGER))
+        made.append(Reward(spec, timeout_s=timeout_s, board=board, logger=LOGGER, **given))
         return made[-1]
 
     yield make_one
@@ -156,10 +157,9 @@ async def test_async_functions_and_callable_objects(make: Callable[..., Reward])
 
 
 async def test_a_fast_function_judges_a_group_in_one_thread_away_from_the_loop(
-    make_in_thread: Callable[..., Reward], path: Path, monkeypatch: pytest.MonkeyPatch
+    make_in_thread: Callable[..., Reward], path: Path
 ) -> None:
-    monkeypatch.setattr(reward_module, "_SLOW_CALL_S", LIMIT_S)  # a busy machine makes no slow function of it
-    reward = make_in_thread("exact")
+    reward = make_in_thread("exact", slow_call_s=LIMIT_S)  # a busy machine makes no slow function of it
     await reward.score(PROMPT, [RIGHT])  # tells that it is fast
     threads: set[str] = load_object(f"{path}:threads", "threads")
     starts: list[threading.Thread] = []
@@ -277,13 +277,24 @@ def dangerous(prompt, completion, answer):
 
 
 @pytest.fixture
-def dangerous(
-    path: Path, make_in_process: Callable[..., Reward], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Reward]:
+def dangerous(path: Path, make_in_process: Callable[..., Reward]) -> Callable[..., tuple[Reward, Judges]]:
+    """The reward and its judges, patient with a busy machine."""
     path.write_text(DANGEROUS)
-    monkeypatch.setattr(judges, "_DEATH_LIMIT_S", LIMIT_S)  # the nursery may be slow to tell how a judge has ended,
-    monkeypatch.setattr(judges, "_END_LIMIT_S", LIMIT_S)  # and to end what judges have started
-    return partial(make_in_process, "dangerous")
+
+    def make_one(memory_bytes: int = 0, pace: RestartPace | None = None) -> tuple[Reward, Judges]:
+        judges = Judges(
+            f"{path}:dangerous",
+            memory_bytes=memory_bytes,
+            most=MOST,
+            most_async=MOST,
+            logger=LOGGER,
+            pace=pace,
+            death_limit_s=LIMIT_S,
+            end_limit_s=LIMIT_S,
+        )
+        return make_in_process("dangerous", judges=judges), judges
+
+    return make_one
 
 
 async def ask(reward: Reward, what: str) -> float:
@@ -302,9 +313,9 @@ async def ask(reward: Reward, what: str) -> float:
     ],
 )
 async def test_what_ends_a_process_ends_a_judge_and_another_takes_its_place(
-    dangerous: Callable[..., Reward], what: str, reason: str, detail: str
+    dangerous: Callable[..., tuple[Reward, Judges]], what: str, reason: str, detail: str
 ) -> None:
-    reward = dangerous(memory_bytes=400_000_000)
+    reward, _judges = dangerous(memory_bytes=400_000_000)
     judge = await ask(reward, "pid")
     for _ in range(2):  # also where a judge that has answered before dies of it: nobody else pays
         with pytest.raises(RolloutRejected) as caught:
@@ -317,9 +328,9 @@ async def test_what_ends_a_process_ends_a_judge_and_another_takes_its_place(
 
 
 async def test_a_judge_that_holds_the_gil_for_ever_is_killed_and_holds_up_nobody(
-    dangerous: Callable[..., Reward],
+    dangerous: Callable[..., tuple[Reward, Judges]], make_in_process: Callable[..., Reward]
 ) -> None:
-    reward = dangerous()
+    reward, judges = dangerous()
     spinning = asyncio.ensure_future(ask(reward, "spin"))
     for _ in range(20):
         assert await ask(reward, "") == 0.5
@@ -328,21 +339,21 @@ async def test_a_judge_that_holds_the_gil_for_ever_is_killed_and_holds_up_nobody
     await asyncio.wait({spinning})
 
     judge = int(await ask(reward, "pid"))
-    reward._timeout_s = 1.0
+    impatient = make_in_process("dangerous", 1.0, judges=judges)
     with pytest.raises(RolloutRejected) as caught:
-        await ask(reward, "spin")
+        await ask(impatient, "spin")
     assert caught.value.reason == "reward_timeout"
     await wait_until_gone(judge)
 
 
-async def test_a_fork_that_comes_back_into_our_code_ends_there(dangerous: Callable[..., Reward]) -> None:
+async def test_a_fork_that_comes_back_into_our_code_ends_there(dangerous: Callable[..., tuple[Reward, Judges]]) -> None:
     """One answer a question, from the one who was asked."""
-    reward = dangerous()
+    reward, _judges = dangerous()
     assert [await ask(reward, what) for what in ("fork", "", "fork", "")] == [0.0, 0.5, 0.0, 0.5]
 
 
-async def test_what_a_judge_has_started_goes_with_it(dangerous: Callable[..., Reward]) -> None:
-    reward = dangerous()
+async def test_what_a_judge_has_started_goes_with_it(dangerous: Callable[..., tuple[Reward, Judges]]) -> None:
+    reward, _judges = dangerous()
     daemon, judge = int(await ask(reward, "daemon")), int(await ask(reward, "pid"))
     assert psutil.pid_exists(daemon)
     with pytest.raises(RolloutRejected):
@@ -350,8 +361,8 @@ async def test_what_a_judge_has_started_goes_with_it(dangerous: Callable[..., Re
     await wait_until_gone(daemon, judge)
 
 
-async def test_the_end_of_a_worker_is_that_of_its_judges(dangerous: Callable[..., Reward]) -> None:
-    reward = dangerous()
+async def test_the_end_of_a_worker_is_that_of_its_judges(dangerous: Callable[..., tuple[Reward, Judges]]) -> None:
+    reward, _judges = dangerous()
     daemon, judge = int(await ask(reward, "daemon")), int(await ask(reward, "pid"))
     spinning = asyncio.ensure_future(ask(reward, "spin"))
     await asyncio.sleep(0.2)
@@ -362,85 +373,81 @@ async def test_the_end_of_a_worker_is_that_of_its_judges(dangerous: Callable[...
     await wait_until_gone(daemon, judge)
 
 
-def nursery_of(reward: Reward) -> psutil.Process:
-    assert reward._judges is not None
-    (nursery,) = psutil.Process(reward._judges._nursery.pid).children()  # of its warden
+def nursery_of(judges: Judges) -> psutil.Process:
+    (nursery,) = psutil.Process(judges.warden).children()
     return nursery
 
 
-async def test_a_nursery_that_is_killed_is_replaced(dangerous: Callable[..., Reward]) -> None:
-    reward = dangerous()
+async def test_a_nursery_that_is_killed_is_replaced(dangerous: Callable[..., tuple[Reward, Judges]]) -> None:
+    reward, judges = dangerous()
     judge = int(await ask(reward, "pid"))
-    nursery = nursery_of(reward)
+    nursery = nursery_of(judges)
     nursery.kill()
     await wait_until_gone(nursery.pid, judge)
     assert await ask(reward, "") == 0.5
 
 
 async def test_calls_that_lose_their_nursery_share_one_restart_and_are_made_again(
-    dangerous: Callable[..., Reward],
+    dangerous: Callable[..., tuple[Reward, Judges]],
 ) -> None:
-    reward = dangerous()
-    assert reward._judges is not None
-    calls = [asyncio.ensure_future(ask(reward, "slow")) for _ in range(2 * reward_module._MAX_THREADS)]
-    of_first = reward._judges._judges
-    await wait_until(lambda: len(of_first) == reward_module._MAX_THREADS)
-    nursery_of(reward).kill()
+    reward, judges = dangerous()
+    calls = [asyncio.ensure_future(ask(reward, "slow")) for _ in range(2 * MOST)]
+    await wait_until(lambda: len(judges.pids) == MOST)
+    nursery_of(judges).kill()
     assert await asyncio.gather(*calls) == [0.5] * len(calls)
-    assert reward._judges.num_nurseries == 2
+    assert judges.num_nurseries == 2
 
 
-async def test_a_nursery_is_replaced_however_often_it_is_killed(dangerous: Callable[..., Reward]) -> None:
-    reward = dangerous()
-    assert reward._judges is not None
-    reward._judges._pace = judges.RestartPace(first_s=0.01, longest_s=0.02)
+async def test_a_nursery_is_replaced_however_often_it_is_killed(
+    dangerous: Callable[..., tuple[Reward, Judges]],
+) -> None:
+    reward, judges = dangerous(pace=RestartPace(first_s=0.01, longest_s=0.02))
     for _ in range(6):
-        judge, nursery = int(await ask(reward, "pid")), nursery_of(reward)
+        judge, nursery = int(await ask(reward, "pid")), nursery_of(judges)
         nursery.kill()
         await wait_until_gone(nursery.pid, judge)
     assert await ask(reward, "") == 0.5
-    assert reward._judges.num_nurseries == 7
+    assert judges.num_nurseries == 7
 
 
 def test_nurseries_that_die_in_quick_succession_are_replaced_ever_later() -> None:
-    pace = judges.RestartPace(first_s=0.5, longest_s=4.0, calm_s=60.0)
+    pace = RestartPace(first_s=0.5, longest_s=4.0, calm_s=60.0)
     assert [pace.died(now) for now in (0.0, 1.0, 2.0, 4.0, 9.0, 14.0)] == [0.0, 0.5, 1.0, 2.0, 4.0, 4.0]
     assert pace.died(14.0 + 4.0 + 60.0) == 0.0
 
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
 async def test_a_function_that_signals_its_parent_ends_its_own_judge_only(
-    dangerous: Callable[..., Reward], number: str
+    dangerous: Callable[..., tuple[Reward, Judges]], number: str
 ) -> None:
-    reward = dangerous()
-    assert reward._judges is not None
+    reward, judges = dangerous()
     others = [asyncio.ensure_future(ask(reward, "slow")) for _ in range(4)]
     with pytest.raises(RolloutRejected) as caught:
         await ask(reward, f"parent {number}")
     assert caught.value.reason == "reward_died"
     assert caught.value.detail.endswith(f"it was killed by {number}")
     assert await asyncio.gather(*others) == [0.5] * 4
-    assert reward._judges.num_nurseries == 1
+    assert judges.num_nurseries == 1
 
 
-async def test_a_call_whose_judge_is_killed_from_outside_is_made_again(dangerous: Callable[..., Reward]) -> None:
-    reward = dangerous()
-    assert reward._judges is not None
+async def test_a_call_whose_judge_is_killed_from_outside_is_made_again(
+    dangerous: Callable[..., tuple[Reward, Judges]],
+) -> None:
+    reward, judges = dangerous()
     call = asyncio.ensure_future(ask(reward, "slow"))
-    started = reward._judges._judges
-    await wait_until(lambda: started)
-    (guard,) = (psutil.Process(pid) for pid in started)
+    await wait_until(lambda: judges.pids)
+    (guard,) = (psutil.Process(pid) for pid in judges.pids)
     await wait_until(guard.children)
     guard.children()[0].kill()
     assert await call == 0.5
 
 
-async def test_a_rollout_is_released_where_no_nursery_starts(dangerous: Callable[..., Reward], path: Path) -> None:
-    reward = dangerous()
-    assert reward._judges is not None
-    reward._judges._pace = judges.RestartPace(first_s=0.01, longest_s=0.02)
+async def test_a_rollout_is_released_where_no_nursery_starts(
+    dangerous: Callable[..., tuple[Reward, Judges]], path: Path
+) -> None:
+    reward, judges = dangerous(pace=RestartPace(first_s=0.01, longest_s=0.02))
     with_source(path, "raise RuntimeError('not now')")
-    nursery = nursery_of(reward)
+    nursery = nursery_of(judges)
     nursery.kill()
     await wait_until_gone(nursery.pid)
     with pytest.raises(RolloutReleased, match="not now") as caught:
