@@ -46,21 +46,8 @@ from asyncrl.runtime.worker import StatusBoard, WaitTimeoutError
 
 T = TypeVar("T")
 
-_RETRY_DELAYS_S = (0.0, 0.1, 0.4)  # on the same server: a connection it had closed, a short hiccup
-_BUSY_DELAYS_S = (
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    1.0,
-    1.0,
-)  # a server that says it is busy (its queue is full, an update takes long)
 _MAX_FAILURES = 4  # lost servers in a row, without a new token, before the ticket is given back
-_EMPTY_ABORT_DELAYS_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0)  # interruptions in a row that brought no token
-_SCHEDULE_DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # the last one repeats
-_ABORT_LIMIT_S = 2.0
 _MAX_ABORTS = 256
-_CONNECT_LIMIT_S = 5.0
 _HEADERS = {"Content-Type": "application/json"}
 _MAX_TOKEN = (1 << 31) - 1  # what the model's vocabulary has not, its head refuses
 _BUSY = frozenset({408, 429, 503})
@@ -128,6 +115,20 @@ class _ServerBusyError(_ServerLostError):
     """It takes no more requests now, and has not for as long as the short retries last."""
 
 
+@dataclass(frozen=True)
+class Pauses:
+    """Seconds between the tries of a request, and limits of its parts."""
+
+    retry_s: tuple[float, ...] = (0.0, 0.1, 0.4)  # on the same server: a connection it had closed, a short hiccup
+    # A server says that it is busy: its queue is full, or an update takes long
+    busy_s: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 1.0, 1.0)
+    # Interruptions in a row that brought no token
+    empty_abort_s: tuple[float, ...] = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0)
+    schedule_s: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 2.0)  # no server is to be had; the last one repeats
+    abort_limit_s: float = 2.0
+    connect_limit_s: float = 5.0
+
+
 class PartialRolloutManager:
     """Responses for a worker's tickets. All its requests share one session and one bound on how many are out."""
 
@@ -140,6 +141,7 @@ class PartialRolloutManager:
         new_tokens_per_chunk: int,
         request_timeout_s: float,
         max_requests: int,
+        pauses: Pauses | None = None,
     ) -> None:
         if new_tokens_per_chunk < 1:
             raise ValueError(f"rollout.new_tokens_per_chunk is {new_tokens_per_chunk}; it must be at least 1")
@@ -148,6 +150,7 @@ class PartialRolloutManager:
         self._logger = logger
         self._chunk = new_tokens_per_chunk
         self._timeout_s = request_timeout_s
+        self._pauses = pauses or Pauses()
         self._max_requests = max_requests
         self._slots = asyncio.Semaphore(max_requests)
         self._waits = _ServerWaits(board, request_timeout_s)
@@ -161,7 +164,7 @@ class PartialRolloutManager:
     async def start(self) -> None:
         self._session = open_session(
             max_connections=self._max_requests + 8,  # requests hold a slot first; 8 for aborts
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_LIMIT_S),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=self._pauses.connect_limit_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
             read_bufsize=1 << 20,
@@ -236,7 +239,7 @@ class PartialRolloutManager:
                 reply = await self._request(route, input_ids + response.output_ids, params, first=first)
                 got = _add_piece(response, reply, asked)
                 reason = reply.meta_info.finish_reason.type
-                if reason == "abort" and not got and aborts == len(_EMPTY_ABORT_DELAYS_S):
+                if reason == "abort" and not got and aborts == len(self._pauses.empty_abort_s):
                     raise _ServerLostError(f"interrupted {aborts} times in a row without a token")
             except _ServerBusyError as error:
                 busy_since = busy_since or time.monotonic()
@@ -261,7 +264,7 @@ class PartialRolloutManager:
             if reason == "abort":
                 self.counts.interrupted += 1
                 if not got:
-                    await asyncio.sleep(_EMPTY_ABORT_DELAYS_S[aborts])
+                    await asyncio.sleep(self._pauses.empty_abort_s[aborts])
                     aborts += 1
             elif reason == "stop" or got < asked:  # fewer than asked for without EOS: the server's context is full
                 response.finished = reason == "stop"
@@ -280,8 +283,8 @@ class PartialRolloutManager:
         self, route: Route, input_ids: list[int], params: SamplingParams, *, first: bool = False
     ) -> GenerateReply:
         """POST /generate, with short retries. Raises _ServerLostError, or RolloutRejected where the server refuses the prompt."""
-        delays_s = iter(_RETRY_DELAYS_S)
-        busy_delays_s = iter(_BUSY_DELAYS_S)
+        delays_s = iter(self._pauses.retry_s)
+        busy_delays_s = iter(self._pauses.busy_s)
         async with self._slots:
             while True:
                 server, server_url, url, generate_url = route.server, route.server_url, route.url, route.generate_url
@@ -410,10 +413,10 @@ class PartialRolloutManager:
             "ticket %s: %s %s (%s), goes on at %s", route.ticket.ticket_id, what, lost, error, route.server
         )
         if failures > 1:
-            await asyncio.sleep(_SCHEDULE_DELAYS_S[min(failures, len(_SCHEDULE_DELAYS_S)) - 1])
+            await asyncio.sleep(self._pauses.schedule_s[min(failures, len(self._pauses.schedule_s)) - 1])
 
     async def _ask_for_server(self, route: Route, busy: bool) -> ScheduleReply:
-        for delay_s in itertools.chain(_SCHEDULE_DELAYS_S, itertools.repeat(_SCHEDULE_DELAYS_S[-1])):
+        for delay_s in itertools.chain(self._pauses.schedule_s, itertools.repeat(self._pauses.schedule_s[-1])):
             reply = await self._chooser.schedule(
                 route.ticket.ticket_id, route.server, lost_url=route.server_url, busy=busy
             )
@@ -432,7 +435,7 @@ class PartialRolloutManager:
 
     async def _abort(self, url: URL, rid: str) -> None:
         assert self._session is not None
-        timeout = aiohttp.ClientTimeout(total=_ABORT_LIMIT_S)
+        timeout = aiohttp.ClientTimeout(total=self._pauses.abort_limit_s)
         with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
             body = _ENCODER.encode({"rid": rid})
             async with self._session.post(

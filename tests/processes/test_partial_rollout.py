@@ -15,8 +15,7 @@ from rollout_fakes import LIMIT_S, FakeGenerationServer, continuation, logprob_o
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
 from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
-from asyncrl.rollout import client as client_module
-from asyncrl.rollout.client import PartialRolloutManager, Route
+from asyncrl.rollout.client import PartialRolloutManager, Pauses, Route
 from asyncrl.runtime.worker import StatusBoard
 
 LOGGER = logging.getLogger("test_partial_rollout")
@@ -82,18 +81,14 @@ async def servers() -> AsyncIterator[list[FakeGenerationServer]]:
 
 
 @pytest.fixture
-async def make_client(
-    chooser: Chooser, board: StatusBoard, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[MakeClient]:
-    for limit in (
-        "_CONNECT_LIMIT_S",
-        "_ABORT_LIMIT_S",
-    ):  # past them a server on a busy machine is lost, an abort is not made
-        monkeypatch.setattr(client_module, limit, LIMIT_S)
+async def make_client(chooser: Chooser, board: StatusBoard) -> AsyncIterator[MakeClient]:
+    # Past them a server on a busy machine is lost, and an abort is not made
+    limits = Pauses(abort_limit_s=LIMIT_S, connect_limit_s=LIMIT_S)
     made: list[PartialRolloutManager] = []
 
-    async def make(**options: Any) -> PartialRolloutManager:
+    async def make(pauses: dict[str, Any] | None = None, **options: Any) -> PartialRolloutManager:
         defaults = {"new_tokens_per_chunk": 16, "request_timeout_s": LIMIT_S, "max_requests": 128}
+        options["pauses"] = replace(limits, **(pauses or {}))
         client = PartialRolloutManager(chooser, board=board, logger=LOGGER, **{**defaults, **options})
         await client.start()
         made.append(client)
@@ -204,14 +199,13 @@ async def test_a_ticket_whose_server_leaves_goes_on_elsewhere_with_what_it_has(
 
 
 async def test_a_full_queue_is_waited_for_and_then_left(
-    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    monkeypatch.setattr(client_module, "_BUSY_DELAYS_S", (0.0, 0.0))
     first, second = servers
     first.script.extend(web.Response(status=503) for _ in range(6))
     first.script_beyond = 1 + len(PROMPT)  # second pieces
     chooser.servers = [second]
-    client = await make_client()
+    client = await make_client({"busy_s": (0.0, 0.0)})
     route = Route(ticket_at(first))
     responses = await client.generate(route, [[1, *PROMPT], [2, *PROMPT]], SAMPLING, [0])
     assert [response.output_ids for response in responses] == [continuation([n, *PROMPT], 32) for n in (1, 2)]
@@ -220,37 +214,34 @@ async def test_a_full_queue_is_waited_for_and_then_left(
 
 
 async def test_servers_that_are_full_for_long_lose_no_ticket(
-    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
     """Longer than a lost server would be tried."""
-    monkeypatch.setattr(client_module, "_BUSY_DELAYS_S", (0.0,))
     servers[0].script.extend(web.Response(status=503) for _ in range(40))
     chooser.servers = [servers[0]] * 20  # no other has room, says the manager
-    client = await make_client()
+    client = await make_client({"busy_s": (0.0,)})
     (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
     assert response.output_ids == continuation(PROMPT, 32)
     assert (chooser.busy, client.counts.moved) == (20, 0)
 
 
 async def test_a_server_that_stays_full_gives_the_ticket_back_in_the_end(
-    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    monkeypatch.setattr(client_module, "_BUSY_DELAYS_S", (0.02, 0.02))
     servers[0].script.extend(web.Response(status=503) for _ in range(1000))
     chooser.servers = [servers[0]] * 1000
-    client = await make_client(request_timeout_s=0.3)
+    client = await make_client({"busy_s": (0.02, 0.02)}, request_timeout_s=0.3)
     with pytest.raises(RolloutReleased, match=r"no server took a request within 0\.3 s") as caught:
         await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
     assert caught.value.reason == "servers_busy"
 
 
 async def test_interruptions_without_a_token_are_bounded(
-    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    monkeypatch.setattr(client_module, "_EMPTY_ABORT_DELAYS_S", (0.0, 0.0, 0.0))
     servers[0].script.extend([0] * 4)
     chooser.servers = [servers[1]]
-    client = await make_client()
+    client = await make_client({"empty_abort_s": (0.0, 0.0, 0.0)})
     (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
     assert response.output_ids == continuation(PROMPT, 32)
     assert (len(servers[0].requests), chooser.lost) == (4, ["generation_server/0"])
@@ -280,11 +271,10 @@ async def test_a_dead_server_is_left_once_for_the_whole_group_and_nothing_is_los
 
 
 async def test_short_hiccups_stay_on_the_server(
-    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    monkeypatch.setattr(client_module, "_BUSY_DELAYS_S", (0.0, 0.0))
     servers[0].script.extend(["disconnect", web.Response(status=500), web.Response(status=503)])
-    client = await make_client()
+    client = await make_client({"busy_s": (0.0, 0.0)})
     (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
     assert response.output_ids == continuation(PROMPT, 32)
     assert (client.counts.retried, chooser.lost) == (3, [])
@@ -295,40 +285,34 @@ async def test_a_server_that_keeps_failing_is_left(
     servers: list[FakeGenerationServer],
     make_client: MakeClient,
     chooser: Chooser,
-    monkeypatch: pytest.MonkeyPatch,
     trouble: Callable[[], Any],
 ) -> None:
-    monkeypatch.setattr(client_module, "_RETRY_DELAYS_S", (0.0, 0.0))
     servers[0].script.extend(trouble() for _ in range(3))
     chooser.servers = [servers[1]]
-    client = await make_client()
+    client = await make_client({"retry_s": (0.0, 0.0)})
     (response,) = await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
     assert response.output_ids == continuation(PROMPT, 32)
     assert chooser.lost == ["generation_server/0"]
 
 
 async def test_failures_in_a_row_give_the_ticket_back(
-    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+    servers: list[FakeGenerationServer], make_client: MakeClient, chooser: Chooser
 ) -> None:
-    monkeypatch.setattr(client_module, "_SCHEDULE_DELAYS_S", (0.0,))
     for server in servers:
         server.script.extend(["garbage"] * 10)
     chooser.servers = [*servers, *servers, *servers]
-    client = await make_client()
+    client = await make_client({"schedule_s": (0.0,)})
     with pytest.raises(RolloutReleased) as caught:
         await client.generate(Route(ticket_at(servers[0])), [PROMPT], SAMPLING, [0])
     assert caught.value.reason == "server_lost"
     assert len(chooser.lost) == 4
 
 
-async def test_no_server_to_be_had_gives_the_ticket_back(
-    make_client: MakeClient, chooser: Chooser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "_SCHEDULE_DELAYS_S", (0.0, 0.05))
+async def test_no_server_to_be_had_gives_the_ticket_back(make_client: MakeClient, chooser: Chooser) -> None:
     gone = FakeGenerationServer()
     await gone.start()
     await gone.stop()
-    client = await make_client(request_timeout_s=0.3)
+    client = await make_client({"schedule_s": (0.0, 0.05)}, request_timeout_s=0.3)
     with pytest.raises(RolloutReleased) as caught:
         await client.generate(Route(ticket_at(gone)), [PROMPT] * 3, SAMPLING, [0])
     assert caught.value.reason == "no_server"
