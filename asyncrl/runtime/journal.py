@@ -20,8 +20,6 @@ from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.metrics import JsonLinesWriter
 
 MAX_UNWRITTEN = 100_000  # records; of a few hundred bytes each
-_RETRY_S = 1.0
-_MOST_AT_ONCE = 1000
 _LONGEST_LINE = 65_536
 
 logger = logging.getLogger(__name__)
@@ -34,11 +32,15 @@ class BackgroundJournal:
     waits for: the disk, on a thread.  unblocked by: room on it. Backpressure: none, but the end of the worker past MAX_UNWRITTEN.
     """
 
-    def __init__(self, path: Path, *, max_unwritten: int = MAX_UNWRITTEN) -> None:
+    def __init__(
+        self, path: Path, *, max_unwritten: int = MAX_UNWRITTEN, most_at_once: int = 1000, retry_s: float = 1.0
+    ) -> None:
+        """most_at_once: records of one write. retry_s: before a disk that has refused is tried again, and between two looks at one
+        that does not answer."""
         self._path = path
         self._writer = JsonLinesWriter(path)
         self.last = _last_record(path)  # of whoever wrote before
-        self._max_unwritten = max_unwritten
+        self._max_unwritten, self._most_at_once, self._retry_s = max_unwritten, most_at_once, retry_s
         self._unwritten: list[bytes] = []
         self._news = asyncio.Event()
         self._lock = threading.Lock()  # at the end two threads may write
@@ -64,12 +66,12 @@ class BackgroundJournal:
                     if len(self._unwritten) > self._max_unwritten:
                         raise
                     logger.warning("%s; what is to be written is kept in memory", error)
-                    await asyncio.sleep(_RETRY_S)
+                    await asyncio.sleep(self._retry_s)
 
     async def _write_soon(self) -> None:
         writing = asyncio.get_running_loop().run_in_executor(None, self._write_some)
         while not writing.done():
-            await asyncio.wait({writing}, timeout=_RETRY_S)
+            await asyncio.wait({writing}, timeout=self._retry_s)
             if not writing.done() and len(self._unwritten) > self._max_unwritten:
                 raise StorageError(
                     f"{self._path} could not be written: the disk does not answer, and {len(self._unwritten)} records wait"
@@ -92,7 +94,7 @@ class BackgroundJournal:
     def _write_some(self) -> None:
         """On a thread. A record leaves the memory when it is on disk whole."""
         with self._lock:
-            batch = self._unwritten[:_MOST_AT_ONCE]
+            batch = self._unwritten[: self._most_at_once]
             self._writer.write_lines(batch)
             del self._unwritten[: len(batch)]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.runtime import journal as journal_module
 from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.journal import BackgroundJournal
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
@@ -105,7 +104,6 @@ class FullDisk:
             whole(writer, lines)
 
         monkeypatch.setattr(JsonLinesWriter, "write_lines", write_lines)
-        monkeypatch.setattr(journal_module, "_RETRY_S", 0.01)
 
 
 async def test_a_full_disk_is_waited_for_while_the_work_goes_on(
@@ -113,7 +111,7 @@ async def test_a_full_disk_is_waited_for_while_the_work_goes_on(
 ) -> None:
     disk = FullDisk(monkeypatch)
     path = tmp_path / "x.jsonl"
-    journal = BackgroundJournal(path)
+    journal = BackgroundJournal(path, retry_s=0.01)
     writing = asyncio.create_task(journal.run())
     for n in range(3):
         journal.add({"n": n})
@@ -133,9 +131,8 @@ async def test_a_disk_that_stays_full_or_hangs_ends_the_work_in_bounded_memory(
     disk = FullDisk(monkeypatch)
     if hangs:
         disk.hangs.clear()
-    else:  # a thread that is slow to say so is no disk that hangs
-        monkeypatch.setattr(journal_module, "_RETRY_S", 60.0)
-    journal = BackgroundJournal(tmp_path / "x.jsonl", max_unwritten=10)
+    retry_s = 0.01 if hangs else 60.0  # a thread that is slow to say so is no disk that hangs
+    journal = BackgroundJournal(tmp_path / "x.jsonl", max_unwritten=10, retry_s=retry_s)
     writing = asyncio.create_task(journal.run())
     for n in range(11):
         journal.add({"n": n})
@@ -148,9 +145,8 @@ async def test_a_disk_that_stays_full_or_hangs_ends_the_work_in_bounded_memory(
 async def test_a_disk_that_is_slower_than_the_work_ends_it_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_MOST_AT_ONCE", 5)
-    monkeypatch.setattr(journal_module, "_RETRY_S", 60.0)  # slower than the work, but not silent
-    journal = BackgroundJournal(tmp_path / "x.jsonl", max_unwritten=20)
+    # Slower than the work, but not silent
+    journal = BackgroundJournal(tmp_path / "x.jsonl", max_unwritten=20, most_at_once=5, retry_s=60.0)
     write = JsonLinesWriter.write_lines
 
     def write_few(writer: JsonLinesWriter, lines: Sequence[bytes]) -> None:
