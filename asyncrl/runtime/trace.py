@@ -26,8 +26,6 @@ from asyncrl.config.schema import WorkerInfo
 from asyncrl.runtime.metrics import JsonLinesReader
 
 Value = str | int | float | bool
-_MAX_BUFFERED = 100_000  # events between two flushes
-_MAX_FILE_BYTES = 256_000_000
 _SHORTEST_WAIT_US = 500  # a wait shorter than this is no news
 _KINDS = ("generation_server", "rollout_worker", "gserver_manager", "model_worker", "master")
 _encoder = msgspec.json.Encoder()
@@ -46,7 +44,17 @@ class TraceHeader(msgspec.Struct, frozen=True):
 class Tracer:
     """Records what a process does. Without a path it records nothing, and costs next to nothing. Threads may share one."""
 
-    def __init__(self, path: Path | None = None, *, process: str = "", order: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        process: str = "",
+        order: int = 0,
+        max_buffered: int = 100_000,
+        max_file_bytes: int = 256_000_000,
+    ) -> None:
+        """max_buffered: events between two flushes; later ones are dropped and counted."""
+        self._max_buffered, self._max_file_bytes = max_buffered, max_file_bytes
         self.enabled = path is not None
         self.num_dropped = 0
         self._events: list[dict[str, Any]] = []
@@ -104,6 +112,11 @@ class Tracer:
                 {"ph": "C", "name": name, "ts": _now_us(), "pid": self._pid, "tid": 0, "args": {"value": value}}
             )
 
+    @property
+    def num_buffered(self) -> int:
+        """Events that the next flush writes."""
+        return len(self._events)
+
     def now_us(self) -> int:
         """Now, for a start_us; 0 where nothing is recorded."""
         return _now_us() if self.enabled else 0
@@ -118,8 +131,8 @@ class Tracer:
             try:
                 self._file.write("".join(_encoder.encode(event).decode() + "\n" for event in events))
                 self._file.flush()
-                if self._file.tell() > _MAX_FILE_BYTES:
-                    self._stop(f"it has reached {_MAX_FILE_BYTES} bytes")
+                if self._file.tell() > self._max_file_bytes:
+                    self._stop(f"it has reached {self._max_file_bytes} bytes")
             except OSError as error:
                 self._stop(str(error))
 
@@ -149,7 +162,7 @@ class Tracer:
 
     def _append(self, event: dict[str, Any]) -> None:
         with self._lock:
-            if len(self._events) < _MAX_BUFFERED:
+            if len(self._events) < self._max_buffered:
                 self._events.append(event)
             else:
                 self.num_dropped += 1

@@ -5,9 +5,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from asyncrl.runtime import trace
 from asyncrl.runtime.trace import OFF, TraceHeader, Tracer, merge
 
 
@@ -65,7 +65,7 @@ def test_machines_are_put_on_one_clock(tmp_path: Path) -> None:
     def write(name: str, boot: str, unix_us: int) -> None:
         header = TraceHeader(process=name, pid=1, order=0, boot=boot, unix_us=unix_us)
         event = {"ph": "X", "name": name, "ts": 100, "dur": 1, "pid": 1, "tid": 1}
-        encode = trace._encoder.encode
+        encode = msgspec.json.encode
         (tmp_path / f"{name}.jsonl").write_bytes(encode(header) + b"\n" + encode(event) + b"\n")
 
     write("a", "here", 1_000)
@@ -88,13 +88,11 @@ def test_what_a_killed_process_left_can_be_read(tmp_path: Path) -> None:
     tracer.close()
 
 
-def test_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(trace, "_MAX_BUFFERED", 10)
-    monkeypatch.setattr(trace, "_MAX_FILE_BYTES", 2_000)
-    tracer = Tracer(tmp_path / "a.jsonl")
+def test_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracer = Tracer(tmp_path / "a.jsonl", max_buffered=10, max_file_bytes=2_000)
     for _ in range(50):
-        tracer.count("depth", tracer.now_us() + len(tracer._events) + tracer.num_dropped)
-    assert len(tracer._events) == 10
+        tracer.count("depth", tracer.now_us() + tracer.num_buffered + tracer.num_dropped)
+    assert tracer.num_buffered == 10
     assert tracer.num_dropped == 40
     while tracer.enabled:  # each flush adds ten
         tracer.flush()
@@ -139,5 +137,5 @@ def test_records_nothing_unless_asked(tmp_path: Path) -> None:
         OFF.count("c", 1)
         OFF.wait("d", "e", 0)
     OFF.flush()
-    assert OFF._events == []
+    assert OFF.num_buffered == 0
     assert OFF.now_us() == 0
