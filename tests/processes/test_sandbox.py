@@ -209,6 +209,14 @@ def test_memory_that_the_kernel_holds_is_counted(pool: SandboxPool) -> None:
     assert run(pool, few).ok
 
 
+def test_the_queue_of_a_socket_grows_no_longer(pool: SandboxPool) -> None:
+    """Its memory is counted as that of a queue as long as the system's default: servers often permit far longer ones."""
+    code = "import socket\na, _ = socket.socketpair()\na.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)\n"
+    assert run(pool, code).ok
+    result = run(pool, f"{code}a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)")
+    assert result.refused == {"setsockopt": 1}
+
+
 def test_one_input_leaves_nothing_to_the_next(pool: SandboxPool) -> None:
     code = "import os\nfor folder in ('.', '/dev/shm'):\n    print(sorted(os.listdir(folder)))\n    open(f'{folder}/left', 'w')"
     with pool.open(Program({"main.py": code})) as sandbox:

@@ -43,7 +43,8 @@ _KILL_ROUNDS = 50
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SHARED = "/dev/shm"
-_QUEUE_BYTES = 212_992  # net.core.wmem_max, unless the kernel says another; a socket may have twice as much
+# net.core.wmem_default, unless the kernel says another. The filter refuses a larger one; one message may lie above it
+_QUEUE_BYTES = 212_992
 _INODE_BYTES = 1024  # that a file without content takes in the kernel
 
 ENDED, CPU_TIME, WALL_TIME, MEMORY, PROCESSES, OUTPUT = range(6)
@@ -181,7 +182,7 @@ def kernel_bytes(scratch: str) -> int:
         sockets = sum(1 for _ in file) - 1  # a line each, below the names of the columns
     each = 2 * _QUEUE_BYTES
     try:
-        with open("/proc/sys/net/core/wmem_max", "rb") as file:
+        with open("/proc/sys/net/core/wmem_default", "rb") as file:
             each = 2 * int(file.read())
     except OSError:
         pass  # a kernel that shows it to its first network namespace alone

@@ -1,8 +1,9 @@
-"""Which system calls an untrusted program may not make, as a seccomp filter (pure). pool.py hands it to main.py.py.
+"""Which system calls an untrusted program may not make, as a seccomp filter (pure). pool.py hands it to main.py.
 
 What is refused is what isolation rests on (mounts, namespaces, keys, tracing), what reaches the network, what holds memory that no
-limit counts (memfd, System V segments), what would change the limits or the priority of the process that watches, and everything
-newer than this list: the kernel's calls from number 424 on are the same on all machines, and only the named ones pass.
+limit counts (memfd, System V segments, longer queues of sockets), what would change the limits or the priority of the process that
+watches, and everything newer than this list: the kernel's calls from number 424 on are the same on all machines, and only the named
+ones pass.
 
 A refused call fails with "not permitted" and is told to whoever listens (`told`), or fails alone.
 """
@@ -69,6 +70,7 @@ _REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "uselib": (134, None),
     "seccomp": (317, 277),
     "socket": (41, 198),  # but for AF_UNIX
+    "setsockopt": (54, 208),  # of a socket's send buffer
     "clone": (56, 220),  # with a new user namespace
     "prlimit64": (302, 261),  # of another process, as the next ones
     "setpriority": (141, 140),
@@ -85,6 +87,7 @@ _NEWER_THAT_PASS = {434: "pidfd_open", 436: "close_range", 437: "openat2", 439: 
     452: "fchmodat2",
 }
 _AF_UNIX = 1
+_SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
 _CLONE_NEWUSER = 0x10000000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _X32 = 0x40000000
@@ -123,6 +126,10 @@ def build_filter(*, told: bool) -> bytes:
         code += _when(_AT_LEAST, _X32, _op(_RETURN, _KILL_PROCESS))
     number = {name: numbers[column] for name, numbers in _REFUSED.items() if numbers[column] is not None}
     code += _on(number.pop("socket"), _argument_unless(0, _AF_UNIX, refuse))
+    send_buffer = (_SO_SNDBUF, _SO_SNDBUFFORCE)
+    resizing = [op for option in send_buffer for op in _when(_EQUAL, option, _op(_RETURN, refuse))]
+    level = [_argument(1), *_unless(_EQUAL, _SOL_SOCKET, _allow())]
+    code += _on(number.pop("setsockopt"), [*level, _argument(2), *resizing, _allow()])
     code += _on(number.pop("clone"), [_argument(0), *_when(_ANY_BIT, _CLONE_NEWUSER, _op(_RETURN, refuse)), _allow()])
     for name in ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
         code += _on(number.pop(name), _argument_unless(0, 0, refuse))
