@@ -49,7 +49,7 @@ from asyncrl.generation.engine import (
     WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.generation.in_place import LiveTensors
+from asyncrl.generation.load_weights import LiveTensors
 from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion

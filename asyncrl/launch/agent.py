@@ -28,9 +28,9 @@ from asyncrl.launch.agent_rules import Tether, There, decide, obeyed
 from asyncrl.launch.children import Child, how_it_ended
 from asyncrl.launch.crew import Crew
 from asyncrl.launch.hosts import refuses
-from asyncrl.launch.mirror import READ_EVERY_S, Mirror
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, parse_process_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, keep_private, logs_dir
+from asyncrl.launch.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     AgentRecord,
@@ -323,7 +323,7 @@ class _Correspondent:
         self._tether = tether
         self._lock = threading.Lock()
         self._wishes: dict[str, WantedProcess] = {}  # by key
-        self._mirror = Mirror(self._observe)
+        self._cache = WatchCache(self._observe)
         self._newest: HostReport | None = None
         self._closing = threading.Event()
         self._lease: Lease | None = None
@@ -334,7 +334,7 @@ class _Correspondent:
         try:
             self._lease = self._resolver.grant_lease(self._config.network.host_lost_after_s)
             value = msgspec.json.encode(self._record).decode()
-            self._resolver.watch(self._names.wanted(self._record.host), self._mirror.observe, subtree=True)
+            self._resolver.watch(self._names.wanted(self._record.host), self._cache.observe, subtree=True)
             self._resolver.add(self._names.agent(self._record.host), value, replace=True, lease=self._lease.id)
         except NameResolveError as error:
             raise LaunchError(f"the agent of {self._record.host} cannot register: {error}") from error
@@ -399,7 +399,7 @@ class _Correspondent:
                         self._tether.sees(record, time.monotonic())
                 if time.monotonic() >= next_read:
                     next_read = time.monotonic() + READ_EVERY_S
-                    self._mirror.read(self._resolver.get_subtree(self._names.wanted(self._record.host)))
+                    self._cache.read(self._resolver.get_subtree(self._names.wanted(self._record.host)))
             except NameResolveError:
                 refused = self._is_refused()
                 with self._lock:

@@ -23,9 +23,9 @@ from typing import Protocol, TypeVar
 from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
 from asyncrl.launch.children import Child, first_cause, first_failed, short_end
 from asyncrl.launch.crew import KILL_LIMIT_S, Crew
+from asyncrl.launch.external_process import ExternalProcess
 from asyncrl.launch.hang_report import HangReport
 from asyncrl.launch.hosts import address_of, own_host
-from asyncrl.launch.left_out import LeftOut
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import (
     ProcessSpec,
@@ -145,7 +145,7 @@ class LocalLauncher:
         self._freezes = FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s)
         self._told_busy: set[int] = set()
         self._hang_report = HangReport(self.run_dir, runtime.watchdog_after_s, view.notice)
-        self._left_out: list[LeftOut] = []  # processes that somebody else starts
+        self._external: list[ExternalProcess] = []  # processes that somebody else starts
         self._own_host = ""  # on a run of more than one host: which of them this is
         self._crew: Crew | RemoteCrew | None = None
         self._name_service: NameService | None = None
@@ -209,7 +209,7 @@ class LocalLauncher:
                 return self._leave(self._stop_signal)
             if any(child.spec.kind == "master" and child.is_done for child in self._crew.children):
                 return 0
-            if any(process.spec.kind == "master" and process.is_done for process in self._left_out):
+            if any(process.spec.kind == "master" and process.is_done for process in self._external):
                 return 0
             self._scale()
             self._kill_frozen()
@@ -280,9 +280,9 @@ class LocalLauncher:
             if self._stop_signal is not None:
                 return
             if spec.name in by_hand:
-                left_out = LeftOut(spec, self.run_dir, wait_s=self.config.debug.wait_s, notice=self._view.notice)
-                service.watch_status(spec.name, left_out.observe)
-                self._left_out.append(left_out)
+                process = ExternalProcess(spec, self.run_dir, wait_s=self.config.debug.wait_s, notice=self._view.notice)
+                service.watch_status(spec.name, process.observe)
+                self._external.append(process)
                 continue
             self._crew.start(self._numbered(spec), service.grant_lease())
         self._scaling = make_scaling(
@@ -378,9 +378,9 @@ class LocalLauncher:
             if child.could_run:
                 self._supervision.runs(child.name)
         self._name_service.turn()
-        for process in self._left_out:
+        for process in self._external:
             process.turn()
-        by_hand = [process.visible_status() for process in self._left_out]
+        by_hand = [process.visible_status() for process in self._external]
         coming = self._restarts.statuses()
         shown = {child.lease.id: self._shown(child) for child in self._crew.alive}
         statuses = [*shown.values(), *by_hand, *coming.values()]
@@ -432,7 +432,7 @@ class LocalLauncher:
         for name in self._restarts.names():
             if not self._is_wanted(name):
                 self._restarts.cancel(name)
-        elsewhere = [*self._restarts.names(), *(process.name for process in self._left_out)]
+        elsewhere = [*self._restarts.names(), *(process.name for process in self._external)]
         joined, gone = self._scaling.turn(self._crew.children, elsewhere)
         for child in gone:
             self._crew.forget(child)
@@ -590,7 +590,7 @@ class LocalLauncher:
         ]
         link_logs(self.run_dir, self._attempt, before=before, anew=[spec.file_stem for spec in again])
         self._write_record()
-        for process in self._left_out:
+        for process in self._external:
             process.renew(self._specs[process.name])
         for spec in again:
             count = self._supervision.count(spec.name)
@@ -692,11 +692,11 @@ class LocalLauncher:
     def _stop_everything(self) -> None:
         """Ask, then kill. Nothing of the run is alive afterwards."""
         try:
-            for process in self._left_out:
+            for process in self._external:
                 process.ask_to_stop()
             if self._crew is not None:
                 self._crew.stop(self.config.runtime.stop_timeout_s * _ASK_SHARE, lambda: self._impatient)
-            self._wait_for_left_out()
+            self._wait_for_external()
             if isinstance(self._crew, RemoteCrew):  # by name resolve its agents are told
                 self._crew.close()
             if self._name_service is not None:
@@ -706,13 +706,13 @@ class LocalLauncher:
                 self._crew.close()
             remove_secrets(self.run_dir)
 
-    def _wait_for_left_out(self) -> None:
+    def _wait_for_external(self) -> None:
         """Before their name resolve is taken away: they would find it emptied, and restore what was theirs.
 
         Waits for: their ends. Unblocked by: those, runtime.stop_timeout_s, impatience.
         """
         deadline = time.monotonic() + self.config.runtime.stop_timeout_s
-        while left := [process.name for process in self._left_out if not process.is_gone]:
+        while left := [process.name for process in self._external if not process.is_gone]:
             if self._impatient or time.monotonic() > deadline:
                 self._view.notice(f"{', '.join(left)}, which you started, still runs")
                 return

@@ -23,12 +23,12 @@ import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.launch.children import Child
-from asyncrl.launch.mirror import READ_EVERY_S, Mirror
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.placement import Host, Placement, PlacementError, placed
 from asyncrl.launch.program import ProcessSpec, config_text, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
 from asyncrl.launch.slurm import own_start
+from asyncrl.launch.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
@@ -163,11 +163,11 @@ class RemoteCrew:
             attempt=attempt,
             start=own_start() if config.cluster == "slurm" else "",
         )
-        self._mirrors = {
-            self._names.agents(): Mirror(self._observe_agent),
-            self._names.children(): Mirror(self._observe_report),
+        self._caches = {
+            self._names.agents(): WatchCache(self._observe_agent),
+            self._names.children(): WatchCache(self._observe_report),
         }
-        self._wishes = _Wishes(self._resolver, self._names, self._record.incarnation, self._mirrors)
+        self._wishes = _Wishes(self._resolver, self._names, self._record.incarnation, self._caches)
         self._lease: Lease | None = None
         self._own_agent: subprocess.Popen[bytes] | None = None
         self._own_agent_ends = 0
@@ -185,8 +185,8 @@ class RemoteCrew:
     def open(self, interrupted: Callable[[], bool]) -> bool:
         """Wait for the agents of all hosts. False if interrupted. Raises LaunchError naming whom it waited for."""
         try:
-            for key, mirror in self._mirrors.items():
-                self._resolver.watch(key, mirror.observe, subtree=True)
+            for key, cache in self._caches.items():
+                self._resolver.watch(key, cache.observe, subtree=True)
             self._lease = self._resolver.grant_lease(_LEASE_TTL_S)
             self._put_record(self._record)
         except NameResolveError as error:
@@ -442,8 +442,8 @@ class _Wishes:
     an outage it tries again. unblocked by: the launcher; `close`.
     """
 
-    def __init__(self, resolver: NameResolver, names: Names, launcher: str, mirrors: Mapping[str, Mirror]) -> None:
-        self._resolver, self._names, self._launcher, self._mirrors = resolver, names, launcher, mirrors
+    def __init__(self, resolver: NameResolver, names: Names, launcher: str, caches: Mapping[str, WatchCache]) -> None:
+        self._resolver, self._names, self._launcher, self._caches = resolver, names, launcher, caches
         self._condition = threading.Condition()
         self._due: dict[str, str | None] = {}  # by key; None: it is deleted
         self._closed = False
@@ -494,8 +494,8 @@ class _Wishes:
             try:
                 if time.monotonic() >= next_read:
                     next_read = time.monotonic() + READ_EVERY_S
-                    for key, mirror in self._mirrors.items():
-                        mirror.read(self._resolver.get_subtree(key))
+                    for key, cache in self._caches.items():
+                        cache.read(self._resolver.get_subtree(key))
                 for key, value in due.items():
                     if value is None:
                         self._resolver.delete(key)

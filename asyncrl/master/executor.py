@@ -26,9 +26,9 @@ from asyncrl.dataflow.topology import Handler, ModelPlacement, ModelShardID
 from asyncrl.master.apart import ApartWorlds, Life
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.tracker import StorageTracker
+from asyncrl.master.weight_sync import ParameterHooks
 from asyncrl.protocol.messages import (
     CallResult,
     ExecuteMFC,

@@ -28,7 +28,6 @@ from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.executor import FunctionExecutor, StepResult
 from asyncrl.master.grants import Grants
-from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
 from asyncrl.master.recovery import Checkpointer
 from asyncrl.master.refresh import Refresher
@@ -43,6 +42,7 @@ from asyncrl.master.report import (
 from asyncrl.master.schedule import REWARD_WINDOW, Schedule, ended_by
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.master.tracker import StorageTracker
+from asyncrl.master.weight_sync import ParameterHooks
 from asyncrl.protocol.messages import (
     CallBody,
     CallResult,

@@ -23,8 +23,8 @@ from asyncrl.data.trajectories import (
     recording_dir,
     tokenizer_fingerprint,
 )
-from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
+from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, WeightVersion, WriteWeights
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.disk import writing
@@ -59,7 +59,7 @@ class Recorder(Worker):
     async def setup(self) -> None:
         config, runtime = self.config, self.info.runtime
         limits = ModelLimits.of(config.model_path)
-        self.intake = Intake(self, self.store, head=0, limits=limits, verdict_limit_s=config.call_timeout_s)
+        self.intake = TrajectoryReceiver(self, self.store, head=0, limits=limits, verdict_limit_s=config.call_timeout_s)
         self.server = NameResolvingReplyServer(
             self.resolver,
             self.names,

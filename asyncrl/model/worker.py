@@ -42,12 +42,12 @@ from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.fetching import DataFetcher, FetchError, HeldData
 from asyncrl.model.group_maker import GroupMaker
-from asyncrl.model.intake import Intake
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
+from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.model.world import World, choose_device
 from asyncrl.protocol.messages import (
     CallResult,
@@ -112,7 +112,7 @@ class ModelWorker(Worker):
         self.held = HeldData(self.store, host=config.worker.runtime.host, max_bytes=max_bytes) if worlds.apart else None
         self.fetcher = DataFetcher(self, self.store)
         self.first = next(iter(self.placements.values()))  # its heads take trajectories, its weights are served
-        self.intake: Intake | None = None
+        self.intake: TrajectoryReceiver | None = None
         self.metas: dict[str, TrajectoryMeta] = {}  # of trajectories in the store
         is_head = index in self.first.heads
         self.recorder = self._make_recorder() if config.record.trajectories and is_head else None
@@ -125,7 +125,7 @@ class ModelWorker(Worker):
         """Bind and publish first, so that the others need not wait; then load. Calls queue meanwhile."""
         index, runtime = self.info.index, self.info.runtime
         if index in self.first.heads and self.config.groups is None:
-            self.intake = Intake(
+            self.intake = TrajectoryReceiver(
                 self,
                 self.store,
                 head=self.first.heads.index(index),

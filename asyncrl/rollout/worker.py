@@ -41,7 +41,7 @@ _STOP_REPORT_S = 2.0  # for telling the manager what a stopped worker releases
 _MAX_DETAIL_CHARS = 400  # of what the manager is told about a rollout that ended without a trajectory
 _CANCEL_LIMIT_S = 5.0  # for an agent to end that is cancelled
 _MAX_LEFT_BEHIND = 64  # agents that have not; past it every rollout is rejected
-# Why a head refuses a trajectory for what is in it (model/intake.py): another try would give the same
+# Why a head refuses a trajectory for what is in it (model/trajectory_receiver.py): another try would give the same
 _BAD_CONTENT = frozenset({"missing_keys", "bad_lengths", "bad_tokens", "bad_logprobs", "not_finite"})
 _SPARE_FILES = 256  # file descriptors kept for everything but generation requests
 

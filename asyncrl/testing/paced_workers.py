@@ -21,8 +21,8 @@ from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.worker_main import end_process, join_network
-from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
+from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, WeightVersion
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
@@ -106,7 +106,7 @@ class PacedTrainer(Worker):
         config, runtime = self._config, self.info.runtime
         limit_s = config.train.call_timeout_s
         limits = ModelLimits.of(config.model_path)
-        self._intake = Intake(self, self._store, head=0, limits=limits, verdict_limit_s=limit_s)
+        self._intake = TrajectoryReceiver(self, self._store, head=0, limits=limits, verdict_limit_s=limit_s)
         self._server = NameResolvingReplyServer(
             self.resolver,
             self.names,

@@ -42,9 +42,9 @@ from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.executor import FunctionExecutor, StepResult
-from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
 from asyncrl.master.tracker import StorageTracker
+from asyncrl.master.weight_sync import ParameterHooks
 from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.names.etcd.server import EtcdServer

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from asyncrl.config.schema import GenerationConfig, GenerationServerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
-from asyncrl.generation.in_place import LiveTensors
 from asyncrl.generation.journal import TokenJournal, journal_path
+from asyncrl.generation.load_weights import LiveTensors
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.protocol.messages import (
     FetchWeightsRequest,

@@ -34,11 +34,12 @@ from asyncrl.config.schema import (
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.model import intake, publishing
+from asyncrl.model import publishing
+from asyncrl.model import trajectory_receiver as intake
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
-from asyncrl.model.intake import trajectory_error
 from asyncrl.model.interfaces import make_interface
+from asyncrl.model.trajectory_receiver import trajectory_error
 from asyncrl.model.worker import ModelWorker
 from asyncrl.model.world import interface_of
 from asyncrl.protocol.messages import (

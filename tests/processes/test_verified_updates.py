@@ -18,7 +18,7 @@ from asyncrl.config.schema import GenerationConfig, ModelConfig, OptimizerConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation import transformers as engine_module
 from asyncrl.generation.http import GenerationHTTP
-from asyncrl.generation.in_place import LiveTensors
+from asyncrl.generation.load_weights import LiveTensors
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.generation.verify import VerifiedLoads
 from asyncrl.model.engine import TrainEngine

@@ -17,7 +17,7 @@ from asyncrl.master.batch import BatchFormer, NotReady, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, _Entry
 from asyncrl.master.recovery import Checkpointer
 from asyncrl.master.worker import MasterWorker
-from asyncrl.model.intake import Intake
+from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta, WeightVersion, WriteWeights
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.push_pull import Pulled
@@ -35,7 +35,7 @@ def _gate_forgets(real: Any) -> Any:
 
 
 def _acknowledge_first(real: Any) -> Any:
-    async def judge(self: Intake, pulled: Pulled) -> None:
+    async def judge(self: TrajectoryReceiver, pulled: Pulled) -> None:
         pulled.ack(StoreVerdict(verdict="stored"))
         await real(self, Pulled(pulled.meta, pulled.sample, lambda verdict: None))
 
@@ -93,7 +93,7 @@ def _any_attempt_at_master(real: Any) -> Any:
 
 
 def _any_attempt_at_head(real: Any) -> Any:
-    def objection(self: Intake, meta: TrajectoryMeta, sample: Any) -> str:
+    def objection(self: TrajectoryReceiver, meta: TrajectoryMeta, sample: Any) -> str:
         text: str = real(self, replace(meta, attempt=self._worker.info.attempt), sample)
         return text
 
@@ -135,14 +135,14 @@ def _forget_answers(real: Any) -> Any:
 
 BUGS: dict[str, tuple[Patch, ...]] = {
     "gate_forgets_transit": ((Gate, "room", _gate_forgets),),
-    "acknowledge_before_storing": ((Intake, "_judge", _acknowledge_first),),
+    "acknowledge_before_storing": ((TrajectoryReceiver, "_judge", _acknowledge_first),),
     "no_dedupe": ((AsyncIOSequenceBuffer, "put", _take_everything),),
     "lease_never_returned": ((Ledger, "_lose", _keep_leases),),
     "first_finished_first_trained": ((BatchFormer, "decide", _first_come_first_trained),),
     "published_before_rename": ((MasterWorker, "_commit", _publish_before_rename),),
     "lower_attempt_accepted": (
         (AsyncIOSequenceBuffer, "put", _any_attempt_at_master),
-        (Intake, "_objection", _any_attempt_at_head),
+        (TrajectoryReceiver, "_objection", _any_attempt_at_head),
     ),
     "readmitted_without_load": ((ServerTable, "_come_back", _readmit),),
     "done_after_checkpoint": (

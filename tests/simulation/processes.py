@@ -23,8 +23,8 @@ from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.generation.engine import GenerationEngine
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.model.intake import Intake
 from asyncrl.model.store import DataStore
+from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import (
     CallResult,
     ClearData,
@@ -241,12 +241,12 @@ class SimModelWorker(Worker):
         self.store = DataStore(config.store_capacity)
         self._copies: set[str] = set()
         self.weights = Weights()
-        self.intake: Intake | None = None
+        self.intake: TrajectoryReceiver | None = None
 
     async def setup(self) -> None:
         index, runtime = self.info.index, self.info.runtime
         if index in self._first.heads:
-            self.intake = Intake(
+            self.intake = TrajectoryReceiver(
                 self,
                 self.store,
                 head=self._first.heads.index(index),

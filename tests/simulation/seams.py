@@ -30,7 +30,7 @@ import asyncrl.manager.worker
 import asyncrl.master.buffer
 import asyncrl.master.recovery
 import asyncrl.master.worker
-import asyncrl.model.intake
+import asyncrl.model.trajectory_receiver
 import asyncrl.rollout.tasks
 import asyncrl.rollout.worker
 import asyncrl.runtime.push_pull
@@ -286,7 +286,7 @@ def _noting_model_info(real: Any) -> Any:
 
 def _patches() -> list[tuple[Any, str, Any]]:
     worker, master = asyncrl.runtime.worker, asyncrl.master.worker
-    rollout, intake = asyncrl.rollout.worker, asyncrl.model.intake
+    rollout, intake = asyncrl.rollout.worker, asyncrl.model.trajectory_receiver
     streams, generation = asyncrl.runtime.push_pull, asyncrl.generation.worker
     transport = lambda: here().transport  # noqa: E731
     return [

@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.launch.agent_rules import Action, Tether, There, decide, obeyed
-from asyncrl.launch.mirror import Mirror
+from asyncrl.launch.watch_cache import WatchCache
 from asyncrl.protocol.messages import LauncherRecord, WantedProcess
 from asyncrl.runtime.names.interface import WatchEvent
 
@@ -104,7 +104,7 @@ def test_the_word_of_an_earlier_launcher_counts_for_nothing():
 
 def test_a_mirror_believes_what_two_reads_in_a_row_say():
     told = []
-    mirror = Mirror(told.append)
+    mirror = WatchCache(told.append)
     mirror.observe(WatchEvent("put", "a", "1"))
     mirror.read({"a": "1", "b": "1"})
     assert told == [WatchEvent("put", "a", "1")]

@@ -18,9 +18,9 @@ from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid, build_handle
 from asyncrl.master.buffer import AsyncIOSequenceBuffer
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.executor import FunctionExecutor
-from asyncrl.master.hooks import ParameterHooks
 from asyncrl.master.progress import PromptProgress
 from asyncrl.master.tracker import StorageTracker
+from asyncrl.master.weight_sync import ParameterHooks
 from asyncrl.protocol.messages import (
     CallResult,
     ClearData,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig
-from asyncrl.launch.left_out import LeftOut
+from asyncrl.launch.external_process import ExternalProcess
 from asyncrl.launch.program import plan
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.messages import WorkerStatus
@@ -26,11 +26,11 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def left_out(tmp_path: Path, told: list[str]) -> LeftOut:
+def left_out(tmp_path: Path, told: list[str]) -> ExternalProcess:
     config = ExperimentConfig(fileroot=str(tmp_path), model_path="/model", prompts=PromptSourceConfig(path="/p.jsonl"))
     specs = {spec.name: spec for spec in plan(config, attempt=1, num_prompts=8, devices=[])}
     (tmp_path / "configs" / "attempt_1").mkdir(parents=True)
-    made = LeftOut(specs[NAME], tmp_path, wait_s=60.0, notice=told.append)
+    made = ExternalProcess(specs[NAME], tmp_path, wait_s=60.0, notice=told.append)
     told.clear()
     return made
 
@@ -43,14 +43,14 @@ def put(state: str, error: str = "", pid: int = 7) -> WatchEvent:
 GONE = WatchEvent("delete", "status", "")
 
 
-def test_a_life_that_is_over_between_two_looks_is_told(left_out: LeftOut, told: list[str]) -> None:
+def test_a_life_that_is_over_between_two_looks_is_told(left_out: ExternalProcess, told: list[str]) -> None:
     for event in (put("starting"), put("running"), put("done"), GONE):
         left_out.observe(event)
     left_out.turn()
     assert told == [f"{NAME} has come (process 7)"]
 
 
-def test_one_that_ends_too_early_is_waited_for(left_out: LeftOut, told: list[str]) -> None:
+def test_one_that_ends_too_early_is_waited_for(left_out: ExternalProcess, told: list[str]) -> None:
     for event in (put("running"), GONE):
         left_out.observe(event)
         left_out.turn()
@@ -60,14 +60,14 @@ def test_one_that_ends_too_early_is_waited_for(left_out: LeftOut, told: list[str
     ]
 
 
-def test_its_failure_is_told_even_if_it_is_gone_by_then(left_out: LeftOut) -> None:
+def test_its_failure_is_told_even_if_it_is_gone_by_then(left_out: ExternalProcess) -> None:
     left_out.observe(put("error", "ValueError: no"))
     left_out.observe(GONE)
     with pytest.raises(LaunchError, match="which you started, failed\n\nValueError: no"):
         left_out.turn()
 
 
-def test_it_is_asked_to_stop_and_seen_to_be_gone(left_out: LeftOut) -> None:
+def test_it_is_asked_to_stop_and_seen_to_be_gone(left_out: ExternalProcess) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)", str(left_out.config_path)]
     with subprocess.Popen(command) as process:
         try:

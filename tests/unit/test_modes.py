@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError
-from asyncrl.launch.left_out import debug_command
+from asyncrl.launch.external_process import debug_command
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan, total_steps
 from asyncrl.testing.runs import make_tiny_run

@@ -1,6 +1,6 @@
 """Takes trajectories in at a head: pull, check, store, have the master judge, acknowledge. No torch.
 
-    rollout workers -- trajectory --> Intake -> store
+    rollout workers -- trajectory --> TrajectoryReceiver -> store
                                         | metadata --> master, whose verdict goes back the same way
 
 The model worker and the recorder (model/recorder.py) take in the same way.
@@ -28,7 +28,7 @@ _ROOM_LIMIT_S = (
 )
 
 
-class Intake:
+class TrajectoryReceiver:
     """The way into one head's store.
 
     consumes: trajectories.  produces: metadata (to the master), verdicts (to the rollout worker).

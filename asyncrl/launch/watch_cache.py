@@ -13,7 +13,7 @@ from asyncrl.runtime.names.interface import WatchCallback, WatchEvent
 READ_EVERY_S = 5.0
 
 
-class Mirror:
+class WatchCache:
     """consumes: events of a watch on a subtree (`observe`), reads of it (`read`). produces: events, each change once."""
 
     def __init__(self, callback: WatchCallback) -> None:

@@ -27,7 +27,7 @@ from asyncrl.runtime.names.interface import WatchEvent
 _MAX_NEWS = 1000  # statuses that the launcher has not taken in: minutes of them; past it the oldest go
 
 
-class LeftOut:
+class ExternalProcess:
     """One of them, as the launcher sees it. `observe` is called by a thread of name resolve, the rest by the launcher's."""
 
     def __init__(self, spec: ProcessSpec, run_dir: Path, *, wait_s: float, notice: Callable[[str], None]) -> None:
