@@ -43,7 +43,8 @@ def _watch(events: zmq.Socket[bytes]) -> None:
 
     waits for: connections that come and go.  unblocked by: them; the end of the receiver or the context.
     """
-    most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
     listening: socket.socket | None = None
     connections: set[int] = set()  # their descriptors
     shut = False
@@ -57,7 +58,10 @@ def _watch(events: zmq.Socket[bytes]) -> None:
                 connections.discard(event["value"])
             if listening is not None and shut != (len(connections) >= most):
                 shut = not shut
-                _set_shut(listening, shut)
+                try:
+                    _set_shut(listening, shut)
+                except OSError as error:  # a kernel without packet filters; this thread must go on reading events
+                    logger.warning("connections cannot be bounded here: %s", error)
                 if shut:
                     logger.warning("%s has %d connections: it answers no further one", event["endpoint"].decode(), most)
     except zmq.ContextTerminated:
