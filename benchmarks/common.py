@@ -28,11 +28,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import GserverManagerConfig
+    from asyncrl.manager.worker import ManagerFiles
 
 BASELINES = Path(__file__).parent / "baselines"
 PART = "--part"  # a benchmark started with this is one of its own processes
@@ -104,12 +109,27 @@ def worker_info(kind: str, folder: str) -> Any:
     )
 
 
+def seen_manager(config: GserverManagerConfig, files: ManagerFiles | None = None) -> Any:
+    """A gserver manager whose `seen` has its parts, as soon as everything is open."""
+    from asyncrl.manager.worker import GserverManager, Management
+
+    class SeenManager(GserverManager):
+        def __init__(self) -> None:
+            super().__init__(config, None, files)
+            self.seen: Future[Management] = Future()
+
+        async def manage(self, management: Management) -> None:
+            self.seen.set_result(management)
+            await super().manage(management)
+
+    return SeenManager()
+
+
 def make_manager(
     folder: str, servers: Sequence[str], *, eta: int, batch_size: int, num_clients: int
 ) -> tuple[Any, Any]:
     """The manager, as the launcher would run it, but for name resolve in memory, where its servers' URLs are; and that."""
     from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
-    from asyncrl.manager.worker import GserverManager
     from asyncrl.runtime.names.open import open_name_resolver
 
     info = worker_info("gserver_manager", folder)
@@ -121,7 +141,7 @@ def make_manager(
         batch_size=batch_size,
         num_rollout_workers=num_clients,
     )
-    manager = GserverManager(config)
+    manager = seen_manager(config)
     resolver = open_name_resolver(info.name_resolve)
     for number, url in enumerate(servers):
         resolver.add(manager.names.generation_server(number), url)

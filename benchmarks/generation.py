@@ -125,7 +125,7 @@ class Served:
     async def _tokens_per_s(self, load: int, seconds: float, update_every_s: float | None) -> float:
         from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConfig, WorkerInfo
         from asyncrl.rollout.client import PartialRolloutManager
-        from asyncrl.runtime.worker import StatusBoard
+        from asyncrl.runtime.board import StatusBoard
 
         resolve = NameResolveConfig(endpoints=["memory://"])
         info = WorkerInfo("rollout_worker", 0, 1, "benchmark", "t0", 1, "", 1, resolve, RuntimeConfig())

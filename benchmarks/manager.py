@@ -65,11 +65,12 @@ def part_asyncrl(parent: Parent, *, core: int, folder: str, servers: list[str], 
 
     def obey() -> None:
         parent.send(url=resolver.wait(names.gserver_manager(), _START_LIMIT_S))
+        table = manager.seen.result(_START_LIMIT_S).table
         while (message := parent.receive()) is not None:
             if "publish" in message:
                 version = str(WeightVersion(1, message["publish"]))
                 resolver.add(names.model_version("actor"), version, replace=True)
-                while {str(server.version) for server in list(manager.table.servers.values())} != {version}:
+                while {str(server.version) for server in list(table.servers.values())} != {version}:
                     time.sleep(_SERVED_POLL_S)  # the benchmark limits this wait
             parent.send(cpu=cpu_seconds())
         os._exit(0)

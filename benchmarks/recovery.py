@@ -80,16 +80,16 @@ def measure(args: argparse.Namespace) -> Numbers:
 
 def _recovery(run: RunHandle, kind: str, name: str, struck: float) -> dict[str, float]:
     """What is measured of a death."""
-    at = run.wait_until(lambda: _useful(run.run_dir, kind, name, struck), f"{name} worked again", _LIMIT_S)
+    at = run.wait_until(lambda: useful(run.run_dir, kind, name, struck), f"{name} worked again", _LIMIT_S)
     found = {kind: at - struck}
     if kind == "generation_server":
-        found["engine_start"] = _between(run.run_dir, "generation_server", name, struck, r"serving at")
+        found["engine_start"] = between(run.run_dir, "generation_server", name, struck, r"serving at")
     elif kind == "master":
-        found["gang_start"] = _between(run.run_dir, "model_worker", name, struck, "running")
+        found["gang_start"] = between(run.run_dir, "model_worker", name, struck, "running")
     return found
 
 
-def _useful(run_dir: Path, kind: str, name: str, struck: float) -> float | None:
+def useful(run_dir: Path, kind: str, name: str, struck: float) -> float | None:
     """When the next useful work was done; None: it was not yet."""
     if kind == "rollout_worker":
         mine = {event["ticket"] for event in journal(run_dir, name.replace("/", "_")) if event["time"] > struck}
@@ -108,7 +108,7 @@ def _first(run_dir: Path, worker: str, fits: Callable[[dict[str, Any]], bool], a
     )
 
 
-def _between(run_dir: Path, first: str, name: str, struck: float, last: str) -> float:
+def between(run_dir: Path, first: str, name: str, struck: float, last: str) -> float:
     """From the first line of any process of the kind `first`, after the death, to a line of a worker, by their logs."""
     said = [
         (datetime.strptime(when, "%Y-%m-%d %H:%M:%S.%f").timestamp(), who, text)

@@ -46,7 +46,7 @@ KINDS = ("kill", "stop")
 _LIMIT_S = 180.0
 _SAMPLE_S = 5.0
 _CALM = 1 / 6  # of a round
-_WARM_UP, _LATE = 0.2, 0.5  # of the samples: caches fill
+WARM_UP, LATE = 0.2, 0.5  # of the samples: caches fill
 _MB = 1e6
 
 
@@ -157,8 +157,8 @@ def undisturbed(args: argparse.Namespace) -> None:
         if found.problems:
             raise SystemExit("\n".join(found.problems))
     enough = {name: seen for name, seen in sorted(samples.items()) if len(seen) > 8}
-    slopes = {name: slopes_of(seen, _WARM_UP) for name, seen in enough.items()}
-    late = {name: slopes_of(seen, _LATE) for name, seen in enough.items()}
+    slopes = {name: slopes_of(seen, WARM_UP) for name, seen in enough.items()}
+    late = {name: slopes_of(seen, LATE) for name, seen in enough.items()}
     figures = sorted({figure for slope in slopes.values() for figure in slope})
     rows = [
         [name, *(f"{slope[figure]:.2f} ({late[name][figure]:.2f})" if figure in slope else "" for figure in figures)]

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from common import Numbers, alternate, finish, parser, table
 
-from asyncrl.config.loading import load_experiment
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.rundir import logs_dir, read_record
 from asyncrl.runtime.metrics import read_json_lines

@@ -42,6 +42,7 @@ from common import (
     parser,
     run_part,
     say,
+    seen_manager,
     table,
     worker_info,
 )
@@ -92,46 +93,44 @@ def part_server(parent: Parent, *, folder: str, model: str, dtype: str) -> None:
 def part_manager(parent: Parent, *, folder: str, server: str, sender: str, **_: Any) -> None:
     """The gserver manager. Told of a version it answers when that is served, and with how long the phases took."""
     from asyncrl.config.schema import GserverManagerConfig, ManagerConfig
-    from asyncrl.manager import fleet
-    from asyncrl.manager.worker import GserverManager
+    from asyncrl.manager.worker import ManagerFiles
     from asyncrl.protocol.messages import WeightVersion
     from asyncrl.runtime.names.open import open_name_resolver
 
-    verify_s = 0.0
-    verify_version = fleet.verify_version
+    class TimedFiles(ManagerFiles):
+        verify_s = 0.0
 
-    def timed_verify(path: Path, expected: WeightVersion | None = None) -> Any:
-        nonlocal verify_s
-        start = time.monotonic()
-        try:
-            return verify_version(path, expected)
-        finally:
-            verify_s = time.monotonic() - start
+        def verify(self, path: Path, expected: WeightVersion) -> Any:
+            start = time.monotonic()
+            try:
+                return super().verify(path, expected)
+            finally:
+                self.verify_s = time.monotonic() - start
 
-    fleet.verify_version = timed_verify
     info = worker_info("gserver_manager", folder)
-    manager = GserverManager(
-        GserverManagerConfig(
-            worker=info, manager=ManagerConfig(), role="actor", num_heads=1, batch_size=64, num_rollout_workers=1,
-            transport="broadcast",
-        )
+    config = GserverManagerConfig(
+        worker=info, manager=ManagerConfig(), role="actor", num_heads=1, batch_size=64, num_rollout_workers=1,
+        transport="broadcast",
     )  # fmt: skip
+    files = TimedFiles(config)
+    manager = seen_manager(config, files)
     resolver = open_name_resolver(info.name_resolve)
     resolver.add(manager.names.generation_server(0), server)
 
     def obey() -> None:
         resolver.wait(manager.names.gserver_manager(), _START_LIMIT_S)
+        seen = manager.seen.result(_START_LIMIT_S)
         parent.send(ready=True)
         resolver.add(manager.names.weight_sender("actor"), sender)
         while (message := parent.receive()) is not None:
             version = WeightVersion(1, message["version"])
-            before = manager.fleet.update_seconds["generation_server/0"]
+            before = seen.fleet.update_seconds["generation_server/0"]
             key = manager.names.weights_held if message["in_memory"] else manager.names.model_version
             resolver.add(key("actor"), str(version), replace=True)
-            while manager.table.served < version.version:  # the benchmark limits this wait
+            while seen.table.served < version.version:  # the benchmark limits this wait
                 time.sleep(_POLL_S)
-            load_s = manager.fleet.update_seconds["generation_server/0"] - before
-            parent.send(served_at=time.monotonic(), verify=verify_s, load=load_s)
+            load_s = seen.fleet.update_seconds["generation_server/0"] - before
+            parent.send(served_at=time.monotonic(), verify=files.verify_s, load=load_s)
         os._exit(0)
 
     threading.Thread(target=obey, daemon=True).start()

@@ -241,35 +241,36 @@ def _training_bytes(specs: Sequence[ProcessSpec]) -> int:
     return sum(TRAINED_PARAMETER_BYTES if model.trainable else _FROZEN_PARAMETER_BYTES for model in models)
 
 
-def num_cores() -> int:
-    """Cores that this process may use: affinity, and the quota of its container."""
+def num_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use: affinity, and the quota of its container. root: where /proc and /sys are."""
     cores = float(len(os.sched_getaffinity(0)))
-    for text in _cgroup_values("cpu.max"):
+    for text in _cgroup_values(root, "cpu.max"):
         quota, _, period = text.partition(" ")
         if quota.isdigit() and period.isdigit() and int(period):
             cores = min(cores, int(quota) / int(period))
     return max(1, int(cores))
 
 
-def memory_limits() -> tuple[int, int]:
-    """Main memory in all and available, in bytes: the machine's, or less where a container has a limit."""
+def memory_limits(root: Path = Path("/")) -> tuple[int, int]:
+    """Main memory in all and available, in bytes: the machine's, or less where a container has a limit. root: as above."""
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
-    for limit, used in zip(_cgroup_values("memory.max"), _cgroup_values("memory.current"), strict=False):
+    limits, in_use = _cgroup_values(root, "memory.max"), _cgroup_values(root, "memory.current")
+    for limit, used in zip(limits, in_use, strict=False):
         if limit.isdigit() and used.isdigit():
             total, available = min(total, int(limit)), min(available, max(int(limit) - int(used), 0))
     return total, available
 
 
-def _cgroup_values(name: str) -> Iterator[str]:
+def _cgroup_values(root: Path, name: str) -> Iterator[str]:
     """A setting of this process's control group (version 2) and of those around it, inner first."""
-    root = Path("/sys/fs/cgroup")
+    top = root / "sys/fs/cgroup"
     try:
-        own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        own = next(line[3:] for line in (root / "proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
         return
-    folder = root / own.lstrip("/")
-    for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(root))):
+    folder = top / own.lstrip("/")
+    for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(top))):
         try:
             yield (group / name).read_text().strip()
         except OSError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import msgspec
 from asyncrl.cli.progress import LongWaits
 from asyncrl.launch.redact import redact_urls
 from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
 
 
@@ -26,7 +26,8 @@ class JsonView:
     go away: the run goes on in silence.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
         self._metrics = JsonLinesReader(run_dir / METRICS_FILE, broken=self.notice, newest_bytes=0)
         self._states: dict[str, str] = {}
         self._long_waits = LongWaits()
@@ -34,7 +35,7 @@ class JsonView:
         self._silent = False
 
     def emit(self, event: str, **fields: Any) -> None:
-        line = msgspec.json.encode({"event": event, "time": round(time.time(), 3), **fields})
+        line = msgspec.json.encode({"event": event, "time": round(self._clock.time(), 3), **fields})
         with self._lock:
             if self._silent:
                 return

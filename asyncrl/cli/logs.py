@@ -18,6 +18,8 @@ from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 
+from asyncrl.runtime.clock import SYSTEM_CLOCK
+
 _MAX_UNDATED = 100  # lines at the beginning of a file that may have no time
 _POLL_S = 0.5
 
@@ -173,7 +175,7 @@ def stream_logs(
     files: LogFiles,
     *,
     goes_on: Callable[[], bool] = lambda: False,
-    pause: Callable[[], None] = lambda: time.sleep(_POLL_S),
+    pause: Callable[[], None] = lambda: SYSTEM_CLOCK.sleep(_POLL_S),
 ) -> Iterator[Entry | None]:
     """All entries; None once, after those that were there at the beginning.
 

@@ -23,8 +23,8 @@ from asyncrl.cli.curves import number
 from asyncrl.cli.eta import WINDOW, bottom_line, duration_text, seconds_left, step_text
 from asyncrl.cli.recording import recording_lines, recording_rows
 from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.runtime.board import LONG_WAIT_S
 from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
-from asyncrl.runtime.worker import LONG_WAIT_S
 
 _MAX_NAMED = 8  # processes of one kind of news named in a line
 _QUIET_S = 2.0  # without a step for longer, a person wants to know what for

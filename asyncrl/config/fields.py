@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -56,15 +56,15 @@ ALIASES = {
 }
 
 
-def leaf_values(config: object, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every field that is no section: its path, its value and its default (None where it has none)."""
+def leaf_values(config: object, path: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Every field that is no section: its path, its value and its declaration."""
     if is_dataclass(config):
         for entry in fields(config):
             value, name = getattr(config, entry.name), f"{path}.{entry.name}" if path else entry.name
             if is_dataclass(value) or (isinstance(value, dict) and any(map(is_dataclass, value.values()))):
                 yield from leaf_values(value, name)
             else:
-                yield name, value, None if entry.default is MISSING else entry.default
+                yield name, value, entry
     elif isinstance(config, dict):
         for key, value in config.items():
             yield from leaf_values(value, f"{path}.{key}")

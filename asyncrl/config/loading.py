@@ -1,4 +1,4 @@
-"""A config as it is written: YAML and dotted overrides, merged through OmegaConf onto the defaults and checked once."""
+"""A config as it is written: YAML and dotted overrides, merged through OmegaConf onto the defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from yaml import YAMLError
 from asyncrl.config.fields import find_field
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.config.validation import validate
 
 _REMOVED = {  # fields of earlier releases, and what to use instead
     "name_resolve.backend": "names are always in etcd: leave it out for a private one, or set name_resolve.endpoints to yours",
@@ -27,8 +26,8 @@ _MERGES_INTO_FROZEN = tuple(map(int, omegaconf.__version__.split(".")[:2])) >= (
 _patching = threading.Lock()
 
 
-def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults, and check the whole once.
+def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """Merge a YAML file and dotted overrides (`train.batch_size=32`) onto the defaults. Values are not checked yet.
 
     Between the defaults and the file come the presets that train.algorithm and train.correction name.
 
@@ -60,13 +59,11 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         merged = _merge([*presets, *layers])
     config = OmegaConf.to_object(merged)
     assert isinstance(config, ExperimentConfig)
-    config = replace(
+    return replace(
         config,
         recover=_switch(config.recover),
         network=replace(config.network, authenticate=_switch(config.network.authenticate)),
     )
-    validate(config)
-    return config
 
 
 def _switch(value: str) -> str:

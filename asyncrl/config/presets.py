@@ -1,6 +1,6 @@
 """Algorithms and corrections by name: each a set of overrides of the experiment's config.
 
-`load_experiment` lays the preset that `train.algorithm` (and `train.correction`) names below what the user writes: a field that the
+`read_experiment` lays the preset that `train.algorithm` (and `train.correction`) names below what the user writes: a field that the
 user sets wins, all others of the preset can be seen in the resolved config. No code asks for the name. What the fields mean:
 config.PPOConfig; equations and papers: docs/algorithms.md. To add one: a name here, and a function in asyncrl/algorithms where no
 field says it yet.

@@ -1,9 +1,9 @@
 """Configuration: what a user writes (ExperimentConfig), and what each process is given (one dataclass per process).
 
-Dataclasses only, no torch. `loading.load_experiment` merges YAML and dotted overrides onto the defaults, and
-`validation.validate` refuses what could not work, each error naming field, value and remedy. Afterwards nothing mutates. The
-configs of the processes are derived by one pure function, `asyncrl.launch.program.plan`, and written to disk, so that each process
-can be started alone from its own.
+Dataclasses only, no torch. `loading.read_experiment` merges YAML and dotted overrides onto the defaults, and
+`asyncrl.launch.experiment.validate` refuses what could not work, each error naming field, value and remedy. Afterwards nothing
+mutates. The configs of the processes are derived by one pure function, `asyncrl.launch.program.plan`, and written to disk, so that
+each process can be started alone from its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,45 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 AUTO = "auto"  # a value that resolve_auto chooses
+
+
+@dataclass(frozen=True)
+class Limits:
+    """See `limited`."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float = math.inf
+    remedy: str = ""
+
+    def problem(self, number: float) -> str:
+        """Why a number is too small, as a remedy; "" if it is not. `at_most` is asked separately."""
+        if self.above is not None and number <= self.above:
+            return f"must be above {self.above:g}"
+        if self.at_least is None or number >= self.at_least:
+            return ""
+        usual = (
+            "must not be negative; 0 switches it off" if self.at_least == 0 else f"must be at least {self.at_least:g}"
+        )
+        return self.remedy or usual
+
+
+def limited(
+    default: T,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    remedy: str = "",
+) -> T:
+    """A numeric field with limits: fields.bad_limits refuses a value outside them.
+
+    at_most: the largest sensible value; a larger one is a typing error, or does not fit into any machine.
+    remedy: what the message says of a value below at_least, where the usual words do not fit.
+    """
+    limits = Limits(at_least, above, math.inf if at_most is None else at_most, remedy)
+    return field(default=default, metadata={"limits": limits})
+
 
 # ------------------------------------------------------------------------------------------------------ what a user writes
 
@@ -33,7 +72,8 @@ class PromptSourceConfig:
     chat_template: bool = False  # render through the tokenizer's chat template
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # variables of the template, e.g. enable_thinking
     system_prompt: str = ""  # put before chats that begin with no system message of their own
-    max_prompt_length: int = 1024  # tokens; longer prompts are rejected, with the reason counted
+    # Tokens; longer prompts are rejected, with the reason counted
+    max_prompt_length: int = limited(1024, at_most=100_000_000)
     shuffle: bool = True  # seeded, anew each epoch
 
 
@@ -41,7 +81,7 @@ class PromptSourceConfig:
 class SamplingConfig:
     """How responses are sampled."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: int = limited(128, at_least=1, at_most=100_000_000)
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1  # -1: all
@@ -64,26 +104,29 @@ class TaskConfig:
 class RolloutConfig:
     """Rollout workers: what they ask of the servers and how trajectories are judged."""
 
-    num_workers: int = 2
-    group_size: int = 8  # responses per prompt
+    num_workers: int = limited(2, at_least=1, at_most=65_536)
+    group_size: int = limited(8, at_least=1, at_most=65_536)  # responses per prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # A request asks for at most this many tokens; longer responses resume. auto: 1024, and on a GPU a quarter of the longest
     # response where that is more (resolve_auto)
-    new_tokens_per_chunk: int | str = 1024
+    new_tokens_per_chunk: int | str = limited(1024, at_least=1)
     tasks: dict[str, TaskConfig] = field(
         default_factory=dict
     )  # name -> task; one task named `default` in the common case
     success_rate_lb: float = -1.0e9  # a group whose mean reward is below is rejected (reason `too_hard`)
     success_rate_ub: float = 1.0e9  # ... above: `too_easy`
     reject_equal_rewards: bool = False  # a group whose rewards are all equal is rejected (DAPO's dynamic sampling)
-    max_concurrent_per_worker: int = 64  # prompts a rollout worker rolls out at the same time
-    reward_timeout_s: float = 60.0
+    # Prompts a rollout worker rolls out at the same time
+    max_concurrent_per_worker: int = limited(64, at_least=1, at_most=1_000_000)
+    reward_timeout_s: float = limited(60.0, above=0)
     # process: reward functions run in processes of their own, so that one which hangs, crashes or takes all memory costs its own
     # rollout | thread: in threads of the rollout worker, for a function that must share memory with an agent, or forks badly
     reward_isolation: str = "process"
-    reward_memory_bytes: int = 8_000_000_000  # of such a process; what asks for more gets MemoryError. 0: no limit
-    request_timeout_s: float = 600.0  # one HTTP request, and the wait for a verdict on a trajectory
-    rollout_timeout_s: float = 3600.0  # a whole rollout, agent and environment included; then it is rejected
+    # Of such a process; what asks for more gets MemoryError. 0: no limit
+    reward_memory_bytes: int = limited(8_000_000_000, at_least=0)
+    request_timeout_s: float = limited(600.0, above=0)  # one HTTP request, and the wait for a verdict on a trajectory
+    # A whole rollout, agent and environment included; then it is rejected
+    rollout_timeout_s: float = limited(3600.0, above=0)
 
 
 @dataclass(frozen=True)
@@ -91,12 +134,15 @@ class GenerationConfig:
     """Generation servers and their engine."""
 
     dtype: str = "float32"  # float32 | bfloat16 | float16 | auto: bfloat16 on a GPU, else float32
-    max_running_requests: int = 256  # sampled from at the same time; more wait in the queue
+    # Sampled from at the same time; more wait in the queue
+    max_running_requests: int = limited(256, at_least=1, at_most=1_000_000)
     max_queue: int = 2048  # requests that may wait (busy or paused); beyond it the answer is 503 with Retry-After
     max_wait_s: float = 300.0  # a request that waited this long, for a slot or the end of a pause, is answered 503
-    max_batch_tokens: int = 4096  # tokens of one forward pass (prompts are split over several if need be)
-    page_size: int = 32  # tokens of a KV cache page
-    num_blocks: int = 1024  # KV cache: num_blocks * page_size tokens for all requests together
+    # Tokens of one forward pass (prompts are split over several if need be)
+    max_batch_tokens: int = limited(4096, at_most=100_000_000)
+    page_size: int = limited(32, at_least=1, at_most=1_000_000)  # tokens of a KV cache page
+    # KV cache: num_blocks * page_size tokens for all requests together
+    num_blocks: int = limited(1024, at_least=1, at_most=1_000_000_000)
     prefix_sharing: bool = (
         True  # requests with the same prompt share full pages of the KV cache; flushed at every update
     )
@@ -124,31 +170,33 @@ class GenerationConfig:
 class ManagerConfig:
     """Gserver manager: how far generation may run ahead, and how servers are chosen and updated."""
 
-    max_head_offpolicyness: int = 2  # eta; 0 is synchronous
+    # eta; 0 is synchronous
+    max_head_offpolicyness: int = limited(2, at_least=0, at_most=10_000, remedy="must be 0 (synchronous) or more")
     # Prompts in flight; 0: (1 + eta) * batch size. What fills the servers 1.5 times is best: more grows old in their queues
-    max_concurrent_rollouts: int = 0
+    max_concurrent_rollouts: int = limited(0, at_least=0, at_most=10_000_000)
     routing: str = "least_requests"  # round_robin | least_requests | least_token_usage
-    max_groups_per_server: int = 0  # where all servers have so many, nothing is admitted (`servers_full`); 0: no limit
+    # Where all servers have so many, nothing is admitted (`servers_full`); 0: no limit
+    max_groups_per_server: int = limited(0, at_least=0)
     # What a server that leaves (`asyncrl-launch scale`) has not ended by then goes on at others
-    drain_timeout_s: float = 30.0
+    drain_timeout_s: float = limited(30.0, at_least=0, remedy="must be 0 (move what runs at once) or more")
     head_policy: str = "balanced"  # the head of a trajectory: balanced | grouping (fixed groups of rollout workers)
-    update_fraction: float = 1.0  # share of the servers updated at the same time
+    update_fraction: float = limited(1.0, above=0)  # share of the servers updated at the same time
     # An update of a server has so long, and the time that the version's bytes take at 100 MB/s
     update_timeout_s: float = 60.0
-    lease_s: float = 15.0  # a rollout worker silent for this long loses its tickets
-    heartbeat_s: float = 2.0
+    lease_s: float = limited(15.0, above=0)  # a rollout worker silent for this long loses its tickets
+    heartbeat_s: float = limited(2.0, above=0)
     eval_share: float = 0.25  # evaluation may use this share of max_concurrent_rollouts, beside it
     overdue: str = "wait"  # wait | drop | train: what happens to a rollout that holds up a batch
     overdue_wait_s: float = (
         600.0  # wait at most this long, then the rollout is interrupted and its prompt goes first again
     )
-    max_issues: int = 3  # a prompt is handed out at most this often, then rejected
+    max_issues: int = limited(3, at_least=1)  # a prompt is handed out at most this often, then rejected
     max_rejected_share: float = 0.9  # of the last 4 batches' worth of prompts; past it the run ends with the reason
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    lr: float = 2e-4
+    lr: float = limited(2e-4, above=0, at_most=1)
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -178,7 +226,7 @@ class PPOConfig:
     behav_imp_weight_mode: str = "mask"  # mask | clamp
     early_stop_imp_ratio: float | None = None  # a minibatch whose mean importance ratio is above is not stepped on
     early_stop_kl: float | None = None  # ... whose mean KL to the start of the train step (nats a token) is above
-    minibatches: int = 4
+    minibatches: int = limited(4, at_most=65_536)
     discount: float = 1.0
     gae_lambda: float = 1.0
     # What a response's reward is compared with: none | group_mean (Dr.GRPO) | leave_one_out (RLOO). With advantage_norm `group` the
@@ -222,8 +270,8 @@ class CriticConfig:
 
     path: str = ""  # a checkpoint with one output a token (`score`); "": model_path with a new output layer of zeros
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    eps_clip: float = 0.2  # of values, around those of critic_inf; 0: no clipping
-    minibatches: int = 4
+    eps_clip: float = limited(0.2, at_least=0)  # of values, around those of critic_inf; 0: no clipping
+    minibatches: int = limited(4, at_least=1, at_most=65_536)
     value_norm: bool = False  # values are learned in units of the returns' running mean and standard deviation
     value_norm_beta: float = 0.99995  # decay of those
 
@@ -233,7 +281,8 @@ class RefConfig:
     """The reference model of ref_inf (train.ppo.kl_coef > 0)."""
 
     path: str = ""  # "": model_path
-    update_interval: int = 0  # the actor's weights are copied into it every so many steps; 0: never
+    # The actor's weights are copied into it every so many steps; 0: never
+    update_interval: int = limited(0, at_least=0)
     update_share: float = 1.0  # reference <- share * actor + (1 - share) * reference; below 1: a moving average
 
 
@@ -255,14 +304,14 @@ class TrainConfig:
     correction: str = (
         ""  # mask | tis | icepop: sets ppo.behav_imp_weight_* that are not set here; "": the defaults (mask)
     )
-    batch_size: int = 64  # prompts per step
-    num_epochs: int = 1
-    max_steps: int = 0  # 0: as many as the epochs give
+    batch_size: int = limited(64, at_least=1, at_most=10_000_000)  # prompts per step
+    num_epochs: int = limited(1, at_least=1)
+    max_steps: int = limited(0, at_least=0)  # 0: as many as the epochs give
     total_steps: int = 0  # what the learning rate decays over; filled in when the processes are planned
     target_reward: float | None = None  # stop when the mean sampled reward of the last 5 steps reaches it
     dtype: str = "float32"  # float32 | bfloat16 (weights to be trained stay float32) | auto: as generation.dtype
-    max_tokens_per_mb: int = 16384  # token budget of a micro-batch
-    logprob_chunk_tokens: int = 1024  # logits exist for this many tokens at a time
+    max_tokens_per_mb: int = limited(16384, at_least=1)  # token budget of a micro-batch
+    logprob_chunk_tokens: int = limited(1024, at_least=1)  # logits exist for this many tokens at a time
     tf32: bool | str = False  # float32 matmuls on a GPU have TF32's 10 bits of mantissa | auto: true on a GPU
     gradient_checkpointing: bool | str = False  # backward computes activations again | auto: true on a GPU
     # Gradients of several micro-batches add up on each data rank, in float32, before they are summed over the ranks: 4 bytes a
@@ -273,7 +322,7 @@ class TrainConfig:
     critic: CriticConfig | None = None  # null: no critic
     ref: RefConfig = field(default_factory=RefConfig)
     reward_model: RewardModelConfig | None = None
-    num_critic_only_steps: int = 0  # the first steps train the critic alone
+    num_critic_only_steps: int = limited(0, at_least=0)  # the first steps train the critic alone
     offload: list[str] = field(default_factory=list)  # roles whose weights leave the GPU between their MFCs, e.g. [ref]
     extra_mfcs: dict[str, MFCConfig] = field(default_factory=dict)
     extra_train_keys: list[str] = field(default_factory=list)  # keys that actor_train waits for besides its own
@@ -281,14 +330,14 @@ class TrainConfig:
     wait_for_full_lag: bool = False
     # Batches of steps whose loss or gradient was not finite (those steps are skipped), the newest so many, with the weights they
     # began from: for examples/bad_batch. 0: none
-    keep_bad_batches: int = 3
-    max_skipped_steps: int = 10  # train steps skipped in a row; then the run ends. 0: it goes on
+    keep_bad_batches: int = limited(3, at_least=0)
+    max_skipped_steps: int = limited(10, at_least=0)  # train steps skipped in a row; then the run ends. 0: it goes on
     call_timeout_s: float = 1800.0  # a call to the model workers
     data_timeout_s: float = 3600.0  # no trajectory at all for this long ends the run, naming whom it waited for
-    save_every_steps: int = 0  # 0: only at the end
-    save_every_epochs: int = 0
-    save_every_s: float = 0.0
-    torch_threads: int = 1  # per process; 0: torch's default
+    save_every_steps: int = limited(0, at_least=0)  # 0: only at the end
+    save_every_epochs: int = limited(0, at_least=0)
+    save_every_s: float = limited(0.0, at_least=0)
+    torch_threads: int = limited(1, at_most=1_024)  # per process; 0: torch's default
 
 
 @dataclass(frozen=True)
@@ -296,19 +345,19 @@ class EvalConfig:
     """Evaluation beside training, through eval tickets."""
 
     prompts: PromptSourceConfig | None = None  # None: no evaluation
-    num_prompts: int = 512  # the first of them; 0: all
+    num_prompts: int = limited(512, at_least=0, remedy="must be at least 1, or 0 for all")  # the first of them; 0: all
     modes: list[str] = field(default_factory=lambda: ["sampled", "greedy"])
     at_start: bool = True
     at_end: bool = True
-    every_steps: int = 0  # 0: only start and end
-    every_epochs: int = 0
-    every_s: float = 0.0
+    every_steps: int = limited(0, at_least=0)  # 0: only start and end
+    every_epochs: int = limited(0, at_least=0)
+    every_s: float = limited(0.0, at_least=0)
     timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    keep: int = 3  # newest versions kept on disk, besides those a server reports
+    keep: int = limited(3, at_least=1)  # newest versions kept on disk, besides those a server reports
     shard_bytes: int = 2_000_000_000
     fsync: bool = True
     # disk: generation servers load each version's files. broadcast: rank 0 of training sends it to them over the network, from
@@ -316,32 +365,33 @@ class WeightsConfig:
     # machines reach the run and network.authenticate is on: what it travels by knows no keys.
     transport: str = "disk"
     broadcast_backend: str = "auto"  # gloo | nccl | auto: nccl where the trainer has a GPU
-    broadcast_timeout_s: float = 30.0  # one broadcast to the servers of a wave; what takes longer is loaded from disk
+    # One broadcast to the servers of a wave; what takes longer is loaded from disk
+    broadcast_timeout_s: float = limited(30.0, above=0)
     # Generation servers on hosts that do not see the run's folder fetch each version over HTTP, once a host, into memory.
     # on | off: all hosts share the folder | auto: on as soon as the run has more than one host (one that sees it fetches nothing)
     fetch: str = "auto"
     fetch_dir: str = ""  # where to; "": /dev/shm. Holds two versions
-    bucket_bytes: int = (
-        1_000_000_000  # tensors are sent in buckets of at most this size; each costs a round of requests
-    )
+    # Tensors are sent in buckets of at most this size; each costs a round of requests
+    bucket_bytes: int = limited(1_000_000_000, at_least=1)
     # After each update, before it serves, a server scores a short text; its logprobs must be the trainer's. Finds what checksums
     # cannot: an engine that says it has loaded, and computes with other weights. Costs a forward pass of 32 tokens on both sides.
     verify_logprobs: bool = False
-    verify_tolerance: float = 0.0  # of a single logprob, a sixth of it on average; 0: 0.001, with 16 bits anywhere 0.3
+    # Of a single logprob, a sixth of it on average; 0: 0.001, with 16 bits anywhere 0.3
+    verify_tolerance: float = limited(0.0, at_least=0)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """What a run goes on from after a crash: models, optimizers, random numbers, done prompts; in <run>/checkpoints/recover/."""
 
-    every_steps: int = 0
-    every_epochs: int = 0
-    every_s: float = 600.0
-    keep_last: int = 2
+    every_steps: int = limited(0, at_least=0)
+    every_epochs: int = limited(0, at_least=0)
+    every_s: float = limited(600.0, at_least=0)
+    keep_last: int = limited(2, at_least=1)
     # A run that comes to its end writes one more, unless all three of every_steps, every_epochs, every_s are 0.
     # A run that is told to stop (Ctrl-C, SIGTERM, a time limit) ends its train step and writes a checkpoint first, if that can be
     # had within so many seconds; a second signal ends it at once. 0: the first one does
-    on_stop_s: float = 60.0
+    on_stop_s: float = limited(60.0, at_least=0)
 
     @property
     def enabled(self) -> bool:
@@ -386,7 +436,7 @@ class FaultsConfig:
     duplicate: float = 0.0
     corrupt: float = 0.0  # a byte is changed
     delay: float = 0.0
-    delay_s: float = 0.5  # at most, of those delayed
+    delay_s: float = limited(0.5, at_least=0, remedy="must not be negative")  # at most, of those delayed
 
 
 @dataclass(frozen=True)
@@ -394,23 +444,24 @@ class RuntimeConfig:
     """Limits of waits and queues that all processes share."""
 
     host: str = "127.0.0.1"  # sockets bind here; on more than one host each process binds its host's address instead
-    start_timeout_s: float = 120.0  # start-up barrier
+    start_timeout_s: float = limited(120.0, above=0)  # start-up barrier
     stop_timeout_s: float = 10.0
     lease_ttl_s: float = 30.0
     # A process that fails, is killed or freezes, after it has worked, is started again, at most so often in an hour. Alone, if it
     # holds nothing that a run needs (rollout worker, generation server, gserver manager); master and model workers together, from
     # the newest checkpoint. Past it everything is started again, once; then the run ends with the first cause. 0: the first end is
     # that of the run.
-    max_restarts: int = 3
+    max_restarts: int = limited(3, at_least=0)
     # A process whose event loop does not turn and that uses no CPU for so long is killed; one that computes, after 20 times as
     # long (launch/supervision.py: BUSY_LIMITS). 0: never.
     frozen_after_s: float = 30.0
     watchdog_after_s: float = 120.0  # without a train step: the launcher prints what each process waits for; 0: never
     faults: FaultsConfig = field(default_factory=FaultsConfig)
-    push_credit_items: int = 64  # trajectories a pusher may have unacknowledged, per head
-    push_credit_bytes: int = 256_000_000
-    resend_after_s: float = 5.0
-    max_message_bytes: int = 256_000_000  # a larger one is refused; a trajectory has 22 bytes a token of its group
+    push_credit_items: int = limited(64, at_least=1)  # trajectories a pusher may have unacknowledged, per head
+    push_credit_bytes: int = limited(256_000_000, at_least=1)
+    resend_after_s: float = limited(5.0, above=0)
+    # A larger one is refused; a trajectory has 22 bytes a token of its group
+    max_message_bytes: int = limited(256_000_000, at_least=1)
     log_level: str = "INFO"
     group: str = ""  # Unix group whose members may read the run's files; "": only you can
     fork_server: bool = (
@@ -435,12 +486,11 @@ class NetworkConfig:
     tls_key: str = ""  # "": in the file of tls_cert
     tls_ca: str = ""
     # A host of which nothing was heard for so long is lost: its processes are started again elsewhere if there is room
-    host_lost_after_s: float = 30.0
+    host_lost_after_s: float = limited(30.0, above=0)
     # A host that cannot reach name resolve for so long ends its processes: the launcher may be dead, or count them as lost
-    cut_off_limit_s: float = 60.0
-    agents_limit_s: float = (
-        300.0  # the launcher waits so long for the agents of its hosts, and an agent for its launcher
-    )
+    cut_off_limit_s: float = limited(60.0, above=0)
+    # The launcher waits so long for the agents of its hosts, and an agent for its launcher
+    agents_limit_s: float = limited(300.0, above=0)
 
 
 @dataclass(frozen=True)
@@ -448,18 +498,18 @@ class SlurmConfig:
     """The job that `asyncrl-launch run CONFIG cluster=slurm` submits. With cpu_nodes a heterogeneous one: GPU nodes for training
     and generation, CPU nodes for rollout workers."""
 
-    nodes: int = 1
+    nodes: int = limited(1, at_least=1, at_most=65_536)
     partition: str = ""  # "": the cluster's default
-    gpus_per_node: int = 0
-    cpus_per_node: int = 0  # 0: whole nodes (--exclusive)
+    gpus_per_node: int = limited(0, at_least=0)
+    cpus_per_node: int = limited(0, at_least=0)  # 0: whole nodes (--exclusive)
     memory_per_node: str = ""  # such as 500G; "": what Slurm gives with the cores, or all of a whole node
-    time_s: float = 0.0  # limit; YAML reads 24:00:00 as so many seconds. 0: the partition's
+    time_s: float = limited(0.0, at_least=0)  # limit; YAML reads 24:00:00 as so many seconds. 0: the partition's
     account: str = ""
     qos: str = ""
     options: list[str] = field(default_factory=list)  # of sbatch, such as --constraint=h100
-    cpu_nodes: int = 0
+    cpu_nodes: int = limited(0, at_least=0, at_most=65_536)
     cpu_partition: str = ""
-    cpu_cpus_per_node: int = 0
+    cpu_cpus_per_node: int = limited(0, at_least=0)
     cpu_memory_per_node: str = ""
     cpu_options: list[str] = field(default_factory=list)
     srun_options: list[str] = field(default_factory=list)  # of the agents' step, such as --container-image=...
@@ -467,7 +517,7 @@ class SlurmConfig:
     prelude: str = ""
     wrapper: str = ""  # put in front of launcher and agents, such as `apptainer exec --nv image.sif`
     # So many seconds before the time limit the run writes a checkpoint and the job is queued again
-    signal_s: float = 300.0
+    signal_s: float = limited(300.0, above=0)
 
 
 @dataclass(frozen=True)
@@ -475,8 +525,9 @@ class RecordConfig:
     """Trajectories on disk, for `asyncrl-launch inspect` and mode=train_only: <run>/trajectories/attempt_N/."""
 
     trajectories: bool = False  # record what is trained on, with what the MFCs made of it (rollout_only always records)
-    every: int = 1  # every n-th train step; a replay needs all
-    max_bytes: int = 4_000_000_000  # of an attempt; the oldest steps go (rollout_only: the run ends)
+    every: int = limited(1, at_least=1)  # every n-th train step; a replay needs all
+    # Of an attempt; the oldest steps go (rollout_only: the run ends)
+    max_bytes: int = limited(4_000_000_000, at_least=1)
 
 
 @dataclass(frozen=True)
@@ -484,7 +535,8 @@ class ReplayConfig:
     """What mode=train_only trains on. asyncrl/data/replay.py says how."""
 
     path: str = ""  # a run, its trajectories or those of one of its attempts (attempt_N)
-    first_step: int = 0  # the recorded step to begin with; model_path is then the weights of that version
+    # The recorded step to begin with; model_path is then the weights of that version
+    first_step: int = limited(0, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -492,7 +544,7 @@ class DebugConfig:
     """Processes that the launcher leaves to you, to be started under a debugger with the command that it prints."""
 
     leave_out: list[str] = field(default_factory=list)  # e.g. [rollout_worker/0]
-    wait_s: float = 3600.0  # they may take this long to come, and to stand still in a debugger
+    wait_s: float = limited(3600.0, above=0)  # they may take this long to come, and to stand still in a debugger
 
 
 @dataclass(frozen=True)
@@ -504,8 +556,8 @@ class WandbConfig:
     entity: str = ""  # a user or team; default: the API key's
     group: str = ""
     tags: list[str] = field(default_factory=list)
-    init_timeout_s: float = 60.0  # after that the training goes on without it, with a warning
-    finish_timeout_s: float = 30.0  # for what is still to be sent at the end of the run
+    init_timeout_s: float = limited(60.0, above=0)  # after that the training goes on without it, with a warning
+    finish_timeout_s: float = limited(30.0, above=0)  # for what is still to be sent at the end of the run
 
 
 @dataclass(frozen=True)

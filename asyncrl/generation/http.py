@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Callable, Coroutine, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,15 +143,21 @@ class GenerationHTTP:
         self._registry.register(_EngineCollector(engine))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._in_progress: dict[Hashable, asyncio.Task[Any]] = {}  # loads and fetches, of which a second one waits
-        self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int = 0) -> str:
-        """Bind and serve; returns the URL."""
+    @contextlib.asynccontextmanager
+    async def listening(self, host: str, port: int = 0) -> AsyncIterator[str]:
+        """Bind and serve; gives the URL."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[for_the_run, _errors_to_replies])
         app.add_routes(self.routes())
         # handler_cancellation: a client that goes away cancels its handler, and with it its requests.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        return await serve(self._runner, host, port)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        try:
+            yield await serve(runner, host, port)
+        finally:
+            await runner.cleanup()
+            self._receiving.close()
+            for task in self._tasks:
+                task.cancel()
 
     def routes(self) -> list[web.RouteDef]:
         """What answers where."""
@@ -174,13 +180,6 @@ class GenerationHTTP:
             web.get("/v1/loads", self._loads),
             web.get("/metrics", self._metrics),
         ]
-
-    async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-        self._receiving.close()
-        for task in self._tasks:
-            task.cancel()
 
     # ----------------------------------------------------------------------------------------------------- /generate
 

@@ -28,7 +28,7 @@ from asyncrl.protocol.messages import DECODE_ERRORS, Wait, WorkerStatus
 from asyncrl.runtime.names.interface import Lease
 from asyncrl.runtime.process import tail_of
 from asyncrl.runtime.stacks import cpu_s
-from asyncrl.runtime.worker import LEASE_ENV, STATUS_FD_ENV
+from asyncrl.runtime.system import LEASE_ENV, STATUS_FD_ENV
 
 _READ_BYTES = 1 << 16
 _MAX_STATUS_LINE_BYTES = 1_000_000
@@ -298,20 +298,20 @@ def short_end(child: Child) -> str:
     return "ended before the run was over" if child.returncode == 0 else child.how_it_ended().split(";", 1)[0]
 
 
-def how_it_ended(code: int, log: Path) -> str:
-    """Of a process that could not say so itself: its exit code or signal, and the end of its log."""
+def how_it_ended(code: int, log: Path, oom: OomCounters = _oom) -> str:
+    """Of a process that could not say so itself: its exit code or signal, and the end of its log. oom: of its host."""
     if code >= 0:
         return f"ended with exit code {code}; its log ends with\n\n{tail_of(log)}"
     try:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
         name = str(-code)
-    hint = f" ({_who_killed()})" if -code == signal.SIGKILL else ""
+    hint = f" ({_who_killed(oom)})" if -code == signal.SIGKILL else ""
     return f"was killed by signal {name}{hint}; its log ends with\n\n{tail_of(log)}"
 
 
-def _who_killed() -> str:
-    if kills := _oom.kills_lately(time.monotonic()):
+def _who_killed(oom: OomCounters) -> str:
+    if kills := oom.kills_lately(time.monotonic()):
         return (
             f"by the kernel, for want of memory: {kills}. Have fewer or smaller processes (allocation, rollout.num_workers), "
             "smaller micro-batches, or raise the limit"

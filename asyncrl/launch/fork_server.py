@@ -34,7 +34,7 @@ from typing import TypeAlias
 
 from asyncrl.launch import worker_main
 from asyncrl.runtime.process import die_with_parent
-from asyncrl.runtime.worker import STATUS_FD_ENV
+from asyncrl.runtime.system import STATUS_FD_ENV
 
 # What workers import, those parts included that torch and transformers would import at their first use.
 _NAME_RESOLVE = ("asyncrl.runtime.names.etcd.resolver", "google.protobuf.internal.builder", "tenacity")  # but for gRPC

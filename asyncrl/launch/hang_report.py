@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncrl.launch.rundir import all_logs_dirs
 from asyncrl.launch.watchdog import Watchdog
 from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.metrics import METRICS_FILE
 from asyncrl.runtime.stacks import Stacks, ask_all, is_stopped
 
@@ -25,17 +26,18 @@ class HangReport:
     waits for: nothing; a thread asks the processes for their stacks, for 5 s at most.
     """
 
-    def __init__(self, run_dir: Path, after_s: float, notice: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, after_s: float, notice: Callable[[str], None], clock: Clock) -> None:
+        self._clock = clock
         self._run_dir = run_dir
         self._notice = notice
-        self._watchdog = Watchdog(after_s, time.monotonic())
+        self._watchdog = Watchdog(after_s, self._clock.monotonic())
         self._mark: tuple[int, int] = (0, 0)  # attempt, size of the metrics
         self._moved: dict[str, tuple[tuple[int, int], float]] = {}  # (pid, progress) of each process, and since when
         self._next_look = 0.0
         self._thread: threading.Thread | None = None
 
     def turn(self, statuses: Sequence[WorkerStatus], attempt: int) -> None:
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_EVERY_S
@@ -65,7 +67,7 @@ class HangReport:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
                 target=write_stacks,
-                args=(self._run_dir, told.partition("\n")[0]),
+                args=(self._run_dir, told.partition("\n")[0], self._clock),
                 name="stacks for the logs",
                 daemon=True,
             )
@@ -78,13 +80,13 @@ class HangReport:
             return 0
 
 
-def write_stacks(run_dir: Path, why: str) -> None:
+def write_stacks(run_dir: Path, why: str, clock: Clock) -> None:
     """Ask all processes of the run for their stacks, and write each one's into its log."""
     for stacks in ask_all(all_logs_dirs(run_dir), _STACKS_LIMIT_S):
         log = Path(stacks.file).with_suffix(".log")
         if stacks.state == "gone" or not log.exists():
             continue
-        now = time.time()
+        now = clock.time()
         stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}.{int(now * 1000) % 1000:03d}"
         entry = f"{stamp} WARNING {stacks.name}: its stacks, because there is {why}\n{stacks_text(stacks)}\n"
         with contextlib.suppress(OSError):  # the disk is full

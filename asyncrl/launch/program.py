@@ -112,169 +112,178 @@ def plan(
     devices: the GPUs of the machine as CUDA_VISIBLE_DEVICES names them. Generation servers get the first ones, as many each as
     they have tensor parallel ranks, model workers those after, one each; where there are too few, they are shared in turn.
     """
-    config = resolve_auto(_patient(config), on_gpu=bool(devices))
-    allocation = allocation_of(config)
-    manager = config.manager
-    rolls_out, trains = config.mode in ("async", "rollout_only"), config.mode != "rollout_only"
-    eta = max_head_offpolicyness(config)
-    model_path = _absolute(config.model_path)
-    tokenizer_path = _absolute(config.tokenizer_path or config.model_path)
-    train = _resolve_train(config, num_prompts)
-    placements, mfcs = _place(allocation, build_dataflow(train, config.mode)) if trains else ([], _recording())
-    models = [_model(placement, mfcs, train, model_path) for placement in placements]
-    heads = placements[0].heads if trains else (0,)  # they take trajectories
-    num_heads = len(heads)
-    num_model_workers = allocation.num_model_workers
-    apart = [list(world) for world in worlds_of_run(config).apart]
-    prompts = _resolve_prompts(config.prompts)
-    eval_prompts = _resolve_prompts(config.eval.prompts) if config.eval.prompts else None
-    rollout = _resolve_rollout(config.rollout)
-    num_workers = config.rollout.num_workers
-
-    def info(kind: str, index: int, count: int) -> WorkerInfo:
-        return WorkerInfo(
-            kind=kind,
-            index=index,
-            count=count,
-            experiment=config.experiment,
-            trial=config.trial,
-            attempt=attempt,
-            run_dir=str(run_directory(config)),
-            seed=config.seed,
-            name_resolve=config.name_resolve,
-            runtime=config.runtime,
-            trace=config.trace,
-            network=replace(
-                config.network,
-                tls_cert=_absolute(config.network.tls_cert),
-                tls_key=_absolute(config.network.tls_key),
-                tls_ca=_absolute(config.network.tls_ca),
-            ),
-        )
-
-    servers = [
-        GenerationServerConfig(
-            worker=info("generation_server", index, allocation.num_servers),
-            engine=allocation.engine,
-            model_path=model_path,
-            tokenizer_path=tokenizer_path,
-            generation=replace(
-                config.generation,
-                python=_absolute(config.generation.python),
-                api_key_file=_absolute(config.generation.api_key_file),
-            ),
-            torch_threads=config.train.torch_threads,
-            verify_tolerance=_verify_tolerance(config),
-            tensor_parallel=allocation.generation.tensor,
-            fetch=fetches_weights(config),
-            fetch_dir=_absolute(config.weights.fetch_dir),
-        )
-        for index in range(allocation.num_servers)
-    ]
-    groups = GroupsConfig(prompts, eval_prompts, rollout, config.generation) if config.mode == "sync" else None
-    model_workers = [
-        ModelWorkerConfig(
-            worker=info("model_worker", index, num_model_workers),
-            models=models,
-            mfcs=mfcs,
-            model_path=model_path,
-            tokenizer_path=tokenizer_path,
-            train=train,
-            weights=config.weights,
-            store_capacity=(1 + eta) * train.batch_size,
-            record=replace(
-                config.record,
-                trajectories=config.record.trajectories and index in heads,  # which have what the MFCs made of them
-                max_bytes=config.record.max_bytes // num_heads,
-            ),
-            groups=groups,
-            apart=apart,
-        )
-        for index in range(num_model_workers)
-    ]
-    recorder = RecorderConfig(
-        worker=info("recorder", 0, 1),
-        model_path=model_path,
-        tokenizer_path=tokenizer_path,
-        weights=config.weights,
-        store_capacity=(1 + eta) * train.batch_size,
-        call_timeout_s=train.call_timeout_s,
-        max_bytes=config.record.max_bytes,
-    )
-    master = MasterWorkerConfig(
-        worker=info("master", 0, 1),
-        num_model_workers=num_model_workers if trains else 1,
-        models=models,
-        mfcs=mfcs,
-        prompts=prompts,
-        train=train if trains else _without_saving(train),
-        eval=replace(config.eval, prompts=eval_prompts) if trains else _only_at_start(config.eval, eval_prompts),
-        weights=config.weights,
-        max_head_offpolicyness=eta,
-        overdue=manager.overdue,
-        overdue_wait_s=manager.overdue_wait_s,
-        max_rejected_share=manager.max_rejected_share,
-        tensorboard=config.tensorboard,
-        wandb=config.wandb,
-        tasks=sorted(config.rollout.tasks),
-        mode=config.mode,
-        checkpoint=config.checkpoint if writes_checkpoints(config) else NO_CHECKPOINTS,
-        resume=resume,
-        first_step=config.replay.first_step,
-        records=config.record.trajectories and trains,
-        num_replayed=num_prompts if config.mode == "train_only" else 0,
-        apart=apart,
-    )
-    gserver_manager = GserverManagerConfig(
-        worker=info("gserver_manager", 0, 1),
-        manager=replace(
-            manager,
-            max_concurrent_rollouts=manager.max_concurrent_rollouts or (1 + eta) * train.batch_size,
-        ),
-        role=ACTOR,
-        num_heads=num_heads,
-        num_rollout_workers=num_workers,
-        batch_size=train.batch_size,
-        interrupt=config.generation.interrupt,
-        transport=config.weights.transport,
-        broadcast_timeout_s=config.weights.broadcast_timeout_s,
-        replace_timeout_s=config.train.call_timeout_s,
-        fetch=fetches_weights(config),
-    )
-    rollout_workers = [
-        RolloutWorkerConfig(
-            worker=info("rollout_worker", index, num_workers),
-            tokenizer_path=tokenizer_path,
-            prompts=prompts,
-            eval_prompts=eval_prompts,
-            rollout=rollout,
-            num_heads=num_heads,
-            heartbeat_s=manager.heartbeat_s,
-        )
-        for index in range(num_workers)
-    ]
-    replayer = ReplayerConfig(
-        worker=info("replayer", 0, 1),
-        replay=replace(config.replay, path=_absolute(config.replay.path)),
-        num_heads=num_heads,
-        batch_size=train.batch_size,
-        max_steps=train.max_steps,
-        max_head_offpolicyness=eta,
-        call_timeout_s=train.call_timeout_s,
-    )
-    processes: list[ProcessConfig] = [
-        *(servers if rolls_out else []),
-        *(model_workers if trains else [recorder]),
-        master,
-        *([gserver_manager, *rollout_workers] if rolls_out else ()),
-        *([replayer] if config.mode == "train_only" else ()),
-    ]
+    run = _Run(resolve_auto(_patient(with_absolute_paths(config)), on_gpu=bool(devices)), attempt, num_prompts, resume)
+    processes = run.processes()
     _check_left_out(config, [process.worker.name for process in processes])
     specs = [_spec(process, config.train.torch_threads) for process in processes]
     if not devices:
         return specs
     slots = itertools.cycle(devices)
     return [replace(s, env={**s.env, "CUDA_VISIBLE_DEVICES": ",".join(_take(slots, num_devices(s)))}) for s in specs]
+
+
+class _Run:
+    """What the configs of a run's processes share, and a method for the config of each kind of process."""
+
+    def __init__(self, config: ExperimentConfig, attempt: int, num_prompts: int, resume: str) -> None:
+        """config: resolved, with absolute paths."""
+        self.config, self.attempt, self.num_prompts, self.resume = config, attempt, num_prompts, resume
+        self.trains = config.mode != "rollout_only"
+        self.allocation = allocation_of(config)
+        self.eta = max_head_offpolicyness(config)
+        self.train = _resolve_train(config, num_prompts)
+        self.tokenizer_path = config.tokenizer_path or config.model_path
+        self.placements, self.mfcs = (
+            _place(self.allocation, build_dataflow(self.train, config.mode)) if self.trains else ([], _recording())
+        )
+        self.models = [_model(placement, self.mfcs, self.train, config.model_path) for placement in self.placements]
+        self.heads = self.placements[0].heads if self.trains else (0,)  # they take trajectories
+        self.store_capacity = (1 + self.eta) * self.train.batch_size
+        self.apart = [list(world) for world in worlds_of_run(config).apart]
+
+    def processes(self) -> list[ProcessConfig]:
+        """In the order in which they are started."""
+        config, allocation = self.config, self.allocation
+        trainers = map(self.model_worker, range(allocation.num_model_workers)) if self.trains else [self.recorder()]
+        if config.mode == "sync":
+            return [*trainers, self.master()]
+        if config.mode == "train_only":
+            return [*trainers, self.master(), self.replayer()]
+        servers = map(self.generation_server, range(allocation.num_servers))
+        rollout_workers = map(self.rollout_worker, range(config.rollout.num_workers))
+        return [*servers, *trainers, self.master(), self.gserver_manager(), *rollout_workers]
+
+    def generation_server(self, index: int) -> GenerationServerConfig:
+        config, allocation = self.config, self.allocation
+        return GenerationServerConfig(
+            worker=self._info("generation_server", index, allocation.num_servers),
+            engine=allocation.engine,
+            model_path=config.model_path,
+            tokenizer_path=self.tokenizer_path,
+            generation=config.generation,
+            torch_threads=config.train.torch_threads,
+            verify_tolerance=_verify_tolerance(config),
+            tensor_parallel=allocation.generation.tensor,
+            fetch=fetches_weights(config),
+            fetch_dir=config.weights.fetch_dir,
+        )
+
+    def model_worker(self, index: int) -> ModelWorkerConfig:
+        config, record = self.config, self.config.record
+        groups = GroupsConfig(config.prompts, config.eval.prompts, config.rollout, config.generation)
+        return ModelWorkerConfig(
+            worker=self._info("model_worker", index, self.allocation.num_model_workers),
+            models=self.models,
+            mfcs=self.mfcs,
+            model_path=config.model_path,
+            tokenizer_path=self.tokenizer_path,
+            train=self.train,
+            weights=config.weights,
+            store_capacity=self.store_capacity,
+            record=replace(
+                record,
+                trajectories=record.trajectories and index in self.heads,  # which have what the MFCs made of them
+                max_bytes=record.max_bytes // len(self.heads),
+            ),
+            groups=groups if config.mode == "sync" else None,
+            apart=self.apart,
+        )
+
+    def recorder(self) -> RecorderConfig:
+        config = self.config
+        return RecorderConfig(
+            worker=self._info("recorder", 0, 1),
+            model_path=config.model_path,
+            tokenizer_path=self.tokenizer_path,
+            weights=config.weights,
+            store_capacity=self.store_capacity,
+            call_timeout_s=self.train.call_timeout_s,
+            max_bytes=config.record.max_bytes,
+        )
+
+    def master(self) -> MasterWorkerConfig:
+        config, manager, trains = self.config, self.config.manager, self.trains
+        return MasterWorkerConfig(
+            worker=self._info("master", 0, 1),
+            num_model_workers=self.allocation.num_model_workers if trains else 1,
+            models=self.models,
+            mfcs=self.mfcs,
+            prompts=config.prompts,
+            train=self.train if trains else _without_saving(self.train),
+            eval=config.eval if trains else _only_at_start(config.eval),
+            weights=config.weights,
+            max_head_offpolicyness=self.eta,
+            overdue=manager.overdue,
+            overdue_wait_s=manager.overdue_wait_s,
+            max_rejected_share=manager.max_rejected_share,
+            tensorboard=config.tensorboard,
+            wandb=config.wandb,
+            tasks=sorted(config.rollout.tasks),
+            mode=config.mode,
+            checkpoint=config.checkpoint if writes_checkpoints(config) else NO_CHECKPOINTS,
+            resume=self.resume,
+            first_step=config.replay.first_step,
+            records=config.record.trajectories and trains,
+            num_replayed=self.num_prompts if config.mode == "train_only" else 0,
+            apart=self.apart,
+        )
+
+    def gserver_manager(self) -> GserverManagerConfig:
+        config, manager = self.config, self.config.manager
+        max_concurrent = manager.max_concurrent_rollouts or self.store_capacity
+        return GserverManagerConfig(
+            worker=self._info("gserver_manager", 0, 1),
+            manager=replace(manager, max_concurrent_rollouts=max_concurrent),
+            role=ACTOR,
+            num_heads=len(self.heads),
+            num_rollout_workers=config.rollout.num_workers,
+            batch_size=self.train.batch_size,
+            interrupt=config.generation.interrupt,
+            transport=config.weights.transport,
+            broadcast_timeout_s=config.weights.broadcast_timeout_s,
+            replace_timeout_s=config.train.call_timeout_s,
+            fetch=fetches_weights(config),
+        )
+
+    def rollout_worker(self, index: int) -> RolloutWorkerConfig:
+        config = self.config
+        return RolloutWorkerConfig(
+            worker=self._info("rollout_worker", index, config.rollout.num_workers),
+            tokenizer_path=self.tokenizer_path,
+            prompts=config.prompts,
+            eval_prompts=config.eval.prompts,
+            rollout=config.rollout,
+            num_heads=len(self.heads),
+            heartbeat_s=config.manager.heartbeat_s,
+        )
+
+    def replayer(self) -> ReplayerConfig:
+        return ReplayerConfig(
+            worker=self._info("replayer", 0, 1),
+            replay=self.config.replay,
+            num_heads=len(self.heads),
+            batch_size=self.train.batch_size,
+            max_steps=self.train.max_steps,
+            max_head_offpolicyness=self.eta,
+            call_timeout_s=self.train.call_timeout_s,
+        )
+
+    def _info(self, kind: str, index: int, count: int) -> WorkerInfo:
+        config = self.config
+        return WorkerInfo(
+            kind=kind,
+            index=index,
+            count=count,
+            experiment=config.experiment,
+            trial=config.trial,
+            attempt=self.attempt,
+            run_dir=str(run_directory(config)),
+            seed=config.seed,
+            name_resolve=config.name_resolve,
+            runtime=config.runtime,
+            trace=config.trace,
+            network=config.network,
+        )
 
 
 def worlds_of_run(config: ExperimentConfig) -> Worlds:
@@ -355,6 +364,13 @@ def with_absolute_paths(config: ExperimentConfig) -> ExperimentConfig:
             api_key_file=_absolute(config.generation.api_key_file),
         ),
         name_resolve=absolute_name_resolve(config.name_resolve),
+        network=replace(
+            config.network,
+            tls_cert=_absolute(config.network.tls_cert),
+            tls_key=_absolute(config.network.tls_key),
+            tls_ca=_absolute(config.network.tls_ca),
+        ),
+        weights=replace(config.weights, fetch_dir=_absolute(config.weights.fetch_dir)),
         replay=replace(config.replay, path=_absolute(config.replay.path)),
         train=replace(
             train,
@@ -432,7 +448,7 @@ def _model(placement: ModelPlacement, mfcs: Sequence[PlacedMFC], train: TrainCon
     }.get(role, "")
     return ModelConfig(
         name=placement.name,
-        path=_absolute(own_path) or model_path,
+        path=own_path or model_path,
         grid=str(placement.grid),
         workers=list(placement.workers),
         kind=_KINDS.get(role, "lm"),
@@ -466,10 +482,7 @@ def _resolve_train(config: ExperimentConfig, num_prompts: int) -> TrainConfig:
     sampling, ppo = config.rollout.sampling, config.train.ppo
     temperature = ppo.temperature or (1.0 if sampling.greedy else sampling.temperature)
     steps = config.train.total_steps or total_steps(config, num_prompts)
-    extra = {
-        name: replace(mfc, interface=_absolute_spec(mfc.interface)) for name, mfc in config.train.extra_mfcs.items()
-    }
-    return replace(config.train, total_steps=steps, ppo=replace(ppo, temperature=temperature), extra_mfcs=extra)
+    return replace(config.train, total_steps=steps, ppo=replace(ppo, temperature=temperature))
 
 
 def _verify_tolerance(config: ExperimentConfig) -> float:
@@ -482,9 +495,9 @@ def _without_saving(train: TrainConfig) -> TrainConfig:
     return replace(train, save_every_steps=0, save_every_epochs=0, save_every_s=0.0)
 
 
-def _only_at_start(evaluation: EvalConfig, prompts: PromptSourceConfig | None) -> EvalConfig:
+def _only_at_start(evaluation: EvalConfig) -> EvalConfig:
     """Weights that do not change are evaluated once."""
-    return replace(evaluation, prompts=prompts, at_end=False, every_steps=0, every_epochs=0, every_s=0.0)
+    return replace(evaluation, at_end=False, every_steps=0, every_epochs=0, every_s=0.0)
 
 
 def _patient(config: ExperimentConfig) -> ExperimentConfig:

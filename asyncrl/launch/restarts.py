@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.names.interface import Lease
 
 _LEASE_LIMIT_S = 60.0
@@ -37,14 +37,15 @@ class Restarts:
         start: Callable[[str, Lease, int], None],
         grant_lease_soon: Callable[[], Future[Lease]],
         revoke: Callable[[Lease], None],
+        clock: Clock,
     ) -> None:
         """start: by name, with a lease and the number of restarts."""
-        self._start, self._grant_lease_soon, self._revoke = start, grant_lease_soon, revoke
+        self._start, self._grant_lease_soon, self._revoke, self._clock = start, grant_lease_soon, revoke, clock
         self._coming: dict[str, _Coming] = {}
 
     def expect(self, name: str, how: str, *, attempt: int, count: int, pause_s: float = 0.0) -> None:
         """A process that has ended is to be started again."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         self._coming[name] = _Coming(how, attempt, count, now, now + pause_s, self._grant_lease_soon())
 
     def cancel(self, name: str) -> bool:
@@ -56,7 +57,7 @@ class Restarts:
 
     def turn(self) -> None:
         """Start those whose pause is over. Raises LaunchError where name resolve gives no lease."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         for name, coming in list(self._coming.items()):
             if now < coming.due or not coming.lease.done():
                 continue
@@ -84,12 +85,11 @@ class Restarts:
         if not lease.exception():
             self._revoke(lease.result())
 
-    @staticmethod
-    def _status(name: str, coming: _Coming) -> WorkerStatus:
+    def _status(self, name: str, coming: _Coming) -> WorkerStatus:
         pause = Wait(
             what=f"its next start: it {coming.how}",
             on="the launcher",
-            since_s=time.monotonic() - coming.since,
+            since_s=self._clock.monotonic() - coming.since,
             limit_s=coming.due - coming.since,
         )
         return WorkerStatus(
@@ -97,7 +97,7 @@ class Restarts:
             pid=0,
             attempt=coming.attempt,
             state="starting",
-            time=time.time(),
+            time=self._clock.time(),
             progress=0,
             waits=[pause],
             restarts=coming.count,

@@ -9,7 +9,6 @@ started anew. What ends here ends no run: a server that leaves is gone however i
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from asyncrl.launch.children import Child, short_end
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, can_scale
 from asyncrl.protocol.messages import DECODE_ERRORS, ScaleWish, Wait, WorkerStatus
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.names.interface import Lease, WatchEvent
 
 KIND = "generation_server"
@@ -61,11 +61,12 @@ class Scaling:
         notice: Callable[[str], None],
         drain_limit_s: float,
         stop_limit_s: float,
+        clock: Clock,
     ) -> None:
         """allocated: how many servers the run has without a wish."""
         self.wanted = allocated
         self._spec_of, self._start, self._grant_lease_soon, self._revoke = spec_of, start, grant_lease_soon, revoke
-        self._notice = notice
+        self._notice, self._clock = notice, clock
         self._drain_limit_s, self._stop_limit_s = drain_limit_s, stop_limit_s
         self._lock = threading.Lock()
         self._newest: ScaleWish | None = None  # what was observed
@@ -108,7 +109,7 @@ class Scaling:
     def turn(self, children: Sequence[Child], elsewhere: Collection[str]) -> tuple[list[Child], list[Child]]:
         """Bring the servers nearer to the wish: those that were started now, and those that have ended and are no matter any
         more. elsewhere: names of servers that others start."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         self._take_wish()
         servers = {child.name: child for child in children if child.spec.kind == KIND}
         self._joined -= {child.name for child in servers.values() if child.was_running}
@@ -122,7 +123,7 @@ class Scaling:
         leaving = self._leaving.get(child.name)
         if leaving is None:
             return status
-        now = time.monotonic()
+        now = self._clock.monotonic()
         wait = Wait(
             what="its last groups (it leaves the run)", on="rollout workers", since_s=now - leaving.since,
             limit_s=self._drain_limit_s,
@@ -156,7 +157,7 @@ class Scaling:
                 f"{child.name} could not join the run, which goes on without it: it {short_end(child)}; see {child.log}"
             )
         for child in failed:
-            if child.failure_time is not None and time.time() - child.failure_time > self._stop_limit_s:
+            if child.failure_time is not None and self._clock.time() - child.failure_time > self._stop_limit_s:
                 child.kill()  # it has said that it failed, and does not end
         return ended
 
@@ -228,6 +229,7 @@ def make_scaling(
     start: Callable[[ProcessSpec, Lease], Child],
     service: NameService,
     notice: Callable[[str], None],
+    clock: Clock,
 ) -> Scaling | None:
     """The scaling of a run, which watches name resolve from now on; None where it starts no servers."""
     if not can_scale(config):
@@ -239,6 +241,7 @@ def make_scaling(
         grant_lease_soon=service.grant_lease_soon,
         revoke=service.revoke,
         notice=notice,
+        clock=clock,
         # the manager moves at drain_timeout_s what still runs; its workers hear of it within a lease, or lose it
         drain_limit_s=config.manager.drain_timeout_s + config.manager.lease_s,
         stop_limit_s=2 * config.runtime.stop_timeout_s,  # there is no hurry, and it has that limit for its own closing

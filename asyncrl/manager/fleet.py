@@ -38,10 +38,9 @@ from asyncrl.protocol.messages import (
     WeightVersion,
 )
 from asyncrl.runtime.clock import Clock, SystemClock
-from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.runtime.worker import RunEndedError
-from asyncrl.weights.versions import WeightsError, verify_version
+from asyncrl.weights.versions import Manifest, WeightsError, verify_version
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -93,7 +92,9 @@ class Fleet:
         table: ServerTable,
         plan: UpdatePlan,
         *,
+        session: aiohttp.ClientSession,
         path_of: Callable[[WeightVersion], Path],
+        verify: Callable[[Path, WeightVersion], Manifest] = verify_version,
         on_change: Callable[[], None],
         probe_every_s: float,
         probe_limit_s: float,
@@ -112,7 +113,7 @@ class Fleet:
         self.plan = plan
         self.counters: Counter[tuple[str, str]] = Counter()
         self.update_seconds: defaultdict[str, float] = defaultdict(float)  # in updates that succeeded, by server
-        self._path_of = path_of
+        self._session, self._path_of, self._verify = session, path_of, verify
         self._on_change = on_change
         self._probe_every_s = probe_every_s
         self._probe_limit_s = probe_limit_s
@@ -126,7 +127,6 @@ class Fleet:
         self._files_url = files_url
         self._trace = trace
         self._clock = clock or SystemClock()
-        self._session: aiohttp.ClientSession | None = None
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
         self._published: WeightVersion | None = None
         self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails its check, and since when
@@ -138,17 +138,12 @@ class Fleet:
         self._mismatches: Counter[str] = Counter()  # in a row, by server
         self._fatal: RunEndedError | None = None
 
-    async def start(self) -> None:
-        self._session = open_session(max_connections=0)
-
     async def close(self) -> None:
         tasks = [*self._updates, *self._probes.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._verifier.shutdown(wait=False, cancel_futures=True)
-        if self._session is not None:
-            await self._session.close()
 
     # ------------------------------------------------------------------------------------------------------- events
 
@@ -232,7 +227,7 @@ class Fleet:
             assert version is not None
             try:
                 with self._trace.overlapping(f"verify {version}", kind="weights"):
-                    check = partial(verify_version, self._path_of(version), version)
+                    check = partial(self._verify, self._path_of(version), version)
                     manifest = await asyncio.get_running_loop().run_in_executor(self._verifier, check)
             except (WeightsError, OSError) as error:
                 self.counters["refused_manifest", ""] += 1
@@ -524,7 +519,6 @@ class Fleet:
 
     async def _request(self, method: str, url: str, body: bytes | None = None, also_ok: int = 200) -> bytes:
         """Bounded by the caller. Raises UpdateError for a status other than 200 and also_ok."""
-        assert self._session is not None, "start() first"
         headers = {"Content-Type": "application/json"}
         async with self._session.request(method, url, data=body, headers=headers) as response:
             answer = await response.read()

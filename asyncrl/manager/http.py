@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import msgspec
-from aiohttp import StreamReader, web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_parser import RawRequestMessage
+from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -44,7 +42,7 @@ from asyncrl.protocol.messages import (
     WeightVersion,
 )
 from asyncrl.runtime.clock import Clock, SystemClock
-from asyncrl.runtime.http_server import refusal_of, serve
+from asyncrl.runtime.http_server import refusal_of
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 Reply = msgspec.Struct
@@ -52,7 +50,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 MAX_WAIT_S = 60.0
 _MAX_WAITING = 4096  # allocate requests that wait; more are refused with 503
-_MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 64 << 20
 _MAX_NAME = 200
 _COALESCE_S = 0.01  # an answer that waited takes in what changes this shortly after: no message per finished rollout
 _VIEW_SHARE = 0.05  # of the time, at most, goes into views for a master that waits
@@ -113,7 +111,6 @@ class ManagerService:
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
         }
-        self._runner: web.ServerRunner | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -126,23 +123,13 @@ class ManagerService:
 
     # -------------------------------------------------------------------------------------------------------- life
 
-    async def start(self, host: str) -> str:
-        """Bind a free port; returns the URL to publish.
-
-        On aiohttp's low-level server: an Application's routing, middlewares and signals would cost a tenth of each request.
-        """
-        server = web.Server(self._answer, request_factory=_make_request, handler_cancellation=True, access_log=None)
-        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
-        return await serve(self._runner, host, backlog=128)
-
-    async def close(self) -> None:
+    def close(self) -> None:
+        """Answer all requests that wait."""
         for waiting in self._waiting.values():
             waiting.answer.set_result(AllocateReply(tickets=[], refusal="not_ready", finished=self.ledger.finished))
         self._waiting.clear()
-        if self._runner is not None:
-            await self._runner.cleanup()
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Any request."""
         if (refusal := refusal_of(request)) is not None:
             return refusal
@@ -326,18 +313,6 @@ def _typed(kind: type[Message], handle: Callable[[Message], Awaitable[Reply]]) -
             return web.Response(status=400, text=f"{kind.__name__}: {error}\n")
 
     return run
-
-
-def _make_request(
-    message: RawRequestMessage,
-    payload: StreamReader,
-    protocol: web.RequestHandler,
-    writer: AbstractStreamWriter,
-    task: asyncio.Task[None],
-) -> web.BaseRequest:
-    """As aiohttp makes it, but for the limit of the body: reports of large batches are long."""
-    loop = asyncio.get_running_loop()
-    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=_MAX_BODY_BYTES)
 
 
 def _settled(reply: AllocateReply) -> bool:

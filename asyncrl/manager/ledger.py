@@ -1,14 +1,8 @@
-"""Admission and the ledger of live tickets: what bounds staleness, and loses and doubles nothing (pure).
+"""The ledger of live tickets: it loses and doubles nothing (pure).
 
-The gate admits a train ticket while
-
-    live + B * (trained_version - served_version) < (1 + eta) * B        (else refused: `staleness`)
-    running < max_concurrent                                             (else refused: `capacity`)
-
-and a server of the newest version has room for a group (else refused: `no_server`, `servers_full`), with B the train batch in
-prompts and live = running, in transit, stored, or in the current train step. A ticket stays live from its grant until the
-master says `consumed`, or until it is rejected, released or lost; nothing is forgotten in between. The rule for when a step may
-start is the other half of the bound: asyncrl/master/batch.py.
+A ticket is granted while the gate (admission.py) has room and a server of the newest version has room for a group (else refused:
+`no_server`, `servers_full`). It stays live from its grant until the master says `consumed`, or until it is rejected, released or
+lost; nothing is forgotten in between.
 
 Every call may come twice, late, or from a worker that has been given up; all fields that the master reports are absolute. Time
 is passed in. The HTTP side (http.py) calls these methods between two awaits, so each is atomic.
@@ -27,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.manager import intervals
+from asyncrl.manager.admission import Gate
 from asyncrl.manager.evaluation import EvalItem, EvaluationBook
 from asyncrl.manager.prompts import PromptCursor
 from asyncrl.manager.routing import Server, ServerTable
@@ -71,38 +66,6 @@ class StaleAttemptError(ValueError):
 
 class UnreachedError(ValueError):
     """A report of an attempt or a version that the run cannot have reached."""
-
-
-@dataclass(frozen=True)
-class Gate:
-    """The admission rule."""
-
-    batch_size: int
-    eta: int
-    max_concurrent: int
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; use at least 1 prompt a step")
-        if self.eta < 0:
-            raise ValueError(f"max_head_offpolicyness is {self.eta}; use 0 (synchronous) or more")
-        if self.max_concurrent < 1:
-            raise ValueError(f"max_concurrent_rollouts is {self.max_concurrent}; less than 1 would admit nothing")
-
-    def room(self, *, live: int, running: int, trained: int, served: int) -> tuple[int, str]:
-        """How many more tickets are admitted; if none, why."""
-        behind = max(0, trained - served)
-        fresh = (1 + self.eta - behind) * self.batch_size - live
-        if fresh <= 0:
-            return 0, "staleness"
-        idle = self.max_concurrent - running
-        if idle <= 0:
-            return 0, "capacity"
-        return min(fresh, idle), ""
-
-    def refusal(self, *, live: int, running: int, trained: int, served: int) -> str:
-        """Why one more ticket is not admitted; "" if it is."""
-        return self.room(live=live, running=running, trained=trained, served=served)[1]
 
 
 @dataclass(slots=True)

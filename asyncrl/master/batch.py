@@ -5,7 +5,7 @@ S = the B stored tickets with the earliest deadlines. Step v starts only if for 
     |{live tickets with deadline <= d} without S| <= (d - v) * B
 
 that is, if whatever is live and not in this batch still fits into the steps that its deadline leaves it. Together with the
-manager's gate (asyncrl/manager/ledger.py) this keeps every trained group within eta at its head, drops none, and does not
+manager's gate (asyncrl/manager/admission.py) this keeps every trained group within eta at its head, drops none, and does not
 favour short ones; else the step waits for the tickets it names. Without faults that wait always ends by a rollout finishing.
 
 A rollout that holds up a batch for longer than `overdue_wait_s` (policy `wait`; `drop`: at once) is to be interrupted; its

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from asyncrl.dataflow.topology import Handler
 from asyncrl.protocol.messages import CallBody, CallResult
+from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
-from asyncrl.runtime.worker import StatusBoard
 
 T = TypeVar("T")
 

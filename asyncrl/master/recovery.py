@@ -23,7 +23,7 @@ from asyncrl.master.schedule import Schedule
 from asyncrl.protocol.messages import CallResult, CommitCheckpoint, LoadCheckpoint, SaveCheckpoint
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.metrics import JsonLinesWriter
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.worker import PhasedWorker
 from asyncrl.weights.checkpoints import MasterState, checkpoint_dir, prune
 
 
@@ -34,7 +34,7 @@ class Checkpointer:
     waits for: the replies of the model workers.  unblocked by: them; within train.call_timeout_s.
     """
 
-    def __init__(self, worker: Worker, config: MasterWorkerConfig, schedule: Schedule) -> None:
+    def __init__(self, worker: PhasedWorker, config: MasterWorkerConfig, schedule: Schedule) -> None:
         options = config.checkpoint
         self._worker, self._config, self._keep = worker, config, options.keep_last
         self._run_dir = Path(config.worker.run_dir)

@@ -28,6 +28,7 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
+from asyncrl.runtime.system import System
 
 
 class SyncMasterWorker(MasterWorker):
@@ -39,8 +40,8 @@ class SyncMasterWorker(MasterWorker):
 
     rejects_in = "model_worker"
 
-    def __init__(self, config: MasterWorkerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: MasterWorkerConfig, system: System | None = None) -> None:
+        super().__init__(config, system)
         self.generation = next(MFCDef.of(mfc) for mfc in config.mfcs if mfc.kind == "generate")
         self.makers = self.models[self.generation.model]
         # Prompts handed out, over all epochs. After a step they are all done, and so are those before the cursor of a checkpoint

@@ -64,13 +64,15 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.protocol.tickets import read_key
+from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.push_pull import MetaPuller
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
 from asyncrl.runtime.service_client import ServiceClient
+from asyncrl.runtime.system import System
 from asyncrl.runtime.wandb_writer import SLACK_S, WandbWriter
-from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, Worker
+from asyncrl.runtime.worker import PhasedWorker, RunEndedError
 from asyncrl.weights.checkpoints import DataIdentity, MasterState, read_state
 from asyncrl.weights.versions import prune_versions, role_dir, version_dir
 
@@ -98,7 +100,7 @@ class _Rewritten(NamedTuple):
     last: float  # time.monotonic() of the last time
 
 
-class MasterWorker(Worker):
+class MasterWorker(PhasedWorker):
     """One train step after another.
 
     consumes: metadata of trajectories (from the heads), the ledger (from the manager).
@@ -112,8 +114,8 @@ class MasterWorker(Worker):
 
     rejects_in = "rollout_worker"  # the kind of process that says why a prompt is rejected
 
-    def __init__(self, config: MasterWorkerConfig) -> None:
-        super().__init__(config.worker)
+    def __init__(self, config: MasterWorkerConfig, system: System | None = None) -> None:
+        super().__init__(config.worker, system)
         self.config = config
         self.run_dir = Path(config.worker.run_dir)
         train = config.train
@@ -208,6 +210,7 @@ class MasterWorker(Worker):
             num_workers=config.num_model_workers,
             handler_routing=build_handler_routing(models),
             runtime=self.info.runtime,
+            transport=self.system.transport,
             incarnation=self.incarnation,
             attempt=self.info.attempt,
             apart=self.worlds.apart,
@@ -242,28 +245,43 @@ class MasterWorker(Worker):
     async def _open_intake(self) -> None:
         """Before the heads look for it."""
         info = self.info
-        self.metas = MetaPuller(self.resolver, self.names, runtime=info.runtime, lease=self.lease, attempt=info.attempt)
+        self.metas = MetaPuller(
+            self.resolver,
+            self.names,
+            runtime=info.runtime,
+            transport=self.system.transport,
+            lease=self.lease,
+            attempt=info.attempt,
+        )
         await self.metas.start()
         self.spawn(self._accept_trajectories(), "accept trajectories")
 
     async def _meet_manager(self) -> None:
         key = self.names.gserver_manager()
-        self.manager = ServiceClient(self, key, "gserver manager", on_moved=self._meet_new_manager)
-        await self.manager.start()
+        connecting = ServiceClient.connect(
+            self.directory,
+            self.tasks,
+            self.board,
+            self.logger,
+            key=key,
+            service="gserver manager",
+            on_moved=self._meet_new_manager,
+        )
+        self.manager = await self.opened.enter_async_context(connecting)
 
     def _meet_new_manager(self) -> None:
         """It admits nothing before it has a report: it need not wait for the end of this step."""
         self.spawn(self.report(), "report to a new manager")
 
     async def close(self) -> None:
-        for name in ("manager", "client", "metas"):
+        for name in ("client", "metas"):
             if hasattr(self, name):
                 await getattr(self, name).close()
         for name in ("metrics", "journal"):
             if hasattr(self, name):
                 getattr(self, name).close()
 
-    async def run(self) -> None:
+    async def work(self) -> None:
         await asyncio.gather(
             self.caller.call("models to be loaded", list(self.worlds.gang), Ping()),
             *(self._load_apart(world) for world in self.worlds.apart),

@@ -26,9 +26,10 @@ from asyncrl.data.codec import MAX_HEADER_BYTES, CodecError, decode_sample, enco
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.store import DataStore
 from asyncrl.protocol.messages import DECODE_ERRORS, FetchPart, HeldDataRequest
+from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import for_the_run, serve
-from asyncrl.runtime.worker import WaitTimeoutError, Worker
+from asyncrl.runtime.worker import PhasedWorker
 
 PATH = "/held_data"
 LIMIT_S = 10.0  # of an answer: who does not give it within that is given time by the master, who knows more
@@ -147,7 +148,7 @@ class DataFetcher:
     waits for: sources' answers, LIMIT_S for each.  unblocked by: them, or that limit.
     """
 
-    def __init__(self, worker: Worker, store: DataStore) -> None:
+    def __init__(self, worker: PhasedWorker, store: DataStore) -> None:
         self._worker, self._store = worker, store
         self._max_bytes = worker.info.runtime.max_message_bytes
         self._urls: dict[tuple[int, int], str] = {}  # by worker and life

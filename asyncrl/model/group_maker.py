@@ -28,7 +28,7 @@ from asyncrl.protocol.messages import ExecuteMFC, Locator, RejectedPrompt, Traje
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
-from asyncrl.runtime.worker import StatusBoard
+from asyncrl.runtime.board import StatusBoard
 
 _MODES = ("", "sampled", "greedy")  # of ExecuteMFC.eval_mode; the place of one goes into the seed
 _MAX_DETAIL_CHARS = 400  # of what the master is told about a prompt without a group

@@ -41,7 +41,7 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.worker import PhasedWorker
 from asyncrl.weights.versions import Probe, commit_version, write_part
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Publisher:
     one that is sent, and one of a checkpoint.  unblocked by: the other ranks of the model; the disk.
     """
 
-    def __init__(self, worker: Worker, config: ModelWorkerConfig, on_compute: OnCompute) -> None:
+    def __init__(self, worker: PhasedWorker, config: ModelWorkerConfig, on_compute: OnCompute) -> None:
         self._worker, self._config, self._on_compute = worker, config, on_compute
         self.sender: WeightSender | None = None  # at the first rank of the model that is served
         self._probe = LogprobProbe(worker.info.seed) if config.weights.verify_logprobs else None

@@ -29,21 +29,22 @@ from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, WeightV
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
-from asyncrl.runtime.worker import RunEndedError, Worker
+from asyncrl.runtime.system import System
+from asyncrl.runtime.worker import PhasedWorker, RunEndedError
 from asyncrl.weights.versions import publish_folder
 
 _LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
 
 
-class Recorder(Worker):
+class Recorder(PhasedWorker):
     """The only head of a run that only rolls out.
 
     consumes: trajectories, calls (from the master, in order).  produces: metadata, files, the initial weights as version 0.
     waits for: the next call; inside one for the disk.  unblocked by: the master.
     """
 
-    def __init__(self, config: RecorderConfig) -> None:
-        super().__init__(config.worker)
+    def __init__(self, config: RecorderConfig, system: System | None = None) -> None:
+        super().__init__(config.worker, system)
         self.config = config
         self.store = DataStore(config.store_capacity)
         self._num_batches = 0  # recorded
@@ -65,6 +66,7 @@ class Recorder(Worker):
             self.names,
             index=0,
             runtime=runtime,
+            transport=self.system.transport,
             lease=self.lease,
             worker=self.name,
             attempt=self.info.attempt,
@@ -73,7 +75,7 @@ class Recorder(Worker):
         await self.server.start()
         self.spawn(self.intake.run(), "take in")
 
-    async def run(self) -> None:
+    async def work(self) -> None:
         """Execute calls in order, for ever. One that fails is answered with its error and ends this worker."""
         while True:
             call = await self.server.receive()

@@ -21,7 +21,7 @@ from asyncrl.model.store import DUPLICATE, FULL, DataStore
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta
 from asyncrl.rewards.trajectory import MAX_LOGPROB
 from asyncrl.runtime.push_pull import MetaPusher, NameResolvingZmqPuller, Pulled
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.worker import PhasedWorker
 
 _ROOM_LIMIT_S = (
     30.0  # a trajectory waits this long for room in a full store: the master has it cleared at the end of a step
@@ -37,7 +37,7 @@ class TrajectoryReceiver:
     """
 
     def __init__(
-        self, worker: Worker, store: DataStore, *, head: int, limits: ModelLimits, verdict_limit_s: float
+        self, worker: PhasedWorker, store: DataStore, *, head: int, limits: ModelLimits, verdict_limit_s: float
     ) -> None:
         """limits: of the model that is trained."""
         self.store = store
@@ -49,13 +49,19 @@ class TrajectoryReceiver:
         self._room = asyncio.Event()  # set when the store has given something up
         runtime, attempt = worker.info.runtime, worker.info.attempt
         self._meta_pusher = MetaPusher(
-            worker.resolver, worker.names, head=head, runtime=runtime, incarnation=worker.incarnation
+            worker.resolver,
+            worker.names,
+            head=head,
+            runtime=runtime,
+            transport=worker.system.transport,
+            incarnation=worker.incarnation,
         )
         self._puller = NameResolvingZmqPuller(
             worker.resolver,
             worker.names,
             puller_index=head,
             runtime=runtime,
+            transport=worker.system.transport,
             lease=worker.lease,
             attempt=attempt,
         )

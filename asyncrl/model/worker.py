@@ -73,12 +73,13 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.system import System
+from asyncrl.runtime.worker import PhasedWorker
 
 T = TypeVar("T")
 
 
-class ModelWorker(Worker):
+class ModelWorker(PhasedWorker):
     """One rank of a world, with a shard of each model that is placed here.
 
     consumes: trajectories (from rollout workers), calls (from the master, in order).
@@ -87,8 +88,8 @@ class ModelWorker(Worker):
     unblocked by: the master; the other workers making the same call, or losing their connection.
     """
 
-    def __init__(self, config: ModelWorkerConfig) -> None:
-        super().__init__(config.worker)
+    def __init__(self, config: ModelWorkerConfig, system: System | None = None) -> None:
+        super().__init__(config.worker, system)
         self.config = config
         index = config.worker.index
         self.models = {model.name: model for model in config.models}
@@ -142,6 +143,7 @@ class ModelWorker(Worker):
             self.names,
             index=index,
             runtime=runtime,
+            transport=self.system.transport,
             lease=self.lease,
             attempt=self.info.attempt,
             life=self.info.life,
@@ -175,7 +177,7 @@ class ModelWorker(Worker):
             ", ".join(self.engines) or "no model",
         )
 
-    async def run(self) -> None:
+    async def work(self) -> None:
         """Execute calls in order, for ever. A call that fails is answered with its error, and ends this worker: its peers
         may be in a collective with it and must not wait."""
         while True:

@@ -22,7 +22,7 @@ from asyncrl.dataflow.worlds import Worlds
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.name_store import NameStore
 from asyncrl.runtime import security
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.worker import PhasedWorker
 from asyncrl.weights.update_group import serve_store, store_at
 
 STORE = "model_workers"  # names.process_group of this
@@ -35,7 +35,7 @@ class World:
     unblocked by: the others' arrival, or the loss of their connection.
     """
 
-    def __init__(self, worker: Worker, worlds: Worlds, *, limit_s: float) -> None:
+    def __init__(self, worker: PhasedWorker, worlds: Worlds, *, limit_s: float) -> None:
         self._worker = worker
         self._limit_s = limit_s
         self._store: Store | None = None  # the first member serves it; it must outlive the process group

@@ -26,13 +26,14 @@ def _check(part: str, what: str) -> str:
     return part
 
 
-def incarnation(name: str, *, attempt: int = 0, start: int = 0) -> str:
+def incarnation(name: str, *, attempt: int = 0, start: int = 0, unique: str = "") -> str:
     """One life of a process. Counters, not clocks, tell which of two lives of a name is the later one.
 
     attempt: of the run. start: number of this start within its launcher; 0: not known, and then neither life is the earlier one.
+    unique: no other life has it; default: this process's number and eight random hex digits.
     """
     order = attempt * _STARTS_PER_ATTEMPT + start if start else 0
-    return f"{name}.{order:019d}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+    return f"{name}.{order:019d}.{unique or f'{os.getpid()}.{uuid.uuid4().hex[:8]}'}"
 
 
 def is_earlier(incarnation: str, other: str) -> bool:

@@ -26,7 +26,7 @@ from asyncrl.data.prompts import Prompt
 from asyncrl.rewards.judges import Call, Calls, JudgeDied, Judges, JudgesLost
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward_function import RewardFunction, as_reward, shown
-from asyncrl.runtime.worker import StatusBoard
+from asyncrl.runtime.board import StatusBoard
 
 _SLOW_CALL_S = 0.01
 _MAX_THREADS = 16  # or judges, of a sync function

@@ -39,10 +39,10 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import MAX_LOGPROB, OnPiece, Response
+from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
 from asyncrl.runtime.disk import NO_MORE_FILES
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.service_client import ServiceError
-from asyncrl.runtime.worker import StatusBoard, WaitTimeoutError
 
 T = TypeVar("T")
 

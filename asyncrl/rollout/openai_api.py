@@ -31,8 +31,8 @@ from asyncrl.rollout.openai_request import ChatRequest, RequestError, parse_chat
 from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, closed_error, message_of
 from asyncrl.rollout.tool_calls import held_back
 from asyncrl.runtime import security
+from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.http_server import no_stranger, serve
-from asyncrl.runtime.worker import StatusBoard
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -10,7 +10,7 @@ step as their deadline: so each step waits for exactly its own batch, and trains
 from __future__ import annotations
 
 import asyncio
-import time
+from contextlib import AsyncExitStack
 
 import msgspec
 from aiohttp import web
@@ -19,8 +19,10 @@ from asyncrl.config.schema import ReplayerConfig
 from asyncrl.data.replay import Recorded, plan_replay, translate
 from asyncrl.data.trajectories import read_trajectory
 from asyncrl.protocol.messages import DECODE_ERRORS, LedgerView, Locator, MasterReport, TicketView
+from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.push_pull import NameResolvingZmqPusher
+from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import RunEndedError, Worker
 
 _MAX_WAIT_S = 60.0  # that a report may be held back
@@ -36,8 +38,8 @@ class Replayer(Worker):
     unblocked by: train steps.
     """
 
-    def __init__(self, config: ReplayerConfig) -> None:
-        super().__init__(config.worker)
+    def __init__(self, config: ReplayerConfig, system: System | None = None) -> None:
+        super().__init__(config.worker, system)
         self.config = config
         self.plan = plan_replay(
             config.replay,
@@ -51,40 +53,35 @@ class Replayer(Worker):
         self._tickets: dict[str, TicketView] = {}
         self._revision = 0
         self._changed = asyncio.Condition()
-        self._runner: web.AppRunner | None = None
 
-    async def setup(self) -> None:
+    async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
+        """Batch after batch; then it stays, for the master's last reports."""
         info = self.info
-        self._pusher = NameResolvingZmqPusher(
-            self.resolver,
+        pusher = NameResolvingZmqPusher(
+            directory.resolver,
             self.names,
             pusher_index=0,
             num_pushers=1,
             num_pullers=self.config.num_heads,
             runtime=info.runtime,
+            transport=self.system.transport,
             incarnation=self.incarnation,
         )
-        await self._pusher.start()
+        opened.push_async_callback(pusher.close)
+        await pusher.start()
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[for_the_run])
-        app.router.add_post("/report", self._report)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-        await self.publish(self.names.gserver_manager(), await serve(self._runner, info.runtime.host))
-
-    async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-        if hasattr(self, "_pusher"):
-            await self._pusher.close()
-
-    async def run(self) -> None:
-        """Batch after batch; then it stays, for the master's last reports."""
+        app.router.add_post("/report", self._answer_report)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        opened.push_async_callback(runner.cleanup)
+        await directory.publish(self.names.gserver_manager(), await serve(runner, info.runtime.host))
+        self.began()
         place = 0
         for number, batch in enumerate(self.plan.batches):
             await self._until_trained(self.plan.first_step + number - self._ahead)
             places = range(place, place + len(batch))
             await self._begin(self.plan.first_step + number, batch, places)
             for index, (entry, where) in enumerate(zip(batch, places, strict=True)):
-                await self._send(entry, head=index % self.config.num_heads, place=where)
+                await self._send(pusher, entry, head=index % self.config.num_heads, place=where)
             place += len(batch)
         self.logger.info("all %d trajectories are sent", place)
         await asyncio.Event().wait()  # until it is told to stop
@@ -111,12 +108,12 @@ class Replayer(Worker):
         self._num_sent += 1
         await self._notify()
 
-    async def _send(self, entry: Recorded, *, head: int, place: int) -> None:
+    async def _send(self, pusher: NameResolvingZmqPusher, entry: Recorded, *, head: int, place: int) -> None:
         trajectory = await asyncio.to_thread(read_trajectory, entry.path)
         meta, sample = translate(trajectory, attempt=self.info.attempt, head=head, place=place)
         limit_s = self.config.call_timeout_s
         async with self.board.waiting("a verdict on a trajectory", on=f"head {head}", limit_s=limit_s):
-            verdict = await self._pusher.push(meta, sample, head=head, timeout_s=limit_s)
+            verdict = await pusher.push(meta, sample, head=head, timeout_s=limit_s)
         if verdict.verdict != "stored":
             raise RunEndedError(
                 f"{entry.path} was not taken by head {head}: {verdict.verdict}, {verdict.reason}; a replay needs every group of "
@@ -134,7 +131,7 @@ class Replayer(Worker):
 
     # ---------------------------------------------------------------------------------------------------- as the manager
 
-    async def _report(self, request: web.Request) -> web.Response:
+    async def _answer_report(self, request: web.Request) -> web.Response:
         """The ledger, once it is newer than the master's, or after wait_s."""
         try:
             report = msgspec.json.decode(await request.read(), type=MasterReport)
@@ -147,9 +144,9 @@ class Replayer(Worker):
             self._trained = report.trained_version
             self.board.version = str(self._trained)
             await self._notify()
-        deadline = time.monotonic() + min(report.wait_s, _MAX_WAIT_S)
+        deadline = self.system.clock.monotonic() + min(report.wait_s, _MAX_WAIT_S)
         async with self._changed:
-            while self._revision <= report.after_revision and (left := deadline - time.monotonic()) > 0:
+            while self._revision <= report.after_revision and (left := deadline - self.system.clock.monotonic()) > 0:
                 try:
                     async with asyncio.timeout(left):
                         await self._changed.wait()

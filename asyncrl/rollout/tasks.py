@@ -16,7 +16,7 @@ from asyncrl.rewards.reward import Reward
 from asyncrl.rollout.agent import Agent, SingleStepAgent
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.env import Env, RewardEnv, UnjudgedEnv
-from asyncrl.runtime.worker import StatusBoard
+from asyncrl.runtime.board import StatusBoard
 
 TRAIN = "train"
 _AGENTS = (Agent, ChatAgent)

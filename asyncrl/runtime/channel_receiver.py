@@ -116,7 +116,7 @@ class ChannelReceiver:
         self._ordered = ordered
         self._transport = transport or ZmqTransport()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # by incarnation, the longest silent first
-        self._queue: asyncio.Queue[Delivery | None] = asyncio.Queue()  # None: the reader has ended
+        self._queue: asyncio.Queue[Delivery | Exception] = asyncio.Queue()  # an error: the reader has ended
         self._queue_bytes = 0
         self._paused = False
         self._pull: PullSocket | None = None
@@ -141,10 +141,9 @@ class ChannelReceiver:
         if self._failure is not None and self._queue.empty():
             raise self._failure
         delivery = await self._queue.get()
-        if delivery is None:
-            self._queue.put_nowait(None)  # for whoever else waits
-            assert self._failure is not None
-            raise self._failure
+        if isinstance(delivery, Exception):
+            self._queue.put_nowait(delivery)  # for other tasks that wait
+            raise delivery
         self._queue_bytes -= delivery.nbytes
         if self._paused and not self._full() and self._pull is not None:
             self._paused = False
@@ -185,7 +184,7 @@ class ChannelReceiver:
 
     def _end(self, error: Exception) -> None:
         self._failure = error
-        self._queue.put_nowait(None)
+        self._queue.put_nowait(error)
 
     def _arrive(self, frames: Sequence[Buffer]) -> None:
         try:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -70,6 +70,14 @@ class _Message:
             self.future.set_exception(error)
 
 
+class _Link(NamedTuple):
+    """The way to the present receiver, and the address of the way back."""
+
+    endpoint: Endpoint
+    push: PushSocket
+    back: str
+
+
 class ChannelSender:
     """Sends to whoever holds a name.
 
@@ -107,8 +115,7 @@ class ChannelSender:
             credit_items=limits.credit_items, credit_bytes=limits.credit_bytes, resend_after_s=limits.resend_after_s
         )
         self._backlog: OrderedDict[_Message, None] = OrderedDict()  # callers of send that wait for credit
-        self._endpoint: Endpoint | None = None
-        self._push: PushSocket | None = None
+        self._link: _Link | None = None  # None: no receiver has appeared under the name yet
         self._answered = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._watch: Watch | None = None
@@ -144,7 +151,7 @@ class ChannelSender:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        return self._endpoint
+        return self._link.endpoint if self._link is not None else None
 
     @property
     def answered(self) -> bool:
@@ -194,9 +201,10 @@ class ChannelSender:
 
     def connect(self, endpoint: Endpoint) -> None:
         """Send to this receiver from now on. `start` calls this by itself when it follows a name."""
-        if endpoint == self._endpoint or self._closed:
+        before = self.endpoint
+        if endpoint == before or self._closed or self._pull is None:
             return
-        if self._endpoint is not None and endpoint.place < self._endpoint.place:
+        if before is not None and endpoint.place < before.place:
             logger.warning(
                 "%s: %s of attempt %d, life %d is ignored: it is over",
                 self.name,
@@ -207,19 +215,18 @@ class ChannelSender:
         push = self._transport.connect_push(
             endpoint.address, queue_messages=2 * self._limits.credit_items + QUEUE_SLACK
         )
-        if self._push is not None:
+        if self._link is not None:
             logger.info("%s: %s is now %s", self.name, self.peer, endpoint.incarnation)
-            self._push.close()
-        before = self._endpoint
+            self._link.push.close()
         restarted = before is not None and (self._window.answered or endpoint.life > before.life)
-        self._push, self._endpoint = push, endpoint
+        self._link = link = _Link(endpoint, push, self._pull.address)
         self._answered.clear()
         if restarted and self._on_restart == "fail":
             self.fail_all(ReceiverRestarted(f"{self.peer} was restarted before it answered"))
         self._on_connect(endpoint)
         for out in self._window.new_receiver(self._loop.time()):
-            self._transmit(out)
-        self._send_probe([])  # asks for a sign of life
+            self._transmit(out, link)
+        self._send_probe([], link)  # asks for a sign of life
         self._start_timer()
 
     def fail_all(self, error: Exception) -> None:
@@ -241,8 +248,8 @@ class ChannelSender:
             self._timer.cancel()
         if self._pull is not None:
             self._pull.close()
-        if self._push is not None:
-            self._push.close()
+        if self._link is not None:
+            self._link.push.close()
         if self._watch is not None:
             await asyncio.to_thread(self._watch.cancel)
 
@@ -263,19 +270,16 @@ class ChannelSender:
 
     def _admit(self, message: _Message) -> None:
         out = self._window.admit(message, message.nbytes, self._loop.time())
-        if self._push is not None:
-            self._transmit(out)
+        if self._link is not None:
+            self._transmit(out, self._link)
             if self._timer is None:
                 self._start_timer()
 
-    def _transmit(self, out: Outgoing[_Message]) -> None:
-        assert self._endpoint is not None
-        assert self._push is not None
-        assert self._pull is not None
-        message = out.item
-        if message.nbytes > self._endpoint.max_message_bytes:
+    def _transmit(self, out: Outgoing[_Message], link: _Link) -> None:
+        message, endpoint = out.item, link.endpoint
+        if message.nbytes > endpoint.max_message_bytes:
             try:
-                self._check_size(message, self._endpoint.max_message_bytes)
+                self._check_size(message, endpoint.max_message_bytes)
             except ChannelRefused as error:
                 self._window.settle(out.seq, self._loop.time())
                 message.fail(error)
@@ -284,10 +288,10 @@ class ChannelSender:
         if message.digest is None:
             message.digest = digest_of(packed)
         envelope = Data(
-            self._endpoint.incarnation,
+            endpoint.incarnation,
             self._incarnation,
             self.name,
-            self._pull.address,
+            link.back,
             self._window.low,
             out.seq,
             message.sizes,
@@ -295,16 +299,11 @@ class ChannelSender:
             message.digest,
         )
         # A full socket is no error: the next probe finds the message missing.
-        self._push.send_nowait([encode(envelope), *packed])
+        link.push.send_nowait([encode(envelope), *packed])
 
-    def _send_probe(self, seqs: list[int]) -> None:
-        assert self._endpoint is not None
-        assert self._push is not None
-        assert self._pull is not None
-        probe = Probe(
-            self._endpoint.incarnation, self._incarnation, self.name, self._pull.address, self._window.low, seqs
-        )
-        self._push.send_nowait([encode(probe)])
+    def _send_probe(self, seqs: list[int], link: _Link) -> None:
+        probe = Probe(link.endpoint.incarnation, self._incarnation, self.name, link.back, self._window.low, seqs)
+        link.push.send_nowait([encode(probe)])
 
     def _start_timer(self) -> None:
         if self._timer is None:
@@ -314,15 +313,15 @@ class ChannelSender:
         """The channel's one timer: runs while something is unsettled."""
         self._timer = None
         seqs = self._window.probe(self._loop.time())
-        if seqs is not None:
-            self._send_probe(seqs)
+        if seqs is not None and self._link is not None:
+            self._send_probe(seqs, self._link)
         if self._window.num_pending or not self._window.answered:
             self._start_timer()
 
     def _expire(self, message: _Message, what: str, timeout_s: float) -> None:
         if message in self._backlog:
             state = f"still without credit: {self._window.num_pending} messages are unsettled"
-        elif self._endpoint is None:
+        elif self._link is None:
             state = "nobody is published there"
         else:
             state = "it has answered before" if self._window.answered else "it has never answered"
@@ -341,7 +340,8 @@ class ChannelSender:
             if self.num_malformed & (self.num_malformed - 1) == 0:
                 logger.warning("%s: unreadable report (number %d): %s", self.name, self.num_malformed, error)
             return
-        if report.target != self._incarnation or self._endpoint is None or report.source != self._endpoint.incarnation:
+        link = self._link
+        if report.target != self._incarnation or link is None or report.source != link.endpoint.incarnation:
             return  # of an earlier incarnation: what that one settled died with it
         now = self._loop.time()
         if not self._window.answered:
@@ -352,18 +352,18 @@ class ChannelSender:
             if message is not None:
                 message.settle(refused, body)
         if report.missing:
-            self._on_missing(report.missing, now)
+            self._on_missing(report.missing, link, now)
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
         while self._backlog and self._window.can_admit(next(iter(self._backlog)).nbytes):
             self._admit(self._backlog.popitem(last=False)[0])
 
-    def _on_missing(self, seqs: Sequence[int], now: float) -> None:
+    def _on_missing(self, seqs: Sequence[int], link: _Link, now: float) -> None:
         again, lost = self._window.missing(seqs, now)
         for out in again:
             self.num_resent += 1
-            self._transmit(out)
+            self._transmit(out, link)
         for message in lost:
             message.fail(ChannelRefused(f"{self.peer} never got the message, however often it was sent"))
 

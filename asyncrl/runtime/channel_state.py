@@ -200,7 +200,8 @@ class PeerLedger:
         """Record a verdict. False: the sender has given the message up, nobody waits for it."""
         if seq not in self._verdicts:
             return False
-        assert self._verdicts[seq] is None, "a message is settled once"
+        if self._verdicts[seq] is not None:
+            raise ValueError(f"message {seq} is settled already")
         self._verdicts[seq] = verdict
         self._num_held -= 1
         return True

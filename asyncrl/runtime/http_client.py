@@ -78,10 +78,9 @@ _faults: HttpFaults | None = None
 
 
 def suffer(faults: FaultsConfig, who: str) -> None:
-    """Have the sessions that this process opens from now on suffer these faults, if there are any."""
+    """Have the sessions that this process opens from now on suffer these faults. A config without faults ends those set before."""
     global _faults
-    if faults.drop or faults.delay:
-        _faults = HttpFaults(faults, who)
+    _faults = HttpFaults(faults, who) if faults.drop or faults.delay else None
 
 
 class _Connector(aiohttp.TCPConnector):

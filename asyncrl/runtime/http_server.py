@@ -8,9 +8,11 @@ longer than that. Later connections wait in the system's queue.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -18,6 +20,8 @@ from aiohttp import web
 from asyncrl.runtime import security, unix_sockets
 
 logger = logging.getLogger(__name__)
+
+Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 MAX_STRANGERS = 512
 STRANGER_S = 10.0
@@ -47,6 +51,26 @@ async def serve(
     bound = runner.addresses[0][1]
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if tls is not None else 'http'}://{shown}:{bound}"
+
+
+@contextlib.asynccontextmanager
+async def listen_http(answer: Answer, host: str, *, max_body_bytes: int) -> AsyncIterator[str]:
+    """Have `answer` called for every request, on a free port; gives the URL to publish.
+
+    On aiohttp's low-level server: an Application's routing, middlewares and signals would cost a tenth of each request.
+    """
+
+    def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        """As aiohttp makes it, but for the limit of the body."""
+        loop = asyncio.get_running_loop()
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=max_body_bytes)
+
+    server = web.Server(answer, request_factory=make_request, handler_cancellation=True, access_log=None)
+    runner = web.ServerRunner(server, shutdown_timeout=1.0)
+    try:
+        yield await serve(runner, host, backlog=128)
+    finally:
+        await runner.cleanup()
 
 
 def refusal_of(request: web.BaseRequest) -> web.Response | None:

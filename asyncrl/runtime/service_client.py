@@ -7,16 +7,21 @@ under the same key. The key is watched: whoever waits for an answer of the old p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Self, TypeVar
 
 import aiohttp
 import msgspec
 
+from asyncrl.runtime.background import BackgroundTasks
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.disk import NO_MORE_FILES
 from asyncrl.runtime.http_client import open_session
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.names.interface import WatchEvent
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -36,25 +41,44 @@ class ServiceError(RuntimeError):
 class ServiceClient:
     """Posts messages to the service whose URL is published under `key`."""
 
-    def __init__(self, worker: Worker, key: str, service: str, *, on_moved: Callable[[], None] = lambda: None) -> None:
-        """on_moved: called when another process has taken the service's place."""
-        self._worker = worker
-        self._key = key
-        self._service = service
-        self._url = ""
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        *,
+        service: str,
+        board: StatusBoard,
+        logger: logging.Logger,
+        on_moved: Callable[[], None],
+    ) -> None:
+        """Use `connect`. url: where the service is now."""
+        self._session, self._url, self._service = session, url, service
+        self._board, self._logger = board, logger
         self._on_moved = on_moved
-        self._moved: asyncio.Future[None]  # done when the address changes
-        self._session: aiohttp.ClientSession | None = None
+        self._moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when the address changes
 
-    async def start(self) -> None:
-        self._session = open_session(max_connections=64)
-        self._moved = asyncio.get_running_loop().create_future()
-        self._url = await self._worker.wait_for_key(self._key, f"the address of the {self._service}")
-        self._worker.spawn(self._follow(), f"follow the {self._service}")
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def connect(
+        cls,
+        directory: Directory,
+        tasks: BackgroundTasks,
+        board: StatusBoard,
+        logger: logging.Logger,
+        *,
+        key: str,
+        service: str,
+        on_moved: Callable[[], None] = lambda: None,
+    ) -> AsyncIterator[Self]:
+        """Wait for the service to publish its address, and follow it from then on.
 
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        service: its name, for messages. on_moved: called when another process has taken the service's place.
+        """
+        async with open_session(max_connections=64) as session:
+            url = await directory.wait_for_key(key, f"the address of the {service}")
+            client = cls(session, url, service=service, board=board, logger=logger, on_moved=on_moved)
+            tasks.spawn(client._follow(directory.watch(key)), f"follow the {service}")
+            yield client
 
     async def post(
         self, path: str, message: msgspec.Struct, reply: type[R], *, limit_s: float, wait_s: float = 0.0
@@ -63,7 +87,7 @@ class ServiceClient:
 
         Raises ServiceError if the service refuses the call, WaitTimeoutError if no answer came within limit_s.
         """
-        return await self._worker.board.bounded(
+        return await self._board.bounded(
             self._post(path, msgspec.json.encode(message), reply, wait_s),
             what=f"{path}",
             on=self._service,
@@ -71,7 +95,6 @@ class ServiceClient:
         )
 
     async def _post(self, path: str, body: bytes, reply: type[R], wait_s: float) -> R:
-        assert self._session is not None, "start() first"
         backoff_s = _FIRST_BACKOFF_S
         while True:  # bounded by the caller
             moved = self._moved
@@ -82,11 +105,11 @@ class ServiceClient:
                 reason = content.decode(errors="replace")[:500]
                 if 400 <= status < 500:
                     raise ServiceError(f"{self._service} refused {path}: {status} {reason}")
-                self._worker.logger.warning("%s answered %s to %s: %s", self._service, status, path, reason)
+                self._logger.warning("%s answered %s to %s: %s", self._service, status, path, reason)
             except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError) and error.errno in NO_MORE_FILES:
                     raise
-                self._worker.logger.warning("%s did not answer %s: %r; asking again", self._service, path, error)
+                self._logger.warning("%s did not answer %s: %r; asking again", self._service, path, error)
             await asyncio.wait({moved}, timeout=backoff_s)
             backoff_s = _FIRST_BACKOFF_S if moved.done() else min(2 * backoff_s, _MAX_BACKOFF_S)
 
@@ -105,13 +128,12 @@ class ServiceClient:
                 asking.exception()  # retrieved, should this task have been cancelled at that moment
 
     async def _request(self, path: str, body: bytes, limit_s: float) -> tuple[int, bytes]:
-        assert self._session is not None, "start() first"
         async with self._session.post(self._url + path, data=body, timeout=_within(limit_s)) as response:
             return response.status, await response.read()
 
-    async def _follow(self) -> None:
+    async def _follow(self, addresses: AsyncIterator[WatchEvent]) -> None:
         """consumes: addresses of the service. produces: an end of waits for an older one."""
-        async for event in self._worker.watch(self._key):
+        async for event in addresses:
             if event.kind == "delete" or event.value == self._url:
                 continue
             self._url = event.value

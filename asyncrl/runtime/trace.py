@@ -132,9 +132,9 @@ class Tracer:
                 self._file.write("".join(_encoder.encode(event).decode() + "\n" for event in events))
                 self._file.flush()
                 if self._file.tell() > self._max_file_bytes:
-                    self._stop(f"it has reached {self._max_file_bytes} bytes")
+                    self._stop(self._file, f"it has reached {self._max_file_bytes} bytes")
             except OSError as error:
-                self._stop(str(error))
+                self._stop(self._file, str(error))
 
     def close(self) -> None:
         self.flush()
@@ -167,12 +167,11 @@ class Tracer:
             else:
                 self.num_dropped += 1
 
-    def _stop(self, why: str) -> None:
+    def _stop(self, file: TextIO, why: str) -> None:
         logging.getLogger(__name__).warning("no more timeline from here on: %s", why)
         self.enabled = False
-        assert self._file is not None
         with contextlib.suppress(OSError):
-            self._file.close()
+            file.close()
         self._file = None
 
 

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from asyncrl.config.schema import WandbConfig
 
 STEP = "train_step"  # the horizontal axis: evaluations end later than the steps that they belong to, and W&B's own step only grows
-_MAX_QUEUE = 10_000  # records that wait for wandb.init, or for a slow disk
+MAX_QUEUE = 10_000  # records that wait for wandb.init, or for a slow disk
 SLACK_S = 5.0  # beyond wandb's own limits
 
 _logger = logging.getLogger("asyncrl.wandb")
@@ -39,7 +39,7 @@ class WandbWriter:
         self._experiment = experiment
         self._trial = trial
         self._attempt = attempt
-        self._records: queue.Queue[dict[str, Any] | None] = queue.Queue(_MAX_QUEUE)
+        self._records: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_QUEUE)
         self._outcome = "nothing was sent"
         self._failed = False
         self._num_dropped = 0

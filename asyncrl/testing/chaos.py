@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import max_head_offpolicyness
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.testing.faults.injector import Injector
 from asyncrl.testing.faults.schedule import Fault, Kind, Phase

@@ -103,7 +103,8 @@ class PacedEngine(QueueingEngine[_Paced]):
         on_tokens: Callable[[int, str], None] | None = None,
     ) -> None:
         super().__init__("", config, eos_token_ids=(EOS,), on_tokens=on_tokens, trace=OFF)
-        self._tail, self._tokens_per_s, self._load_s = tail, tokens_per_s, load_s
+        self._tail, self._load_s = tail, load_s
+        self.tokens_per_s = tokens_per_s  # may be changed while it is paused
         self._keys = itertools.count()
         self._stands_still = False
 
@@ -130,7 +131,7 @@ class PacedEngine(QueueingEngine[_Paced]):
 
     def _begin(self, pending: _Paced) -> None:
         pending.begun = self._loop.time()
-        due = pending.begun + (pending.total - pending.done) / self._tokens_per_s
+        due = pending.begun + (pending.total - pending.done) / self.tokens_per_s
         pending.timer = self._loop.call_at(due, self._end, pending)
 
     def _halt(self, pending: _Paced) -> None:
@@ -144,7 +145,7 @@ class PacedEngine(QueueingEngine[_Paced]):
     def _num_tokens(self, pending: _Paced) -> int:
         if pending.timer is None:
             return pending.done
-        new = math.floor((self._loop.time() - pending.begun) * self._tokens_per_s)
+        new = math.floor((self._loop.time() - pending.begun) * self.tokens_per_s)
         return min(pending.total, pending.done + new)
 
     def _end(self, pending: _Paced) -> None:

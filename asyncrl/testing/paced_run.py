@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.dataflow.topology import Allocation
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.rundir import configs_dir, logs_dir
 from asyncrl.testing.paced_agent import FIRST_MEMBER
 from asyncrl.testing.paced_engine import LongTail

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -25,10 +26,12 @@ from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, WeightVersion
 from asyncrl.protocol.run_folder import path_of
+from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
-from asyncrl.runtime.worker import Worker, configure_logging, run_worker
+from asyncrl.runtime.system import System
+from asyncrl.runtime.worker import PhasedWorker, Worker, configure_logging, run_worker
 from asyncrl.testing.paced_engine import LongTail, PacedEngine
 from asyncrl.weights.versions import publish_folder
 
@@ -52,8 +55,8 @@ class PacedServer(Worker):
     consumes: prompts, weight versions.  produces: tokens, the journal of when they came.  waits for: the clock only.
     """
 
-    def __init__(self, config: GenerationServerConfig, pace: Pace) -> None:
-        super().__init__(config.worker)
+    def __init__(self, config: GenerationServerConfig, pace: Pace, system: System | None = None) -> None:
+        super().__init__(config.worker, system)
         self._journal = TokenJournal(journal_path(self.info.run_dir, self.info.index))
         self._engine = PacedEngine(
             LongTail(pace.seed, pace.prompt_tokens),
@@ -66,12 +69,13 @@ class PacedServer(Worker):
             self._engine, engine_name="paced", settings=msgspec.to_builtins(pace), run_dir=self.info.run_dir
         )
 
-    async def setup(self) -> None:
+    async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
+        opened.callback(self._journal.close)
         await self._engine.start()
-        url = await self._http.start(self.info.runtime.host)
-        await self.publish(self.names.generation_server(self.info.index), url)
-
-    async def run(self) -> None:
+        url = await opened.enter_async_context(self._http.listening(self.info.runtime.host))
+        opened.push_async_callback(self._engine.close)
+        await directory.publish(self.names.generation_server(self.info.index), url)
+        self.began()
         while True:
             for _ in range(_FLUSH_EVERY):
                 await asyncio.sleep(JOURNAL_BUCKET_S)
@@ -83,21 +87,16 @@ class PacedServer(Worker):
             self._engine.expire_waiting()
             await asyncio.to_thread(self._journal.flush)
 
-    async def close(self) -> None:
-        await self._engine.close()
-        await self._http.close()
-        self._journal.close()
 
-
-class PacedTrainer(Worker):
+class PacedTrainer(PhasedWorker):
     """The only head and the only rank of a run: takes trajectories in for real, sleeps for a train step, publishes weights.
 
     consumes: trajectories, calls (from the master, in order).  produces: metadata, weight versions (the initial weights again).
     waits for: the next call; inside a train step for the clock.  unblocked by: the master.
     """
 
-    def __init__(self, config: ModelWorkerConfig, pace: Pace) -> None:
-        super().__init__(config.worker)
+    def __init__(self, config: ModelWorkerConfig, pace: Pace, system: System | None = None) -> None:
+        super().__init__(config.worker, system)
         self._config, self._step_s = config, pace.step_s
         self._mfcs = {mfc.name: mfc for mfc in config.mfcs}
         self._store = DataStore(config.store_capacity)
@@ -112,6 +111,7 @@ class PacedTrainer(Worker):
             self.names,
             index=0,
             runtime=runtime,
+            transport=self.system.transport,
             lease=self.lease,
             worker=self.name,
             attempt=self.info.attempt,
@@ -120,7 +120,7 @@ class PacedTrainer(Worker):
         await self._server.start()
         self.spawn(self._intake.run(), "take in")
 
-    async def run(self) -> None:
+    async def work(self) -> None:
         """Execute calls in order, for ever; weights are written beside what follows."""
         while True:
             call = await self._server.receive()

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from asyncrl.config.loading import load_experiment
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.rundir import RUN_DIR_ENV, is_running
 from asyncrl.runtime import unix_sockets

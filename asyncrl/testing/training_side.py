@@ -47,12 +47,12 @@ from asyncrl.master.tracker import StorageTracker
 from asyncrl.master.weight_sync import ParameterHooks
 from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import Names
+from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import NameResolvingRequestClient
-from asyncrl.runtime.worker import StatusBoard
 
 PRELOAD = ["torch", "torch.distributed", "transformers", "asyncrl.model.worker"]
 RUNTIME = RuntimeConfig(start_timeout_s=120.0, stop_timeout_s=5.0, log_level="WARNING")

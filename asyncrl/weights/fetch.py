@@ -25,7 +25,6 @@ import shutil
 import ssl
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -37,6 +36,7 @@ from aiohttp import web
 
 from asyncrl.protocol.messages import DECODE_ERRORS, WeightVersion
 from asyncrl.runtime import security, unix_sockets
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import size_text
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.weights.versions import MANIFEST, Manifest, WeightsError, list_versions, read_manifest
@@ -119,9 +119,11 @@ class WeightFetcher:
     fetches the same version; both within limit_s.  unblocked by: them, or `close`.
     """
 
-    def __init__(self, folder: Path, run: str, *, keep: int = 2, logger: logging.Logger) -> None:
+    def __init__(
+        self, folder: Path, run: str, *, keep: int = 2, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         """folder: where to, all runs of all users. run: names this one on this host (`run_key`)."""
-        self._keep, self._logger = keep, logger
+        self._keep, self._logger, self._clock = keep, logger, clock
         base = folder / f"asyncrl-{os.getuid()}"
         self._root = base / run
         self._closed = False
@@ -136,8 +138,8 @@ class WeightFetcher:
 
         Raises WeightsError where it cannot be had within limit_s, and says why.
         """
-        deadline = time.monotonic() + limit_s
-        remote = _Source(f"{source}/{version}", deadline, lambda: self._closed)
+        deadline = self._clock.monotonic() + limit_s
+        remote = _Source(f"{source}/{version}", deadline, lambda: self._closed, self._clock)
         try:
             text = remote.manifest()
             manifest = msgspec.json.decode(text, type=Manifest)
@@ -150,10 +152,10 @@ class WeightFetcher:
             with self._locked(version, fcntl.LOCK_EX, deadline):
                 if not _is_complete(target, text):
                     self._make_room(manifest, version)
-                    began = time.monotonic()
+                    began = self._clock.monotonic()
                     self._fetch_files(remote, manifest, text, target)
                     self._logger.info(
-                        "weights %s fetched from %s (%.2f s)", version, remote.host, time.monotonic() - began
+                        "weights %s fetched from %s (%.2f s)", version, remote.host, self._clock.monotonic() - began
                     )
             return target
         except (*DECODE_ERRORS, OSError, http.client.HTTPException) as error:
@@ -162,7 +164,7 @@ class WeightFetcher:
     @contextlib.contextmanager
     def loading(self, version: WeightVersion, limit_s: float) -> Iterator[None]:
         """Nobody removes the version meanwhile."""
-        with self._locked(version, fcntl.LOCK_SH, time.monotonic() + limit_s):
+        with self._locked(version, fcntl.LOCK_SH, self._clock.monotonic() + limit_s):
             yield
 
     def close(self) -> None:
@@ -240,9 +242,9 @@ class WeightFetcher:
         while True:
             with path.open("ab") as lock:
                 while not _try_lock(lock, how):
-                    if self._closed or time.monotonic() > deadline:
+                    if self._closed or self._clock.monotonic() > deadline:
                         raise WeightsError(f"another process of this host still fetches {version}")
-                    time.sleep(_LOCK_POLL_S)
+                    self._clock.sleep(_LOCK_POLL_S)
                 if _is_file(lock, path):  # else whoever had it has removed it with the version
                     yield
                     return
@@ -261,7 +263,7 @@ class WeightFetcher:
                 self._life = life
                 return
             life.close()
-            time.sleep(_LOCK_POLL_S)
+            self._clock.sleep(_LOCK_POLL_S)
 
     def _sweep(self, base: Path) -> None:
         """Remove what runs have left whose servers were killed."""
@@ -291,8 +293,8 @@ def fetch_folder(configured: str) -> Path:
 class _Source:
     """A version's files over HTTP, with the run's token. Blocking: it is used on a thread."""
 
-    def __init__(self, url: str, deadline: float, broken_off: Callable[[], bool]) -> None:
-        self.url, self._deadline, self._broken_off = url, deadline, broken_off
+    def __init__(self, url: str, deadline: float, broken_off: Callable[[], bool], clock: Clock) -> None:
+        self.url, self._deadline, self._broken_off, self._clock = url, deadline, broken_off, clock
         self._parts = urlsplit(url)
         self.host = self._parts.hostname or ""
         self.num_bytes = 0
@@ -340,7 +342,7 @@ class _Source:
         headers = dict(secured.headers) if secured is not None else {}
         if offset:
             headers["Range"] = f"bytes={offset}-"
-        timeout_s = max(0.1, min(_SILENT_S, self._deadline - time.monotonic()))
+        timeout_s = max(0.1, min(_SILENT_S, self._deadline - self._clock.monotonic()))
         connection: http.client.HTTPConnection
         if unix_sockets.in_use():
             path = unix_sockets.path_of(self.host)
@@ -372,15 +374,15 @@ class _Source:
     def _check(self) -> None:
         if self._broken_off():
             raise WeightsError("broken off: this server ends")
-        if time.monotonic() > self._deadline:
+        if self._clock.monotonic() > self._deadline:
             raise WeightsError("not within the limit")
 
     def _pause(self, pause_s: float) -> float:
         """After a failure, from within its handler: re-raises it where no time is left."""
-        if time.monotonic() + pause_s > self._deadline:
+        if self._clock.monotonic() + pause_s > self._deadline:
             raise
         self._check()
-        time.sleep(pause_s)
+        self._clock.sleep(pause_s)
         return min(2 * pause_s, _LONGEST_RETRY_S)
 
 

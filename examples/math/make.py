@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from final_answer import number
 
-from asyncrl.config.loading import load_experiment
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.testing.chat_model import make_tokenizer, read_lines, render, system, user
 from asyncrl.testing.warm_start import write_lines
 

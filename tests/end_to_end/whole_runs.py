@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.data.prompts import PromptSource
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.rundir import read_record
 from asyncrl.protocol.messages import Locator
 from asyncrl.protocol.names import Names

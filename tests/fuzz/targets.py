@@ -10,18 +10,20 @@ import asyncio
 import logging
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from asyncrl.config.schema import RuntimeConfig, SamplingConfig
+from asyncrl.config.schema import GenerationConfig, RuntimeConfig, SamplingConfig
 from asyncrl.data.codec import CodecError, decode_sample, encode_sample
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.generation import http as generation_http
-from asyncrl.generation.engine import RequestRefused
+from asyncrl.generation.engine import EngineUnavailable, RequestRefused
+from asyncrl.generation.http import GenerationHTTP
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger, StaleAttemptError
 from asyncrl.manager.routing import ServerTable
@@ -29,6 +31,7 @@ from asyncrl.model.fetching import pack_sample, read_request, unpack_sample
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     AllocateRequest,
+    CallResult,
     ChildReport,
     EvaluateRequest,
     ExecuteMFC,
@@ -41,17 +44,31 @@ from asyncrl.protocol.messages import (
     MasterReport,
     SamplingParams,
     ScheduleRequest,
+    StoreVerdict,
     TrajectoryMeta,
     WantedProcess,
     WorkerStatus,
 )
+from asyncrl.protocol.names import MASTER_META, Names
 from asyncrl.rollout.openai_request import RequestError, RequestRules, parse_chat_request
-from asyncrl.runtime import channel_wire, push_pull, request_reply
-from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender, Endpoint
-from asyncrl.runtime.transport import MemoryTransport
+from asyncrl.runtime import channel_wire
+from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelRefused, ChannelSender, Endpoint
+from asyncrl.runtime.names.interface import NameResolver
+from asyncrl.runtime.names.memory import MemoryNameResolver, MemoryStore
+from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPuller, puller_stream
+from asyncrl.runtime.request_reply import (
+    NameResolvingReplyServer,
+    NameResolvingRequestClient,
+    RemoteCallError,
+    request_stream,
+)
+from asyncrl.runtime.transport import MemoryTransport, PullSocket
+from asyncrl.testing.paced_engine import LongTail, PacedEngine
 
 MAX_BYTES = 1 << 20  # what a message may have here
+LIMIT_S = 20.0  # of a wait for a message in memory
 RUNTIME = RuntimeConfig(max_message_bytes=MAX_BYTES)
+_CALL = ExecuteMFC(mfc="actor_train", version=1, ids=["a", "b"])
 _INTERESTING = (0, 1, 2, 0x7F, 0x80, 0x90, 0x91, 0x9F, 0xC0, 0xC1, 0xC4, 0xC6, 0xC9, 0xD9, 0xDC, 0xDD, 0xDE, 0xDF, 0xFF)
 _LENGTHS = (
     b"\xdd\xff\xff\xff\xff",
@@ -131,10 +148,10 @@ def all_targets() -> Iterator[list[Target]]:
         yield [
             _codec(),
             *_held_data(),
-            *_headers(),
+            *_streams(loop),
             *_channel(loop),
             *_manager(loop),
-            _generation(),
+            _generation(loop),
             _chat(),
             *_name_resolve(),
         ]
@@ -143,6 +160,7 @@ def all_targets() -> Iterator[list[Target]]:
         for task in asyncio.all_tasks(loop):
             task.cancel()
         loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
 
 
@@ -165,7 +183,7 @@ def _sample(lengths: Sequence[int] = (3, 2)) -> SequenceSample:
 
 def _meta() -> TrajectoryMeta:
     return TrajectoryMeta(
-        ticket_id="t1",
+        ticket_id="1",
         locator=Locator(0, 1),
         attempt=1,
         head=0,
@@ -223,55 +241,152 @@ def _held_data() -> Iterator[Target]:
     yield Target("held data: answer", told, run, (CodecError,))
 
 
-def _headers() -> Iterator[Target]:
-    """What streams and calls have in their headers."""
-    encode = msgspec.msgpack.encode
-    header, _ = encode_sample(_sample())
-    trajectory = encode(push_pull._TrajectoryHeader(_meta(), header))
-    yield Target("trajectory header", [trajectory], push_pull._decode_trajectory, DECODE_ERRORS)
-    yield Target("metadata", [encode(_meta())], push_pull._decode_meta, DECODE_ERRORS)
-    calls = [
-        encode(request_reply._CallHeader(1, body))
-        for body in (ExecuteMFC(mfc="actor_train", version=1, ids=["a", "b"]),)
-    ]
-    yield Target("call", calls, request_reply._decode_call, DECODE_ERRORS)
-    yield Target("reply", [encode(request_reply._Failure("w", "m", "t"))], request_reply._decode_reply, DECODE_ERRORS)
+def _streams(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
+    """Messages to what receives a stream, and replies to what calls a worker. A refusal is all that may come of one."""
+    transport, resolver, names = MemoryTransport(), MemoryNameResolver(MemoryStore()), Names("fuzzed", "streams")
+    common: dict[str, Any] = {"runtime": RUNTIME, "transport": transport}
+    stored, encode = StoreVerdict(verdict="stored"), msgspec.msgpack.encode
+    puller = NameResolvingZmqPuller(resolver, names, puller_index=0, **common)
+    meta_puller = MetaPuller(resolver, names, **common)
+    server = NameResolvingReplyServer(resolver, names, index=0, **common)
+
+    async def take_trajectory() -> None:
+        (await puller.pull()).ack(stored)
+
+    async def take_metadata() -> None:
+        (await meta_puller.pull_meta())[1](stored)
+
+    async def take_call() -> None:
+        (await server.receive()).reply(CallResult())
+
+    header, frames = encode_sample(_sample())
+    trajectory = _joined(encode([_meta(), header]), frames)
+    call = _joined(encode([1, _CALL]), [])
+    for name, receiver, stream, take, message in (
+        ("trajectory", puller, puller_stream(0), take_trajectory, trajectory),
+        ("metadata", meta_puller, MASTER_META, take_metadata, _joined(encode(_meta()), [])),
+        ("call", server, request_stream(0), take_call, call),
+    ):
+        loop.run_until_complete(receiver.start())
+        endpoint = msgspec.json.decode(resolver.get(names.stream(stream)), type=Endpoint)
+        sender = ChannelSender("s", stream, "i", limits=ChannelLimits.of(RUNTIME), host="h", transport=transport)
+        loop.run_until_complete(sender.start())
+        sender.connect(endpoint)
+        yield Target(name, [message], _sent(loop, sender, take), (ChannelRefused,))
+    yield _reply(loop, resolver, common)
+
+
+def _sent(
+    loop: asyncio.AbstractEventLoop, sender: ChannelSender, take: Callable[[], Awaitable[None]]
+) -> Callable[[bytes], None]:
+    """Sends an input to a receiver, from which `take` takes the next message."""
+
+    async def send(data: bytes) -> None:
+        header, frames = _parted(data)
+        sending = asyncio.ensure_future(sender.send(header, frames, timeout_s=LIMIT_S, what="an input"))
+        taking = asyncio.ensure_future(take())
+        await asyncio.wait({sending, taking}, return_when=asyncio.FIRST_COMPLETED)
+        if taking.done():
+            taking.result()  # of an unreadable message, this would end the stream for all
+        taking.cancel()
+        await sending
+
+    return lambda data: loop.run_until_complete(send(data))
+
+
+def _reply(loop: asyncio.AbstractEventLoop, resolver: NameResolver, common: dict[str, Any]) -> Target:
+    """What a worker answers to the master's call."""
+    names, stream, encode = Names("fuzzed", "replies"), request_stream(0), msgspec.msgpack.encode
+    worker = ChannelReceiver(stream, limits=ChannelLimits.of(RUNTIME), host="h", transport=common["transport"])
+    client = NameResolvingRequestClient(resolver, names, num_workers=1, handler_routing={}, incarnation="c", **common)
+
+    async def start() -> None:
+        endpoint = await worker.start()
+        resolver.publish(names.stream(stream), msgspec.json.encode(endpoint).decode(), limit_s=LIMIT_S)
+        await client.start()
+
+    async def answer(data: bytes) -> None:
+        (reply,) = client.call_nowait([0], [_CALL])
+        (await worker.receive()).ack(data)
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await reply
+        except RemoteCallError as error:  # also what a call that failed is answered with
+            if "its reply cannot be read" in error.message:
+                raise
+
+    loop.run_until_complete(start())
+    corpus = [encode(["error", "model_worker/0", "message", "traceback"]), encode(["result", CallResult(ids=["a"])])]
+    return Target("reply", corpus, lambda data: loop.run_until_complete(answer(data)), (RemoteCallError,))
+
+
+class _OpenSocket(PullSocket):
+    """Has no wire: `deliver` is what its owner reads messages with, and raises what the owner raises."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def listen(self, deliver: Callable[[Sequence[Any]], None], failed: Callable[[Exception], None]) -> None:
+        self.deliver = deliver
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class OpenTransport(MemoryTransport):
+    """Receiving sockets that are given messages by hand, in the order in which they were bound. What is sent is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sockets: list[_OpenSocket] = []
+
+    def bind_pull(self, host: str, *, queue_messages: int, max_frame_bytes: int) -> PullSocket:
+        self.sockets.append(_OpenSocket(f"mem://{host}:{len(self.sockets)}"))
+        return self.sockets[-1]
 
 
 def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     """Both ends of a channel, after the socket. Nothing may come out of them: it would end the stream for all."""
-    transport = MemoryTransport()
+    transport = OpenTransport()
     limits = ChannelLimits.of(RUNTIME)
     receiver = ChannelReceiver("r", limits=limits, host="h", transport=transport)
     sender = ChannelSender("s", "r", "i", limits=limits, host="h", transport=transport)
 
-    async def start() -> Endpoint:
+    async def start() -> tuple[str, str]:
         endpoint = await receiver.start()
         await sender.start()
-        sender.connect(endpoint)
-        return endpoint
+        sent: list[Any] = []
+        probes = MemoryTransport.bind_pull(transport, "probes", queue_messages=8, max_frame_bytes=MAX_BYTES)
+        probes.listen(sent.append, sent.append)
+        sender.connect(Endpoint(probes.address, endpoint.incarnation, MAX_BYTES))
+        await asyncio.sleep(0)
+        probes.close()
+        return endpoint.incarnation, channel_wire.decode_forward(sent[0][0]).source
 
-    endpoint = loop.run_until_complete(start())
-    target, source = endpoint.incarnation, sender._incarnation
+    target, source = loop.run_until_complete(start())
     header, frames = encode_sample(_sample())
     digest = channel_wire.digest_of(channel_wire.pack(frames, [frame.nbytes for frame in frames]))
     data = channel_wire.Data(target, "s.1", "s", "mem://h:1", 0, 1, [f.nbytes for f in frames], header, digest)
     probe = channel_wire.Probe(target, "s.1", "s", "mem://h:1", 0, [1, 2])
     report = channel_wire.Report(source, target, [(0, False, b"done")], [1])
     body = b"".join(frames)
+    to_receiver, to_sender = transport.sockets
 
     def guarded(data: bytes) -> bytes:
         return zlib.crc32(data).to_bytes(4, "little") + data
 
     def arrive(data: bytes) -> None:
         first, rest = _parted(data)
-        receiver._arrive([guarded(first), *rest])
+        to_receiver.deliver([guarded(first), *rest])
         while receiver.num_queued:
             loop.run_until_complete(receiver.receive()).refuse("fuzzed")
         loop.run_until_complete(asyncio.sleep(0))
 
     def answered(data: bytes) -> None:
-        sender._on_report([guarded(data)])
+        to_sender.deliver([guarded(data)])
         loop.run_until_complete(asyncio.sleep(0))
 
     corpus = [
@@ -314,12 +429,19 @@ def _manager(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
         yield Target(kind.__name__, [encode(other)], msgspec.json.Decoder(kind).decode, DECODE_ERRORS)
 
 
-def _generation() -> Target:
+def _generation(loop: asyncio.AbstractEventLoop) -> Target:
+    """Bodies of /generate. The engine has no weights: it takes no request."""
+    engine = PacedEngine(LongTail(seed=1, prompt_tokens=1), GenerationConfig(), tokens_per_s=1.0)
+    routes = GenerationHTTP(engine, engine_name="paced", settings={}).routes()
+    (generate,) = (route.handler for route in routes if route.path == "/generate")
+
     def run(body: bytes) -> None:
-        if generation_http._is_list_of_prompts(body):
-            generation_http._split(generation_http._decode_many(body))
-        else:
-            generation_http._decode_one(body)
+        async def read() -> bytes:
+            return body
+
+        request: Any = SimpleNamespace(read=read)
+        with suppress(EngineUnavailable):
+            loop.run_until_complete(generate(request))
 
     params = SamplingParams(max_new_tokens=4)
     corpus = [

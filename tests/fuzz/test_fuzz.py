@@ -10,11 +10,10 @@ import pytest
 from fuzz import failure_of, input_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from targets import Target, all_targets
+from targets import OpenTransport, Target, all_targets
 
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver
 from asyncrl.runtime.channel_wire import decode_forward
-from asyncrl.runtime.transport import MemoryTransport
 
 EXAMPLES = 150
 
@@ -72,13 +71,12 @@ NESTED = b"\x9f\xa4data\xa0\xa0\xa0\xa0\x00\x00\x90\xc4\x00\x00" + b"\x91" * 200
 
 async def test_what_is_nested_too_deeply_ends_no_stream():
     """Found by this fuzzer: 200 kB of nested lists behind the fields of a message, and a head read no more."""
-    receiver = ChannelReceiver(
-        "r", limits=ChannelLimits(4, 1 << 20, 1.0, 1 << 20, 1.0), host="h", transport=MemoryTransport()
-    )
+    transport = OpenTransport()
+    receiver = ChannelReceiver("r", limits=ChannelLimits(4, 1 << 20, 1.0, 1 << 20, 1.0), host="h", transport=transport)
     await receiver.start()
     frame = zlib.crc32(NESTED).to_bytes(4, "little") + NESTED
     with pytest.raises(RecursionError):
         decode_forward(frame)
-    receiver._arrive([frame])
+    transport.sockets[0].deliver([frame])
     assert receiver.num_malformed == 1
     await receiver.close()

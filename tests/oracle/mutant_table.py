@@ -29,7 +29,7 @@ def _of(file: str, test_file: str, *rows: Row) -> list[Mutant]:
 
 MUTANTS = [
     *_of(
-        "asyncrl/manager/ledger.py",
+        "asyncrl/manager/admission.py",
         "tests/unit/test_ledger.py",
         ("gate-ignores-that-servers-are-behind", "behind = max(0, trained - served)", "behind = 0", "test_gate"),
         ("gate-admits-one-too-many", "if fresh <= 0:", "if fresh < 0:", "test_gate"),
@@ -39,6 +39,10 @@ MUTANTS = [
             'return max(fresh, idle), ""',
             "test_the_gate_has_room_for_what_both_bounds_allow",
         ),
+    ),
+    *_of(
+        "asyncrl/manager/ledger.py",
+        "tests/unit/test_ledger.py",
         (
             "a-finished-rollout-still-counts-as-running",
             "            self._num_running -= 1\n",

@@ -10,8 +10,8 @@ import msgspec
 import psutil
 import pytest
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import NameResolveConfig
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import config_text, plan, run_directory
 from asyncrl.protocol.messages import AgentRecord, HostReport, LauncherRecord, WantedProcess
 from asyncrl.protocol.names import Names, incarnation

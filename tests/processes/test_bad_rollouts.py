@@ -96,10 +96,10 @@ async def outcomes_of(stage: Stage, rows: list[dict[str, Any]]) -> list[tuple[st
     rollout_timeout_s of its own: whatever else takes long does so because the machine is busy."""
     stage.rows = [{"prompt": f"{i}12", "answer": 0.5, "task": "default", **row} for i, row in enumerate([*rows, {}])]
     await stage.start()
-    config = stage.worker.config
     for position, row in enumerate(stage.rows):
         limit_s = row.get("rollout_timeout_s", stage.rollout.rollout_timeout_s)
-        stage.worker.config = replace(config, rollout=replace(stage.rollout, rollout_timeout_s=limit_s))
+        await stage.until_it_runs()
+        stage.worker.rollouts.timeout_s = limit_s
         await stage.grant(stage.ticket(position))
         await stage.results(position + 1)
     await stage.end()

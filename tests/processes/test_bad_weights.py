@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from asyncrl.manager.routing import ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.model.engine import TrainEngine
 from asyncrl.protocol.messages import WeightVersion
+from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.worker import RunEndedError, told
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import commit_version, list_versions, write_part
@@ -91,7 +93,10 @@ def test_a_shard_that_is_missing_is_named(model: Path) -> None:
 class Published:
     """A manager's fleet without servers, and what it takes for publishable."""
 
-    def __init__(self, tmp_path: Path, source: Path, verify_limit_s: float, replace_limit_s: float = 0.0) -> None:
+    def __init__(
+        self, tmp_path: Path, source: Path, verify_limit_s: float, replace_limit_s: float = 0.0, session: Any = None
+    ) -> None:
+        """session: None: no server is asked."""
         table = ServerTable("round_robin", dead_after_s=10.0, attempt=1)
         self.tmp_path, self.source = tmp_path, source
         self.verified: asyncio.Queue[WeightVersion] = asyncio.Queue()
@@ -101,6 +106,7 @@ class Published:
         self.fleet = Fleet(
             table,
             UpdatePlan(table, update_fraction=1.0, update_timeout_s=1.0),
+            session=session,
             path_of=self.path_of,
             on_change=self.changed.set,
             probe_every_s=1.0,
@@ -222,7 +228,8 @@ async def test_a_loop_that_is_woken_in_the_turn_that_cancels_it_ends(tmp_path: P
 
 async def test_a_version_that_a_server_refuses_is_verified_again(tmp_path: Path, sound: Path) -> None:
     """It may have been damaged after the manager had verified it."""
-    published = Published(tmp_path, sound, verify_limit_s=0.3, replace_limit_s=1000.0)
+    session = open_session(max_connections=0)
+    published = Published(tmp_path, sound, verify_limit_s=0.3, replace_limit_s=1000.0, session=session)
     path = published.write(V1)
 
     async def refuse(request: web.Request) -> web.Response:
@@ -236,7 +243,6 @@ async def test_a_version_that_a_server_refuses_is_verified_again(tmp_path: Path,
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    await published.fleet.start()
     published.fleet.publish(str(V1))
     published.fleet.announce("generation_server/0", f"http://127.0.0.1:{runner.addresses[0][1]}")
     loops = {asyncio.create_task(published.fleet.verify_loop()), asyncio.create_task(published.fleet.update_loop())}
@@ -248,4 +254,5 @@ async def test_a_version_that_a_server_refuses_is_verified_again(tmp_path: Path,
         loop.cancel()
     await asyncio.wait(loops)
     await published.fleet.close()
+    await session.close()
     await runner.cleanup()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import logging
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -19,12 +20,14 @@ from aiohttp import web
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.generation import sglang_http
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
+from asyncrl.protocol.names import Names
 from asyncrl.runtime import http_client
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import serve
 from asyncrl.runtime.names.interface import WatchEvent
 from asyncrl.runtime.names.memory import MemoryNameResolver
-from asyncrl.runtime.worker import Worker
 
 MOST = 100_000
 LIMIT_S = 20.0
@@ -91,22 +94,22 @@ async def test_sglang_is_read_up_to_a_limit_too() -> None:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
+def directory() -> Iterator[Directory]:
     info = WorkerInfo("master", 0, 1, "e", "t", 1, "/nowhere", 1, NameResolveConfig(), RuntimeConfig())
-    made = Worker(info)
-    with MemoryNameResolver(uuid.uuid4().hex) as made.resolver:
-        yield made
+    board = StatusBoard(info, logging.getLogger("test"))
+    with MemoryNameResolver(uuid.uuid4().hex) as resolver:
+        yield Directory(resolver, Names("e", "t"), lease=resolver.grant_lease(LIMIT_S).id, board=board, limit_s=LIMIT_S)
 
 
 async def next_of(changes: AsyncIterator[WatchEvent]) -> WatchEvent:
     return await asyncio.wait_for(anext(changes), LIMIT_S)
 
 
-async def test_a_loop_that_stands_still_finds_the_newest_of_each_key(worker: Worker) -> None:
+async def test_a_loop_that_stands_still_finds_the_newest_of_each_key(directory: Directory) -> None:
     """DESIGN.md, Bounds: 10,000 changes wait at most, then the newest of each key."""
-    names, puts = worker.resolver, 25_000
+    names, puts = directory.resolver, 25_000
     names.add("server/last", "")
-    changes = worker.watch("server", subtree=True)
+    changes = directory.watch("server", subtree=True)
     await next_of(changes)  # it watches
     for value in ("old", "new"):
         names.add("server/early", value, replace=True)
@@ -132,14 +135,14 @@ async def test_a_loop_that_stands_still_finds_the_newest_of_each_key(worker: Wor
     await changes.aclose()
 
 
-async def test_changes_wake_who_waits_for_them(worker: Worker) -> None:
-    worker.resolver.add("key", "")
-    changes = worker.watch("key")
+async def test_changes_wake_who_waits_for_them(directory: Directory) -> None:
+    directory.resolver.add("key", "")
+    changes = directory.watch("key")
     await next_of(changes)
     for n in range(3):
         waiting = asyncio.ensure_future(next_of(changes))
         await asyncio.sleep(0.01)  # it waits
         assert not waiting.done()
-        await asyncio.to_thread(worker.resolver.add, "key", str(n), replace=True)
+        await asyncio.to_thread(directory.resolver.add, "key", str(n), replace=True)
         assert (await waiting).value == str(n)
     await changes.aclose()

@@ -16,6 +16,7 @@ from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.protocol.messages import BroadcastReply, BroadcastRequest, ModelInfo, UpdateWeightsReply, WeightVersion
+from asyncrl.runtime.http_client import open_session
 
 LIMIT_S = 20.0
 V0, V1, V2 = (WeightVersion(1, number) for number in range(3))
@@ -109,19 +110,19 @@ async def managed(*names: str) -> AsyncIterator[Managed]:
     servers = {name: FakeServer() for name in names}
     trainer, change = FakeTrainer(servers), asyncio.Event()
     table = ServerTable("round_robin", dead_after_s=LIMIT_S, attempt=1)
-    fleet = Fleet(
-        table,
-        UpdatePlan(table, update_timeout_s=4 * LIMIT_S),
-        path_of=lambda version: Path("/nowhere") / str(version),
-        on_change=change.set,
-        probe_every_s=LIMIT_S,
-        probe_limit_s=LIMIT_S,
-        verify_limit_s=LIMIT_S,
-        broadcast_limit_s=4 * LIMIT_S,  # a quarter of which servers wait for each other
-        logger=logging.getLogger("test"),
-    )
-    await fleet.start()
-    async with listening(trainer.answer) as url:
+    async with listening(trainer.answer) as url, open_session(max_connections=0) as session:
+        fleet = Fleet(
+            table,
+            UpdatePlan(table, update_timeout_s=4 * LIMIT_S),
+            session=session,
+            path_of=lambda version: Path("/nowhere") / str(version),
+            on_change=change.set,
+            probe_every_s=LIMIT_S,
+            probe_limit_s=LIMIT_S,
+            verify_limit_s=LIMIT_S,
+            broadcast_limit_s=4 * LIMIT_S,  # a quarter of which servers wait for each other
+            logger=logging.getLogger("test"),
+        )
         fleet.sender_at(url)
         loop = asyncio.create_task(fleet.update_loop())
         sockets = [listening(server.answer) for server in servers.values()]

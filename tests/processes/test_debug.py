@@ -7,8 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import NameResolveConfig
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, plan, save_config, with_name_resolve
 from asyncrl.launch.rundir import RunLock
 from asyncrl.protocol.messages import WorkerStatus

@@ -24,7 +24,7 @@ from asyncrl.protocol.messages import FetchPart, HeldDataRequest
 from asyncrl.runtime import security
 from asyncrl.runtime.http_server import serve
 from asyncrl.runtime.names.memory import MemoryNameResolver
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.worker import PhasedWorker
 
 IDS = [f"g{number}" for number in range(6)]
 SOURCE, ME = 0, 4
@@ -36,9 +36,9 @@ def patient(monkeypatch):
     monkeypatch.setattr(fetching, "LIMIT_S", 100.0)
 
 
-def worker(max_message_bytes: int = 1_000_000) -> Worker:
+def worker(max_message_bytes: int = 1_000_000) -> PhasedWorker:
     runtime = RuntimeConfig(host="127.0.0.1", max_message_bytes=max_message_bytes)
-    made = Worker(WorkerInfo("model_worker", ME, 5, "e", "t", 1, "/nowhere", 1, NameResolveConfig(), runtime))
+    made = PhasedWorker(WorkerInfo("model_worker", ME, 5, "e", "t", 1, "/nowhere", 1, NameResolveConfig(), runtime))
     made.resolver = MemoryNameResolver(uuid.uuid4().hex)
     return made
 
@@ -46,7 +46,7 @@ def worker(max_message_bytes: int = 1_000_000) -> Worker:
 class Both:
     """A source that holds groups, and a fetcher with a store of its own."""
 
-    def __init__(self, fetcher: DataFetcher, store: DataStore, url: str, me: Worker) -> None:
+    def __init__(self, fetcher: DataFetcher, store: DataStore, url: str, me: PhasedWorker) -> None:
         """store: the fetcher's."""
         self.fetcher, self.store, self.url, self.me = fetcher, store, url, me
 

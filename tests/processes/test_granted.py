@@ -89,5 +89,5 @@ async def test_tickets_of_a_worker_that_lies_begin_no_attempt(tmp_path: Path) ->
     async with serving_one(tmp_path) as setup:
         (held,) = ids(await setup.allocate())
         assert (await setup.heartbeat(held, "a999-e0-p5-i1-v0-h0-x_1")).revoked == ["a999-e0-p5-i1-v0-h0-x_1"]
-        assert setup.manager.ledger.attempt == 1
+        assert setup.manager.seen.ledger.attempt == 1
         assert [live.ticket_id for live in (await setup.report()).live] == [held]

@@ -29,7 +29,7 @@ def test_a_standstill_is_reported_and_all_stacks_are_in_the_logs(tmp_path, capsy
         working = stacks_of(run, capsys)
         assert working.keys() == {*WORKERS, "launcher"}
         assert {entry["state"] for entry in working.values()} == {"answered"}, working
-        assert "_watch_over" in working["launcher"]["threads"]
+        assert "watch_over" in working["launcher"]["threads"]
         for name in WORKERS:
             assert f"Task {name}:status" in working[name]["tasks"]
             assert f"Task {name}:life" in working[name]["tasks"]

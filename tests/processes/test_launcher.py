@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from asyncrl.cli import main as cli
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import AUTO, NameResolveConfig
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, plan, save_config
 from asyncrl.launch.rundir import RunLock, RunRecord, read_record, write_record
 from asyncrl.protocol.messages import WorkerStatus

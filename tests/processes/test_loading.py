@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.runtime import loading
+from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.loading import LoadProgress
-from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
 
 INFO = WorkerInfo("model_worker", 0, 1, "e", "t", 1, "/r", 1, NameResolveConfig(), RuntimeConfig())

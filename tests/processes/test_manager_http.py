@@ -23,7 +23,7 @@ from asyncrl.config.schema import (
     RuntimeConfig,
     WorkerInfo,
 )
-from asyncrl.manager.worker import GserverManager
+from asyncrl.manager.worker import GserverManager, Management
 from asyncrl.protocol.messages import (
     AllocateReply,
     EvaluateReply,
@@ -117,6 +117,19 @@ class FakeServer:
         return web.json_response({"status": "ok"})
 
 
+class SeenManager(GserverManager):
+    """Shows what it is made of, once everything is open."""
+
+    def __init__(self, config: GserverManagerConfig) -> None:
+        super().__init__(config)
+        self.opened = asyncio.Event()
+
+    async def manage(self, management: Management) -> None:
+        self.seen = management
+        self.opened.set()
+        await super().manage(management)
+
+
 class Setup:
     """A manager (a real worker, name resolve in memory), fake servers, a client session."""
 
@@ -161,10 +174,11 @@ class Setup:
         await self.start_manager()
 
     async def start_manager(self) -> None:
-        self.manager = GserverManager(self.config)
+        self.manager = SeenManager(self.config)
         self.names = self.manager.names
         self.task = asyncio.create_task(self.manager.main())
         self.url = await asyncio.to_thread(self.resolver.wait, self.names.gserver_manager(), LIMIT_S)
+        await asyncio.wait_for(self.manager.opened.wait(), LIMIT_S)
 
     async def stop_manager(self) -> None:
         self.manager.stopping.set()
@@ -316,9 +330,9 @@ async def test_an_answer_waits_for_admission(setup: Setup) -> None:
     assert (await setup.allocate()).refusal == "staleness"
     waiting = asyncio.create_task(setup.allocate(100, wait_s=30.0))
     other = asyncio.create_task(setup.allocate(100, wait_s=30.0, worker=1))
-    await setup.poll(lambda: setup.manager.service.num_waiting == 2)
+    await setup.poll(lambda: setup.manager.seen.service.num_waiting == 2)
     await setup.report(trained_version=1, consumed=tickets[:B], stored=tickets[B:])
-    assert setup.manager.service.num_waiting == 2
+    assert setup.manager.seen.service.num_waiting == 2
     setup.publish(1)
     replies = await asyncio.wait_for(asyncio.gather(waiting, other), LIMIT_S)
     assert [len(reply.tickets) for reply in replies] == [1, 1]  # dealt out in turn
@@ -338,7 +352,7 @@ async def test_the_same_request_gets_the_same_tickets(setup: Setup) -> None:
     assert (await setup.allocate(2, request_id="r")) == first
     await setup.allocate(2)
     waits = [asyncio.create_task(setup.allocate(1, wait_s=30.0, request_id="w")) for _ in range(2)]
-    await setup.poll(lambda: setup.manager.service.num_waiting == 2)
+    await setup.poll(lambda: setup.manager.seen.service.num_waiting == 2)
     await setup.finish(ids(first)[0], outcome="rejected")
     one, two = await asyncio.wait_for(asyncio.gather(*waits), LIMIT_S)
     assert one == two
@@ -349,13 +363,13 @@ async def test_clients_that_vanish_while_waiting_get_nothing(setup: Setup) -> No
     """Seen elsewhere: ten clients went away while they waited, and ten tickets were granted to nobody."""
     held = ids(await setup.allocate(100))
     waits = [asyncio.create_task(setup.allocate(1, wait_s=30.0, worker=1)) for _ in range(10)]
-    await setup.poll(lambda: setup.manager.service.num_waiting == 10)
+    await setup.poll(lambda: setup.manager.seen.service.num_waiting == 10)
     for wait in waits:
         wait.cancel()
     await asyncio.gather(*waits, return_exceptions=True)
-    await setup.poll(lambda: setup.manager.service.num_waiting == 0)
+    await setup.poll(lambda: setup.manager.seen.service.num_waiting == 0)
     await setup.finish(*held, outcome="rejected")
-    assert setup.manager.ledger.num_live == 0
+    assert setup.manager.seen.ledger.num_live == 0
     assert len(ids(await setup.allocate(100))) == (1 + ETA) * B
 
 
@@ -366,7 +380,7 @@ async def test_tickets_of_answers_that_nobody_read_come_back(setup: Setup) -> No
     for _ in range(3):
         assert (await setup.heartbeat(kept)).revoked == []
         await asyncio.sleep(HEARTBEAT_S)
-    assert setup.manager.ledger.num_live == 1
+    assert setup.manager.seen.ledger.num_live == 1
     again = await setup.allocate(100)
     assert [ticket.issue for ticket in again.tickets] == [2, 2, 2]
     assert (await setup.heartbeat(kept, *lost)).revoked == lost
@@ -494,11 +508,11 @@ async def test_room_for_one_goes_to_who_waits_longest(setup: Setup) -> None:
     waits = []
     for number in range(3):
         waits.append(asyncio.create_task(setup.allocate(1, wait_s=30.0, worker=number % 2)))
-        await setup.poll(lambda: setup.manager.service.num_waiting == len(waits))
+        await setup.poll(lambda: setup.manager.seen.service.num_waiting == len(waits))
     for number, wait in enumerate(waits):
         await setup.finish(held[number], outcome="rejected")
         assert len((await asyncio.wait_for(wait, LIMIT_S)).tickets) == 1
-        assert setup.manager.service.num_waiting == len(waits) - number - 1
+        assert setup.manager.seen.service.num_waiting == len(waits) - number - 1
 
 
 async def test_an_attempt_that_no_master_has_begun_is_refused(setup: Setup) -> None:
@@ -554,7 +568,7 @@ async def test_health_and_metrics(setup: Setup) -> None:
 async def test_the_end_of_the_run_is_told_to_who_waits(setup: Setup) -> None:
     await setup.allocate(100)
     waiting = asyncio.create_task(setup.allocate(wait_s=30.0))
-    await setup.poll(lambda: setup.manager.service.num_waiting == 1)
+    await setup.poll(lambda: setup.manager.seen.service.num_waiting == 1)
     await setup.report(stop=True)  # the last evaluation may still come
     assert not (await setup.allocate(worker=1)).finished
     setup.resolver.add(setup.names.experiment_status(), "COMPLETE", replace=True)
@@ -604,7 +618,7 @@ async def test_a_server_that_echoes_the_wrong_version_never_gets_traffic(tmp_pat
         liar.echo = lambda version: "a0001-v00000099"
         setup.publish(0)
         await setup.until_served(0)
-        await setup.poll(lambda: setup.manager.fleet.counters["failed", "generation_server/0"] >= 2)
+        await setup.poll(lambda: setup.manager.seen.fleet.counters["failed", "generation_server/0"] >= 2)
         assert {ticket.server for ticket in (await setup.allocate(4)).tickets} == {"generation_server/1"}
         assert liar.paused
         assert honest.loads == [str(WeightVersion(1, 0))]
@@ -618,7 +632,7 @@ async def test_a_server_that_refuses_is_tried_again(tmp_path: Path) -> None:
         server = await setup.add_server()
         server.broken = True
         setup.publish(0)
-        await setup.poll(lambda: setup.manager.fleet.counters["failed", "generation_server/0"] >= 1)
+        await setup.poll(lambda: setup.manager.seen.fleet.counters["failed", "generation_server/0"] >= 1)
         assert (await setup.report(full=True)).served_version == -1
         assert (await setup.allocate()).refusal == "no_server"
         server.broken = False
@@ -631,9 +645,9 @@ async def test_a_server_that_computes_with_other_weights_is_left_out_while_other
         wrong.mismatch = True
         setup.publish(0)
         await setup.until_served(0)
-        await setup.poll(lambda: setup.manager.fleet.counters["mismatched", "generation_server/0"] >= 3)
+        await setup.poll(lambda: setup.manager.seen.fleet.counters["mismatched", "generation_server/0"] >= 3)
         assert {ticket.server for ticket in (await setup.allocate(4)).tickets} == {"generation_server/1"}
-        assert (await setup.heartbeat()).dead == [setup.manager.table.servers["generation_server/0"].url]
+        assert (await setup.heartbeat()).dead == [setup.manager.seen.table.servers["generation_server/0"].url]
         wrong.mismatch = False
         await setup.all_serve(0)
 
@@ -662,7 +676,7 @@ async def test_broken_weights_never_reach_a_server(tmp_path: Path, caplog: pytes
             path = setup.write_weights(WeightVersion(1, 1))
             (path / "model.safetensors").write_bytes(b"torn")
             setup.publish(1, write=False)
-            await setup.poll(lambda: setup.manager.fleet.counters["refused_manifest", ""] >= 1)
+            await setup.poll(lambda: setup.manager.seen.fleet.counters["refused_manifest", ""] >= 1)
         assert "model.safetensors has 4 bytes" in caplog.text
         setup.publish(0, write=False)  # back to v0: ignored
         setup.resolver.add(setup.names.model_version("actor"), "nonsense", replace=True)
@@ -683,7 +697,7 @@ async def test_a_dead_server_leaves_and_comes_back_through_a_load(tmp_path: Path
         async with setup.session.post(setup.url + "/schedule_request", data=msgspec.json.encode(body)) as response:
             assert (await response.json())["server"] == "generation_server/0"
         setup.resolver.delete(setup.names.generation_server(1))
-        await setup.poll(lambda: setup.manager.table.servers["generation_server/1"].state.value == "dead")
+        await setup.poll(lambda: setup.manager.seen.table.servers["generation_server/1"].state.value == "dead")
         reborn = FakeServer()
         setup.servers[1] = reborn
         setup.resolver.add(setup.names.generation_server(1), await reborn.start(), replace=True)
@@ -731,7 +745,7 @@ async def test_a_new_manager_goes_on_as_soon_as_it_has_heard_everybody(tmp_path:
         await setup.all_serve(1)
         assert server.loads == [str(WeightVersion(1, 0))]
         assert behind.loads == [str(WeightVersion(1, 0)), str(WeightVersion(1, 1))]
-        assert setup.manager.fleet.counters["found", "generation_server/0"] == 1
+        assert setup.manager.seen.fleet.counters["found", "generation_server/0"] == 1
         await setup.stop_manager()
         events = [(record["event"], record["ticket"]) for record in setup.journal()]
         assert events[:3] == [("admitted", held), ("admitted", stored), ("admitted", finished)]
@@ -824,7 +838,7 @@ async def test_a_new_attempt_begins_with_its_weights_and_may_go_back(setup: Setu
 @pytest.mark.parametrize("forgotten", ["nothing", "keys", "journal"])
 async def test_a_new_manager_with_an_old_config_does_not_fall_back(setup: Setup, forgotten: str) -> None:
     setup.publish(0, attempt=2)
-    await setup.poll(lambda: setup.manager.ledger.attempt == 2)
+    await setup.poll(lambda: setup.manager.seen.ledger.attempt == 2)
     await setup.report(attempt=2, full=True)
     (held,) = ids(await setup.allocate(wait_s=10.0))
     await setup.stop_manager()
@@ -836,7 +850,7 @@ async def test_a_new_manager_with_an_old_config_does_not_fall_back(setup: Setup,
     await setup.start_manager()
     assert setup.config.worker.attempt == 1
     await setup.heartbeat(held)
-    await setup.poll(lambda: setup.manager.ledger.attempt == 2)
+    await setup.poll(lambda: setup.manager.seen.ledger.attempt == 2)
     assert (await setup.heartbeat(held)).revoked == []
     view = await setup.report(attempt=2, full=True)
     assert [live.ticket_id for live in view.live] == [held]

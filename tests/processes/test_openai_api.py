@@ -21,8 +21,8 @@ from asyncrl.rollout.openai_api import MAX_BODY_BYTES, ChatEndpoint
 from asyncrl.rollout.openai_session import Session, SessionLimits
 from asyncrl.rollout.tool_calls import TAG, parse_tool_calls
 from asyncrl.runtime import http_server, security
+from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.security import Secrets, Security
-from asyncrl.runtime.worker import StatusBoard
 from asyncrl.testing.tiny import make_chat_tokenizer
 
 LOGGER = logging.getLogger("test_openai_api")

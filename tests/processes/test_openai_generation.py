@@ -19,7 +19,7 @@ from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.rollout.env import UnjudgedEnv
 from asyncrl.rollout.openai_api import ChatEndpoint
-from asyncrl.runtime.worker import StatusBoard
+from asyncrl.runtime.board import StatusBoard
 from asyncrl.testing.tiny import make_chat_tokenizer
 
 LOGGER = logging.getLogger("test_openai_generation")

@@ -16,7 +16,7 @@ from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConf
 from asyncrl.protocol.messages import Locator, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rollout.client import PartialRolloutManager, Pauses, Route
-from asyncrl.runtime.worker import StatusBoard
+from asyncrl.runtime.board import StatusBoard
 
 LOGGER = logging.getLogger("test_partial_rollout")
 SAMPLING = SamplingConfig(max_new_tokens=32)

@@ -15,7 +15,7 @@ from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConf
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.rewards.trajectory import Episode, build_sample
 from asyncrl.rollout.client import PartialRolloutManager, Route
-from asyncrl.runtime.worker import StatusBoard
+from asyncrl.runtime.board import StatusBoard
 
 LOGGER = logging.getLogger("test_rollout_generation")
 LIMIT_S = 60.0

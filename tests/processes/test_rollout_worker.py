@@ -31,9 +31,10 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.protocol.messages import Locator, ScheduleReply, StoreVerdict, Ticket, WeightVersion
 from asyncrl.protocol.names import Names
-from asyncrl.rollout import worker as worker_module
+from asyncrl.rollout import tickets as tickets_module
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
+from asyncrl.rollout.tickets import HeldTickets
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.memory import MemoryNameResolver
@@ -69,6 +70,19 @@ class SilentAgent(Agent):
         return []
 
 
+class SeenWorker(RolloutWorker):
+    """Shows its rollouts, once everything is open."""
+
+    def __init__(self, config: RolloutWorkerConfig) -> None:
+        super().__init__(config)
+        self.opened = asyncio.Event()
+
+    async def roll_out(self, tickets: HeldTickets) -> None:
+        self.rollouts = tickets.rollouts
+        self.opened.set()
+        await super().roll_out(tickets)
+
+
 class Stage:
     """Everything around a worker."""
 
@@ -99,7 +113,7 @@ class Stage:
                 "silent": TaskConfig(reward=f"{__name__}:reward", agent=f"{__name__}:SilentAgent"),
             },
         )
-        self.worker: RolloutWorker
+        self.worker: SeenWorker
         self.prompts: PromptSource
         self._life: asyncio.Task[None] | None = None
         self._pulling: asyncio.Task[None] | None = None
@@ -119,7 +133,7 @@ class Stage:
         self.start_pulling()
         name_resolve = NameResolveConfig(endpoints=[f"memory://{self.space}"])
         info = WorkerInfo("rollout_worker", 0, 1, "e", "t", 1, str(self.tmp_path), 1, name_resolve, self.runtime)
-        self.worker = RolloutWorker(
+        self.worker = SeenWorker(
             RolloutWorkerConfig(
                 worker=info,
                 tokenizer_path=str(self.tmp_path / "tokenizer"),
@@ -175,6 +189,9 @@ class Stage:
             raise AssertionError("the worker ended early")
         waiting.result()
         return {ticket_id: (result.outcome, result.reason) for ticket_id, result in self.manager.results.items()}
+
+    async def until_it_runs(self) -> None:
+        await asyncio.wait_for(self.worker.opened.wait(), LIMIT_S)
 
     async def end(self, how: Literal["finished", "stop"] = "finished") -> None:
         """Let the worker end by itself, or stop it; its errors come out here."""
@@ -371,7 +388,7 @@ async def test_a_revoked_ticket_is_cancelled_and_released(stage: Stage) -> None:
 
 
 async def test_a_stopped_worker_releases_what_it_holds(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_STOP_REPORT_S", LIMIT_S)  # past it nothing is told
+    monkeypatch.setattr(tickets_module, "STOP_REPORT_S", LIMIT_S)  # past it nothing is told
     stage.server.hold.clear()
     await stage.start()
     await stage.grant(stage.ticket(0), stage.ticket(1))

@@ -21,7 +21,7 @@ from asyncrl.generation.worker import GenerationServer
 from asyncrl.protocol.messages import HeartbeatReply, LoadsReply, ScaleWish, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.client import PartialRolloutManager, Route
-from asyncrl.runtime.worker import StatusBoard
+from asyncrl.runtime.board import StatusBoard
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
 
@@ -70,7 +70,7 @@ async def serving(setup: Setup, model_path: Path, **options: int) -> AsyncIterat
         write_version(path, ((n, p.detach()) for n, p in tensors), source_dir=model_path, version=version, fsync=False)
         setup.publish(0, write=False)
         await asyncio.wait_for(both_serve(setup), 60)
-        yield [setup.manager.table.servers[name].url for name in SERVERS]
+        yield [setup.manager.seen.table.servers[name].url for name in SERVERS]
     finally:
         for server in servers:
             server.stopping.set()
@@ -146,7 +146,7 @@ async def test_a_loaded_server_gets_fewer_groups(tmp_path: Path, model_path: Pat
         running(tmp_path, routing="least_token_usage", max_head_offpolicyness=9) as setup,
         serving(setup, model_path) as urls,
     ):
-        table = setup.manager.table
+        table = setup.manager.seen.table
         assert [load.num_total_tokens for load in (await loads(setup, urls[0])).loads] == [0]
         others = [asyncio.create_task(keep_busy(setup, urls[0], 50 * (n + 1))) for n in range(8)]
         await setup.poll(lambda: table.servers[SERVERS[0]].used_tokens > 200)
@@ -180,8 +180,8 @@ async def test_full_queues_lose_no_ticket(tmp_path: Path, model_path: Path) -> N
         assert [len(response.output_ids) for group in groups for response in group] == [24] * 16
         assert client.counts.retried > 0  # the queues were full
         await setup.finish(*[ticket.ticket_id for ticket in tickets])
-        assert not [what for what, _ in setup.manager.ledger.counters if what == "released"]
-        assert {server.state.value for server in setup.manager.table.servers.values()} == {"healthy"}
+        assert not [what for what, _ in setup.manager.seen.ledger.counters if what == "released"]
+        assert {server.state.value for server in setup.manager.seen.table.servers.values()} == {"healthy"}
 
 
 async def test_a_server_that_leaves_hands_its_groups_over_and_loses_no_token(tmp_path: Path, model_path: Path) -> None:
@@ -196,7 +196,7 @@ async def test_a_server_that_leaves_hands_its_groups_over_and_loses_no_token(tmp
         beating = asyncio.create_task(beat(setup, client, tickets))
         routes = [Route(ticket) for ticket in tickets]
         generating = [asyncio.ensure_future(client.generate(route, [PROMPT] * 4, sampling, [])) for route in routes]
-        table = setup.manager.table
+        table = setup.manager.seen.table
         url = table.servers[SERVERS[1]].url
 
         async def has_begun() -> None:
@@ -215,7 +215,7 @@ async def test_a_server_that_leaves_hands_its_groups_over_and_loses_no_token(tmp
         assert {route.server for route in routes} == {SERVERS[0]}
         assert [len(response.output_ids) for group in groups for response in group] == [LONG] * 8
         assert (client.counts.moved, client.counts.tokens) == (1, LONG * 8)  # none generated twice, none thrown away
-        assert setup.manager.ledger.counters["moved", "drained"] == 1
+        assert setup.manager.seen.ledger.counters["moved", "drained"] == 1
         await setup.finish(*[ticket.ticket_id for ticket in tickets])
         assert leaving.server != routes[0].server
         assert {ticket.server for ticket in (await setup.allocate(2)).tickets} == {SERVERS[0]}

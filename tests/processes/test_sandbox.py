@@ -23,7 +23,7 @@ from asyncrl.rewards.judges import Judges
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.rewards.sandbox.pool import IsolationMissing, Limits, Program, Result, SandboxError, SandboxPool
 from asyncrl.rewards.sandbox.syscalls import build_filter, call_name
-from asyncrl.runtime.worker import StatusBoard
+from asyncrl.runtime.board import StatusBoard
 
 GONE_LIMIT_S = 60.0  # of processes that are to end
 LIMITS = Limits(

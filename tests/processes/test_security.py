@@ -18,10 +18,10 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, NameResolveConfig, NetworkConfig, RuntimeConfig
 from asyncrl.launch.agent import _Correspondent
 from asyncrl.launch.agent_rules import Tether
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.name_service import NameService
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
@@ -32,7 +32,7 @@ from asyncrl.runtime import doorkeeper, http_server, security
 from asyncrl.runtime.certificates import make_certificate
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender
 from asyncrl.runtime.http_client import open_session
-from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.runtime.http_server import for_the_run, listen_http, serve
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import MetaPuller, MetaPusher
 from asyncrl.runtime.security import Secrets, Security
@@ -337,14 +337,13 @@ async def test_without_authentication_nobody_is_asked_for_a_token():
 
 async def test_the_manager_refuses_strangers_before_it_reads_them(run):
     service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1))
-    url = await service.start("127.0.0.1")
-    async with aiohttp.ClientSession() as strange:
-        for path in ("/metrics", "/health", "/report", "/allocate_rollout", "/nothing"):
-            async with strange.post(url + path, data=b"{}") as answer:
-                assert answer.status == 401
-    async with open_session(max_connections=1) as session, session.get(f"{url}/health") as answer:
-        assert answer.status == 200
-    await service.close()
+    async with listen_http(service.answer, "127.0.0.1", max_body_bytes=1_000_000) as url:
+        async with aiohttp.ClientSession() as strange:
+            for path in ("/metrics", "/health", "/report", "/allocate_rollout", "/nothing"):
+                async with strange.post(url + path, data=b"{}") as answer:
+                    assert answer.status == 401
+        async with open_session(max_connections=1) as session, session.get(f"{url}/health") as answer:
+            assert answer.status == 200
 
 
 # --------------------------------------------------------------------------------------------------------------------- files

@@ -112,11 +112,10 @@ async def server(model_path: Path) -> AsyncIterator[Server]:
     await engine.start()
     verified = VerifiedLoads(engine, tolerance=TOLERANCE, limit_s=30.0, logger=logging.getLogger("test"))
     http = GenerationHTTP(engine, engine_name="transformers", settings={}, verified=verified)
-    url = await http.start("127.0.0.1")
-    async with aiohttp.ClientSession() as session:
-        yield Server(session, url)
-    await engine.close()
-    await http.close()
+    async with http.listening("127.0.0.1") as url:
+        async with aiohttp.ClientSession() as session:
+            yield Server(session, url)
+        await engine.close()
 
 
 async def test_what_the_trainer_wrote_passes_and_is_generated_with(trainer: Trainer, server: Server) -> None:

@@ -25,11 +25,11 @@ from test_sglang_engine import LONG, attached, close_to, counter_of, make_prompt
 from weight_store import EXACT, MAX_POSITIONS, V0, V1, V2, WeightStore
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig
-from asyncrl.config.validation import validate
 from asyncrl.generation.engine import EngineRequest, RequestRefused, WeightsRefused
 from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import server_arguments, server_environment
+from asyncrl.launch.experiment import validate
 from asyncrl.protocol.messages import SamplingParams, WeightVersion
 from asyncrl.weights.versions import tensor_files, version_dir
 

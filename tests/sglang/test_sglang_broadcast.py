@@ -47,11 +47,12 @@ class Served:
         self._http = GenerationHTTP(engine, engine_name=name, settings={}, receiver=self.receiver)
 
     async def __aenter__(self) -> Served:
-        self.target = BroadcastTarget(server=self.name, url=await self._http.start("127.0.0.1"))
+        self._listening = self._http.listening("127.0.0.1")
+        self.target = BroadcastTarget(server=self.name, url=await self._listening.__aenter__())
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._http.close()
+        await self._listening.__aexit__(None, None, None)
 
     async def generate(self, rid: str) -> Generated:
         return await asyncio.wait_for(self.engine.submit(EngineRequest(rid, PROMPT, SAMPLING)), LIMIT_S)

@@ -11,7 +11,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from asyncrl.manager.ledger import Gate, Ledger
+from asyncrl.manager.admission import Gate
+from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, _Entry

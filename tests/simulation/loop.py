@@ -14,6 +14,7 @@ machine. Ours number them.
 from __future__ import annotations
 
 import asyncio
+import functools
 import heapq
 import itertools
 from asyncio import events
@@ -109,6 +110,10 @@ class Scheduler:
 
     def time_ns(self) -> int:
         return int((CALENDAR_START + self.now) * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        """No process of a run may block its loop."""
+        raise StuckError(f"a process blocks its loop for {seconds:g} s")
 
     def at(self, when: float, callback: Callable[..., Any], *args: Any, loop: ProcessLoop | None = None) -> Handle:
         """Call it then: in a process, or (None) in nobody's name."""
@@ -265,6 +270,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         """On this thread, after what the world says a thread and its disk take."""
+        if isinstance(func, functools.partial) and getattr(func.func, "__self__", None).__class__ is Context:
+            # of asyncio.to_thread, which runs it in a copy of the context
+            return self.create_task(self.process.world.on_thread(self.process, *func.args, **func.keywords))
         return self.create_task(self.process.world.on_thread(self.process, func, *args))
 
     get_debug = staticmethod(bool)  # False; asked for each future

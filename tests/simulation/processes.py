@@ -22,7 +22,7 @@ from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.generation.engine import GenerationEngine
-from asyncrl.generation.worker import GenerationServer
+from asyncrl.generation.engines import Engines
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import (
@@ -45,7 +45,8 @@ from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.system import System
+from asyncrl.runtime.worker import PhasedWorker
 from asyncrl.testing.paced_engine import LongTail, PacedEngine
 from tests.simulation.disk import Folder
 from tests.simulation.world import here
@@ -110,10 +111,6 @@ class SimTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return ""
-
-
-def load_tokenizer(path: str) -> SimTokenizer:
-    return SimTokenizer()
 
 
 class SimPrompts:
@@ -181,10 +178,19 @@ class SimEngine(PacedEngine):
         return count
 
 
-class SimGenerationServer(GenerationServer):
-    """The real one, but for its engine."""
+class SimEngines(Engines):
+    """One engine, which is paced."""
 
-    def _make_engine(self, journal: Any, eos_token_id: int | None) -> GenerationEngine:
+    def __init__(self, config: GenerationServerConfig) -> None:
+        self._config = config
+
+    def journal(self) -> Any:
+        return NoJournal()
+
+    def tokenizer(self) -> SimTokenizer:
+        return SimTokenizer()
+
+    def make(self, journal: Any, eos_token_id: int | None) -> GenerationEngine:
         scenario = here().world.scenario
         return SimEngine(
             _Tail(scenario.seed % 2**32, PROMPT_TOKENS),
@@ -194,8 +200,8 @@ class SimGenerationServer(GenerationServer):
         )
 
     @contextlib.contextmanager
-    def _start_shown(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
-        yield "starting", self.name, str
+    def starting(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
+        yield "starting", self._config.worker.name, str
 
 
 class NoJournal:
@@ -225,15 +231,15 @@ class Weights:
     version: int = 0
 
 
-class SimModelWorker(Worker):
+class SimModelWorker(PhasedWorker):
     """A rank that computes nothing. Its intake, its store and its calls are real; what it would train is noted.
 
     consumes: trajectories, calls.  produces: metadata, replies, versions and checkpoints on the simulated disk.
     waits for: the next call.  unblocked by: the master.
     """
 
-    def __init__(self, config: ModelWorkerConfig) -> None:
-        super().__init__(config.worker)
+    def __init__(self, config: ModelWorkerConfig, system: System | None = None) -> None:
+        super().__init__(config.worker, system)
         self.config = config
         self._mfcs = {mfc.name: mfc for mfc in config.mfcs}
         self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
@@ -259,6 +265,7 @@ class SimModelWorker(Worker):
             self.names,
             index=index,
             runtime=runtime,
+            transport=self.system.transport,
             lease=self.lease,
             worker=self.name,
             attempt=self.info.attempt,
@@ -267,7 +274,7 @@ class SimModelWorker(Worker):
         if self.intake is not None:
             self.spawn(self.intake.run(), "take in")
 
-    async def run(self) -> None:
+    async def work(self) -> None:
         """Execute calls in order, for ever; what is written is written beside what follows."""
         while True:
             call = await self._server.receive()
@@ -370,7 +377,3 @@ class SimModelWorker(Worker):
             world.disk.rename(path, Folder(version, content), replace=version is None or rewrite)
         world.note(process, "committed", path=path, trained=len(content.trained))
         call.reply(CallResult())
-
-
-def make_server(config: GenerationServerConfig) -> Worker:
-    return SimGenerationServer(config)

@@ -10,13 +10,16 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.schema import MasterWorkerConfig, ModelWorkerConfig
+from asyncrl.generation.worker import GenerationServer
 from asyncrl.launch.program import ProcessSpec, plan
 from asyncrl.manager.worker import GserverManager
 from asyncrl.master.worker import MasterWorker
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.names import ACTOR
 from asyncrl.rollout.worker import RolloutWorker
-from asyncrl.runtime.worker import StatusBoard, Worker
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.system import System
+from asyncrl.runtime.worker import Worker
 from asyncrl.weights.checkpoints import MasterState
 from asyncrl.weights.versions import version_dir
 from tests.simulation import seams
@@ -25,17 +28,17 @@ from tests.simulation.faults import Injector
 from tests.simulation.invariants import Invariants, Prompt
 from tests.simulation.loop import StuckError
 from tests.simulation.network import SimPull
-from tests.simulation.processes import SimModelWorker, Weights, make_server
+from tests.simulation.processes import SimEngines, SimModelWorker, Weights
 from tests.simulation.scenario import Scenario
 from tests.simulation.supervisor import Supervisor
 from tests.simulation.world import Event, Process, World
 
-_MAKERS: dict[str, Callable[[Any], Worker]] = {
-    "generation_server": make_server,
+_MAKERS: dict[str, Callable[[Any, System], Worker]] = {
+    "generation_server": lambda config, system: GenerationServer(config, system, SimEngines(config)),
     "model_worker": SimModelWorker,
     "master": MasterWorker,
-    "gserver_manager": GserverManager,
-    "rollout_worker": RolloutWorker,
+    "gserver_manager": lambda config, system: GserverManager(config, system, seams.SimManagerFiles(config)),
+    "rollout_worker": lambda config, system: RolloutWorker(config, system, seams.SimRolloutData(config)),
 }
 
 
@@ -106,7 +109,8 @@ class SimulatedRun(World):
             config = replace(config, mfcs=[replace(config.mfcs[-1], input_keys=["packed_input_ids"])])
         self._num_starts += 1
         config = replace(config, worker=replace(config.worker, start=self._num_starts))
-        self.start(name, config, _MAKERS[spec.kind])
+        make = _MAKERS[spec.kind]
+        self.start(name, config, lambda process: make(process.config, seams.system_of(process)))
 
     # -------------------------------------------------------------------------------------------------- attempts, checkpoints
 
@@ -163,9 +167,8 @@ class SimulatedRun(World):
 
     def live_tickets(self, label: str) -> set[str]:
         """By the ledger of this manager."""
-        worker = self.processes[label.partition("#")[0]].worker
-        assert isinstance(worker, GserverManager)
-        return worker.ledger._live.keys() | worker.ledger._evals.keys()
+        process = self.processes[label.partition("#")[0]]
+        return process.ledger._live.keys() | process.ledger._evals.keys() if process.ledger is not None else set()
 
     def version_on_disk(self, version: WeightVersion) -> Folder | None:
         return self.disk.folders.get(str(version_dir(self.run_dir, ACTOR, version)))

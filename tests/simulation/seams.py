@@ -11,41 +11,39 @@ import contextlib
 import functools
 import gc
 import logging
-import os
 import random
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 import asyncrl.generation.http
-import asyncrl.generation.worker
-import asyncrl.manager.fleet
-import asyncrl.manager.http
-import asyncrl.manager.worker
 import asyncrl.master.buffer
 import asyncrl.master.recovery
 import asyncrl.master.worker
 import asyncrl.model.trajectory_receiver
 import asyncrl.rollout.tasks
-import asyncrl.rollout.worker
 import asyncrl.runtime.push_pull
-import asyncrl.runtime.transport
-import asyncrl.runtime.worker
 import asyncrl.testing.paced_engine
+from asyncrl.config.schema import GserverManagerConfig, RolloutWorkerConfig
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
+from asyncrl.manager.worker import ManagerFiles
 from asyncrl.protocol.messages import AllocateReply, AllocateRequest, StoreVerdict, TrajectoryMeta, WeightVersion
+from asyncrl.rollout.rollout_data import RolloutData
 from asyncrl.runtime import http_client
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.system import System
 from asyncrl.weights.checkpoints import MasterState
 from asyncrl.weights.versions import version_dir
 from tests.simulation import processes
 from tests.simulation.network import SimSession
-from tests.simulation.world import World, here
+from tests.simulation.world import Process, World, here
 
 _STATUS_INTERVAL_S = 1.0
 
@@ -73,11 +71,6 @@ def _uuid4() -> uuid.UUID:
 
 def _token_hex(nbytes: int | None = None) -> str:
     return _Clock.chance.randbytes(nbytes or 32).hex()
-
-
-async def _to_thread(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    process = here()
-    return await process.world.on_thread(process, func, *args, **kwargs)
 
 
 def _wait(fs: Any, *, timeout: float | None = None, return_when: str = asyncio.ALL_COMPLETED) -> Any:
@@ -130,26 +123,73 @@ def _prune_checkpoints(run_dir: Path, keep_last: int) -> None:
     here().world.prune_checkpoints(keep_last)
 
 
-class _Reporter:
-    """In the place of the status pipe: the lease, and what the launcher would see."""
+class _Launcher:
+    """In the place of the status pipe: the lease, and the launcher's sight of a process."""
 
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.lease = process.lease
 
-    async def start(self) -> None:
-        process = here()
-        self._worker.lease = process.lease  # the launcher's
-        self._task = process.loop.create_task(self._loop(), name="status")
+    def show(self, board: StatusBoard) -> None:
+        self._process.world.look_at(self._process, board)
 
-    async def _loop(self) -> None:
-        world = here().world
-        while True:
-            self._worker.board.progress()
-            world.look_at(here(), self._worker.board)
-            await asyncio.sleep(_STATUS_INTERVAL_S)
 
-    async def stop(self) -> None:
-        self._task.cancel()
+class SimManagerFiles(ManagerFiles):
+    """On the disk's twin."""
+
+    def __init__(self, config: GserverManagerConfig) -> None:
+        self._config = config
+
+    def journal(self) -> Any:
+        return _Journal(Path("gserver_manager.jsonl"))
+
+    def ticket_key(self) -> bytes:
+        return _ticket_key(Path(self._config.worker.run_dir))
+
+    def path_of(self, version: WeightVersion) -> Path:
+        return _version_dir(self._config.worker.run_dir, self._config.role, version)
+
+    def verify(self, path: Path, expected: WeightVersion) -> Any:
+        return _verify_version(path, expected)
+
+    verify.on_disk = True  # type: ignore[attr-defined]
+
+
+class SimRolloutData(RolloutData):
+    """Prompts without a file, trajectories without tensors."""
+
+    sample_type = processes.SimSample
+    complete = staticmethod(processes.complete_sample)  # type: ignore[assignment]
+    summary = staticmethod(processes.SimSummary.of)  # type: ignore[assignment]
+
+    def __init__(self, config: RolloutWorkerConfig) -> None:
+        self._config = config
+        self.tokenizer = processes.SimTokenizer()
+        self.eos_token_id = self.tokenizer.eos_token_id
+        self.prompts = processes.SimPrompts(config.prompts)  # type: ignore[assignment]
+        self.eval_prompts = processes.SimPrompts(config.eval_prompts) if config.eval_prompts else None  # type: ignore[assignment]
+
+    def journal(self) -> Any:
+        return _Journal(Path(f"rollout_worker_{self._config.worker.index}.jsonl"))
+
+
+@contextlib.asynccontextmanager
+async def _listen(process: Process, answer: Any, host: str, *, max_body_bytes: int) -> AsyncIterator[str]:
+    yield process.world.listen(process, answer)
+
+
+def system_of(process: Process) -> System:
+    """What this process takes from its machine."""
+    return System(
+        clock=process.world.scheduler,
+        new_id=lambda: _uuid4().hex,
+        pid=1,
+        open_names=lambda config, limit_s: process.resolver,
+        transport=process.transport,
+        listen=partial(_listen, process),
+        launcher=_Launcher(process),
+        status_interval_s=_STATUS_INTERVAL_S,
+    )
 
 
 class _Journal:
@@ -191,12 +231,8 @@ class _NoMetrics:
 # ---------------------------------------------------------------------------------------------------------------- HTTP servers
 
 
-async def _start_manager(self: Any, host: str) -> str:
-    process = here()
-    return process.world.listen(process, self._answer)
-
-
-async def _start_generation(self: Any, host: str, port: int = 0) -> str:
+@contextlib.asynccontextmanager
+async def _generation_listening(self: Any, host: str, port: int = 0) -> AsyncIterator[str]:
     routes = {(route.method, route.path): route.handler for route in self.routes()}
     middleware = asyncrl.generation.http._errors_to_replies
 
@@ -204,7 +240,7 @@ async def _start_generation(self: Any, host: str, port: int = 0) -> str:
         return await middleware(request, routes[request.method, request.path])
 
     process = here()
-    return process.world.listen(process, answer)
+    yield process.world.listen(process, answer)
 
 
 # --------------------------------------------------------------------------------------------------------------- what is noted
@@ -225,8 +261,10 @@ def _noting_allocate(real: Any) -> Any:
 def _noting_grant(real: Any) -> Any:
     def grant(self: Any, request: AllocateRequest, refusal: str, now: float) -> Any:
         live = real(self, request, refusal, now)
+        process = here()
+        process.ledger = self
         if live is not None:
-            process, ticket = here(), live.ticket
+            ticket = live.ticket
             process.world.note(
                 process,
                 "granted",
@@ -285,52 +323,31 @@ def _noting_model_info(real: Any) -> Any:
 
 
 def _patches() -> list[tuple[Any, str, Any]]:
-    worker, master = asyncrl.runtime.worker, asyncrl.master.worker
-    rollout, intake = asyncrl.rollout.worker, asyncrl.model.trajectory_receiver
-    streams, generation = asyncrl.runtime.push_pull, asyncrl.generation.worker
-    transport = lambda: here().transport  # noqa: E731
+    master = asyncrl.master.worker
+    intake = asyncrl.model.trajectory_receiver
+    streams = asyncrl.runtime.push_pull
     return [
         (time, "monotonic", time.monotonic),  # `use` sets them
         (time, "time", time.time),
         (time, "time_ns", time.time_ns),
-        (asyncio, "to_thread", _to_thread),
         (asyncio, "wait", _wait),
         (uuid, "uuid4", _uuid4),
         (secrets, "token_hex", _token_hex),
-        (os, "getpid", lambda: 1),
-        (worker, "open_name_resolver", lambda config, limit_s: here().resolver),
-        (worker, "_StatusReporter", _Reporter),
-        (worker, "told", repr),
-        (asyncrl.runtime.transport, "ZmqTransport", transport),
-        (ManagerService, "start", _start_manager),
         (asyncrl.generation.http, "_json", _json),
-        (asyncrl.generation.http.GenerationHTTP, "start", _start_generation),
+        (asyncrl.generation.http.GenerationHTTP, "listening", _generation_listening),
         (master, "PromptSource", processes.SimPrompts),
         (master, "JsonLinesWriter", _Journal),
         (master, "read_state", _read_state),
         (asyncrl.master.recovery, "prune", _prune_checkpoints),
-        (asyncrl.manager.worker, "BackgroundJournal", _Journal),
-        (asyncrl.manager.worker, "make_key", _ticket_key),
         (master, "read_key", _ticket_key),
-        (rollout, "BackgroundJournal", _Journal),
-        (rollout, "SequenceSample", processes.SimSample),
         (master, "MetricsWriter", _NoMetrics),
         (master, "prune_versions", _prune_versions),
         (master, "weights_needed", lambda run_dir: []),  # no batch is kept: nothing to look for on the real disk
         (master, "generation_idle_share", lambda *args: None),
         (master.MasterWorker, "_write_summary", _write_summary),
-        (asyncrl.manager.fleet, "verify_version", _verify_version),
-        (asyncrl.manager.worker, "version_dir", _version_dir),
         (master, "version_dir", _version_dir),
         (asyncrl.testing.paced_engine, "verify_version", _verify_version),
-        (generation, "load_tokenizer", processes.load_tokenizer),
-        (generation, "TokenJournal", processes.NoJournal),
-        (generation, "_check_config", lambda config: None),
         (asyncrl.rollout.tasks, "_make", lambda made, what, arguments, **own: made(**own, **arguments)),
-        (rollout, "load_tokenizer", processes.load_tokenizer),
-        (rollout, "PromptSource", processes.SimPrompts),
-        (rollout, "complete_sample", processes.complete_sample),
-        (rollout, "SampleSummary", processes.SimSummary),
         (streams, "encode_sample", processes.encode_sample),
         (streams, "decode_sample", processes.decode_sample),
         (intake, "trajectory_error", processes.trajectory_error),

@@ -26,7 +26,8 @@ from tests.simulation.names import NameStore, SimNameResolver, SimWatch
 from tests.simulation.network import SimPull, SimTransport, Site
 
 if TYPE_CHECKING:
-    from asyncrl.runtime.worker import StatusBoard, Worker
+    from asyncrl.runtime.board import StatusBoard
+    from asyncrl.runtime.worker import Worker
     from tests.simulation.scenario import Scenario
 
 
@@ -76,6 +77,7 @@ class Process:
     worker: Worker | None = None
     lease: int | None = None
     config: Any = None
+    ledger: Any = None  # of a manager that was asked for tickets
     main: asyncio.Task[Any] | None = None
     watches: list[Watch | SimWatch] = field(default_factory=list)
     frozen_until: float = 0.0
@@ -174,7 +176,7 @@ class World:
 
     # ------------------------------------------------------------------------------------------------------- processes
 
-    def start(self, name: str, config: Any, make: Callable[[Any], Worker]) -> Process:
+    def start(self, name: str, config: Any, make: Callable[[Process], Worker]) -> Process:
         """A new life of this name."""
         self._num_lives[name] += 1
         process = Process(self, name, self._num_lives[name], config=config, started_at=self.now)
@@ -185,9 +187,9 @@ class World:
         process.loop.call_soon(self._boot, process, make)
         return process
 
-    def _boot(self, process: Process, make: Callable[[Any], Worker]) -> None:
+    def _boot(self, process: Process, make: Callable[[Process], Worker]) -> None:
         try:
-            process.worker = make(process.config)
+            process.worker = make(process)
         except Exception as error:
             self._end(process, error)
             return

@@ -15,7 +15,7 @@ import pytest
 from slurm_cluster import GPU_NODES, SlurmCluster
 
 from asyncrl.cli import main as cli
-from asyncrl.config.loading import load_experiment
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.slurm import job_state, read_job
 from asyncrl.testing.runs import RunHandle, train_steps

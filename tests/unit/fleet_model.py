@@ -53,6 +53,7 @@ class Work:
     plan: UpdatePlan
     stage: str
     since: float
+    took_from_service: bool  # the server was healthy: it counts in the wave
 
     @property
     def version(self) -> WeightVersion:
@@ -96,13 +97,15 @@ class Servers:
 
     def begin_updates(self) -> None:
         was = {name: server.version for name, server in self.table.servers.items()}
+        healthy = {name for name, server in self.table.servers.items() if server.state is ServerState.HEALTHY}
         for update in self.plan.due(self.now):
             if (version := was[update.server]) is not None:
                 assert update.version > version, "versions go back"
             process = self.processes[update.server]
             assert process.url == update.url
             stage = "ask" if update.is_new else "pause"
-            self.works.append(Work(update, process, self.table, self.plan, stage, self.now))
+            taken = update.server in healthy
+            self.works.append(Work(update, process, self.table, self.plan, stage, self.now, taken))
 
     def go_on(self, work: Work, *, fails: bool = False) -> None:
         """One call of an update; it may fail, with the call done or not."""
@@ -214,11 +217,11 @@ class Servers:
             server.state not in (ServerState.DEAD, ServerState.DRAINING) for server in self.table.servers.values()
         )
         out = [
-            running
-            for name, running in self.plan._running.items()
-            if running.took_from_service
-            and running.life == self.table.servers[name].life
-            and self.now < running.since + SLOW_AFTER_S
+            work
+            for work in self.works
+            if work.took_from_service
+            and work.update.life == self.table.servers[work.update.server].life
+            and self.now < work.since + SLOW_AFTER_S
         ]
         assert len(out) <= max(1, int(self.fraction * max(alive, len(self.table.servers))))
 

@@ -97,7 +97,7 @@ class Worker:
 class Checkpoint:
     version: int
     trained: list[tuple[int, int, list[Locator]]]  # (attempt, step, prompts): the lineage so far
-    progress: tuple[int, set[int], int, Counter[str]]
+    progress: tuple[Locator, list[Locator], int, Counter[str]]  # what PromptProgress.restore takes
 
 
 @dataclass(eq=False)
@@ -152,7 +152,7 @@ class World:
         self.issued: Counter[str] = Counter()
         self.num_lost = 0  # tickets that workers held when they were given up
         self.num_dropped = self.num_duplicates = self.num_revoked = 0
-        self.master = self._new_master(Checkpoint(0, [], (0, set(), 0, Counter())))
+        self.master = self._new_master(Checkpoint(0, [], (Locator(0, 0), [], 0, Counter())))
         self.checkpoint = self._take_checkpoint()
         self.begin_manager(1, first=True)
         self.serve()
@@ -384,8 +384,7 @@ class World:
 
     def _new_master(self, checkpoint: Checkpoint) -> Master:
         progress = PromptProgress(self.num_prompts, self.num_epochs)
-        progress._cursor, progress._beyond = checkpoint.progress[0], set(checkpoint.progress[1])
-        progress.num_trained, progress.rejected = checkpoint.progress[2], Counter(checkpoint.progress[3])
+        progress.restore(*checkpoint.progress)
         capacity = (1 + self.eta) * self.batch_size
         return Master(
             attempt=self.attempt,
@@ -398,7 +397,7 @@ class World:
 
     def _take_checkpoint(self) -> Checkpoint:
         progress = self.master.progress
-        state = (progress._cursor, set(progress._beyond), progress.num_trained, Counter(progress.rejected))
+        state = (progress.cursor, progress.beyond_cursor, progress.num_trained, Counter(progress.rejected))
         return Checkpoint(self.master.version, list(self.trained), state)
 
     def save(self) -> None:
@@ -509,13 +508,14 @@ class World:
         ledger, master = self.ledger, self.master
         assert ledger.attempt <= self.attempt
         assert ledger.attempt < self.attempt or ledger.trained_version <= master.version
-        assert ledger.num_running == sum(live.state == "running" for live in ledger._live.values())
-        assert len(ledger._by_prompt) == ledger.num_live
+        live = ledger.view(self.now).live
+        assert ledger.num_running == sum(ticket.state == "running" for ticket in live)
+        assert len({ticket.locator for ticket in live}) == ledger.num_live == len(live)
         assert ledger.num_running <= ledger.gate.max_concurrent + self.num_lost
         # A trajectory of a prompt that was given up may come after all, and be accepted; a ghost's ticket may be adopted.
         late = ledger.counters["accepted_late", ""] + self.num_lost * (ledger.counters["adopted", ""] > 0)
         assert ledger.num_live <= (1 + self.eta) * self.batch_size + late
-        assert all(live.ticket.attempt == ledger.attempt for live in ledger._live.values())
+        assert all(ticket.ticket_id.startswith(f"a{ledger.attempt}-") for ticket in live)
         assert len(master.buffer) <= (1 + self.eta) * self.batch_size
         lineage = [locator for _, _, locators in self.trained for locator in locators]
         assert len(lineage) == len(set(lineage)), "trained twice"

@@ -27,7 +27,7 @@ from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.agent import ActQueue, Agent, MultiStepAgent, Observation, ObsQueue, SingleStepAgent
 from asyncrl.rollout.env import Env, FeedbackEnv, RewardEnv, StepResult
 from asyncrl.rollout.tasks import TRAIN, TaskTable
-from asyncrl.runtime.worker import StatusBoard
+from asyncrl.runtime.board import StatusBoard
 
 LOGGER = logging.getLogger("test_agents")
 BOARD = StatusBoard(

@@ -32,11 +32,11 @@ from asyncrl.protocol.messages import (
     ShareWeights,
     TakeWeights,
 )
+from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.published import FencedError
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport
-from asyncrl.runtime.worker import WaitTimeoutError
 from asyncrl.weights.checkpoints import shared_dir
 
 # Moments in the life of a reference: it is about to fetch its inputs, it has computed, its outputs are about to be fetched
@@ -194,9 +194,8 @@ async def running(
 
 class MasterOfWorlds(Master):
     def __init__(self, world, client, tracker, limit_s, train, run_dir):
-        super().__init__(world, client, train, 64)
+        super().__init__(world, client, train, 64, limit_s)
         self.tracker = tracker
-        self.caller._limit_s = limit_s
         self.apart = ApartWorlds(world.worlds, client, self.caller, limit_s)
         models = list(world.placements.values())
         hooks = ParameterHooks(world.graph.mfcs.values(), train)

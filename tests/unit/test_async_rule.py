@@ -81,7 +81,7 @@ class Run:
         overdue: str = "wait",
         overdue_wait_s: float = 1e9,
     ) -> None:
-        self.batch_size, self.eta = batch_size, eta
+        self.batch_size, self.eta, self.overdue = batch_size, eta, overdue
         self.num_prompts, self.num_epochs = num_prompts, num_epochs
         self.now = 0.0
         self.table = ServerTable("least_requests", dead_after_s=1e9)
@@ -288,7 +288,7 @@ class Run:
             age = self.trained_version - WeightVersion.unpack(min(meta.version_start)).version
             assert age >= 0, "trained before it was made"
             self.max_age = max(self.max_age, age)
-            if self.former._overdue != "train":
+            if self.overdue != "train":
                 assert age <= self.eta, f"{meta.ticket_id} is {age} versions old at step {self.trained_version}"
         if ready.partial:
             self.partial_batches += 1
@@ -498,11 +498,10 @@ class AsyncRule(RuleBasedStateMachine):
         room = (1 + run.eta) * run.batch_size + ledger.counters["accepted_late", ""]
         assert ledger.num_live <= room
         assert ledger.num_running <= ledger.gate.max_concurrent
-        assert ledger.num_running == sum(live.state == "running" for live in ledger._live.values())
-        assert len(ledger._by_prompt) == ledger.num_live
-        assert run.table.servers["generation_server/0"].running == sum(
-            live.state == "running" and live.server != "" for live in ledger._live.values()
-        )
+        live = ledger.view(run.now).live
+        assert ledger.num_running == sum(ticket.state == "running" for ticket in live)
+        assert len({ticket.locator for ticket in live}) == ledger.num_live == len(live)
+        assert run.table.servers["generation_server/0"].running == ledger.num_running
         assert run.table.servers["generation_server/0"].state is ServerState.HEALTHY
 
     @invariant()
@@ -523,7 +522,7 @@ class AsyncRule(RuleBasedStateMachine):
         idle = not run.step and run.ledger.num_running == 0 and run.served == run.trained_version
         if not (told and idle) or run.finished or run.pending_revoke or any(worker.held for worker in run.workers):
             return
-        if set(run.stored) != {live.ticket.ticket_id for live in run.ledger._live.values()}:
+        if set(run.stored) != {ticket.ticket_id for ticket in run.ledger.view(run.now).live}:
             return  # the manager has not heard of all that is stored
         assert run.ledger.refusal(run.now) == "" or len(run.stored) >= run.batch_size or run.ledger.exhausted
 

@@ -65,8 +65,8 @@ def test_one_path_is_told_not_two(tmp_path):
 
 def test_a_full_disk_is_seen_whatever_failed(tmp_path, monkeypatch):
     assert nearly_full(tmp_path / "run") == ""
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=8_000_000, free=0))
+    usage = type(shutil.disk_usage(tmp_path))(total=8_000_000, used=8_000_000, free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert nearly_full(tmp_path / "run") == (
         f"The disk is full or nearly so: 0 B of 8.0 MB are free on that disk, where {tmp_path / 'run'} is. Make room, or set "
         "fileroot=... to a larger disk"
@@ -87,18 +87,26 @@ def test_sizes():
 # ------------------------------------------------------------------------------------------------------- metrics and journals
 
 
-def fill(writer):
-    """From now on the disk under an open file is full."""
+def fill(path):
+    """From now on the disk under this file, which the process has open, is full."""
+    (descriptor,) = (fd for fd in map(int, os.listdir("/proc/self/fd")) if has_open(fd, path))
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, writer._file.fileno())
+    os.dup2(full, descriptor)
     os.close(full)
+
+
+def has_open(fd, path):
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except OSError:  # the descriptor that listed the others
+        return False
 
 
 def test_a_journal_on_a_disk_that_fills_up(tmp_path):
     path = tmp_path / "journal" / "master.jsonl"
     writer = JsonLinesWriter(path)
     writer.write({"event": "trained", "step": 1})
-    fill(writer)
+    fill(path)
     with pytest.raises(StorageError, match=rf"{path} could not be written: No space left on device; "):
         writer.write({"event": "trained", "step": 2})
     writer.close()  # nothing is left in a buffer that could fail again
@@ -108,7 +116,8 @@ def test_a_journal_on_a_disk_that_fills_up(tmp_path):
 def test_tensorboard_on_a_disk_that_fills_up_is_no_wait_for_ever(tmp_path):
     writer = MetricsWriter(tmp_path, attempt=1, tensorboard=True)
     writer.write(1, {"reward/mean": 0.5})
-    fill(writer._events)
+    (events,) = (tmp_path / "tensorboard" / "attempt_1").iterdir()
+    fill(events)
     told = r"tensorboard/attempt_1/events\.out\.tfevents\..* could not be written: No space left"
     for step in range(2, 30):  # more than a queue would hold
         with pytest.raises(StorageError, match=told):

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.launch import model_files
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.preflight import preflight
 from asyncrl.testing.tiny import make_char_tokenizer
 
@@ -170,15 +170,15 @@ def test_without_the_table_every_architecture_is_taken(check, model, monkeypatch
 
 
 def test_a_disk_without_room_for_the_weights(check, model, monkeypatch):
-    usage = shutil.disk_usage(model)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000_000))
+    total, used, _ = usage = shutil.disk_usage(model)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type(usage)(total, used, 100_000_000))
     with pytest.raises(
         ConfigError, match=r"fileroot='.*runs': 100\.0 MB are free there, the run needs 130\.0 MB .*weights\.keep=1"
     ):
         check()
     with_users_etcd = "name_resolve.endpoints=[localhost:2379]"
     assert check(with_users_etcd) == 64
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=199))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type(usage)(total, used, 199))
     with pytest.raises(ConfigError, match=r"199 B are free there, the run needs 200 B \(weights\.keep \+ 2 times 40 B"):
         check(with_users_etcd, "checkpoint.every_s=0")  # no checkpoints
     told = (

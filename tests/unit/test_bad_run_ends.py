@@ -41,9 +41,11 @@ from asyncrl.protocol.messages import (
     SaveModel,
 )
 from asyncrl.protocol.run_folder import name_of
+from asyncrl.runtime.board import WaitTimeoutError
+from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
 from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.runtime.worker import RunEndedError, WaitTimeoutError, told
+from asyncrl.runtime.worker import RunEndedError, told
 from asyncrl.testing.runs import journal
 from asyncrl.weights.checkpoints import MasterState, checkpoint_dir
 
@@ -140,7 +142,10 @@ async def make(tmp_path: Path) -> Any:
                 tensorboard=False,
             )
         )
-        master.resolver = open_name_resolver(name_resolve)
+        master.resolver = resolver = open_name_resolver(name_resolve)
+        lease = resolver.grant_lease(LIMIT_S).id
+        directory = Directory(resolver, master.names, lease=lease, board=master.board, limit_s=LIMIT_S)
+        master.publish = directory.publish  # type: ignore[method-assign]
         master.manager, master.caller = FakeManager(), FakeCaller()  # type: ignore[assignment]
         master.metrics = MetricsWriter(tmp_path, attempt=1, tensorboard=False)
         master.journal = JsonLinesWriter(tmp_path / "journal" / "master.jsonl")

@@ -11,7 +11,7 @@ from asyncrl.master.report import rejection_lines
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.rewards.reward import Reward
 from asyncrl.rewards.trajectory import Episode, Response, build_sample, complete_sample
-from asyncrl.runtime.worker import StatusBoard
+from asyncrl.runtime.board import StatusBoard
 
 V1 = WeightVersion(1, 1).pack()
 LOGGER = logging.getLogger("test")

@@ -23,7 +23,7 @@ def write(run_dir, worker, *records):
 
 
 def test_useful_work_is_what_came_after_the_death(module, tmp_path):
-    useful = module("recovery")._useful
+    useful = module("recovery").useful
     admitted = [
         {"event": "admitted", "ticket": ticket, "time": at} for ticket, at in (("a", 9.0), ("b", 11.5), ("c", 12.0))
     ]
@@ -56,7 +56,7 @@ def test_the_life_that_came_after_is_measured(module, tmp_path):
     text = "".join(f"2026-01-01 00:00:{at:06.3f} INFO    generation_server/0: {what}\n" for at, what in lines)
     (folder / "generation_server_0.log").write_text(text)
     struck = recovery.datetime(2026, 1, 1, 0, 0, 15).timestamp()
-    assert recovery._between(
+    assert recovery.between(
         tmp_path, "generation_server", "generation_server/0", struck, "serving at"
     ) == pytest.approx(3.5)
 
@@ -64,14 +64,14 @@ def test_the_life_that_came_after_is_measured(module, tmp_path):
 def test_slopes_leave_out_the_warm_up(module):
     samples = [(float(step), {"memory_mb": 500.0 if step < 100 else 1000 + 0.02 * step}) for step in range(0, 500, 10)]
     soak = module("soak")
-    assert soak.slopes_of(samples, soak._WARM_UP) == {"memory_mb": 20.0}
+    assert soak.slopes_of(samples, soak.WARM_UP) == {"memory_mb": 20.0}
 
 
 def test_what_fills_and_is_full_has_no_late_slope(module):
     samples = [(float(step), {"descriptors": min(step, 200.0)}) for step in range(0, 500, 10)]
     soak = module("soak")
-    assert soak.slopes_of(samples, soak._WARM_UP)["descriptors"] > 100
-    assert soak.slopes_of(samples, soak._LATE) == {"descriptors": 0.0}
+    assert soak.slopes_of(samples, soak.WARM_UP)["descriptors"] > 100
+    assert soak.slopes_of(samples, soak.LATE) == {"descriptors": 0.0}
 
 
 def test_faults_of_a_soak_are_one_schedule_cut_into_rounds(module):

@@ -9,7 +9,7 @@ import pytest
 from test_update_plan import Setup, v
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, WeightsConfig
-from asyncrl.config.validation import validate
+from asyncrl.launch.experiment import validate
 from asyncrl.manager.update_plan import Update
 from asyncrl.manager.wave import Wave
 from asyncrl.protocol.messages import BroadcastReply

@@ -230,12 +230,13 @@ def test_any_schedule_settles_everything_and_delivers_once(seed):
     delivered: set[tuple[int, int]] = set()
     held: list[int] = []
     settled: list[int] = []
-    wanted = 25
+    wanted, admitted = 25, 0
     for step in range(4000):
         faulty = step < 400
         now += random.random()
-        if len(settled) < wanted and sender.can_admit(10) and sender._next_seq < wanted:
-            out = sender.admit(sender._next_seq, 10, now)
+        if len(settled) < wanted and sender.can_admit(10) and admitted < wanted:
+            out = sender.admit(admitted, 10, now)
+            admitted += 1
             net.append(("data", life, (out.seq, sender.low)))
         if (seqs := sender.probe(now)) is not None:
             net.append(("probe", life, (seqs, sender.low)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,9 +192,13 @@ class Caller:
 
 
 async def test_one_checkpoint_at_a_time_of_the_step_at_which_it_began(tmp_path):
-    worker: Any = SimpleNamespace(
-        spawn=lambda coroutine, name: asyncio.create_task(coroutine), trace=OFF, logger=logging.getLogger("test")
-    )
+    begun: list[asyncio.Task[None]] = []
+
+    def spawn(coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        begun.append(asyncio.create_task(coroutine, name=name))
+        return begun[-1]
+
+    worker: Any = SimpleNamespace(spawn=spawn, trace=OFF, logger=logging.getLogger("test"))
     config: Any = SimpleNamespace(
         checkpoint=CheckpointConfig(every_steps=2, every_s=0.0, keep_last=1),
         worker=SimpleNamespace(run_dir=str(tmp_path)),
@@ -222,11 +227,10 @@ async def test_one_checkpoint_at_a_time_of_the_step_at_which_it_began(tmp_path):
     await steps(1, 5)
     assert taken == [2]  # that of step 4 waits
     caller.may_write.set()
-    assert checkpointer._task is not None
-    await asyncio.wait_for(checkpointer._task, 30)
+    await asyncio.wait_for(begun[0], 30)
     await steps(6, 7)
-    assert checkpointer._task is not None
-    await asyncio.wait_for(checkpointer._task, 30)
+    await asyncio.wait_for(begun[1], 30)
+    assert len(begun) == 2
     assert taken == [2, 6]
     assert list_checkpoints(tmp_path) == [(1, 6)]  # keep_last
     bodies = [type(body) for body in caller.calls]

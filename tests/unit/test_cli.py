@@ -20,8 +20,8 @@ from asyncrl.cli.commands import run as run_command
 from asyncrl.cli.commands.status import training_of
 from asyncrl.cli.doctor import Finding
 from asyncrl.cli.json_view import JsonView
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import LaunchError, RunLock, RunRecord, begin_attempt, next_attempt, write_record
 from asyncrl.protocol.messages import WorkerStatus

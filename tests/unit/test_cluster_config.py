@@ -16,7 +16,7 @@ from asyncrl.config.schema import (
     TaskConfig,
     WeightsConfig,
 )
-from asyncrl.config.validation import validate
+from asyncrl.launch.experiment import validate
 from asyncrl.launch.hosts import address_of, own_host, refuses
 
 CONFIG = ExperimentConfig(

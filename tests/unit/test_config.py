@@ -11,7 +11,6 @@ import pytest
 
 import asyncrl
 from asyncrl.config.fields import ALIASES, find_field
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import (
     ConfigError,
     ExperimentConfig,
@@ -21,6 +20,7 @@ from asyncrl.config.schema import (
     has_unix_sockets,
     resolve_auto,
 )
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
 from asyncrl.runtime.devices import visible_devices

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.paths import PAGES as PATHS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "design").glob("*.md"))
@@ -20,3 +24,29 @@ def test_files_and_names_exist(page: Path) -> None:
         text = (ROOT / file).read_text()
         defined = rf"^(?:class|(?:async )?def) {name}\b|^{name}(?:: [^=]+)? = "
         assert not name or re.search(defined, text, re.MULTILINE), (file, name)
+
+
+_FUNCTIONS = re.compile(r"`(asyncrl/[\w/]+\.py)`((?:,? `[\w.]+`)+)")
+
+
+def defined_in(node: ast.AST, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all classes and functions, nested ones too."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{prefix}{child.name}."
+            yield name.removesuffix(".")
+        yield from defined_in(child, name)
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_the_functions_of_a_path_exist(kind: str) -> None:
+    """Where one was renamed: `python -m tests.support.paths --write`."""
+    rows = _FUNCTIONS.findall(" ".join(PATHS[kind].read_text().split()))
+    assert len(rows) > 20
+    missing = {
+        f"{file}:{name}"
+        for file, names in rows
+        for name in set(re.findall(r"[\w.]+", names)) - set(defined_in(ast.parse((ROOT / file).read_text())))
+    }
+    assert not missing

@@ -69,16 +69,22 @@ def test_memory(available, need, state):
     assert doctor.judge_memory(16 * GB, available, need).state == state
 
 
-def test_limits_of_a_container(monkeypatch):
-    settings = {
-        "cpu.max": ["150000 100000", "max 100000"],
-        "memory.max": ["2000", "max"],
-        "memory.current": ["500", "1"],
+def test_limits_of_a_container(tmp_path, monkeypatch):
+    files = {
+        "proc/self/cgroup": "1:name=systemd:/elsewhere\n0::/pod/run\n",
+        "sys/fs/cgroup/pod/run/cpu.max": "350000 100000\n",
+        "sys/fs/cgroup/pod/run/memory.max": "3000\n",
+        "sys/fs/cgroup/pod/run/memory.current": "500\n",
+        "sys/fs/cgroup/pod/cpu.max": "150000 100000\n",
+        "sys/fs/cgroup/pod/memory.max": "2000\n",
+        "sys/fs/cgroup/pod/memory.current": "500\n",
     }
-    monkeypatch.setattr(doctor, "_cgroup_values", lambda name: iter(settings[name]))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert doctor.num_cores() == 1
-    assert doctor.memory_limits() == (2000, 1500)
+    assert doctor.num_cores(tmp_path) == 1
+    assert doctor.memory_limits(tmp_path) == (2000, 1500)
 
 
 def test_need_of_a_config(tmp_path):
@@ -176,9 +182,12 @@ def test_what_nvidia_smi_says(tmp_path):
     assert "No such file" in doctor.query_gpus(str(tmp_path / "nowhere"))
 
 
-def test_a_command_that_hangs_is_given_up(monkeypatch):
+def test_a_command_that_hangs_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "COMMAND_LIMIT_S", 0.05)
-    assert str(doctor._output_of(["sleep", "100"])) == "no answer within 0.05 s"
+    command = tmp_path / "smi"
+    command.write_text("#!/bin/sh\nexec sleep 100\n")
+    command.chmod(0o755)
+    assert doctor.query_gpus(str(command)) == f"{command} does not answer: no answer within 0.05 s"
 
 
 def test_packages():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.loading import load_experiment
+from asyncrl.launch.experiment import load_experiment
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(folder.parent for folder in (ROOT / "examples").glob("*/README.md"))

@@ -31,10 +31,10 @@ from asyncrl.protocol.messages import (
     TrajectoryMeta,
 )
 from asyncrl.protocol.names import Names
+from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport
-from asyncrl.runtime.worker import StatusBoard
 
 RUNTIME = RuntimeConfig(start_timeout_s=10.0)
 NAMES = Names("e", "t")
@@ -133,11 +133,11 @@ class World:
 
 
 class Master:
-    def __init__(self, world, client, train, num_groups):
+    def __init__(self, world, client, train, num_groups, limit_s=LIMIT_S):
         self.world, self.client = world, client
         models = list(world.placements.values())
         info = WorkerInfo("master", 0, 1, "e", "t", 1, "/nowhere", 1, NameResolveConfig(), RUNTIME)
-        self.caller = WorkerCaller(client, StatusBoard(info, logging.getLogger("test")), LIMIT_S)
+        self.caller = WorkerCaller(client, StatusBoard(info, logging.getLogger("test")), limit_s)
         self.tracker = StorageTracker()
         self.buffer = AsyncIOSequenceBuffer(PromptProgress(num_groups, 1), capacity=num_groups, attempt=1)
         hooks = ParameterHooks(world.graph.mfcs.values(), train)

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, FaultsConfig, RuntimeConfig
-from asyncrl.config.validation import validate
+from asyncrl.launch.experiment import validate
 from asyncrl.runtime import http_client
 from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender
 from asyncrl.runtime.transport import (
@@ -217,9 +217,9 @@ def test_faults_that_make_no_sense_are_refused(faults, says):
 # ------------------------------------------------------------------------------------------------------------------ HTTP
 
 
-async def calls(faults, count, monkeypatch):
+async def calls(faults, count, request):
     """So many calls to a real server, each by itself: how many it saw, and what became of them at the client."""
-    monkeypatch.setattr(http_client, "_faults", None)
+    request.addfinalizer(lambda: http_client.suffer(FaultsConfig(), "rollout_worker/0"))
     http_client.suffer(faults, "rollout_worker/0")
     seen = Counter()
 
@@ -242,20 +242,19 @@ async def calls(faults, count, monkeypatch):
     return seen, Counter(became), became
 
 
-async def test_calls_and_answers_are_lost_and_none_is_doubled(monkeypatch):
-    seen, became, order = await calls(FaultsConfig(seed=1, drop=0.5, delay=0.2, delay_s=0.01), 200, monkeypatch)
+async def test_calls_and_answers_are_lost_and_none_is_doubled(request):
+    seen, became, order = await calls(FaultsConfig(seed=1, drop=0.5, delay=0.2, delay_s=0.01), 200, request)
     call, answer = "runtime.faults.drop: the call is lost", "runtime.faults.drop: the answer is lost"
     assert became.keys() == {"ok", call, answer}
     assert min(became.values()) > 20
     assert set(seen.values()) == {1}
     assert len(seen) == became["ok"] + became[answer]
-    _, _, again = await calls(FaultsConfig(seed=1, drop=0.5, delay=0.2, delay_s=0.01), 200, monkeypatch)
+    _, _, again = await calls(FaultsConfig(seed=1, drop=0.5, delay=0.2, delay_s=0.01), 200, request)
     assert again == order
-    _, _, other = await calls(FaultsConfig(seed=2, drop=0.5, delay=0.2, delay_s=0.01), 200, monkeypatch)
+    _, _, other = await calls(FaultsConfig(seed=2, drop=0.5, delay=0.2, delay_s=0.01), 200, request)
     assert other != order
 
 
-async def test_without_faults_calls_go_as_they_are(monkeypatch):
-    _, became, _ = await calls(FaultsConfig(corrupt=0.5, duplicate=0.5), 20, monkeypatch)  # those of channels only
+async def test_without_faults_calls_go_as_they_are(request):
+    _, became, _ = await calls(FaultsConfig(corrupt=0.5, duplicate=0.5), 20, request)  # those of channels only
     assert became == {"ok": 20}
-    assert http_client._faults is None

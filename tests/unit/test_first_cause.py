@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.launch.children import Child, first_cause
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan
 from asyncrl.protocol.messages import WorkerStatus
 

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
-from asyncrl.data.prompts import Prompt
-from asyncrl.model.group_maker import GroupMaker, _Group
-from asyncrl.protocol.messages import Locator
+from asyncrl.config.schema import ModelWorkerConfig
+from asyncrl.launch.experiment import load_experiment
+from asyncrl.launch.program import plan
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.group_maker import GroupMaker
+from asyncrl.protocol.messages import ExecuteMFC, Locator
+from asyncrl.runtime.worker import StatusBoard
+from asyncrl.testing.runs import make_tiny_run
+
+# As Reward raises it where the processes that run a reward function are lost
+REWARD = """
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutReleased
 
-PROMPT = Prompt(prompt_id="e0-p0", text="2+2=", input_ids=[1], answer="4", task="sum", row={}, too_long=False)
+errors = [RolloutReleased(REWARD_LOST), RolloutReleased(REWARD_LOST)]
+
+async def reward(prompt, completion, answer):
+    if errors:
+        raise errors.pop()
+    return float(prompt)
+"""
 
 
-async def test_a_group_whose_reward_processes_are_lost_is_judged_again() -> None:
-    errors = [RolloutReleased(REWARD_LOST), RolloutReleased(REWARD_LOST)]
-
-    async def score(*_: Any) -> list[float]:
-        if errors:
-            raise errors.pop()
-        return [1.0]
-
-    maker = object.__new__(GroupMaker)
-    maker._judging = asyncio.Semaphore(1)
-    maker._logger = logging.getLogger("test_group_maker")
-    maker._rewards = {"sum": SimpleNamespace(score=score)}  # type: ignore[dict-item]
-    assert await maker._judge(_Group("g", Locator(0, 0), PROMPT)) == [1.0]
-    assert not errors
+async def test_a_group_whose_reward_processes_are_lost_is_judged_again(tmp_path: Path) -> None:
+    tiny = make_tiny_run(tmp_path, num_prompts=20)
+    (tmp_path / "lost.py").write_text(REWARD)
+    overrides = ["mode=sync", "prompts.shuffle=false", "rollout.reward_isolation=thread"]
+    experiment = load_experiment(tiny, [*overrides, f"rollout.tasks.default.reward={tmp_path}/lost.py:reward"])
+    configs = [spec.config for spec in plan(experiment, attempt=1, num_prompts=20)]
+    (config,) = (config for config in configs if isinstance(config, ModelWorkerConfig))
+    logger = logging.getLogger("test_group_maker")
+    maker = GroupMaker(config, TrainEngine(config.models[0], config.train), StatusBoard(config.worker, logger), logger)
+    call = ExecuteMFC(mfc=config.mfcs[0].name, version=0, ids=["g"], locators=[Locator(0, 7)])
+    made = await asyncio.wait_for(asyncio.to_thread(maker.make, call, ["g"]), 60)
+    maker.close()
+    assert made.rejected == []
+    (meta,) = made.metas
+    assert meta.rewards == [7.0] * experiment.rollout.group_size

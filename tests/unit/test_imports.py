@@ -100,6 +100,12 @@ def test_name_resolve_without_etcd3_until_it_is_opened():
     assert imported_by("import asyncrl.runtime.names.open", ["grpc", "etcd3"]) == "[]"
 
 
+def test_config_imports_nothing_else_of_asyncrl():
+    for file in (Path(asyncrl.__file__).parent / "config").glob("**/*.py"):
+        found = set(re.findall(r"^ *(?:from|import) asyncrl\.(\w+)", file.read_text(), re.MULTILINE))
+        assert found <= {"config"}, f"{file.name} imports asyncrl.{sorted(found - {'config'})}"
+
+
 def test_process_folders_do_not_import_one_another():
     folders = {"rollout", "manager", "generation", "model", "master"}
     package = Path(asyncrl.__file__).parent

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.cli.commands.init import shipped_examples
 from asyncrl.cli.main import main
-from asyncrl.config.loading import load_experiment
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
 from asyncrl.testing.warm_start import write_lines
 

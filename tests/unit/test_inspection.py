@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from recordings import make_group, make_store, record_batches
 from rich.console import Console
 
-from asyncrl.cli.commands.inspect import _print_view
+from asyncrl.cli.commands.inspect import print_view
 from asyncrl.cli.inspection import make_view, visible
 from asyncrl.cli.main import main
-from asyncrl.config.loading import load_experiment
 from asyncrl.data.trajectories import Entry, list_recording, recording_dir
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan, save_config
 from asyncrl.launch.rundir import configs_dir
 from asyncrl.testing.runs import make_tiny_run
@@ -131,11 +131,11 @@ def test_markup_is_shown_and_not_obeyed(tiny, tmp_path):
     tokens = [replace(row, text=hostile) for row in view.tokens]
     sequences = [replace(row, text=hostile) for row in view.sequences]
     output = io.StringIO()
-    arguments = type("Arguments", (), {"prompt": True, "limit": None})
-    _print_view(
+    print_view(
         replace(view, tokens=tokens, sequences=sequences, prompt_text=hostile, ticket=hostile),
-        arguments,
         Console(file=output, width=200, force_terminal=True, color_system=None),
+        limit=100,
+        with_prompt=True,
     )
     assert "\x1b[31m" not in output.getvalue()
     assert output.getvalue().count("[red]x[/]\\x1b[31m") == 1 + 1 + 2 + 1 + 4  # ticket, prompt, group, response, tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -181,18 +182,17 @@ def test_a_file_of_one_torn_line_becomes_empty(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
 
 
-def test_lines_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     writer = JsonLinesWriter(tmp_path / "x.jsonl")
     writer.write({"n": 0})
-
-    def half(file: object, data: bytes) -> None:
-        writer._file.write(data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("asyncrl.runtime.metrics._write_all", half)
-        with pytest.raises(StorageError):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))  # the first of two lines, and half of the second one
+    try:
+        with pytest.raises(StorageError, match="File too large"):
             writer.write_lines([b'{"n":1}\n', b'{"n":2}\n'])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert numbers(tmp_path / "x.jsonl") == [0]
     writer.write_lines([b'{"n":1}\n', b'{"n":2}\n'])
     assert numbers(tmp_path / "x.jsonl") == [0, 1, 2]
     writer.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
 import pytest
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
-from asyncrl.manager.ledger import _MAX_REQUESTS, Gate, Ledger, StaleAttemptError, UnreachedError
+from asyncrl.manager.admission import Gate
+from asyncrl.manager.ledger import Ledger, StaleAttemptError, UnreachedError
 from asyncrl.manager.prompts import PromptCursor
 from asyncrl.manager.routing import ServerTable
 from asyncrl.protocol.messages import (
@@ -310,13 +312,16 @@ def test_the_same_request_gets_the_same_tickets() -> None:
 
 def test_answers_are_remembered_for_as_long_as_somebody_may_ask_again() -> None:
     """Not their tickets, nor all that there ever were: a thousand workers get millions of them."""
-    desk = Desk(batch_size=50, eta=1)
+    remembered = 16  # answers to a worker
+    desk = Desk(batch_size=100, eta=1)
     tickets = [desk.take(1, request_id=f"r{number}")[0] for number in range(60)]
-    answers = desk.ledger._holders["rollout_worker/0"].answers
-    assert len(answers) == _MAX_REQUESTS
-    for number in range(60 - _MAX_REQUESTS, 60):
+    for number in range(60 - remembered, 60):
         assert desk.ask(1, request_id=f"r{number}").tickets == [tickets[number]]
-    assert {type(ticket_id) for answer in answers.values() for ticket_id in answer} == {str}
+    for number in reversed(range(60 - remembered)):
+        assert desk.ask(1, request_id=f"r{number}").tickets[0] not in tickets
+    desk.finish(tickets[-1], outcome="rejected")
+    references = sys.getrefcount(tickets[-1])
+    assert references == 2  # the list's and this call's: the ledger keeps no ticket that has ended
 
 
 def test_a_request_that_got_nothing_may_be_repeated() -> None:

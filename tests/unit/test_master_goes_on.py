@@ -127,7 +127,7 @@ async def run(master: MasterWorker, tmp_path: Path) -> list[Any]:
     double._publish_weights, double.finish, double.train_one_step = publish, finish, train
     double._evaluate_beside_training = lambda: done.append("evaluate")
     double.journal = JsonLinesWriter(tmp_path / "journal" / "master.jsonl")
-    await asyncio.wait_for(master.run(), LIMIT_S)
+    await asyncio.wait_for(master.work(), LIMIT_S)
     double.journal.close()
     return done
 

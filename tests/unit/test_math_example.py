@@ -14,11 +14,11 @@ import pytest
 from huggingface_hub import constants
 
 from asyncrl.cli import main as cli
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig, PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.generation.sglang_environment import TESTED_VERSION, SGLangEnvironment
 from asyncrl.launch import preflight as preflight_module
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import load_process_config, plan
 from asyncrl.protocol.messages import Locator

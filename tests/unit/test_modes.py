@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.external_process import debug_command
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan, total_steps

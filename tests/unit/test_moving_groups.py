@@ -101,7 +101,7 @@ class Moves(RuleBasedStateMachine):
     def every_ticket_is_at_one_server(self) -> None:
         if not hasattr(self, "desk"):
             return
-        running = Counter(live.server for live in self.desk.ledger._live.values() if live.state == "running")
+        running = Counter(self.servers_of_tickets().values())
         assert {name: server.running for name, server in self.table.servers.items() if server.running} == running
         assert running.total() == self.desk.ledger.num_running == len(self.held)
         assert all(
@@ -112,9 +112,13 @@ class Moves(RuleBasedStateMachine):
     def whoever_has_drained_has_nothing(self) -> None:
         for server in self.servers():
             if server.leaving and server.state is ServerState.DRAINING and self.table.has_drained(server.name):
-                assert server.name not in {
-                    live.server for live in self.desk.ledger._live.values() if live.state == "running"
-                }
+                assert server.name not in self.servers_of_tickets().values()
+
+    def servers_of_tickets(self) -> dict[str, str]:
+        """Where each ticket is by the ledger: where its worker knows it, or where the next heartbeat's answer says that it is."""
+        request = HeartbeatRequest(worker=WORKER, incarnation="a", held=list(self.held))
+        moved = self.desk.ledger.heartbeat(request, self.desk.now).moved
+        return {**self.at, **{ticket.ticket_id: ticket.server for ticket in moved}}
 
     def servers(self):  # type: ignore[no-untyped-def]
         return self.table.servers.values() if hasattr(self, "table") else []

@@ -52,17 +52,19 @@ def test_the_nearest_counters_that_can_be_read_are_looked_at(tmp_path, files, ch
     assert [counters.kills_lately(now) for now in (101.0, 105.0, 112.0)] == [expected, expected, ""]
 
 
-def test_a_process_that_was_killed_for_want_of_memory_is_told_as_that(tmp_path, monkeypatch):
+def test_a_process_that_was_killed_for_want_of_memory_is_told_as_that(tmp_path):
     write(tmp_path, V1)
-    monkeypatch.setattr(children, "_oom", OomCounters(tmp_path))
+    counters = OomCounters(tmp_path)
     log = tmp_path / "log"
     log.write_text("last words\n")
     with subprocess.Popen(["sleep", "1000"]) as process:
         process.kill()
         code = process.wait()
-    assert "was killed by signal SIGKILL (by somebody, or for want of memory" in children.how_it_ended(code, log)
+    assert "was killed by signal SIGKILL (by somebody, or for want of memory" in children.how_it_ended(
+        code, log, counters
+    )
     write(tmp_path, {"sys/fs/cgroup/memory/pod/memory.oom_control": "oom_kill 1\n"})
-    told = children.how_it_ended(code, log)
+    told = children.how_it_ended(code, log, counters)
     assert "was killed by signal SIGKILL (by the kernel, for want of memory: " in told
     assert "the limit is 500.0 MB. Have fewer or smaller processes" in told
     assert told.endswith("last words")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.loading import load_experiment
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.task_arguments import check_task_arguments
 from asyncrl.rewards.loading import load_object
 

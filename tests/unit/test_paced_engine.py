@@ -124,9 +124,11 @@ async def test_what_was_begun_goes_before_what_waits(versions: Callable[[WeightV
 
 
 async def test_a_request_says_over_http_that_it_was_begun(versions: Callable[[WeightVersion], Path]) -> None:
-    async with serving(versions, slots=1) as engine, aiohttp.ClientSession() as session:
-        http = GenerationHTTP(engine, engine_name="paced", settings={})
-        url = await http.start("127.0.0.1")
+    async with (
+        serving(versions, slots=1) as engine,
+        aiohttp.ClientSession() as session,
+        GenerationHTTP(engine, engine_name="paced", settings={}).listening("127.0.0.1") as url,
+    ):
         await engine.pause()
         order: list[str] = []
 
@@ -143,7 +145,6 @@ async def test_a_request_says_over_http_that_it_was_begun(versions: Callable[[We
             await until(lambda: engine.stats().waiting == len(asking))
         await engine.resume()
         await asyncio.wait_for(asyncio.gather(*asking), 20)
-        await http.close()
     assert order == ["resumed", "new"]
 
 
@@ -161,7 +162,7 @@ async def test_an_abort_answers_with_what_there_is_and_the_rest_comes_under_the_
         late = ask(engine, "b", ids + had.token_ids)
         await engine.load_weights(versions(V1), V1)
         assert engine.stats().running == 0  # paused: it waits
-        engine._tokens_per_s = FAST
+        engine.tokens_per_s = FAST
         await engine.resume()
         rest = await late
         assert len(had.token_ids) + len(rest.token_ids) == TAIL.length(ids)
@@ -180,7 +181,7 @@ async def test_a_request_that_stays_has_tokens_of_both_versions(
         used = engine.stats().used_tokens
         await engine.load_weights(versions(V1), V1)
         assert engine.stats().used_tokens == used
-        engine._tokens_per_s = FAST
+        engine.tokens_per_s = FAST
         await engine.resume()
         whole = await answer
         assert len(whole.token_ids) == TAIL.length(ids)

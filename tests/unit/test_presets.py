@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.presets import ALGORITHMS, CORRECTIONS
 from asyncrl.config.schema import ConfigError, ExperimentConfig, PPOConfig
+from asyncrl.launch.experiment import load_experiment
 
 REPOSITORY = Path(__file__).parents[2]
 MINIMAL = """

@@ -6,9 +6,9 @@ import pytest
 
 from asyncrl.cli.commands.common import process_objects
 from asyncrl.config import schema as configs
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.topology import ParallelGrid, inference_topology
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, plan, save_config, server_spec
 
 CONFIG = """

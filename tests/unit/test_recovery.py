@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 from asyncrl import __version__
 from asyncrl.cli import main as cli
 from asyncrl.cli.commands.resume import config_to_resume
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import (
     CheckpointConfig,
     ConfigError,
@@ -28,8 +27,8 @@ from asyncrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
-from asyncrl.config.validation import validate
 from asyncrl.data.prompts import PromptSource
+from asyncrl.launch.experiment import load_experiment, validate
 from asyncrl.launch.program import plan, save_config, with_absolute_paths, writes_checkpoints
 from asyncrl.launch.recovery import going_on, starting_point
 from asyncrl.launch.rundir import (

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from asyncrl.launch import restarts
 from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.rundir import LaunchError
+from tests.support.clock import ManualClock
 
 NAME = "rollout_worker/1"
 
@@ -21,7 +21,7 @@ class World:
     """What the launcher gives: leases, and starts."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.clock = ManualClock()
         self.leases: list[Future[FakeLease]] = []
         self.revoked: list[FakeLease] = []
         self.started: list[tuple[str, int]] = []
@@ -29,6 +29,7 @@ class World:
             start=lambda name, _lease, count: self.started.append((name, count)),
             grant_lease_soon=self.grant,  # type: ignore[arg-type]
             revoke=self.revoked.append,  # type: ignore[arg-type]
+            clock=self.clock,
         )
 
     def grant(self) -> Future[FakeLease]:
@@ -39,17 +40,15 @@ class World:
         self.restarts.expect(NAME, "was killed by signal SIGKILL", attempt=3, count=2, pause_s=1.0)
 
     def turn(self, after_s: float) -> list[tuple[str, int]]:
-        self.now += after_s
+        self.clock.now += after_s
         self.started.clear()
         self.restarts.turn()
         return self.started
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    made = World()
-    monkeypatch.setattr(restarts.time, "monotonic", lambda: made.now)
-    return made
+def world() -> World:
+    return World()
 
 
 def test_it_comes_back_under_its_name_after_the_pause(world: World) -> None:

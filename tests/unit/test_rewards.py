@@ -22,7 +22,7 @@ from asyncrl.rewards.judges import Judges, RestartPace
 from asyncrl.rewards.loading import load_object
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward import Completion, Reward
-from asyncrl.runtime.worker import StatusBoard
+from asyncrl.runtime.board import StatusBoard
 
 LIMIT_S = 60.0
 MOST = 16  # judges of a function

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -11,15 +10,15 @@ import msgspec
 import pytest
 
 from asyncrl.cli.commands.scale import crowding
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.topology import Allocation
-from asyncrl.launch import scaling as scaling_module
 from asyncrl.launch.children import Child
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import ProcessSpec, can_scale, plan, server_spec
 from asyncrl.launch.scaling import Scaling
 from asyncrl.protocol.messages import ScaleWish, WorkerStatus
 from asyncrl.runtime.names.interface import Lease, NameResolveTimeout, WatchEvent
+from tests.support.clock import ManualClock
 
 CONFIG = """
 allocation: transformers.d1+d1
@@ -60,7 +59,7 @@ class World:
         self.config = load_experiment(file)
         self.log = folder / "a.log"
         self.log.write_text("last words\n")
-        self.now = 1000.0
+        self.clock = ManualClock()
         self.told: list[str] = []
         self.revoked: list[int] = []
         self.leases: list[Future[Lease]] = []
@@ -77,6 +76,7 @@ class World:
             notice=self.told.append,
             drain_limit_s=30.0,
             stop_limit_s=10.0,
+            clock=self.clock,
         )
         self.num_wishes = 0
 
@@ -109,7 +109,7 @@ class World:
 
     def turn(self, *elsewhere: str, after_s: float = 0.1) -> list[str]:
         """What happened: +name joined, -name is gone."""
-        self.now += after_s
+        self.clock.now += after_s
         joined, gone = self.scaling.turn(self.children, elsewhere)
         self.children = [child for child in self.children if child not in gone] + joined  # type: ignore[assignment]
         return [f"+{child.name[-1]}" for child in joined] + [f"-{child.name[-1]}" for child in gone]
@@ -119,10 +119,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    made = World(tmp_path)
-    monkeypatch.setattr(scaling_module.time, "monotonic", lambda: made.now)
-    return made
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
 
 
 def test_servers_join_and_the_last_ones_leave_when_they_have_drained(world: World) -> None:
@@ -210,7 +208,13 @@ def test_one_that_cannot_join_is_given_up_until_the_next_wish(world: World) -> N
     world.turn()
     child = world[1]
     failed = WorkerStatus(
-        worker=child.name, pid=99, attempt=1, state="error", time=time.time(), progress=1, error="Traceback\nNo memory"
+        worker=child.name,
+        pid=99,
+        attempt=1,
+        state="error",
+        time=world.clock.now,
+        progress=1,
+        error="Traceback\nNo memory",
     )
     child.status = failed
     assert world.scaling.outlives(child)

@@ -10,7 +10,6 @@ from asyncrl.cli.logs import LogFile, select_workers, worker_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig, TaskConfig, WeightsConfig
 from asyncrl.config.schema import PromptSourceConfig as Prompts
 from asyncrl.config.schema import RolloutConfig as Rollout
-from asyncrl.config.validation import validate
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.checks import ModelTensors
 from asyncrl.generation.engine import EngineRequest, WeightsRefused
@@ -23,6 +22,7 @@ from asyncrl.generation.sglang_process import (
 )
 from asyncrl.generation.sglang_response import GrowingResponse
 from asyncrl.launch import preflight as preflight_module
+from asyncrl.launch.experiment import validate
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan
 from asyncrl.protocol.messages import FinishReason, SamplingParams, VersionSpan, WeightVersion
@@ -197,17 +197,27 @@ def make_environment(folder, *packages):
         (TorchVersions("2.13.0+cpu"), {}, [], False),  # gloo
     ],
 )
-def test_preflight_compares_the_nccl_of_a_broadcast(tmp_path, monkeypatch, trainer, overrides, devices, is_refused):
+def test_preflight_compares_the_nccl_of_a_broadcast(
+    tmp_path, monkeypatch, model_path, trainer, overrides, devices, is_refused
+):
     python = make_environment(tmp_path / "venv", "sglang-0.5.23", "torch-2.14.1", "nvidia_nccl_cu13-2.30.7")
     monkeypatch.setattr(preflight_module, "own_torch", lambda: trainer)
     monkeypatch.setattr(preflight_module, "visible_devices", lambda: devices)
     weights = WeightsConfig(**{"transport": "broadcast", **overrides})
-    config = replace(make_config("sglang.d1+d1", python=python), weights=weights)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n' * 64)
+    (tmp_path / "rewards.py").write_text("def reward(*_):\n    return 1.0\n")
+    config = replace(
+        make_config("sglang.d1+d1", python=python),
+        model_path=str(model_path),
+        prompts=Prompts(path=str(tmp_path / "prompts.jsonl")),
+        rollout=Rollout(tasks={"default": TaskConfig(reward=f"{tmp_path}/rewards.py:reward")}),
+        weights=weights,
+    )
     if not is_refused:
-        preflight_module._check_engine(config)
+        assert preflight(config) == 64
         return
     with pytest.raises(ConfigError) as refused:
-        preflight_module._check_engine(config)
+        preflight(config)
     told = str(refused.value)
     assert told.startswith("weights.transport='broadcast': ")
     assert f"the trainer has {trainer}, {python} has torch 2.14.1 with NCCL 2.30.7" in told

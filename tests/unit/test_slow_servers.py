@@ -98,10 +98,10 @@ def test_all_servers_as_slow_as_each_other_are_not_slow() -> None:
 
 def test_groups_that_moved_say_nothing_of_their_server() -> None:
     desk = Desk(num_servers=2, batch_size=6)
-    tickets = desk.take(4)
+    tickets = [ticket for ticket in desk.take(4) if ticket.server == SLOW]
+    desk.table.leave(SLOW, desk.now)
     desk.now += 100.0
+    assert desk.ledger.move_leavers(desk.now) == len(tickets) == 2
     for ticket in tickets:
-        live = desk.ledger._live[ticket.ticket_id]
-        desk.ledger._move(live, desk.table.servers[QUICK if ticket.server == SLOW else SLOW], "drained")
         desk.finish(ticket, num_tokens=100)
     assert {server.pace.num_groups for server in desk.table.servers.values()} == {0}

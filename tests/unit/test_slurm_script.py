@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.cli import main as cli
 from asyncrl.cli.commands.resume import config_to_resume
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory, save_config
 from asyncrl.launch.slurm import as_job, render
 from asyncrl.launch.submission import is_to_submit

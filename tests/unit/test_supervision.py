@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.launch.children import Child
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan
 from asyncrl.launch.remote import RemoteChild
 from asyncrl.launch.supervision import (

@@ -1,18 +1,21 @@
 """Weights & Biases beside the other metrics: real wandb, without a network; and that its failures cost nothing."""
 
+import importlib.util
 import logging
 import sys
 import threading
 import time
 import types
+from dataclasses import replace
 
 import pytest
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, WandbConfig
-from asyncrl.config.validation import validate
-from asyncrl.launch import preflight
+from asyncrl.launch.experiment import load_experiment, validate
+from asyncrl.launch.preflight import preflight
 from asyncrl.runtime.metrics import METRICS_FILE, MetricsWriter, read_json_lines
-from asyncrl.runtime.wandb_writer import WandbWriter
+from asyncrl.runtime.wandb_writer import MAX_QUEUE, WandbWriter
+from asyncrl.testing.runs import make_tiny_run
 
 LIMIT_S = 60.0
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -21,6 +24,13 @@ KEY = "0123456789abcdef" * 2 + "01234567"
 def open_writer(run_dir, attempt=1, **config):
     config = WandbConfig(**{"mode": "offline", "init_timeout_s": LIMIT_S, "finish_timeout_s": LIMIT_S, **config})
     return WandbWriter(config, run_dir, experiment="sorter", trial="a trial", attempt=attempt)
+
+
+def until(condition):
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < LIMIT_S
+        time.sleep(0.001)
 
 
 class FakeRun:
@@ -131,7 +141,7 @@ def test_a_failure_is_one_warning_and_costs_nothing(tmp_path, fake, caplog, erro
     fake.init = init
     with caplog.at_level(logging.WARNING):
         writer = open_writer(tmp_path, mode="online")
-        writer._thread.join(LIMIT_S)
+        until(lambda: caplog.records)
         writer.write(1, {"reward/mean": 0.5})
         outcome = writer.finish()
     assert outcome.startswith("nothing was sent, or not all: ")
@@ -140,8 +150,7 @@ def test_a_failure_is_one_warning_and_costs_nothing(tmp_path, fake, caplog, erro
     assert "The training goes on without; log in with `wandb login`" in record.getMessage()
 
 
-def test_while_it_hangs_nobody_waits(tmp_path, fake, caplog, monkeypatch):
-    monkeypatch.setattr("asyncrl.runtime.wandb_writer._MAX_QUEUE", 2)
+def test_while_it_hangs_nobody_waits(tmp_path, fake, caplog):
     entered, release = threading.Event(), threading.Event()
 
     def init(**arguments):
@@ -153,7 +162,7 @@ def test_while_it_hangs_nobody_waits(tmp_path, fake, caplog, monkeypatch):
     writer = open_writer(tmp_path)
     metrics = MetricsWriter(tmp_path, attempt=1, tensorboard=False, wandb=writer)
     assert entered.wait(LIMIT_S)
-    for step in range(5):
+    for step in range(MAX_QUEUE + 3):
         metrics.write(step, {"reward/mean": 0.5})
     with caplog.at_level(logging.WARNING):
         assert "wandb sync" in writer.finish(0.01)
@@ -184,8 +193,9 @@ def test_off_by_default_and_choices_are_checked():
         validate(ExperimentConfig(wandb=WandbConfig(init_timeout_s=0)))
 
 
-def test_without_the_package_the_config_is_refused(monkeypatch):
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    preflight._check_wandb(ExperimentConfig())
+def test_without_the_package_the_config_is_refused(tmp_path, monkeypatch):
+    config, find_spec = load_experiment(make_tiny_run(tmp_path, num_prompts=64)), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    assert preflight(config) == 64
     with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[wandb\]', or set wandb\.mode=disabled"):
-        preflight._check_wandb(ExperimentConfig(wandb=WandbConfig(mode="offline")))
+        preflight(replace(config, wandb=WandbConfig(mode="offline")))

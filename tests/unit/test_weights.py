@@ -180,7 +180,7 @@ def test_a_dtype_that_files_cannot_hold_is_named(tmp_path, source):
 
 
 def test_every_file_is_synced_before_the_rename(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(weights, "_CHUNK_BYTES", 1 << 10)
+    tensor = torch.arange(200_000)  # of more than the megabyte that is written at once
     synced, fsync = set(), os.fsync
     path = version_dir(tmp_path, "actor", V1)
 
@@ -190,12 +190,12 @@ def test_every_file_is_synced_before_the_rename(tmp_path, source, monkeypatch):
         synced.add((file.st_ino, path.exists()))
 
     monkeypatch.setattr(os, "fsync", record)
-    write_version(path, [("a", torch.arange(10_000))], source_dir=source, version=V1)
+    write_version(path, [("a", tensor)], source_dir=source, version=V1)
     for file in [path, *path.iterdir()]:
         assert (file.stat().st_ino, False) in synced, file
     assert (path.parent.stat().st_ino, True) in synced
     verify_version(path, V1)
-    assert torch.equal(load_file(tensor_files(path)[0])["a"], torch.arange(10_000))
+    assert torch.equal(load_file(tensor_files(path)[0])["a"], tensor)
 
 
 def test_a_failed_sync_leaves_nothing(tmp_path, source, monkeypatch):

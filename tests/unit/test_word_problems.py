@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.data.prompts import Prompt
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.rewards.reward import Completion
 
 ROOT = Path(__file__).parents[2]

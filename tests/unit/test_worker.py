@@ -11,11 +11,13 @@ import pytest
 
 from asyncrl.config.schema import ConfigError, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.protocol.messages import WorkerStatus
-from asyncrl.runtime import worker as worker_module
+from asyncrl.runtime import board as board_module
+from asyncrl.runtime.board import WaitTimeoutError
 from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.names.interface import NameResolveTimeout
 from asyncrl.runtime.names.open import open_name_resolver
-from asyncrl.runtime.worker import STATUS_FD_ENV, RunEndedError, WaitTimeoutError, Worker
+from asyncrl.runtime.system import STATUS_FD_ENV, System
+from asyncrl.runtime.worker import RunEndedError, Worker
 
 MEMORY = NameResolveConfig(endpoints=["memory://"])
 
@@ -38,20 +40,18 @@ def make_info(**runtime):
 class Recorder(Worker):
     """Writes down the stations of its life; what it does in run is given."""
 
-    def __init__(self, work, **runtime):
-        super().__init__(make_info(**runtime))
+    def __init__(self, work, status_interval_s=0.5, **runtime):
+        super().__init__(make_info(**runtime), System(status_interval_s=status_interval_s))
         self.stations = []
         self._work = work
 
-    async def setup(self):
-        self.stations.append(("setup", self.board.state))
-
-    async def run(self):
+    async def run(self, directory, opened):
+        self.directory = directory
+        self.stations.append(("open", self.board.state))
+        opened.callback(lambda: self.stations.append(("close", self.board.state)))
+        self.began()
         self.stations.append(("run", self.board.state))
         await self._work(self)
-
-    async def close(self):
-        self.stations.append(("close", self.board.state))
 
 
 async def test_a_life_from_setup_to_done():
@@ -60,7 +60,7 @@ async def test_a_life_from_setup_to_done():
 
     worker = Recorder(nothing)
     await worker.main()
-    assert worker.stations == [("setup", "starting"), ("run", "running"), ("close", "stopping")]
+    assert worker.stations == [("open", "starting"), ("run", "running"), ("close", "stopping")]
     assert worker.board.state == "done"
 
 
@@ -104,7 +104,7 @@ async def test_a_background_task_that_fails_ends_the_worker():
         raise OSError("from the background")
 
     async def forever(worker):
-        worker.spawn(background(), "background")
+        worker.tasks.spawn(background(), "background")
         await asyncio.Event().wait()
 
     with pytest.raises(OSError, match="from the background"):
@@ -126,12 +126,12 @@ async def test_a_bounded_wait_names_what_and_whom_while_it_lasts_and_when_it_end
     assert [(w.what, w.on, w.limit_s) for w in seen] == [("a batch", "head 0", 0.01)]
 
 
-async def test_a_wait_that_nothing_else_ends_ends_at_the_limit_that_it_shows(monkeypatch):
-    monkeypatch.setattr(worker_module, "_OWN_LIMIT_SLACK_S", 0.01)
+async def test_a_wait_that_nothing_else_ends_ends_at_the_limit_that_it_shows():
+    """It has gone on for the limit, and for nearly all of the seconds that what is awaited has to end itself."""
     seen = []
 
     async def wait(worker):
-        async with worker.board.waiting("a verdict", on="head 0", limit_s=180.0, waited_s=179.99):
+        async with worker.board.waiting("a verdict", on="head 0", limit_s=180.0, waited_s=184.99):
             seen.extend(worker.board.snapshot().waits)
             await asyncio.Event().wait()
 
@@ -153,7 +153,7 @@ async def test_a_wait_whose_awaited_ends_itself_keeps_that_error():
 
 
 async def test_a_wait_without_a_limit_shows_none(caplog, monkeypatch):
-    monkeypatch.setattr(worker_module, "LONG_WAIT_S", 0.0)
+    monkeypatch.setattr(board_module, "LONG_WAIT_S", 0.0)
     seen = []
 
     async def wait(worker):
@@ -181,16 +181,16 @@ async def test_publishing_rides_over_an_outage():
     failures = [NameResolveTimeout("etcd did not answer"), NameResolveTimeout("etcd did not answer")]
 
     async def publish(worker):
-        add = worker.resolver.add
+        add = worker.directory.resolver.add
 
         def flaky(*args, **kwargs):
             if failures:
                 raise failures.pop()
             add(*args, **kwargs)
 
-        worker.resolver.add = flaky
-        await worker.publish(worker.names.gserver_manager(), "http://here")
-        assert worker.resolver.get(worker.names.gserver_manager()) == "http://here"
+        worker.directory.resolver.add = flaky
+        await worker.directory.publish(worker.names.gserver_manager(), "http://here")
+        assert worker.directory.resolver.get(worker.names.gserver_manager()) == "http://here"
 
     await Recorder(publish).main()
     assert failures == []
@@ -198,7 +198,7 @@ async def test_publishing_rides_over_an_outage():
 
 async def test_waiting_for_a_key_nobody_publishes_has_a_limit():
     async def wait(worker):
-        await worker.wait_for_key(worker.names.gserver_manager(), "the manager's address")
+        await worker.directory.wait_for_key(worker.names.gserver_manager(), "the manager's address")
 
     with pytest.raises(WaitTimeoutError, match="the manager's address from asyncrl/e/t/gserver_manager"):
         await Recorder(wait, start_timeout_s=0.05).main()
@@ -206,9 +206,9 @@ async def test_waiting_for_a_key_nobody_publishes_has_a_limit():
 
 async def test_published_keys_go_with_the_worker():
     async def publish(worker):
-        await worker.publish(worker.names.generation_server(0), "http://here")
-        assert await worker.wait_for_key(worker.names.generation_server(0), "server") == "http://here"
-        async for event in worker.watch(worker.names.generation_servers(), subtree=True):
+        await worker.directory.publish(worker.names.generation_server(0), "http://here")
+        assert await worker.directory.wait_for_key(worker.names.generation_server(0), "server") == "http://here"
+        async for event in worker.directory.watch(worker.names.generation_servers(), subtree=True):
             assert (event.kind, event.value) == ("put", "http://here")
             break
 
@@ -238,7 +238,6 @@ async def test_another_state_is_told_at_once(monkeypatch):
     """Else a run told to stop right after its start has no master of which it knows that it runs, and writes no checkpoint."""
     reader, writer = os.pipe()
     monkeypatch.setenv(STATUS_FD_ENV, str(writer))
-    monkeypatch.setattr("asyncrl.runtime.worker.STATUS_INTERVAL_S", 3600.0)
     loop = asyncio.get_running_loop()
     told = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), os.fdopen(reader, "rb"))
@@ -249,7 +248,7 @@ async def test_another_state_is_told_at_once(monkeypatch):
             line = await asyncio.wait_for(told.readline(), 30)
             state = msgspec.json.decode(line, type=WorkerStatus).state
 
-    await Recorder(heard).main()
+    await Recorder(heard, status_interval_s=3600.0).main()
     os.close(writer)
 
 

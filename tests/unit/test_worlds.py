@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.dataflow.redistribution import plan_fetches
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.dataflow.worlds import WorldLife, Worlds, worlds_of
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan, worlds_of_run
 from asyncrl.master.apart import Repeats, UnfetchedError, WorldEndedError
 from asyncrl.master.tracker import StorageTracker

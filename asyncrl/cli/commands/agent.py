@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,9 @@ import msgspec
 from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_config_command
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig, NameResolveConfig
 from asyncrl.launch.agent import Agent
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts import address_of, own_host
 from asyncrl.launch.program import absolute_name_resolve, run_directory
 from asyncrl.launch.rundir import LaunchError, read_record
@@ -23,6 +22,7 @@ from asyncrl.launch.slurm import own_start
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import DECODE_ERRORS, LauncherRecord
 from asyncrl.protocol.names import Names
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.process import die_with_parent
@@ -75,7 +75,7 @@ def agent(arguments: argparse.Namespace, console: Console) -> int:
     def say(text: str) -> None:
         console.print(f"agent {host}: {text}", markup=False, highlight=False, soft_wrap=True)
 
-    with _join(config, run_dir, say) as resolver:
+    with _join(config, run_dir, say, arguments.clock) as resolver:
         config = replace(config, name_resolve=_names_at(config, run_dir) or config.name_resolve)
         towards = [endpoint.rpartition(":")[0] for endpoint in config.name_resolve.endpoints]
         address = arguments.address or address_of(host, towards=towards)
@@ -85,11 +85,11 @@ def agent(arguments: argparse.Namespace, console: Console) -> int:
     return code
 
 
-def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None]) -> NameResolver:
+def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None], clock: Clock) -> NameResolver:
     """Name resolve, as soon as it answers, and in a batch job as soon as the launcher of the same start is there. Waits for: the
     launcher, which may come later; at most network.agents_limit_s."""
     limit_s, start = config.network.agents_limit_s, own_start() if config.cluster == "slurm" else ""
-    deadline = time.monotonic() + limit_s
+    deadline = clock.monotonic() + limit_s
     met, earlier = f"there is no run in {run_dir} yet", ""
     while True:
         names_at = _names_at(config, run_dir)
@@ -106,12 +106,12 @@ def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None]) -
                     say(f"a launcher of job {led} is still there; waiting for that of {start} (job.restarts)")
             except (NameResolveError, ValueError) as error:
                 met = str(error)
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise LaunchError(
                 f"no launcher within {limit_s:g} s (network.agents_limit_s): {met}. Without a folder that all hosts share, give "
                 "name_resolve.endpoints=[host:port] to launcher and agents"
             )
-        time.sleep(_LOOK_S)
+        clock.sleep(_LOOK_S)
 
 
 def _start_led_at(resolver: NameResolver, config: ExperimentConfig) -> str:

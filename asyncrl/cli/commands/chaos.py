@@ -7,7 +7,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +16,10 @@ from rich.console import Console
 
 from asyncrl.cli.commands.audit import audit_lines
 from asyncrl.cli.commands.common import FAILED, Commands, add_config_command, print_json
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
+from asyncrl.runtime.clock import Clock, wait_until
 from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
 from asyncrl.testing.faults.costs import Costs, cost_lines, read_costs
 from asyncrl.testing.faults.injector import Injector
@@ -91,7 +91,7 @@ def chaos(arguments: argparse.Namespace, console: Console) -> int:
     run_dir = run_directory(config)
     console.print(f"{run_dir}: {len(faults)} faults in {arguments.for_s:g} s", highlight=False, soft_wrap=True)
     command = ["run", str(arguments.config), *arguments.overrides]
-    subject = _Subject(config, run_dir, command, console, quiet=arguments.json)
+    subject = _Subject(config, run_dir, command, console, quiet=arguments.json, clock=arguments.clock)
     try:
         code = subject.suffer(faults)
     except KeyboardInterrupt:
@@ -136,12 +136,13 @@ class _Subject:
     command: Sequence[str]
     console: Console
     quiet: bool
+    clock: Clock
     injector: Injector | None = None
     problems: list[str] = field(default_factory=list)
     resumes: int = 0
 
     def __post_init__(self) -> None:
-        self.began = time.time()
+        self.began = self.clock.time()
         self.before = _steps_written(self.run_dir)  # of runs in this folder before
         self._launcher = self._launch(self.command)
 
@@ -150,13 +151,13 @@ class _Subject:
         while _steps_written(self.run_dir) == self.before:  # it ends by itself where it cannot start
             if self._ended():
                 return self._launcher.wait()
-            time.sleep(_POLL_S)
+            self.clock.sleep(_POLL_S)
         self.injector = Injector(self.run_dir, notice=self._say)
         self.injector.run(faults, until=self._ended, after_each=self._resume_if_struck)
         self._say("no more faults: the run goes on to its end")
         while not self._ended():
             self.injector.turn()
-            time.sleep(_POLL_S)
+            self.clock.sleep(_POLL_S)
         return self._launcher.wait()
 
     def stop(self) -> int:
@@ -186,12 +187,14 @@ class _Subject:
         if strike is None or strike.pid != self._launcher.pid or strike.fault.kind == "stop":
             return
         self._launcher.wait()
-        deadline = time.monotonic() + _GONE_LIMIT_S
-        while left := sorted(RunProcesses(self.run_dir).by_name()):
-            if time.monotonic() > deadline:
-                self.problems.append(f"{_GONE_LIMIT_S:g} s after its launcher there still are {', '.join(left)}")
-                break
-            time.sleep(_POLL_S)
+        left: list[str] = []
+
+        def is_gone() -> bool:
+            left[:] = sorted(RunProcesses(self.run_dir).by_name())
+            return not left
+
+        if not wait_until(is_gone, limit_s=_GONE_LIMIT_S, every_s=_POLL_S, clock=self.clock):
+            self.problems.append(f"{_GONE_LIMIT_S:g} s after its launcher there still are {', '.join(left)}")
         self.resumes += 1
         there = any(
             self.run_dir.glob("checkpoints/recover/a*-s*")

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig, ModelWorkerConfig, max_head_offpolicyness
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts import refuses
 from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact
@@ -24,6 +24,7 @@ from asyncrl.launch.rundir import LaunchError, RunRecord, is_running
 from asyncrl.launch.slurm import job_state, read_job
 from asyncrl.protocol.messages import DECODE_ERRORS, ScaleWish
 from asyncrl.protocol.names import Names
+from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 
@@ -57,7 +58,7 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="answer with JSON on stdout, for machines")
-    parser.set_defaults(command=function)
+    parser.set_defaults(command=function, clock=SYSTEM_CLOCK)
     return parser
 
 

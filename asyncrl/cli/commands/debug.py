@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import pdb
 import shutil
@@ -11,7 +12,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from asyncrl.launch.rundir import LaunchError, is_running
 from asyncrl.launch.worker_main import end_process, join_network, make_worker
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
+from asyncrl.runtime.clock import wait_until
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError
 from asyncrl.runtime.names.open import open_name_resolver
@@ -149,8 +150,7 @@ def _stop_with_run(run_dir: Path) -> None:
 
     waits for: the launcher's lock. In a debugger the signal has no effect before the event loop turns again.
     """
-    while is_running(run_dir):
-        time.sleep(_LOOK_EVERY_S)
+    wait_until(lambda: not is_running(run_dir), limit_s=math.inf, every_s=_LOOK_EVERY_S)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

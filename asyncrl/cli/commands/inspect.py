@@ -92,7 +92,7 @@ def inspect(arguments: argparse.Namespace, console: Console) -> int:
         return 0
     if listed:
         _print_list(listed, total, console)
-    _print_view(view, arguments, console)
+    print_view(view, console, limit=arguments.limit or _TOKENS, with_prompt=arguments.prompt)
     return 0
 
 
@@ -181,7 +181,8 @@ def _versions(oldest: WeightVersion, newest: WeightVersion) -> str:
 # ------------------------------------------------------------------------------------------------------ one trajectory
 
 
-def _print_view(view: View, arguments: argparse.Namespace, console: Console) -> None:
+def print_view(view: View, console: Console, *, limit: int, with_prompt: bool) -> None:
+    """Show a trajectory, with at most limit tokens, those of the prompt among them if with_prompt."""
     used = f"train step {view.step + 1} (on version {view.step})" if view.trained else f"batch {view.step}, not trained"
     born = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.birth_time))
     for label, text in (
@@ -201,8 +202,7 @@ def _print_view(view: View, arguments: argparse.Namespace, console: Console) -> 
     console.print(_sequence_table(view))
     chosen = view.sequences[view.sequence]
     _print_text(f"response {view.sequence}", chosen.text, console)
-    rows = [row for row in view.tokens if arguments.prompt or not row.prompt]
-    limit = arguments.limit or _TOKENS
+    rows = [row for row in view.tokens if with_prompt or not row.prompt]
     console.print(_token_table(rows[:limit], f"sequence {view.sequence}, token by token"))
     hidden = len(view.tokens) - len(rows)
     if hidden:

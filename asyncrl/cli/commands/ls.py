@@ -68,7 +68,7 @@ def ls(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         print_json({"folder": str(folder), "runs": [asdict(entry) for entry in entries]})
     elif entries:
-        console.print(_table(folder, entries, time.time()))
+        console.print(_table(folder, entries, arguments.clock.time()))
     else:
         console.print(f"{folder}: no runs; they are in fileroot=... of their configs", highlight=False, soft_wrap=True)
     return 0

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_config_command, print_json
 from asyncrl.cli.hub import is_hub_name, with_local_models
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.data.prompts import is_file_name
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.redact import redact_text
 
 _STDERR = 2  # what the command prints is for people

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_command
 from asyncrl.cli.commands.run import add_detach, start
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.rundir import EXPERIMENT_FILE, newest_experiment, read_record
 
 _DESCRIPTION = """Go on with a run that was stopped or killed, from the newest checkpoint in its folder, with its own config.

@@ -30,9 +30,9 @@ from asyncrl.cli.dry_run import default_folder, write_dry_run
 from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.json_view import JsonView
 from asyncrl.cli.progress import RunView, print_summary
-from asyncrl.config.loading import load_experiment
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
+from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import ProcessSpec, plan, run_directory, total_steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_re
 from asyncrl.launch.watchdog import wait_texts
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.metrics import METRICS_FILE
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
@@ -83,9 +83,15 @@ def status(arguments: argparse.Namespace, console: Console) -> int:
     try:
         with open_name_resolver(record.names_at) as resolver:
             if arguments.watch:
-                _watch(run_dir, record, resolver, console, as_json=arguments.json)
+                _watch(run_dir, record, resolver, console, arguments.clock, as_json=arguments.json)
             else:
-                _show(run_dir, record, _read(run_dir, record, resolver), console, as_json=arguments.json)
+                _show(
+                    run_dir,
+                    record,
+                    _read(run_dir, record, resolver, arguments.clock.time()),
+                    console,
+                    as_json=arguments.json,
+                )
     except NameResolveError as error:
         raise LaunchError(
             f"the run goes on (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
@@ -118,6 +124,7 @@ class _Seen:
     training: TrainingProgress
     statuses: list[WorkerStatus]
     wanted: int | None  # generation servers, where `scale` was used
+    at: float  # when it was read, unix seconds
 
 
 def _show(run_dir: Path, record: RunRecord, seen: _Seen, console: Console, *, as_json: bool) -> None:
@@ -135,13 +142,15 @@ def _show(run_dir: Path, record: RunRecord, seen: _Seen, console: Console, *, as
         console.print(_view(run_dir, record, seen))
 
 
-def _watch(run_dir: Path, record: RunRecord, resolver: NameResolver, console: Console, *, as_json: bool) -> None:
+def _watch(
+    run_dir: Path, record: RunRecord, resolver: NameResolver, console: Console, clock: Clock, *, as_json: bool
+) -> None:
     """Unblocked by: the second; the run's end; Ctrl-C."""
     with Live(console=console, auto_refresh=False) as live:
         while goes_on(run_dir, record):
             try:
                 record = read_record(run_dir) or record  # another attempt may have begun
-                seen = _read(run_dir, record, resolver)
+                seen = _read(run_dir, record, resolver, clock.time())
             except NameResolveError:
                 if goes_on(run_dir, record):
                     raise
@@ -150,13 +159,13 @@ def _watch(run_dir: Path, record: RunRecord, resolver: NameResolver, console: Co
                 _show(run_dir, record, seen, console, as_json=as_json)
             elif seen.statuses:
                 live.update(_view(run_dir, record, seen), refresh=True)
-            time.sleep(_WATCH_S)
+            clock.sleep(_WATCH_S)
     console.print(f"{run_dir}: the run has ended", highlight=False, soft_wrap=True)
 
 
 def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
     """The line of the training, then the table of workers."""
-    title = f"{run_dir}, attempt {record.attempt}, up {time.time() - record.started:.0f} s"
+    title = f"{run_dir}, attempt {record.attempt}, up {seen.at - record.started:.0f} s"
     servers = [status for status in seen.statuses if status.worker.startswith("generation_server/")]
     num_running = sum(status.state == "running" for status in servers)
     if seen.wanted not in (None, num_running):
@@ -165,28 +174,28 @@ def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
     for column in ("worker", "state", "heartbeat", "version", "waits for", "queues"):
         table.add_column(column)
     for entry in seen.statuses:
-        table.add_row(*map(escape, _status_row(entry)))
+        table.add_row(*map(escape, _status_row(entry, seen.at)))
     training = seen.training.text() if seen.training.step else f"no train step yet in attempt {record.attempt}"
     return Group(f"[bold]{escape(training)}[/]", table)
 
 
-def _status_row(status: WorkerStatus) -> tuple[str, ...]:
+def _status_row(status: WorkerStatus, now: float) -> tuple[str, ...]:
     queues = " ".join(f"{name}={depth}" for name, depth in sorted(status.queues.items()))
     return (
         status.worker + (f" on {status.host}" if status.host else ""),
         status.state + (f", restart {status.restarts}" if status.restarts else ""),
-        f"{max(0.0, time.time() - status.time):.1f} s ago",
+        f"{max(0.0, now - status.time):.1f} s ago",
         status.version,
         "\n".join(wait_texts(status.waits)),
         queues,
     )
 
 
-def _read(run_dir: Path, record: RunRecord, resolver: NameResolver) -> _Seen:
+def _read(run_dir: Path, record: RunRecord, resolver: NameResolver, now: float) -> _Seen:
     names = Names(record.experiment, record.trial)
     values = resolver.get_subtree(names.statuses())
     statuses = [msgspec.json.decode(value, type=WorkerStatus) for _, value in sorted(values.items())]
-    return _Seen(training_of(run_dir, record), statuses, wanted_servers(resolver, names))
+    return _Seen(training_of(run_dir, record), statuses, wanted_servers(resolver, names), now)
 
 
 def training_of(run_dir: Path, record: RunRecord) -> TrainingProgress:

@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +16,7 @@ from asyncrl.cli.commands.common import Commands, add_run_command, goes_on, not_
 from asyncrl.launch.rundir import LaunchError, RunRecord, holder, is_running, read_record
 from asyncrl.launch.slurm import JobRecord, ask_to_stop, cancel, job_state, read_job
 from asyncrl.protocol.names import Names
+from asyncrl.runtime.clock import Clock, wait_until
 from asyncrl.runtime.names.interface import NameResolveError
 from asyncrl.runtime.names.open import open_name_resolver
 
@@ -61,22 +61,23 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
         return 0
     limit_s = _STOP_LIMIT_S + (record.on_stop_s if record is not None and not arguments.now else 0.0)
     where = f" on {record.host}" if record is not None and elsewhere else ""
-    deadline, ask_at = time.monotonic() + limit_s, 0.0
+    clock: Clock = arguments.clock
+    deadline, ask_at = clock.monotonic() + limit_s, 0.0
     while goes_on(run_dir, record) if elsewhere else is_running(run_dir):
-        if time.monotonic() > ask_at:
+        if clock.monotonic() > ask_at:
             if record is not None and elsewhere:
                 _wish(record)
             else:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
             # more than twice, if need be: two that a busy launcher finds together are one to it
-            ask_at = time.monotonic() + _AGAIN_S if arguments.now else math.inf
-        if time.monotonic() > deadline:
+            ask_at = clock.monotonic() + _AGAIN_S if arguments.now else math.inf
+        if clock.monotonic() > deadline:
             raise LaunchError(
                 f"the launcher, process {pid}{where}, did not stop within {limit_s:g} s; `kill -9 {pid}`{where} ends it, "
                 "and with it all processes of the run"
             )
-        time.sleep(0.1)
+        clock.sleep(0.1)
     console.print(f"{run_dir}: stopped", highlight=False, soft_wrap=True)
     if arguments.json:
         print_json({"run_dir": str(run_dir), "was_running": True, "running": False, "pid": pid})
@@ -102,13 +103,10 @@ def _stop_job(run_dir: Path, job: JobRecord, arguments: argparse.Namespace, cons
     else:
         cancel(job.job_id)
     limit_s = _JOB_LIMIT_S + (record.on_stop_s if record is not None and gently else 0.0)
-    deadline = time.monotonic() + limit_s
-    while not job_state(job.job_id).ended:
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"job {job.job_id} did not end within {limit_s:g} s; `scancel --full --signal=KILL {job.job_id}` ends it"
-            )
-        time.sleep(_LOOK_S)
+    if not wait_until(lambda: job_state(job.job_id).ended, limit_s=limit_s, every_s=_LOOK_S, clock=arguments.clock):
+        raise LaunchError(
+            f"job {job.job_id} did not end within {limit_s:g} s; `scancel --full --signal=KILL {job.job_id}` ends it"
+        )
     console.print(f"{run_dir}: stopped, with job {job.job_id}", highlight=False, soft_wrap=True)
     if arguments.json:
         print_json({"run_dir": str(run_dir), "was_running": True, "running": False, "job_id": job.job_id})

@@ -94,9 +94,13 @@ class EtcdServer:
         """host:port for clients, or unix:path."""
         if self._socket_dir:
             return f"unix:{self._socket_dir}/{_CLIENT_SOCKET}"
+        return f"{self._host}:{self._bound_ports()[0]}"
+
+    def _bound_ports(self) -> tuple[int, int]:
+        """For clients, for peers."""
         if self._ports is None:
             raise EtcdServerError("etcd has not been started yet, so it has no endpoint")
-        return f"{self._host}:{self._ports[0]}"
+        return self._ports
 
     @property
     def pid(self) -> int:
@@ -155,8 +159,9 @@ class EtcdServer:
         """Ask it to end; kill it after timeout_s."""
         if self._process is None or self._exited.is_set():
             return
-        self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)  # one that is stopped could not end
+        # send_signal looks first whether it has exited: never another process's id
+        self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGCONT)  # one that is stopped could not end
         if not self._exited.wait(timeout_s):
             logger.warning("etcd did not end within %g s; killing it", timeout_s)
             self.kill()
@@ -164,7 +169,7 @@ class EtcdServer:
     def kill(self) -> None:
         """SIGKILL, as a crash would be."""
         if self._process is not None and not self._exited.is_set():
-            self._signal(signal.SIGKILL)
+            self._process.send_signal(signal.SIGKILL)
             if not self._exited.wait(10.0):
                 raise EtcdServerError(f"etcd (pid {self.pid}) is still there 10 s after SIGKILL")
 
@@ -180,17 +185,12 @@ class EtcdServer:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)  # looks first whether it has exited: never another process's id
-
     def _spawn(self) -> None:
         if self._socket_dir:  # etcd takes a path relative to its working directory, with something like a port
             client, peer = f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
         else:
-            assert self._ports is not None
             scheme = "http" if self._tls is None else "https"
-            client, peer = (f"{scheme}://{self._host}:{port}" for port in self._ports)
+            client, peer = (f"{scheme}://{self._host}:{port}" for port in self._bound_ports())
         command = [self._binary, "--name", self._name, "--data-dir", str(self._data_dir)]
         command += ["--listen-client-urls", client, "--advertise-client-urls", client]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
@@ -256,8 +256,7 @@ class EtcdServer:
         if self._socket_dir:
             connection = unix_sockets.Connection(f"{self._socket_dir}/{_CLIENT_SOCKET}", limit_s)
         else:
-            assert self._ports is not None
-            at = (self._host, self._ports[0])
+            at = (self._host, self._bound_ports()[0])
             if self._tls is None:
                 connection = http.client.HTTPConnection(*at, timeout=limit_s)
             else:

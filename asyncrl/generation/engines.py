@@ -1,0 +1,103 @@
+"""The engine that a generation server's config asks for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.schema import GenerationServerConfig
+from asyncrl.data.prompts import load_tokenizer
+from asyncrl.dataflow.topology import ENGINES
+from asyncrl.generation.engine import GenerationEngine
+from asyncrl.generation.journal import TokenJournal, journal_path
+from asyncrl.runtime.loading import LoadProgress
+from asyncrl.runtime.trace import Tracer
+
+
+class Engines:
+    """transformers, which computes in this process; sglang, a SGLang server that this process starts and owns; external, one that
+    another program runs."""
+
+    def __init__(self, config: GenerationServerConfig, trace: Tracer) -> None:
+        """Raises ValueError for what can be known before anything heavy is imported."""
+        if config.engine not in ENGINES:
+            raise ValueError(f"engine is {config.engine!r}; known are {', '.join(ENGINES)}")
+        if not (Path(config.model_path) / "config.json").is_file():
+            raise ValueError(
+                f"model_path {config.model_path!r} holds no config.json; give a model directory in Hugging Face format"
+            )
+        self._config, self._info, self._trace = config, config.worker, trace
+
+    def journal(self) -> TokenJournal:
+        return TokenJournal(journal_path(self._info.run_dir, self._info.index))
+
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self._config.tokenizer_path)
+
+    @contextlib.contextmanager
+    def starting(self, engine: GenerationEngine) -> Iterator[tuple[str, str, Callable[[], str]]]:
+        """The wait for the engine's start: its name, the process or folder that it waits for, and how far that has come."""
+        config = self._config
+        if config.engine == "transformers":
+            loading = LoadProgress(config.model_path)
+            with loading.watched():
+                yield "loading the model", config.model_path, loading.text
+        elif config.engine == "sglang":
+            yield "starting SGLang", config.generation.python or "this environment's", engine.progress
+        else:
+            yield "an answer of SGLang", config.generation.urls[self._info.index], engine.progress
+
+    def make(self, journal: TokenJournal, eos_token_id: int | None) -> GenerationEngine:
+        """In a thread: importing torch and transformers takes seconds."""
+        eos_token_ids = [] if eos_token_id is None else [eos_token_id]
+        if self._config.engine == "transformers":
+            return self._make_transformers(journal, eos_token_ids)
+        return self._make_sglang(journal, eos_token_ids)
+
+    def _make_sglang(self, journal: TokenJournal, eos_token_ids: list[int]) -> GenerationEngine:
+        """The engines sglang and external: they differ in whose the server is."""
+        from asyncrl.generation.sglang import SGLangEngine
+        from asyncrl.generation.sglang_process import AttachedServer, ServerLink, own_server, read_api_key
+
+        config, info = self._config, self._info
+        server: ServerLink
+        if config.engine == "external":
+            server = AttachedServer(config.generation.urls[info.index], read_api_key(config.generation.api_key_file))
+        else:
+            logs = Path(info.run_dir) / "logs" / f"attempt_{info.attempt}"
+            server = own_server(
+                config.generation,
+                config.model_path,
+                tensor=config.tensor_parallel,
+                seed=info.seed * 1000 + info.index,
+                log=logs / f"{info.kind}_{info.index}_sglang.log",
+            )
+        return SGLangEngine(
+            config.model_path,
+            config.generation,
+            server,
+            eos_token_ids=eos_token_ids,
+            on_tokens=journal.add,
+            trace=self._trace,
+        )
+
+    def _make_transformers(self, journal: TokenJournal, eos_token_ids: list[int]) -> GenerationEngine:
+        import torch
+        from transformers.utils import logging as transformers_logging
+
+        from asyncrl.generation.transformers import TransformersEngine
+
+        config = self._config
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        if config.torch_threads > 0:
+            torch.set_num_threads(config.torch_threads)
+        return TransformersEngine(
+            config.model_path,
+            config.generation,
+            seed=self._info.seed * 1000 + self._info.index,
+            eos_token_ids=eos_token_ids,
+            on_tokens=journal.add,
+            trace=self._trace,
+        )

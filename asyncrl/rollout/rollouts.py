@@ -1,0 +1,279 @@
+"""One rollout: from a ticket to its result. What a user's agent, environment or reward does costs its own rollout only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+from asyncrl.config.schema import RolloutConfig, SamplingConfig
+from asyncrl.data.prompts import Prompt, PromptError
+from asyncrl.data.sequence import SequenceSample
+from asyncrl.protocol.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
+from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
+from asyncrl.rewards.reward_function import shown
+from asyncrl.rewards.trajectory import OnPiece, Response, SampleSummary
+from asyncrl.rollout.agent import ActQueue, ObsQueue
+from asyncrl.rollout.chat_agent import ChatAgent
+from asyncrl.rollout.client import PartialRolloutManager, Route
+from asyncrl.rollout.openai_api import ChatEndpoint
+from asyncrl.rollout.rollout_data import RolloutData
+from asyncrl.rollout.tasks import TRAIN, Task, TaskTable
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.channel import ChannelRefused
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.disk import out_of_files
+from asyncrl.runtime.journal import BackgroundJournal
+from asyncrl.runtime.push_pull import NameResolvingZmqPusher
+from asyncrl.runtime.trace import Tracer
+
+_MAX_DETAIL_CHARS = 400  # of what the manager is told about a rollout that ended without a trajectory
+_CANCEL_LIMIT_S = 5.0  # for an agent to end that is cancelled
+_MAX_LEFT_BEHIND = 64  # agents that have not; past it every rollout is rejected
+# Why a head refuses a trajectory for what is in it (model/trajectory_receiver.py): another try would give the same
+_BAD_CONTENT = frozenset({"missing_keys", "bad_lengths", "bad_tokens", "bad_logprobs", "not_finite"})
+
+
+class Rollouts:
+    """consumes: tickets.  produces: trajectories, results.
+
+    waits for: generation, rewards, the head's verdict; each with a limit.  unblocked by: them.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        data: RolloutData,
+        tasks: TaskTable,
+        client: PartialRolloutManager,
+        pusher: NameResolvingZmqPusher,
+        endpoint: ChatEndpoint,
+        journal: BackgroundJournal,
+        *,
+        board: StatusBoard,
+        trace: Tracer,
+        logger: logging.Logger,
+        clock: Clock,
+    ) -> None:
+        self.timeout_s = rollout.rollout_timeout_s
+        self._rollout, self._data, self._tasks = rollout, data, tasks
+        self._client, self._pusher, self._endpoint, self._journal = client, pusher, endpoint, journal
+        self._board, self._trace, self._logger, self._clock = board, trace, logger, clock
+        self._stop_token_ids: Sequence[int] = [data.eos_token_id]
+        self._logged: set[str] = set()
+        self._left_behind: set[asyncio.Future[Any]] = set()  # agents that were cancelled and go on
+
+    async def roll_out(self, ticket: Ticket, birth_time: float) -> RolloutResult:
+        """From a ticket to its result. Raises RolloutEnded where there is no trajectory."""
+        prompt = self._find_prompt(ticket)
+        task = self._tasks.of(prompt)
+        if prompt.too_long:
+            raise RolloutRejected("prompt_too_long", f"prompt {prompt.prompt_id} has {len(prompt.input_ids)} tokens")
+        sample = await self._collect(ticket, task, prompt)
+        try:
+            sample = self._data.complete(
+                sample, ticket_id=ticket.ticket_id, task_id=task.task_id, birth_time=birth_time
+            )
+            summary = self._data.summary(sample)
+        except Exception as error:  # an agent may give anything
+            raise RolloutRejected("agent_error", str(error)) from error
+        if ticket.kind == "eval":
+            return _result(ticket, summary, "evaluated")
+        if objection := objection_to(summary.rewards, self._rollout):
+            return _result(ticket, summary, "rejected", objection)
+        return await self._push(ticket, task, sample, summary, birth_time)
+
+    def _find_prompt(self, ticket: Ticket) -> Prompt:
+        source = self._data.prompts if ticket.kind == "train" else self._data.eval_prompts
+        if source is None:
+            raise RolloutRejected("no_eval_prompts", "an evaluation ticket, but eval.prompts is not set")
+        try:
+            return source.get(ticket.locator)
+        except PromptError as error:
+            raise RolloutRejected("bad_prompt", str(error)) from error
+
+    async def _collect(self, ticket: Ticket, task: Task, prompt: Prompt) -> SequenceSample:
+        """Run the task's agent, and answer what it asks of the policy, until it has its trajectory.
+
+        The agent's own waits (an environment that hangs) end at rollout.rollout_timeout_s, or when the manager takes the
+        overdue ticket back.
+        """
+        limit_s = self.timeout_s
+        if len(self._left_behind) >= _MAX_LEFT_BEHIND:
+            raise RolloutRejected(
+                "agent_hangs", f"{len(self._left_behind)} rollouts were cancelled and have not ended: agents hold on"
+            )
+        route = Route(ticket)
+        obs_queue, act_queue = ObsQueue(1), ActQueue(1)
+        collecting = asyncio.ensure_future(self._play(task, route, prompt, obs_queue, act_queue))
+        answering = asyncio.ensure_future(self._answer(route, obs_queue, act_queue))
+        try:
+            both = {collecting, answering}
+            done, _ = await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise RolloutRejected(
+                    "rollout_timeout", f"the agent of task {task.name!r} took more than {limit_s:g} s"
+                )
+            samples = _agent_result(collecting if collecting.done() else answering)
+        finally:
+            await self._abandon(collecting, answering)
+        if samples is None or samples == []:
+            raise RolloutRejected("agent_declined", f"the agent of task {task.name!r} gave no trajectory")
+        if not (isinstance(samples, list) and len(samples) == 1 and isinstance(samples[0], self._data.sample_type)):
+            raise RolloutRejected(
+                "agent_error",
+                f"the agent of task {task.name!r} gave {shown(samples)}, expected a list of one SequenceSample",
+            )
+        sample: SequenceSample = samples[0]
+        return sample
+
+    async def _abandon(self, *futures: asyncio.Future[Any]) -> None:
+        """Cancel what still runs of a rollout. An agent that swallows the cancellation is left behind, and counted."""
+        pending = {future for future in futures if not future.done()}
+        for future in pending:
+            future.cancel()
+        if pending:
+            _, pending = await asyncio.wait(pending, timeout=_CANCEL_LIMIT_S)
+        for future in futures:
+            if future.done() and not future.cancelled():
+                future.exception()  # retrieved: what matters of it has been raised
+        for future in pending:
+            self._left_behind.add(future)
+            future.add_done_callback(self._left_behind.discard)
+            self._logger.warning(
+                "an agent goes on after it was cancelled; it is left behind (%d so far): do not catch CancelledError",
+                len(self._left_behind),
+            )
+
+    async def _play(
+        self, task: Task, route: Route, prompt: Prompt, obs_queue: ObsQueue, act_queue: ActQueue
+    ) -> list[SequenceSample]:
+        """The agent's part of a rollout: all of it is the user's code."""
+        agent = task.agents[route.ticket.eval_mode or TRAIN]
+        try:
+            env = task.make_env(prompt)
+            try:
+                if isinstance(agent, ChatAgent):
+                    return await agent.collect_sessions(prompt, env, self._endpoint, partial(self._respond, route))
+                return await agent.collect_trajectory(prompt, env, obs_queue, act_queue)
+            finally:
+                await env.close()
+        except (Exception, asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # SystemExit, say, of code that an environment runs: it would end the worker
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    async def _respond(
+        self, route: Route, input_ids: list[int], sampling: SamplingConfig, on_piece: OnPiece
+    ) -> Response:
+        """The policy as the OpenAI API reaches it."""
+        with self._trace.overlapping("generate", kind="generate", ticket=route.ticket.ticket_id):
+            return await self._client.respond(route, input_ids, sampling, self._stop_token_ids, on_piece)
+
+    async def _answer(self, route: Route, obs_queue: ObsQueue, act_queue: ActQueue) -> None:
+        """consumes: an agent's observations. produces: the policy's responses to each. Cancelled when the agent is done."""
+        while True:
+            observation = await obs_queue.get()
+            with self._trace.overlapping("generate", kind="generate", ticket=route.ticket.ticket_id):
+                responses = await self._client.generate(
+                    route, observation.inputs, observation.sampling, self._stop_token_ids
+                )
+            await act_queue.put(responses)
+
+    async def _push(
+        self, ticket: Ticket, task: Task, sample: SequenceSample, summary: SampleSummary, birth_time: float
+    ) -> RolloutResult:
+        """Hand the trajectory to its head. Waits for the master's verdict; unblocked by head and master taking it in."""
+        meta = TrajectoryMeta(
+            ticket_id=ticket.ticket_id,
+            locator=ticket.locator,
+            attempt=ticket.attempt,
+            head=ticket.head,
+            keys=list(sample.keys),
+            seqlens=summary.seqlens,
+            response_lengths=summary.response_lengths,
+            rewards=summary.rewards,
+            version_start=summary.version_start,
+            version_end=summary.version_end,
+            birth_time=birth_time,
+            task_id=task.task_id,
+        )
+        limit_s = self._rollout.request_timeout_s
+        try:
+            with self._trace.overlapping("push", kind="push", ticket=ticket.ticket_id, head=ticket.head):
+                async with self._board.waiting("a verdict on a trajectory", on=f"head {ticket.head}", limit_s=limit_s):
+                    verdict = await self._pusher.push(meta, sample, head=ticket.head, timeout_s=limit_s)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise RolloutReleased("push_timeout", f"head {ticket.head} took no trajectory for {limit_s:g} s") from error
+        except ChannelRefused as error:
+            raise RolloutRejected("push_refused", f"trajectory {ticket.ticket_id}: {error}") from error
+        self._journal.add(
+            {
+                "event": "pushed",
+                "attempt": ticket.attempt,
+                "ticket": ticket.ticket_id,
+                "head": ticket.head,
+                "verdict": verdict.verdict,
+                "time": self._clock.time(),
+            }
+        )
+        if verdict.verdict == "refused":
+            reason, _, why = verdict.reason.partition(": ")
+            if reason in _BAD_CONTENT:
+                raise RolloutRejected(reason, why)
+            detail = self.tell_once("refused", f"trajectory {ticket.ticket_id} refused: {verdict.reason}")
+            return _result(ticket, summary, "released", "refused", detail)
+        # A duplicate: another ticket of the prompt was first, so the prompt is stored, and not to be handed out again.
+        return _result(ticket, summary, "stored", "" if verdict.verdict == "stored" else "duplicate")
+
+    def tell_once(self, reason: str, detail: BaseException | str) -> str:
+        """Log the first of its kind in full, with the traceback of its cause; the others are counted by the manager.
+
+        Returns what the manager is told of it besides the reason: "" for all but the first.
+        """
+        first = reason not in self._logged
+        self._logged.add(reason)
+        cause = detail.__cause__ if isinstance(detail, BaseException) else None
+        level = logging.WARNING if first else logging.DEBUG
+        self._logger.log(level, "rollout ended without a trajectory: %s", detail, exc_info=cause)
+        text = detail.detail if isinstance(detail, RolloutEnded) else str(detail)
+        return text[:_MAX_DETAIL_CHARS] if first else ""
+
+
+def _agent_result(ended: asyncio.Future[Any]) -> Any:
+    """What a finished agent returned: anything. Its errors are the rollout's: RolloutRejected (`agent_error`).
+
+    So are errors of the task that answers the agent, where the agent asks nonsense.
+    """
+    if ended.cancelled():  # by itself: the rollout's own cancellation does not come here
+        raise RolloutRejected("agent_error", "the agent has cancelled itself")
+    try:
+        return ended.result()
+    except RolloutEnded:
+        raise
+    except Exception as error:
+        if out_of_files(error) is not None:  # of the process, whose other rollouts would all meet it
+            raise
+        raise RolloutRejected("agent_error", f"the agent raised {shown(error)}") from error
+
+
+def _result(
+    ticket: Ticket,
+    summary: SampleSummary,
+    outcome: Literal["stored", "rejected", "evaluated", "released"],
+    reason: str = "",
+    detail: str = "",
+) -> RolloutResult:
+    return RolloutResult(
+        ticket_id=ticket.ticket_id,
+        outcome=outcome,
+        reason=reason,
+        detail=detail,
+        num_tokens=sum(summary.response_lengths),
+        lengths=summary.response_lengths,
+        rewards=summary.rewards,
+        version_start=WeightVersion.unpack(min(summary.version_start)).version,
+        version_end=WeightVersion.unpack(max(summary.version_end)).version,
+    )

@@ -1,0 +1,177 @@
+"""The tickets that a rollout worker holds: it asks for as many as it has room, and sees each through to its report."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from asyncrl.config.schema import RolloutConfig
+from asyncrl.protocol.messages import RolloutResult, Ticket
+from asyncrl.rewards.outcome import RolloutEnded
+from asyncrl.rollout.client import PartialRolloutManager
+from asyncrl.rollout.manager_client import ManagerClient
+from asyncrl.rollout.rollouts import Rollouts
+from asyncrl.runtime.background import BackgroundTasks
+from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.trace import Tracer
+
+_ALLOCATE_WAIT_S = 5.0  # how long the manager may hold back its answer until it admits something
+_REFUSED_PAUSE_S = 0.2  # after an empty answer that came sooner
+STOP_REPORT_S = 2.0  # for telling the manager what a stopped worker releases
+
+
+@dataclass
+class _Held:
+    """A ticket this worker holds, from its grant until the manager has its result."""
+
+    ticket: Ticket
+    birth_time: float
+    task: asyncio.Task[None] | None = None
+    taken_back: str = ""  # why it is being cancelled
+    reporting: bool = False  # its result is decided: too late to cancel
+
+
+class HeldTickets:
+    """Up to max_concurrent_per_worker train tickets, and evaluation tickets beside them."""
+
+    def __init__(
+        self,
+        name: str,
+        rollout: RolloutConfig,
+        manager: ManagerClient,
+        client: PartialRolloutManager,
+        rollouts: Rollouts,
+        tasks: BackgroundTasks,
+        *,
+        stop_timeout_s: float,
+        board: StatusBoard,
+        trace: Tracer,
+        logger: logging.Logger,
+        clock: Clock,
+    ) -> None:
+        """name: of the worker."""
+        self._name, self._rollout, self._stop_timeout_s = name, rollout, stop_timeout_s
+        self.rollouts = rollouts
+        self._manager, self._client, self._tasks = manager, client, tasks
+        self._board, self._trace, self._logger, self._clock = board, trace, logger, clock
+        self._held: dict[str, _Held] = {}
+        self._changed = asyncio.Event()  # a ticket has ended
+
+    async def run(self) -> None:
+        """Keep the worker full of rollouts until the run needs no more.
+
+        consumes: tickets (allocate_rollout). produces: one task a ticket. waits for: room (a ticket that ends) and admission
+        (the manager holds its answer back). unblocked by: rollouts ending, train steps consuming what is stored.
+        """
+        self._tasks.spawn(self._heartbeat_loop(), "heartbeat")
+        while True:
+            await self._wait_for_room()
+            asked = self._clock.monotonic()
+            reply = await self._manager.allocate(self._room(), wait_s=_ALLOCATE_WAIT_S)
+            for ticket in reply.tickets:
+                self._begin(ticket)
+            if reply.finished:
+                break
+            if reply.refusal == "superseded":
+                raise RuntimeError(f"another process runs as {self._name} now; this one ends")
+            if not reply.tickets and self._clock.monotonic() - asked < _REFUSED_PAUSE_S:
+                await asyncio.sleep(_REFUSED_PAUSE_S)
+        await self._drain()
+
+    def _room(self) -> int:
+        """Train tickets that fit. Evaluations run beside them, as many again: they must not take the room of training."""
+        most = self._rollout.max_concurrent_per_worker
+        train = sum(held.ticket.kind == "train" for held in self._held.values())
+        return min(most - train, 2 * most - len(self._held))
+
+    async def _wait_for_room(self) -> None:
+        """Bounded by the rollouts: the manager takes back what is overdue."""
+        while self._room() < 1:
+            self._changed.clear()
+            with self._board.showing("room for another rollout", on=self._name):
+                await self._changed.wait()
+
+    def _begin(self, ticket: Ticket) -> None:
+        if ticket.ticket_id in self._held:
+            return  # granted twice: the answer to a repeated request
+        held = _Held(ticket, birth_time=self._clock.time())
+        self._held[ticket.ticket_id] = held
+        self._board.set_queue("rollouts", len(self._held))
+        held.task = self._tasks.spawn(self._see_through(held), f"rollout {ticket.ticket_id}")
+        held.task.add_done_callback(lambda _: self._end(ticket))
+
+    def _end(self, ticket: Ticket) -> None:
+        del self._held[ticket.ticket_id]
+        self._board.set_queue("rollouts", len(self._held))
+        self._board.progress()
+        self._changed.set()
+
+    async def _heartbeat_loop(self) -> None:
+        """produces: the list of held tickets. consumes: revocations, dead servers. waits for: the manager, at most call_limit_s."""
+        interval_s = 0.0  # a manager that has just begun waits for the first one
+        while True:
+            await self._manager.until_heartbeat(interval_s)
+            reply = await self._manager.heartbeat(list(self._held))
+            interval_s = reply.heartbeat_s
+            for ticket_id in reply.revoked:
+                self._cancel(self._held.get(ticket_id), "revoked")
+            for moved in reply.moved:
+                if self._client.move(moved.ticket_id, moved.server, moved.server_url):
+                    self._logger.info("ticket %s goes on at %s: its server leaves", moved.ticket_id, moved.server)
+            if num_left := self._client.leave(reply.dead):
+                self._logger.warning("%d requests left servers that are dead (%s)", num_left, ", ".join(reply.dead))
+
+    def _cancel(self, held: _Held | None, why: str) -> None:
+        if held is None or held.task is None or held.reporting or held.taken_back:
+            return
+        held.taken_back = why
+        held.task.cancel()
+
+    async def _drain(self) -> None:
+        """Let what is running end; after request_timeout_s take it back."""
+        limit_s = self._rollout.request_timeout_s
+        try:
+            await self._board.bounded(self._all_ended(), what="the last rollouts", on=self._name, limit_s=limit_s)
+        except WaitTimeoutError:
+            self._logger.warning("%d rollouts did not end within %g s", len(self._held), limit_s)
+            for held in list(self._held.values()):
+                self._cancel(held, "stopped")
+            await self._board.bounded(
+                self._all_ended(), what="the cancelled rollouts", on=self._name, limit_s=self._stop_timeout_s
+            )
+
+    async def _all_ended(self) -> None:
+        while self._held:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _see_through(self, held: _Held) -> None:
+        """A ticket's life: roll out, then report, whatever happens. Errors that are not the rollout's fail the worker."""
+        ticket = held.ticket
+        try:
+            with self._trace.overlapping("rollout", kind="rollout", ticket=ticket.ticket_id):
+                result = await self.rollouts.roll_out(ticket, held.birth_time)
+        except RolloutEnded as ended:
+            detail = self.rollouts.tell_once(ended.reason, ended)
+            result = RolloutResult(
+                ticket_id=ticket.ticket_id, outcome=ended.outcome, reason=ended.reason, detail=detail
+            )
+        except asyncio.CancelledError:
+            held.taken_back = held.taken_back or "stopped"  # cancelled from outside: the worker stops
+            result = RolloutResult(ticket_id=ticket.ticket_id, outcome="released", reason=held.taken_back)
+        held.reporting = True
+        await self._report(result, stopping=held.taken_back == "stopped")
+
+    async def _report(self, result: RolloutResult, *, stopping: bool) -> None:
+        if not stopping:
+            await self._manager.finish(result)
+            return
+        try:
+            async with asyncio.timeout(STOP_REPORT_S):
+                await self._manager.finish(result)
+        except (TimeoutError, asyncio.TimeoutError, RuntimeError) as error:
+            self._logger.debug(
+                "ticket %s not reported (%r): the manager will miss its heartbeat", result.ticket_id, error
+            )

@@ -1,0 +1,36 @@
+"""Tasks that run beside the main one of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+
+class BackgroundTasks:
+    """consumes: coroutines.  produces: the first failure of any of them, which ends the process."""
+
+    def __init__(self, name: str, logger: logging.Logger) -> None:
+        """name: of the process, for the names of its tasks."""
+        self.running: set[asyncio.Task[Any]] = set()
+        self.failed = asyncio.Event()
+        self.failure: BaseException | None = None  # the first one
+        self._name, self._logger = name, logger
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run a coroutine beside the main task."""
+        task = asyncio.get_running_loop().create_task(coroutine, name=f"{self._name}:{name}")
+        self.running.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self.running.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if self.failure is None:
+            self.failure = error
+            self.failed.set()
+        else:
+            self._logger.error("%s failed too", task.get_name(), exc_info=error)

@@ -1,0 +1,177 @@
+"""What a worker shows of itself: its state, its progress, its queues, and every wait with its name and its limit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Literal, TypeVar
+
+from asyncrl.config.schema import WorkerInfo
+from asyncrl.protocol.messages import Wait, WorkerStatus
+from asyncrl.runtime.trace import OFF, Tracer
+
+T = TypeVar("T")
+State = Literal["starting", "running", "stopping", "stopped", "done", "error"]
+
+LONG_WAIT_S = 20.0  # a wait longer than this is written to the log once, with what and on whom
+_CLOCK_SLACK_S = 0.001  # the loop's timers may be early by its clock's resolution
+_OWN_LIMIT_SLACK_S = 5.0  # for what is awaited to end itself, with an error that says more, at a limit of its own
+
+
+class WaitTimeoutError(TimeoutError):
+    """A named wait reached its limit."""
+
+    def __init__(self, what: str, on: str, limit_s: float) -> None:
+        super().__init__(f"waited {limit_s:g} s for {what} from {on}; giving up")
+        self.what, self.on, self.limit_s = what, on, limit_s
+
+
+class StatusBoard:
+    """What a worker shows of itself: state, progress, named waits, queue depths."""
+
+    def __init__(self, info: WorkerInfo, logger: logging.Logger, trace: Tracer = OFF) -> None:
+        self._info = info
+        self._logger = logger
+        self._trace = trace
+        self._waits: dict[int, tuple[str, str, float, float | None, Callable[[], str]]] = {}
+        self._reported: set[int] = set()
+        self._next_wait = 0
+        self._progress = 0
+        self._queues: dict[str, int] = {}
+        self.state: State = "starting"
+        self.entered = asyncio.Event()  # another state
+        self.version = ""
+        self.error = ""
+        self.fatal = False
+
+    def enter(self, state: State) -> None:
+        """Be in this state, and have that told at once."""
+        self.state = state
+        self.entered.set()
+
+    def progress(self) -> None:
+        """Count one turn of the worker's loop."""
+        self._progress += 1
+
+    def set_queue(self, name: str, depth: int) -> None:
+        self._queues[name] = depth
+        self._trace.count(name, depth)
+
+    def waiting(
+        self, what: str, *, on: str, limit_s: float, waited_s: float = 0.0, detail: Callable[[], str] = str
+    ) -> _BoundedWait:
+        """Show what the task waits for in the `async with` block, and end the block at the limit that is shown.
+
+        What is awaited may have the same limit of its own, and then ends with its own error. Where it does not, the block
+        is cancelled some seconds after the limit and WaitTimeoutError is raised.
+        waited_s: so far, of a wait that goes on. detail: how far it has come, asked for every status and shown
+        behind `what`.
+        """
+        return _BoundedWait(_NamedWait(self, what, on, limit_s, waited_s, detail), _OWN_LIMIT_SLACK_S)
+
+    def showing(
+        self, what: str, *, on: str, limit_s: float | None = None, detail: Callable[[], str] = str
+    ) -> _NamedWait:
+        """Show a wait that this does not bound. limit_s: only where all that is waited for ends itself at this limit."""
+        return _NamedWait(self, what, on, limit_s, 0.0, detail)
+
+    async def bounded(
+        self, awaitable: Awaitable[T], *, what: str, on: str, limit_s: float, detail: Callable[[], str] = str
+    ) -> T:
+        """Await something for at most limit_s, visibly. Raises WaitTimeoutError naming what and on whom."""
+        start = time.monotonic()
+        with self.showing(what, on=on, limit_s=limit_s, detail=detail):
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await awaitable
+            except asyncio.TimeoutError:
+                if time.monotonic() - start < limit_s - _CLOCK_SLACK_S:  # what was awaited has a limit of its own
+                    raise
+                raise WaitTimeoutError(what, on, limit_s) from None
+
+    def snapshot(self) -> WorkerStatus:
+        now = time.monotonic()
+        for key, (what, on, since, limit_s, _) in self._waits.items():
+            if now - since > LONG_WAIT_S and key not in self._reported:
+                self._reported.add(key)
+                limit = "no limit" if limit_s is None else f"limit {limit_s:g} s"
+                self._logger.warning("waiting for %s from %s for %.0f s (%s)", what, on, now - since, limit)
+        return WorkerStatus(
+            worker=self._info.name,
+            pid=os.getpid(),
+            attempt=self._info.attempt,
+            state=self.state,
+            time=time.time(),
+            progress=self._progress,
+            waits=[
+                Wait(what=what + detail(), on=on, since_s=now - since, limit_s=limit_s)
+                for what, on, since, limit_s, detail in self._waits.values()
+            ],
+            queues=dict(self._queues),
+            version=self.version,
+            error=self.error,
+            fatal=self.fatal,
+        )
+
+
+class _NamedWait:
+    """What StatusBoard.showing gives; for one use. A class: whatever a worker awaits, it awaits in one of these, and a generator's
+    context manager takes several times as long."""
+
+    __slots__ = ("_began_us", "_board", "_key", "wait")
+
+    def __init__(
+        self,
+        board: StatusBoard,
+        what: str,
+        on: str,
+        limit_s: float | None,
+        waited_s: float,
+        detail: Callable[[], str],
+    ) -> None:
+        self._board = board
+        self.wait = (what, on, time.monotonic() - waited_s, limit_s, detail)
+
+    def __enter__(self) -> None:
+        board = self._board
+        self._key = board._next_wait
+        board._next_wait += 1
+        board._waits[self._key] = self.wait
+        self._began_us = board._trace.now_us()
+
+    def __exit__(self, *error: object) -> None:
+        board = self._board
+        board._trace.wait(self.wait[0], self.wait[1], self._began_us)
+        del board._waits[self._key]
+        board._reported.discard(self._key)
+
+
+class _BoundedWait:
+    """What StatusBoard.waiting gives; for one use."""
+
+    __slots__ = ("_shown", "_slack_s", "_timeout")
+
+    def __init__(self, shown: _NamedWait, slack_s: float) -> None:
+        self._shown, self._slack_s = shown, slack_s
+
+    async def __aenter__(self) -> None:
+        _, _, since, limit_s, _ = self._shown.wait
+        assert limit_s is not None
+        self._timeout = asyncio.timeout(since + limit_s + self._slack_s - time.monotonic())
+        await self._timeout.__aenter__()
+        self._shown.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shown.__exit__()
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:  # this limit's: another's is the error that comes in
+            what, on, _, limit_s, _ = self._shown.wait
+            assert limit_s is not None
+            raise WaitTimeoutError(what, on, limit_s) from None

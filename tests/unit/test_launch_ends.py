@@ -1,0 +1,69 @@
+"""How a launch ends whose last words are being heard: by its first cause, whatever comes meanwhile."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import msgspec
+import pytest
+from test_supervisor import World
+
+from asyncrl.launch.local import Launch, Plans, StopRequest
+from asyncrl.launch.rundir import LaunchError
+
+
+class Pool:
+    """Has the children of a world; tells what happens in each turn."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.turns = world, 0
+        self.happens: dict[int, object] = {}
+
+    @property
+    def children(self) -> list[object]:
+        return list(self.world.children)
+
+    alive: tuple[object, ...] = ()
+
+    def turn(self, wait_s: float) -> list[object]:
+        self.turns += 1
+        self.world.clock.now += 0.1
+        if (event := self.happens.get(self.turns)) is not None:
+            event()  # type: ignore[operator]
+        return []
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def launch(world: World, pool: Pool, stop: StopRequest) -> Launch:
+    external = MagicMock(master_is_done=False, names=[])
+    external.visible_statuses.return_value = []
+    record, lock = MagicMock(attempt=1), MagicMock()
+    lock.lost.return_value = ""
+    lock.is_challenged.return_value = False
+    plans = Plans(world.config, 100, ())
+    return Launch(plans, world.specs, pool, external, MagicMock(), record, lock, stop, MagicMock(), world.clock)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("meanwhile", ["signal", "master done"])
+def test_the_first_cause_wins(world: World, meanwhile: str) -> None:
+    pool, stop = Pool(world), StopRequest(MagicMock(), world.clock)
+    made = launch(world, pool, stop)
+
+    def master_is_done() -> None:
+        status = world["master/0"].status
+        assert status is not None
+        world["master/0"].status = msgspec.structs.replace(status, state="done")
+
+    pool.happens = {
+        2: lambda: world.fail("model_worker/0", "asyncrl.config.schema.ConfigError: no such model", fatal=True),
+        4: master_is_done if meanwhile == "master done" else lambda: stop.on_signal(signal.SIGTERM, None),
+    }
+    with pytest.raises(LaunchError, match="no such model"):
+        made.watch_over()
+    assert (pool.turns < 8) == (meanwhile == "signal")  # last words are not waited for then

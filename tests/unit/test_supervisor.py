@@ -1,0 +1,270 @@
+"""What becomes of a run's processes, turn by turn: the supervisor between children that the test lets end."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.launch.children import Child, Forked
+from asyncrl.launch.experiment import load_experiment
+from asyncrl.launch.program import ProcessSpec, plan
+from asyncrl.launch.supervision import EVERYTHING, GANG, EndRun, FreezeWatch, Supervision
+from asyncrl.launch.supervisor import (
+    KILL_LIMIT_S,
+    LAST_WORDS_S,
+    BeginAttempt,
+    Cancel,
+    Decision,
+    Forget,
+    Kill,
+    LookForCheckpoint,
+    Notice,
+    StartLater,
+    Supervisor,
+)
+from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.runtime.names.interface import Lease
+from tests.support.clock import ManualClock
+
+CONFIG = """
+allocation: transformers.d1+d2+ref_inf:d1
+model_path: m
+prompts: {path: p.jsonl}
+rollout: {tasks: {default: {reward: "rewards.py:reward"}}}
+train: {ppo: {kl_coef: 0.1}}
+"""
+APART = "model_worker/2"
+STOP_S = 10.0
+
+
+class World:
+    """The children of a launcher that carries out all but starts, and the decisions of a turn."""
+
+    def __init__(self, folder: Path, *, max_restarts: int = 3, frozen_after_s: float = 0.0) -> None:
+        file = folder / "c.yaml"
+        file.write_text(CONFIG)
+        self.log = folder / "a.log"
+        self.log.write_text("last words\n")
+        self.clock = ManualClock()
+        self.leases = itertools.count(1)
+        self.config = load_experiment(file)
+        specs = plan(self.config, attempt=1, num_prompts=100)
+        self.specs: dict[str, ProcessSpec] = {spec.name: spec for spec in specs}
+        self.leaving: set[str] = set()
+        self.supervisor = Supervisor(
+            Supervision(max_restarts, apart=[[APART]]),
+            FreezeWatch(frozen_after_s, 100.0),
+            frozen_after_s=frozen_after_s,
+            stop_timeout_s=STOP_S,
+            gang=lambda: "the gang",
+            leaves=lambda child: child.name in self.leaving,
+        )
+        self.children: list[Child] = []
+        for name in self.specs:
+            self.start(name)
+
+    def start(self, name: str) -> Child:
+        """It runs."""
+        lease = Lease(None, next(self.leases), 30.0)  # type: ignore[arg-type]
+        child = Child(self.specs[name], Forked(0), self.log, -1, lease, started=self.clock.now)
+        child.was_running = True
+        child.status = WorkerStatus(worker=name, pid=0, attempt=1, state="running", time=self.clock.now, progress=1)
+        self.children.append(child)
+        self.supervisor.policy.runs(name)
+        return child
+
+    def __getitem__(self, name: str) -> Child:
+        return next(child for child in self.children if child.name == name)
+
+    def die(self, name: str, code: int = -signal.SIGKILL) -> None:
+        self[name].returncode, self[name].ended = code, self.clock.now
+
+    def fail(self, name: str, error: str, *, fatal: bool = False, ago_s: float = 0.0) -> None:
+        """It says so, and has not ended yet."""
+        at = self.clock.now - ago_s
+        self[name].status = WorkerStatus(
+            worker=name, pid=0, attempt=1, state="error", time=at, progress=1, error=error, fatal=fatal
+        )
+
+    def turn(self, after_s: float = 0.1, *, hurried: bool = False) -> list[Decision]:
+        """All decisions but notices. What is killed has ended by the next turn."""
+        self.clock.now += after_s
+        decisions = self.supervisor.turn(self.children, now=self.clock.now, wall_time=self.clock.now, hurried=hurried)
+        for decision in decisions:
+            if isinstance(decision, Kill):
+                decision.child.froze_s = decision.child.froze_s or decision.froze_s
+                self.die(decision.child.name)
+            elif isinstance(decision, Forget):
+                self.children.remove(decision.child)
+        self.told = [decision.text for decision in decisions if isinstance(decision, Notice)]
+        return [decision for decision in decisions if not isinstance(decision, Notice)]
+
+    def kinds(self, after_s: float = 0.1) -> list[str]:
+        """The decisions with their names, as far as they have any."""
+
+        def shown(decision: Any) -> str:
+            name = decision.child.name if isinstance(decision, Kill | Forget) else getattr(decision, "name", "")
+            return f"{type(decision).__name__} {name}".strip()
+
+        return [shown(decision) for decision in self.turn(after_s)]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_rollout_worker_comes_back_alone(world: World) -> None:
+    world.die("rollout_worker/0")
+    child, how = (
+        world["rollout_worker/0"],
+        "was killed by signal SIGKILL (by somebody, or for want of memory: see `dmesg`)",
+    )
+    assert world.turn() == [Forget(child), StartLater("rollout_worker/0", how, 1, 0.0)]
+    assert world.told == [f"rollout_worker/0 {how}; it is started again at once (1 of 3); see {world.log}"]
+    assert world.turn() == []
+
+
+def test_the_gang_comes_back_as_the_next_attempt_when_all_of_it_is_gone_and_the_search_is_over(world: World) -> None:
+    world.die("model_worker/0")
+    assert world.kinds() == ["Cancel", "Kill model_worker/1", "Kill model_worker/2", "Kill master/0"]
+    assert "the training side (the gang) is started again at once (1 of 3)" in world.told[0]
+    members = ["model_worker/0", "model_worker/1", "model_worker/2", "master/0"]
+    assert world.kinds() == [*(f"Forget {name}" for name in members), "LookForCheckpoint"]
+    assert world.turn(100.0) == []
+    assert world.supervisor.begins_attempt
+    world.supervisor.checkpoint_found()
+    (begin,) = world.turn()
+    assert isinstance(begin, BeginAttempt)
+    assert begin.unit == GANG
+    assert not world.supervisor.begins_attempt
+    assert [begin.concerns(kind) for kind in ("master", "model_worker", "rollout_worker")] == [True, True, False]
+
+
+def test_a_world_that_is_apart_comes_back_in_its_next_life(world: World) -> None:
+    world.die(APART)
+    assert world.kinds() == [f"Forget {APART}", f"StartLater {APART}"]
+    assert (world.supervisor.life_of(APART), world.supervisor.life_of("model_worker/0")) == (1, 0)
+
+
+def test_a_gang_that_ends_takes_a_world_with_it_that_is_on_its_way_back(world: World) -> None:
+    world.die(APART)
+    world.die("master/0")
+    decisions = world.kinds()
+    assert decisions[0] == "Cancel"
+    assert f"StartLater {APART}" not in decisions
+    world.turn()
+    world.supervisor.checkpoint_found()
+    assert world.kinds() == ["BeginAttempt"]
+    assert world.supervisor.life_of(APART) == 0  # it counts anew in the next attempt
+
+
+def test_too_often_starts_everything_once(tmp_path: Path) -> None:
+    world = World(tmp_path, max_restarts=1)
+    world.die("rollout_worker/0")
+    assert world.kinds() == ["Forget rollout_worker/0", "StartLater rollout_worker/0"]
+    world.start("rollout_worker/0")
+    world.die("rollout_worker/0")
+    decisions = world.turn()
+    assert decisions[0] == Cancel(gang_only=False)
+    assert world.supervisor.starts_everything
+    assert sum(isinstance(decision, Kill) for decision in decisions) == len(world.specs) - 1
+    assert world.kinds()[-1] == "LookForCheckpoint"
+    world.supervisor.checkpoint_found()
+    (begin,) = world.turn(60.0)
+    assert isinstance(begin, BeginAttempt)
+    assert begin.unit == EVERYTHING
+
+
+def test_the_peers_of_one_that_was_killed_are_not_the_cause(world: World) -> None:
+    """They fail at once; the kill is seen a moment later."""
+    world.fail("model_worker/1", "RuntimeError: the connection was closed by its peer")
+    assert world.turn() == []  # others may have been first
+    world.die("model_worker/0")
+    assert Cancel(gang_only=True) in world.turn()
+    assert world.told[0].startswith("model_worker/0 was killed by signal SIGKILL")
+
+
+def test_an_error_that_was_passed_on_waits_for_the_words_of_the_first(world: World) -> None:
+    world.fail("master/0", "asyncrl.runtime.request_reply.RemoteCallError: model_worker/1: ValueError: a loss")
+    assert world.turn(LAST_WORDS_S + 0.1) == []
+    assert world.turn(LAST_WORDS_S + 0.1) == []  # that one has said nothing yet
+    world.fail("model_worker/1", "ValueError: a loss")
+    assert world.turn(STOP_S)[0] == Cancel(gang_only=True)
+    assert world.told[0].startswith("model_worker/1 failed: ValueError: a loss")
+
+
+def test_a_run_that_cannot_go_on_listens_before_it_ends(world: World) -> None:
+    """A fatal error ends it; of the last words the first is the cause."""
+    world.fail("master/0", "asyncrl.config.schema.ConfigError: no such model", fatal=True)
+    assert world.turn() == []
+    assert world.supervisor.is_listening
+    world.fail("rollout_worker/0", "ValueError: came before", ago_s=5.0)
+    assert world.turn(LAST_WORDS_S / 2) == []
+    (end,) = world.turn(LAST_WORDS_S)
+    assert isinstance(end, EndRun)
+    assert end.cause.startswith("rollout_worker/0 failed\n\nValueError: came before")
+    assert "Failed after it: master/0" in end.cause
+
+
+def test_a_run_that_is_told_to_stop_does_not_wait_for_last_words(world: World) -> None:
+    world.fail("master/0", "asyncrl.config.schema.ConfigError: no such model", fatal=True)
+    assert world.turn() == []
+    (end,) = world.turn(0.1, hurried=True)
+    assert isinstance(end, EndRun)
+    assert "no such model" in end.cause
+
+
+def test_one_that_has_failed_and_does_not_end_is_killed(world: World) -> None:
+    world.fail("rollout_worker/0", "ValueError: x")
+    assert world.turn() == []
+    assert world.kinds(STOP_S + 0.1) == ["Kill rollout_worker/0"]
+    assert world.kinds() == ["Forget rollout_worker/0", "StartLater rollout_worker/0"]
+
+
+def test_a_process_that_cannot_be_killed_ends_the_run(world: World) -> None:
+    world.die("master/0")
+    world.turn()
+    world["model_worker/1"].returncode = None  # it is inside the kernel
+    decisions = world.turn(KILL_LIMIT_S + 1.0)
+    (end,) = [decision for decision in decisions if isinstance(decision, EndRun)]
+    assert "model_worker/1 cannot be started again: killed, and still not gone" in end.cause
+
+
+def test_a_server_that_leaves_ends_nothing(world: World) -> None:
+    world.leaving = {"generation_server/0"}
+    world.die("generation_server/0", 1)
+    assert world.turn() == []
+    assert world.told == []
+
+
+def test_a_frozen_process_is_told_once_and_killed(tmp_path: Path) -> None:
+    world = World(tmp_path, frozen_after_s=5.0)
+    decisions: list[str] = []
+    told: list[str] = []
+    for _ in range(12):
+        for child in world.children:
+            assert child.status is not None
+            if child.name != "generation_server/0":
+                child.status = msgspec.structs.replace(child.status, progress=child.status.progress + 1)
+        decisions += world.kinds(1.0)
+        told += world.told
+        if decisions:
+            break
+    assert decisions == ["Kill generation_server/0"]
+    assert [text for text in told if "has not moved for" in text] == told
+    assert len(told) == 1
+
+
+def test_a_search_that_found_nothing_begins_anew(world: World) -> None:
+    world.die("master/0")
+    world.turn()
+    assert LookForCheckpoint() in world.turn()
+    assert not [decision for decision in world.turn() if isinstance(decision, LookForCheckpoint)]  # once
+    world.supervisor.checkpoint_found()
+    assert isinstance(world.turn()[0], BeginAttempt)
