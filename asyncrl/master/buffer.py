@@ -1,4 +1,9 @@
-"""The master's view of what the model workers hold: metadata only, never a tensor. Who holds what: tracker.py.
+"""What the master knows of trajectories: metadata only, never a tensor.
+
+    PromptProgress          which prompts are done: the master's part of exactly once
+    StorageTracker          which model worker holds which (id, key)
+    Grants                  whether a gserver manager of this run has granted a trajectory's ticket
+    AsyncIOSequenceBuffer   which trajectories are stored, and the batch of the step
 
 A trajectory enters once (`put`: the first of its prompt wins), is chosen into a batch, gains keys as MFCs write them
 (`amend_batch`), and leaves when its train step is over. An MFC's call starts when the batch has all its input keys
@@ -8,12 +13,199 @@ A trajectory enters once (`put`: the first of its prompt wins), is chosen into a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.dataflow.graph import MFCDef
-from asyncrl.master.progress import PromptProgress
-from asyncrl.protocol.messages import Locator, StoreVerdict, TrajectoryMeta
+from asyncrl.dataflow.redistribution import Holders, transfers
+from asyncrl.protocol.messages import Locator, RedistribStep, StoreVerdict, TrajectoryMeta
+from asyncrl.protocol.tickets import TicketSeal
+
+
+class PromptProgress:
+    """`mark` each prompt once; `is_done` tells a late or doubled trajectory from a new one. Pure.
+
+    Every prompt of every epoch ends trained once or rejected with a reason. What is done is a cursor (all before it are done) and
+    the few done ones after it; that pair is what a checkpoint holds.
+    """
+
+    def __init__(self, num_prompts: int, num_epochs: int) -> None:
+        if num_prompts < 1 or num_epochs < 1:
+            raise ValueError(f"{num_prompts} prompts and {num_epochs} epochs: nothing to train on")
+        self.num_prompts = num_prompts
+        self.num_epochs = num_epochs
+        self.num_trained = 0
+        self.rejected: Counter[str] = Counter()
+        self._cursor = 0  # flat index: epoch * num_prompts + position
+        self._beyond: set[int] = set()
+
+    @property
+    def num_done(self) -> int:
+        return self._cursor + len(self._beyond)
+
+    @property
+    def num_total(self) -> int:
+        return self.num_prompts * self.num_epochs
+
+    @property
+    def cursor(self) -> Locator:
+        """Every prompt before it is done."""
+        return Locator(*divmod(self._cursor, self.num_prompts))
+
+    @property
+    def beyond_cursor(self) -> list[Locator]:
+        """Done prompts after the cursor."""
+        return [Locator(*divmod(flat, self.num_prompts)) for flat in sorted(self._beyond)]
+
+    def epochs_done(self) -> float:
+        """In epochs, with fraction."""
+        return self.num_done / self.num_prompts
+
+    def contains(self, locator: Locator) -> bool:
+        """Whether there is such a prompt."""
+        return 0 <= locator.epoch < self.num_epochs and 0 <= locator.position < self.num_prompts
+
+    def is_done(self, locator: Locator) -> bool:
+        flat = self._flat(locator)
+        return flat < self._cursor or flat in self._beyond
+
+    def mark_trained(self, locators: Iterable[Locator]) -> None:
+        """Raises ValueError for a prompt that is done already: it would have been trained twice."""
+        for locator in locators:
+            self._mark(locator)
+            self.num_trained += 1
+
+    def mark_rejected(self, locator: Locator, reason: str) -> None:
+        self._mark(locator)
+        self.rejected[reason] += 1
+
+    def restore(
+        self, cursor: Locator, beyond: Iterable[Locator], num_trained: int, rejected: Mapping[str, int]
+    ) -> None:
+        """Go on from what a checkpoint holds."""
+        self._cursor = cursor.epoch * self.num_prompts + cursor.position
+        self._beyond = {self._flat(locator) for locator in beyond}
+        self.num_trained = num_trained
+        self.rejected = Counter(rejected)
+
+    def _mark(self, locator: Locator) -> None:
+        flat = self._flat(locator)
+        if flat < self._cursor or flat in self._beyond:
+            raise ValueError(f"prompt {locator} is done already")
+        self._beyond.add(flat)
+        while self._cursor in self._beyond:
+            self._beyond.remove(self._cursor)
+            self._cursor += 1
+
+    def _flat(self, locator: Locator) -> int:
+        if not self.contains(locator):
+            raise ValueError(f"{locator} is outside {self.num_epochs} epochs of {self.num_prompts} prompts")
+        return locator.epoch * self.num_prompts + locator.position
+
+
+class StorageTracker:
+    """id -> key -> the workers that have it. Pure.
+
+    Fed by what the master learns or decides: trajectories that arrived, redistributions that it has sent out, keys that MFCs made,
+    data that was fetched, groups that it has cleared. In the gang a redistribution counts from the moment it is sent: workers
+    execute calls in the master's order, so that whatever is sent to them later finds the data. A worker of another world
+    (dataflow/worlds.py) is in no such order: it asks those that have said that they have it.
+    """
+
+    def __init__(self, apart: Collection[int] = ()) -> None:
+        """apart: workers that are not in the gang's world."""
+        self._apart = frozenset(apart)
+        self._holders: dict[str, dict[str, set[int]]] = {}
+        self._there: dict[str, dict[str, set[int]]] = {}
+
+    def __len__(self) -> int:
+        """Number of ids that any worker holds something of."""
+        return len(self._holders.keys() | self._there.keys())
+
+    @property
+    def holders(self) -> Holders:
+        """In the gang, what is on its way to them included."""
+        return self._holders
+
+    @property
+    def there(self) -> Holders:
+        """In all worlds, nothing that is on its way."""
+        return self._there
+
+    def add(self, worker: int, ids: Iterable[str], keys: Iterable[str]) -> None:
+        """A worker has these keys of these ids, and has said so."""
+        ids, keys = list(ids), list(keys)
+        _add(self._there, worker, ids, keys)
+        if worker not in self._apart:
+            _add(self._holders, worker, ids, keys)
+
+    def apply(self, steps: Iterable[RedistribStep]) -> None:
+        """These steps have been sent to all workers in them."""
+        for step in steps:
+            for transfer in transfers(step):
+                for target in transfer.targets:
+                    _add(self._holders, target, transfer.ids, transfer.keys)
+
+    def num_missing(self, group: str, workers: Iterable[int], keys: Sequence[str]) -> int:
+        """How many pairs (worker, key) of an id are not where they would be needed."""
+        held = self._holders.get(group, {})
+        return sum(worker not in held.get(key, ()) for worker in workers for key in keys)
+
+    def forget(self, workers: Collection[int]) -> None:
+        """What these workers, of a world that is apart, held has gone with them."""
+        for held in self._there.values():
+            for having in held.values():
+                having.difference_update(workers)
+
+    def drop(self, ids: Iterable[str]) -> list[int]:
+        """Forget ids. Returns the workers that hold something of them, who are to be told."""
+        dropped = [held for group in ids for known in (self._holders, self._there) if (held := known.pop(group, None))]
+        return sorted({worker for held in dropped for workers in held.values() for worker in workers})
+
+
+def _add(known: dict[str, dict[str, set[int]]], worker: int, ids: Iterable[str], keys: Sequence[str]) -> None:
+    for group in ids:
+        held = known.setdefault(group, {})
+        for key in keys:
+            held.setdefault(key, set()).add(worker)
+
+
+_SAY_AGAIN_S = 60.0
+
+
+class Grants:
+    """Checks the ticket of each trajectory, and counts those that were not granted: a forged trajectory may reach a head's socket,
+    and forged metadata the master's."""
+
+    def __init__(self, read_key: Callable[[], bytes | None], logger: logging.Logger) -> None:
+        """read_key: gives the run's ticket key; None, and then nothing is granted, until a manager has made it."""
+        self.num_refused = 0
+        self._read_key = read_key
+        self._seal: TicketSeal | None = None
+        self._logger = logger
+        self._said = -math.inf
+
+    def refusal(self, meta: TrajectoryMeta, now: float) -> str:
+        """Why a trajectory is not taken; "" where its ticket was granted for this prompt, attempt and head."""
+        if self._seal is None and (key := self._read_key()) is not None:
+            self._seal = TicketSeal(key)
+        name = self._seal.read(meta.ticket_id) if self._seal is not None else None
+        if name is not None and (name.attempt, name.locator, name.head) == (meta.attempt, meta.locator, meta.head):
+            return ""
+        self.num_refused += 1
+        if now - self._said >= _SAY_AGAIN_S:
+            self._said = now
+            self._logger.warning(
+                "a trajectory is refused, %d so far: the manager has not granted its ticket %.100r (%s, head %d)",
+                self.num_refused,
+                meta.ticket_id,
+                meta.locator,
+                meta.head,
+            )
+        return "not_granted: the gserver manager of this run has granted no such ticket"
 
 
 @dataclass

@@ -10,7 +10,7 @@ No deadlock: one master sends all calls, to all their workers without awaiting i
 they share in the same order, whatever meshes overlap.
 
 Between worlds (dataflow/worlds.py) nothing is sent: an MFC of a model that is apart has its inputs fetched when it runs, and the
-gang fetches its outputs before anybody hears of them (apart.py).
+gang fetches its outputs before anybody hears of them (calls.py).
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from asyncrl.dataflow.graph import DataflowGraph, MFCDef
+from asyncrl.config.schema import REF, TrainConfig
+from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
 from asyncrl.dataflow.topology import Handler, ModelPlacement, ModelShardID
-from asyncrl.master.apart import ApartWorlds, Life
-from asyncrl.master.buffer import AsyncIOSequenceBuffer
-from asyncrl.master.calls import WorkerCaller
+from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
+from asyncrl.master.calls import ApartWorlds, Life, WorkerCaller
 from asyncrl.master.refresh import Refresher
-from asyncrl.master.tracker import StorageTracker
-from asyncrl.master.weight_sync import ParameterHooks
 from asyncrl.protocol.messages import (
     CallResult,
     ExecuteMFC,
@@ -37,6 +35,53 @@ from asyncrl.protocol.messages import (
     Redistribute,
     TrajectoryMeta,
 )
+from asyncrl.protocol.names import ACTOR
+
+
+class ParameterHooks:
+    """Which weights are copied between models before an MFC and after a step, and which MFCs a step leaves out. Pure.
+
+    A role may have several models: one is trained, the others (`actor@1`) get its weights before they are used again.
+
+    Every MFC of a step sees the weights that the step began with on a model that is not itself trained. The reference is
+    refreshed from the actor every train.ref.update_interval steps.
+    """
+
+    def __init__(self, mfcs: Iterable[MFCDef], train: TrainConfig) -> None:
+        self._mfcs = list(mfcs)
+        self._train = train
+        self._trained_model = {mfc.role: mfc.model for mfc in self._mfcs if mfc.kind == "train_step"}
+        self._refs = list(dict.fromkeys(mfc.model for mfc in self._mfcs if mfc.role == REF))
+        self._stale: set[str] = set()  # models whose role has been trained elsewhere since they got its weights
+
+    def left_out(self, version: int) -> frozenset[str]:
+        """MFCs that the step from this version on does without: the first steps may train the critic alone."""
+        return frozenset([TRAIN_MFC]) if version < self._train.num_critic_only_steps else frozenset()
+
+    def before(self, mfc: MFCDef) -> list[Reallocate]:
+        """What precedes an MFC. To be sent at once: it counts as done."""
+        if mfc.model not in self._stale:
+            return []
+        self._stale.remove(mfc.model)
+        return [Reallocate(source=self._trained_model[mfc.role], target=mfc.model)]
+
+    def loaded(self) -> None:
+        """A checkpoint has been loaded into the models that are trained: the others of their roles are to get its weights."""
+        trained = self._trained_model
+        self._stale = {mfc.model for mfc in self._mfcs if mfc.role in trained and mfc.model != trained[mfc.role]}
+
+    def after_step(self, version: int) -> list[Reallocate]:
+        """What follows the step that made this version. To be sent at once: it counts as done."""
+        left_out = self.left_out(version - 1)
+        trained = {mfc.role for mfc in self._mfcs if mfc.kind == "train_step" and mfc.name not in left_out}
+        self._stale |= {
+            mfc.model for mfc in self._mfcs if mfc.role in trained and mfc.model != self._trained_model[mfc.role]
+        }
+        ref, source = self._train.ref, self._trained_model.get(ACTOR)
+        if source is None or ref.update_interval < 1 or version % ref.update_interval:
+            return []
+        return [Reallocate(source=source, target=target, share=ref.update_share) for target in self._refs]
+
 
 MOVED_BYTES = "redistribution/bytes"  # statistic of a step: sent by model workers to one another
 BALANCE_TOLERANCE = 0.1  # data moves between ranks of a model where one has more than this above the mean of tokens
@@ -245,7 +290,7 @@ class ModelFunctionCall:
 class ApartFunctionCall(ModelFunctionCall):
     """An MFC of a model in a world that is apart.
 
-    waits for: as ever; and for its workers to be back, should they end (apart.py).
+    waits for: as ever; and for its workers to be back, should they end (calls.py).
     """
 
     def __init__(

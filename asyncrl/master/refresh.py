@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.dataflow.topology import ModelPlacement
-from asyncrl.master.apart import ApartWorlds, Life
-from asyncrl.master.calls import WorkerCaller
+from asyncrl.master.calls import ApartWorlds, Life, WorkerCaller
 from asyncrl.protocol.messages import (
     CallResult,
     CommitCheckpoint,

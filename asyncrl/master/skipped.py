@@ -15,8 +15,8 @@ from pathlib import Path
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.bad_batches import folder_of, prune_bad_batches, write_why
 from asyncrl.dataflow.redistribution import members, plan_redistribution
+from asyncrl.master.buffer import StorageTracker
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.master.tracker import StorageTracker
 from asyncrl.protocol.messages import Redistribute, SaveBatch, TrajectoryMeta
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.worker import RunEndedError

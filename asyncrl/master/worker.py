@@ -22,13 +22,10 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.dataflow.graph import MFCDef, without_generation
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid, build_handler_routing
 from asyncrl.dataflow.worlds import Worlds
-from asyncrl.master.apart import ApartWorlds
 from asyncrl.master.batch import BatchFormer, NotReady
-from asyncrl.master.buffer import AsyncIOSequenceBuffer
-from asyncrl.master.calls import WorkerCaller
-from asyncrl.master.executor import FunctionExecutor, StepResult
-from asyncrl.master.grants import Grants
-from asyncrl.master.progress import PromptProgress
+from asyncrl.master.buffer import AsyncIOSequenceBuffer, Grants, PromptProgress, StorageTracker
+from asyncrl.master.calls import ApartWorlds, WorkerCaller
+from asyncrl.master.executor import FunctionExecutor, ParameterHooks, StepResult
 from asyncrl.master.recovery import Checkpointer
 from asyncrl.master.refresh import Refresher
 from asyncrl.master.report import (
@@ -41,8 +38,6 @@ from asyncrl.master.report import (
 )
 from asyncrl.master.schedule import REWARD_WINDOW, Schedule, ended_by
 from asyncrl.master.skipped import SkippedSteps
-from asyncrl.master.tracker import StorageTracker
-from asyncrl.master.weight_sync import ParameterHooks
 from asyncrl.protocol.messages import (
     CallBody,
     CallResult,

@@ -5,7 +5,7 @@
 
 Only what is asked for by the master moves, and it names the source's life: a worker that has been started again is asked under
 its own URL, and one that is gone gives no answer. A fetch that fails changes nothing, ends nobody, and is told to the master, who
-has it done again (master/apart.py).
+has it done again (master/calls.py).
 
 An answer is a number of sizes, the sizes, then the header and the frames of data/codec.py: dtypes stay what they are, nothing is
 unpickled, and who asks checks that it got what it asked for.

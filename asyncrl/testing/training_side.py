@@ -39,12 +39,9 @@ from asyncrl.config.schema import (
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import MFCDef, without_generation
 from asyncrl.dataflow.topology import ModelPlacement, build_handler_routing
-from asyncrl.master.buffer import AsyncIOSequenceBuffer
+from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.master.executor import FunctionExecutor, StepResult
-from asyncrl.master.progress import PromptProgress
-from asyncrl.master.tracker import StorageTracker
-from asyncrl.master.weight_sync import ParameterHooks
+from asyncrl.master.executor import FunctionExecutor, ParameterHooks, StepResult
 from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.board import StatusBoard

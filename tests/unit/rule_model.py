@@ -19,8 +19,7 @@ from typing import Any, Literal, TypeVar
 from asyncrl.manager.ledger import Ledger, StaleAttemptError
 from asyncrl.manager.routing import ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady
-from asyncrl.master.buffer import AsyncIOSequenceBuffer
-from asyncrl.master.progress import PromptProgress
+from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress
 from asyncrl.protocol.messages import (
     AllocateReply,
     AllocateRequest,

@@ -16,11 +16,10 @@ from asyncrl.config.schema import RefConfig, TrainConfig
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.topology import build_handler_routing
 from asyncrl.dataflow.worlds import Worlds
-from asyncrl.master.apart import ApartWorlds, WorldEndedError
-from asyncrl.master.executor import FunctionExecutor
+from asyncrl.master.buffer import StorageTracker
+from asyncrl.master.calls import ApartWorlds, WorldEndedError
+from asyncrl.master.executor import FunctionExecutor, ParameterHooks
 from asyncrl.master.refresh import Refresher
-from asyncrl.master.tracker import StorageTracker
-from asyncrl.master.weight_sync import ParameterHooks
 from asyncrl.protocol.messages import (
     CallResult,
     ClearData,

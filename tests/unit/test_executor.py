@@ -15,12 +15,9 @@ from asyncrl.config.schema import NameResolveConfig, RefConfig, RuntimeConfig, T
 from asyncrl.dataflow.graph import DataflowGraph, MFCDef
 from asyncrl.dataflow.redistribution import transfers
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid, build_handler_routing
-from asyncrl.master.buffer import AsyncIOSequenceBuffer
+from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.master.executor import FunctionExecutor
-from asyncrl.master.progress import PromptProgress
-from asyncrl.master.tracker import StorageTracker
-from asyncrl.master.weight_sync import ParameterHooks
+from asyncrl.master.executor import FunctionExecutor, ParameterHooks
 from asyncrl.protocol.messages import (
     CallResult,
     ClearData,

@@ -6,12 +6,10 @@ import pytest
 
 from asyncrl.config.schema import RefConfig, TrainConfig
 from asyncrl.dataflow.graph import MFCDef
-from asyncrl.master.buffer import AsyncIOSequenceBuffer
-from asyncrl.master.progress import PromptProgress
+from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress, StorageTracker
+from asyncrl.master.executor import ParameterHooks
 from asyncrl.master.report import StepTimes, UpdateSeconds, head_offpolicyness, step_metrics, tail_offpolicyness
 from asyncrl.master.schedule import Schedule
-from asyncrl.master.tracker import StorageTracker
-from asyncrl.master.weight_sync import ParameterHooks
 from asyncrl.protocol.messages import Locator, Reallocate, RedistribStep, ServerView, TrajectoryMeta, WeightVersion
 from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.master.grants import Grants
+from asyncrl.master.buffer import Grants
 from asyncrl.protocol.messages import Locator, TrajectoryMeta
 from asyncrl.protocol.tickets import KEY_FILE, TicketId, TicketSeal, make_key, read_key
 

@@ -15,8 +15,8 @@ from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.dataflow.worlds import WorldLife, Worlds, worlds_of
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan, worlds_of_run
-from asyncrl.master.apart import Repeats, UnfetchedError, WorldEndedError
-from asyncrl.master.tracker import StorageTracker
+from asyncrl.master.buffer import StorageTracker
+from asyncrl.master.calls import Repeats, UnfetchedError, WorldEndedError
 from asyncrl.protocol.messages import RedistribStep
 
 
