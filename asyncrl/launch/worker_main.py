@@ -31,10 +31,6 @@ def make_worker(config: ProcessConfig) -> Worker:
     """The worker of a config. Heavy imports happen here, after the arguments are checked."""
     kind = config.worker.kind
     if kind == "master":
-        if config.mode == "sync":  # type: ignore[union-attr]
-            from asyncrl.master.sync import SyncMasterWorker
-
-            return SyncMasterWorker(config)  # type: ignore[arg-type]
         from asyncrl.master.worker import MasterWorker
 
         return MasterWorker(config)  # type: ignore[arg-type]

@@ -119,12 +119,19 @@ class ApartWorlds:
     """
 
     def __init__(
-        self, worlds: Worlds, client: NameResolvingRequestClient, caller: WorkerCaller, limit_s: float
+        self,
+        worlds: Worlds,
+        client: NameResolvingRequestClient,
+        caller: WorkerCaller,
+        limit_s: float,
+        *,
+        prepare: Callable[[Life], Awaitable[None]],
     ) -> None:
+        """prepare: precedes all work in a life, once."""
         self.worlds = worlds
         self._client, self._caller, self._limit_s = client, caller, limit_s
         self._telling: set[asyncio.Task[None]] = set()
-        self.prepare: Callable[[Life], Awaitable[None]] | None = None  # what precedes all work in a life, once
+        self._prepare = prepare
         self._preparing = {world: asyncio.Lock() for world in worlds.apart}
         self._ready: dict[tuple[int, ...], int] = {}  # the life that a world has been prepared in
 
@@ -197,8 +204,8 @@ class ApartWorlds:
 
     async def _prepared(self, life: Life) -> None:
         async with self._preparing[life.world]:
-            if self._ready.get(life.world) != life.number and self.prepare is not None:
-                await self.prepare(life)
+            if self._ready.get(life.world) != life.number:
+                await self._prepare(life)
             self._ready[life.world] = life.number
 
     def _check(self, life: Life) -> None:

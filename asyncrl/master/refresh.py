@@ -49,7 +49,6 @@ class Refresher:
         self._run_dir, self._folder, self._attempt = run_dir, shared_dir(run_dir), attempt
         self._taken: dict[str, str] = {}  # model -> the folder with the weights it has; none: those of its path
         self._named: frozenset[str] = frozenset()  # by the checkpoint begun last, which may not be there yet
-        apart.prepare = self._prepare
 
     def is_apart(self, model: str) -> bool:
         return self._placements[model].workers[0] in self._apart.worlds.all_apart
@@ -90,6 +89,12 @@ class Refresher:
             take = partial(self._begin, placement, folder, checkpoint)
             self._taken[model] = await self._apart.repeated(f"{model} to go on", self._world(placement), take)
 
+    async def prepare(self, life: Life) -> None:
+        """A new life of a world: its models have been loaded from their paths."""
+        for model, folder in list(self._taken.items()):
+            if self._placements[model].workers[0] in life.world:
+                await self._take(life, self._placements[model], folder, 1.0)
+
     # ------------------------------------------------------------------------------------------------------------- inside
 
     def _name(self, folder: str) -> str:
@@ -97,12 +102,6 @@ class Refresher:
 
     def _world(self, placement: ModelPlacement) -> tuple[int, ...]:
         return self._apart.worlds.of(placement.workers[0])
-
-    async def _prepare(self, life: Life) -> None:
-        """A new life of a world: its models have been loaded from their paths."""
-        for model, folder in list(self._taken.items()):
-            if self._placements[model].workers[0] in life.world:
-                await self._take(life, self._placements[model], folder, 1.0)
 
     async def _begin(self, model: ModelPlacement, folder: str, checkpoint: str, life: Life) -> str:
         """Have a model as the run left it. Returns the folder that keeps these weights."""

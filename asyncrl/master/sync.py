@@ -1,156 +1,136 @@
-"""SyncMasterWorker: the master where generation is an MFC (mode=sync). No manager, ledger, rollout workers or servers.
+"""Batches that an MFC makes (mode=sync). No manager, ledger, rollout workers or servers.
 
     prompts in the epoch's order -> actor_gen, on the actor's workers -> groups, which lie there -> the rest of the dataflow
 
-Groups are made under the weights that they are trained on, so nothing is ever old, and no weights are published: nobody serves
-them. Buffer, tracker, executor, schedules and books are those of MasterWorker.
+Groups are made under the weights that they are trained on, so nothing is ever old, and no weights are published: no process
+serves them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from asyncrl.config.schema import MasterWorkerConfig
-from asyncrl.data.bad_batches import WEIGHTS, folder_of
 from asyncrl.dataflow.graph import MFCDef
-from asyncrl.master.executor import StepResult, shard_handlers, start_copies
-from asyncrl.master.worker import MasterWorker
+from asyncrl.master.books import Books
+from asyncrl.master.buffer import AsyncIOSequenceBuffer
+from asyncrl.master.evaluations import Results
+from asyncrl.master.executor import shard_handlers, start_copies
+from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.protocol.messages import (
     CallResult,
     EvaluationResult,
     ExecuteMFC,
     Locator,
-    SaveModel,
-    TrajectoryMeta,
+    ServerView,
     WeightVersion,
 )
-from asyncrl.protocol.names import ACTOR
-from asyncrl.protocol.run_folder import name_of
-from asyncrl.runtime.system import System
+from asyncrl.runtime.board import StatusBoard
 
 
-class SyncMasterWorker(MasterWorker):
-    """Makes a batch, trains on it, makes the next.
+class Generation:
+    """The batch source and the evaluator of mode=sync.
 
-    consumes: prompts, by their places in the epoch's order.  produces: MFC calls, models for the user, metrics.
+    consumes: prompts, by their places in the epoch's order.  produces: batches, results of evaluations.
     waits for: the replies of the model workers.  unblocked by: them.
     """
 
-    rejects_in = "model_worker"
+    servers: Sequence[ServerView] = ()
 
-    def __init__(self, config: MasterWorkerConfig, system: System | None = None) -> None:
-        super().__init__(config, system)
-        self.generation = next(MFCDef.of(mfc) for mfc in config.mfcs if mfc.kind == "generate")
-        self.makers = self.models[self.generation.model]
+    def __init__(
+        self,
+        config: MasterWorkerConfig,
+        books: Books,
+        buffer: AsyncIOSequenceBuffer,
+        workers: ModelWorkers,
+        *,
+        num_eval_prompts: int,
+        leaving: asyncio.Event,
+        board: StatusBoard,
+    ) -> None:
+        """num_eval_prompts: of an evaluation; 0: there is nothing to evaluate. leaving: set when the run is told to stop."""
+        self._config, self._books, self._buffer, self._workers = config, books, buffer, workers
+        self._num_eval_prompts, self._leaving, self._board = num_eval_prompts, leaving, board
+        self._mfc = next(MFCDef.of(mfc) for mfc in config.mfcs if mfc.kind == "generate")
+        self._makers = workers.models[self._mfc.model]
         # Prompts handed out, over all epochs. After a step they are all done, and so are those before the cursor of a checkpoint
-        self._next = self.progress.cursor.epoch * self.progress.num_prompts + self.progress.cursor.position
-        self._generation_s = 0.0  # for the batch
+        cursor = books.progress.cursor
+        self._next = cursor.epoch * books.progress.num_prompts + cursor.position
+        self._seconds = 0.0
 
-    async def _open_intake(self) -> None:
-        """Groups come with the replies to calls."""
-
-    async def _meet_manager(self) -> None:
-        """There is none."""
-
-    async def _tell_consumed(self, *, stop: bool = False) -> None:
-        """This process itself hands the prompts out."""
-
-    async def _publish_weights(self, version: WeightVersion) -> None:
-        """Nobody serves them."""
-
-    async def _keep_bad_batch(self, metas: Sequence[TrajectoryMeta], result: StepResult) -> None:
-        """No weights are on disk for others: those that the step has left go with its batch."""
-        await super()._keep_bad_batch(metas, result)
-        if self.config.train.keep_bad_batches:
-            path = folder_of(self.run_dir, self.info.attempt, self.step) / WEIGHTS
-            save = SaveModel(role=ACTOR, folder=name_of(self.run_dir, path))
-            await self._commit(save, await self._start_of(ACTOR, "weights to be saved with a bad batch", save))
-
-    async def _wait_until_served(self, version: int) -> None:
-        """The model workers generate with what they train."""
-
-    # ------------------------------------------------------------------------------------------------------------- a batch
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return {self._mfc.name: self._seconds}
 
     async def form_batch(self) -> Sequence[str]:
-        """The next prompts' groups, in the epoch's order. Prompts that gave none are rejected, and more take their places; only
-        at the end of the run is a batch smaller. Empty when there are no more prompts."""
-        self._generation_s = 0.0
-        self.board.set_queue("stored", len(self.buffer))
-        batch_size, num_total = self.config.train.batch_size, self.progress.num_total
-        while missing := min(batch_size - len(self.buffer), num_total - self._next):
+        """The next prompts' groups. Prompts that gave none are rejected, and more take their places; only at the end of the run is
+        a batch smaller."""
+        self._seconds = 0.0
+        self._board.set_queue("stored", len(self._buffer))
+        batch_size, num_total = self._config.train.batch_size, self._books.progress.num_total
+        while missing := min(batch_size - len(self._buffer), num_total - self._next):
             if self._leaving.is_set():
                 break
             await self._make_groups(missing)
-        return [meta.ticket_id for meta in sorted(self.buffer.stored, key=lambda meta: meta.locator)]
+        return [meta.ticket_id for meta in sorted(self._buffer.stored, key=lambda meta: meta.locator)]
+
+    async def trained(self, tickets: Sequence[str]) -> None:
+        """This process itself hands the prompts out."""
+
+    async def end(self) -> None:
+        """No process waits to hear of it."""
+
+    def begin(self, eval_id: str, step: int) -> Results:
+        """The calls are sent now: workers execute them before the next step's, with the weights of now."""
+        calls = {}
+        locators = [Locator(0, at) for at in range(self._num_eval_prompts)]
+        for mode in self._config.eval.modes if locators else ():
+            ids = [f"{eval_id}-{mode}-{at.position}" for at in locators]
+            calls[mode] = self._generate(f"evaluation {eval_id}, {mode}", ids, locators, eval_mode=mode)
+        return partial(_results, calls)
 
     async def _make_groups(self, count: int) -> None:
         """Of the next so many prompts."""
+        progress = self._books.progress
         first, self._next = self._next, self._next + count
-        locators = [Locator(*divmod(flat, self.progress.num_prompts)) for flat in range(first, self._next)]
-        locators = [at for at in locators if not self.progress.is_done(at)]  # a checkpoint of mode=async knows some
+        locators = [Locator(*divmod(flat, progress.num_prompts)) for flat in range(first, self._next)]
+        locators = [at for at in locators if not progress.is_done(at)]  # a checkpoint of mode=async knows some
         if not locators:
             return
-        attempt, version = self.info.attempt, self.version
-        ids = [f"a{attempt}-e{at.epoch}-p{at.position}-i1-v{version}" for at in locators]
-        replies = await self._generate(f"MFC {self.generation.name}", ids, locators)
+        version = self._books.version
+        ids = [f"a{version.attempt}-e{at.epoch}-p{at.position}-i1-v{version.version}" for at in locators]
+        replies = await self._generate(f"MFC {self._mfc.name}", ids, locators)
         for reply in replies:
             for meta in reply.metas:
-                verdict = self.buffer.put(meta)
+                verdict = self._buffer.put(meta)
                 if verdict.verdict != "stored":
                     raise RuntimeError(f"group {meta.ticket_id} was made for nothing: {verdict.reason}")
-                self.tracker.add(self.makers.heads[meta.head], [meta.ticket_id], meta.keys)
-                self.summary.add_trajectory(meta)
-                self._journal("stored", ticket=meta.ticket_id, prompt=meta.locator)
-        self._generation_s += max(reply.seconds for reply in replies)
-        self.board.set_queue("stored", len(self.buffer))
-        self.board.progress()
-        self._reject([rejected for reply in replies for rejected in reply.rejected])
+                self._workers.tracker.add(self._makers.heads[meta.head], [meta.ticket_id], meta.keys)
+                self._books.store(meta)
+        self._seconds += max(reply.seconds for reply in replies)
+        self._board.set_queue("stored", len(self._buffer))
+        self._board.progress()
+        self._books.reject([rejected for reply in replies for rejected in reply.rejected], self._buffer.holds)
 
     def _generate(
         self, what: str, ids: Sequence[str], locators: Sequence[Locator], eval_mode: Any = ""
     ) -> asyncio.Task[list[CallResult]]:
         """Called at once, so that weights are those of now; dealt out to the data ranks in turn."""
-        copied = start_copies(self.hooks.before(self.generation), self.models, self.caller)
-        num_ranks = self.makers.grid.data
+        workers = self._workers
+        copied = start_copies(workers.hooks.before(self._mfc), workers.models, workers.caller)
+        num_ranks = self._makers.grid.data
         body = ExecuteMFC(
-            mfc=self.generation.name,
-            version=self.version,
+            mfc=self._mfc.name,
+            version=self._books.version.version,
             ids=list(ids),
             parts=[list(ids[rank::num_ranks]) for rank in range(num_ranks)],
             locators=list(locators),
             eval_mode=eval_mode,
         )
-        return asyncio.create_task(_first_of(self.caller.start(what, shard_handlers(self.makers), body), copied))
-
-    def _write_books(
-        self,
-        metas: Sequence[TrajectoryMeta],
-        metrics: dict[str, float],
-        result: StepResult,
-        train_span: tuple[float, float],
-    ) -> None:
-        result.seconds[self.generation.name] = self._generation_s
-        super()._write_books(metas, metrics, result, train_span)
-
-    # ---------------------------------------------------------------------------------------------------------- evaluation
-
-    def _evaluate(self, eval_id: str, step: int, before: asyncio.Task[None] | None) -> Coroutine[Any, Any, None]:
-        """The calls are sent now: workers execute them before the next step's, with the weights of now."""
-        config = self.config.eval
-        calls = {}
-        if config.prompts is not None:
-            locators = [Locator(0, at) for at in range(config.num_prompts or self._num_eval_prompts)]
-            for mode in config.modes:
-                ids = [f"{eval_id}-{mode}-{at.position}" for at in locators]
-                calls[mode] = self._generate(f"evaluation {eval_id}, {mode}", ids, locators, eval_mode=mode)
-        return self._write_evaluation(step, calls)
-
-    async def _write_evaluation(self, step: int, calls: dict[str, asyncio.Task[list[CallResult]]]) -> None:
-        results = [_result(mode, await call) for mode, call in calls.items()]
-        if results:
-            self.metrics.write(step, self.summary.add_evaluation(step, results))
+        return asyncio.create_task(_first_of(workers.caller.start(what, shard_handlers(self._makers), body), copied))
 
 
 async def _first_of(
@@ -159,6 +139,10 @@ async def _first_of(
     """What a call gives. The others may fail as well."""
     replies, *_ = await asyncio.gather(call, *others)
     return replies
+
+
+async def _results(calls: Mapping[str, asyncio.Task[list[CallResult]]]) -> list[EvaluationResult]:
+    return [_result(mode, await call) for mode, call in calls.items()]
 
 
 def _result(mode: Any, replies: Sequence[CallResult]) -> EvaluationResult:

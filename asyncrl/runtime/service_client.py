@@ -49,7 +49,7 @@ class ServiceClient:
         service: str,
         board: StatusBoard,
         logger: logging.Logger,
-        on_moved: Callable[[], None],
+        on_moved: Callable[[], object],
     ) -> None:
         """Use `connect`. url: where the service is now."""
         self._session, self._url, self._service = session, url, service
@@ -68,7 +68,7 @@ class ServiceClient:
         *,
         key: str,
         service: str,
-        on_moved: Callable[[], None] = lambda: None,
+        on_moved: Callable[[], object] = lambda: None,
     ) -> AsyncIterator[Self]:
         """Wait for the service to publish its address, and follow it from then on.
 

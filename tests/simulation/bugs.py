@@ -16,13 +16,14 @@ from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.routing import ServerState, ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady, Ready
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, _Entry
-from asyncrl.master.recovery import Checkpointer
-from asyncrl.master.worker import MasterWorker
+from asyncrl.master.checkpointing import Checkpointer
+from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta, WeightVersion, WriteWeights
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.push_pull import Pulled
 from asyncrl.weights.checkpoints import MasterState
+from tests.simulation.world import here
 
 Wrap = Callable[[Any], Any]  # of the right method gives the wrong one
 Patch = tuple[type, str, Wrap]
@@ -77,9 +78,14 @@ def _first_come_first_trained(real: Any) -> Any:
 
 
 def _publish_before_rename(real: Any) -> Any:
-    async def commit(self: MasterWorker, body: Any, written: Any) -> None:
+    async def commit(self: ModelWorkers, body: Any, written: Any) -> None:
         if isinstance(body, WriteWeights):
-            await self.publish(self.names.model_version(ACTOR), body.weight_version)
+            process = here()
+            assert process.worker is not None
+            key = process.worker.names.model_version(ACTOR)
+            await asyncio.to_thread(
+                process.resolver.publish, key, body.weight_version, lease=process.lease, limit_s=60.0
+            )
         await real(self, body, written)
 
     return commit
@@ -140,7 +146,7 @@ BUGS: dict[str, tuple[Patch, ...]] = {
     "no_dedupe": ((AsyncIOSequenceBuffer, "put", _take_everything),),
     "lease_never_returned": ((Ledger, "_lose", _keep_leases),),
     "first_finished_first_trained": ((BatchFormer, "decide", _first_come_first_trained),),
-    "published_before_rename": ((MasterWorker, "_commit", _publish_before_rename),),
+    "published_before_rename": ((ModelWorkers, "commit", _publish_before_rename),),
     "lower_attempt_accepted": (
         (AsyncIOSequenceBuffer, "put", _any_attempt_at_master),
         (TrajectoryReceiver, "_objection", _any_attempt_at_head),

@@ -36,7 +36,7 @@ from tests.simulation.world import Event, Process, World
 _MAKERS: dict[str, Callable[[Any, System], Worker]] = {
     "generation_server": lambda config, system: GenerationServer(config, system, SimEngines(config)),
     "model_worker": SimModelWorker,
-    "master": MasterWorker,
+    "master": lambda config, system: MasterWorker(config, system, seams.SimMasterFiles(config)),
     "gserver_manager": lambda config, system: GserverManager(config, system, seams.SimManagerFiles(config)),
     "rollout_worker": lambda config, system: RolloutWorker(config, system, seams.SimRolloutData(config)),
 }
@@ -162,8 +162,7 @@ class SimulatedRun(World):
         return int(self.processes[label.partition("#")[0]].config.worker.attempt)
 
     def master_buffer(self, label: str) -> Any:
-        worker = self.processes[label.partition("#")[0]].worker
-        return worker.buffer if isinstance(worker, MasterWorker) else None
+        return self.processes[label.partition("#")[0]].buffer
 
     def live_tickets(self, label: str) -> set[str]:
         """By the ledger of this manager."""

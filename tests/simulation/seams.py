@@ -15,7 +15,7 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,23 +24,23 @@ import msgspec
 
 import asyncrl.generation.http
 import asyncrl.master.buffer
-import asyncrl.master.recovery
-import asyncrl.master.worker
 import asyncrl.model.trajectory_receiver
 import asyncrl.rollout.tasks
 import asyncrl.runtime.push_pull
 import asyncrl.testing.paced_engine
-from asyncrl.config.schema import GserverManagerConfig, RolloutWorkerConfig
+from asyncrl.config.schema import GserverManagerConfig, MasterWorkerConfig, PromptSourceConfig, RolloutWorkerConfig
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.worker import ManagerFiles
+from asyncrl.master.files import MasterFiles
 from asyncrl.protocol.messages import AllocateReply, AllocateRequest, StoreVerdict, TrajectoryMeta, WeightVersion
+from asyncrl.protocol.names import ACTOR
 from asyncrl.rollout.rollout_data import RolloutData
 from asyncrl.runtime import http_client
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.system import System
-from asyncrl.weights.checkpoints import MasterState
-from asyncrl.weights.versions import version_dir
+from asyncrl.weights.checkpoints import DataIdentity, MasterState
+from asyncrl.weights.versions import role_dir, version_dir
 from tests.simulation import processes
 from tests.simulation.network import SimSession
 from tests.simulation.world import Process, World, here
@@ -104,23 +104,11 @@ def _verify_version(path: Path, expected: WeightVersion | None = None) -> Any:
 _verify_version.on_disk = True  # type: ignore[attr-defined]
 
 
-def _prune_versions(directory: Path, *, keep: int, in_use: Any) -> list[WeightVersion]:
-    return here().world.disk.prune(directory, keep=keep, in_use=in_use)
-
-
 _version_dir = functools.lru_cache(512)(version_dir)  # the same few over and over
-
-
-def _read_state(path: Path) -> MasterState:
-    return msgspec.json.decode(here().world.masters[str(path)], type=MasterState)
 
 
 def _ticket_key(run_dir: Path) -> bytes:
     return str(run_dir).encode()
-
-
-def _prune_checkpoints(run_dir: Path, keep_last: int) -> None:
-    here().world.prune_checkpoints(keep_last)
 
 
 class _Launcher:
@@ -153,6 +141,48 @@ class SimManagerFiles(ManagerFiles):
         return _verify_version(path, expected)
 
     verify.on_disk = True  # type: ignore[attr-defined]
+
+
+class SimMasterFiles(MasterFiles):
+    """On the disk's twin."""
+
+    def __init__(self, config: MasterWorkerConfig) -> None:
+        self._config = config
+
+    def data(self) -> DataIdentity:
+        return DataIdentity.of(processes.SimPrompts(self._config.prompts), self._config.train.num_epochs)  # type: ignore[arg-type]
+
+    def num_prompts(self, source: PromptSourceConfig) -> int:
+        return len(processes.SimPrompts(source))
+
+    def state(self) -> MasterState:
+        return msgspec.json.decode(here().world.masters[self._config.resume], type=MasterState)
+
+    def ticket_key(self) -> bytes:
+        return _ticket_key(Path(self._config.worker.run_dir))
+
+    def journal(self) -> Any:
+        return _Journal(Path("master.jsonl"))
+
+    def metrics(self, wandb: object) -> Any:
+        return _NoMetrics()
+
+    def wandb(self) -> None:
+        return None
+
+    def generation_idle_share(self, began: float, ended: float) -> None:
+        return None
+
+    def prune_versions(self, served: Iterable[WeightVersion]) -> None:
+        folder = role_dir(self._config.worker.run_dir, ACTOR)
+        here().world.disk.prune(folder, keep=self._config.weights.keep, in_use=served)
+
+    def prune_checkpoints(self) -> None:
+        here().world.prune_checkpoints(self._config.checkpoint.keep_last)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        process = here()
+        process.world.note(process, "summary", steps=summary["steps"], dropped=summary["dropped_groups"])
 
 
 class SimRolloutData(RolloutData):
@@ -218,9 +248,6 @@ class _Journal:
 
 
 class _NoMetrics:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     def write(self, step: int, metrics: Any) -> None:
         pass
 
@@ -285,6 +312,7 @@ def _noting_put(real: Any) -> Any:
     def put(self: Any, meta: TrajectoryMeta) -> StoreVerdict:
         verdict: StoreVerdict = real(self, meta)
         process = here()
+        process.buffer = self
         process.world.note(
             process,
             "stored" if verdict.verdict == "stored" else "not_stored",
@@ -323,7 +351,6 @@ def _noting_model_info(real: Any) -> Any:
 
 
 def _patches() -> list[tuple[Any, str, Any]]:
-    master = asyncrl.master.worker
     intake = asyncrl.model.trajectory_receiver
     streams = asyncrl.runtime.push_pull
     return [
@@ -335,17 +362,6 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (secrets, "token_hex", _token_hex),
         (asyncrl.generation.http, "_json", _json),
         (asyncrl.generation.http.GenerationHTTP, "listening", _generation_listening),
-        (master, "PromptSource", processes.SimPrompts),
-        (master, "JsonLinesWriter", _Journal),
-        (master, "read_state", _read_state),
-        (asyncrl.master.recovery, "prune", _prune_checkpoints),
-        (master, "read_key", _ticket_key),
-        (master, "MetricsWriter", _NoMetrics),
-        (master, "prune_versions", _prune_versions),
-        (master, "weights_needed", lambda run_dir: []),  # no batch is kept: nothing to look for on the real disk
-        (master, "generation_idle_share", lambda *args: None),
-        (master.MasterWorker, "_write_summary", _write_summary),
-        (master, "version_dir", _version_dir),
         (asyncrl.testing.paced_engine, "verify_version", _verify_version),
         (asyncrl.rollout.tasks, "_make", lambda made, what, arguments, **own: made(**own, **arguments)),
         (streams, "encode_sample", processes.encode_sample),
@@ -365,11 +381,6 @@ def _patches() -> list[tuple[Any, str, Any]]:
             _noting_model_info(asyncrl.generation.http.GenerationHTTP._model_info),
         ),
     ]
-
-
-def _write_summary(self: Any, summary: dict[str, Any]) -> None:
-    process = here()
-    process.world.note(process, "summary", steps=summary["steps"], dropped=summary["dropped_groups"])
 
 
 @contextlib.contextmanager

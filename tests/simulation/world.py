@@ -78,6 +78,7 @@ class Process:
     lease: int | None = None
     config: Any = None
     ledger: Any = None  # of a manager that was asked for tickets
+    buffer: Any = None  # of a master that was told of a trajectory
     main: asyncio.Task[Any] | None = None
     watches: list[Watch | SimWatch] = field(default_factory=list)
     frozen_until: float = 0.0

@@ -195,7 +195,9 @@ class MasterOfWorlds(Master):
     def __init__(self, world, client, tracker, limit_s, train, run_dir):
         super().__init__(world, client, train, 64, limit_s)
         self.tracker = tracker
-        self.apart = ApartWorlds(world.worlds, client, self.caller, limit_s)
+        self.apart = ApartWorlds(
+            world.worlds, client, self.caller, limit_s, prepare=lambda life: self.refresher.prepare(life)
+        )
         models = list(world.placements.values())
         hooks = ParameterHooks(world.graph.mfcs.values(), train)
         self.refresher = Refresher(world.placements, self.apart, self.caller, run_dir, 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -15,26 +16,13 @@ import pytest
 from asyncrl.cli.progress import make_console, print_summary
 from asyncrl.config.schema import (
     EvalConfig,
-    MasterWorkerConfig,
-    ModelConfig,
-    NameResolveConfig,
     PromptSourceConfig,
-    RuntimeConfig,
-    TrainConfig,
-    WeightsConfig,
-    WorkerInfo,
 )
-from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.master import worker as master_worker
-from asyncrl.master.worker import MasterWorker, RejectedShareError
+from asyncrl.master.books import RejectedShareError
+from asyncrl.master.publishing import REWRITE_PAUSE_S
 from asyncrl.protocol.messages import (
-    CallResult,
     CommitCheckpoint,
     CommitWeights,
-    EvaluateReply,
-    EvaluateRequest,
-    EvaluationResult,
-    LedgerView,
     Locator,
     RejectedPrompt,
     SaveCheckpoint,
@@ -42,126 +30,51 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.board import WaitTimeoutError
-from asyncrl.runtime.directory import Directory
-from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
-from asyncrl.runtime.names.open import open_name_resolver
+from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.worker import RunEndedError, told
 from asyncrl.testing.runs import journal
 from asyncrl.weights.checkpoints import MasterState, checkpoint_dir
+from tests.support.master import (
+    LIMIT_S,
+    MasterParts,
+    PlayedManager,
+    PlayedWorkers,
+    ledger,
+    make_meta,
+    master_config,
+)
 
-LIMIT_S = 60.0
-
-
-def ledger(*, rejected: list[RejectedPrompt] | None = None, exhausted: bool = False, served: int = 0) -> LedgerView:
-    return LedgerView(
-        known=True, revision=1, served_version=served, exhausted=exhausted, live=[], rejected=rejected or [], servers=[]
-    )
-
-
-class FakeManager:
-    """Answers reports with `view`; begins evaluations, which end when the test lets them."""
-
-    def __init__(self) -> None:
-        self.view = ledger()
-        self.later: dict[int, LedgerView] = {}  # what the report of this number is answered
-        self.reports = 0
-        self.evaluating = asyncio.Event()
-        self.evaluations: list[str] = []
-        self.may_end = asyncio.Event()
-        self.fails = False
-
-    async def post(self, path: str, body: Any, _: type, **_limits: Any) -> Any:
-        if isinstance(body, EvaluateRequest):
-            if body.eval_id not in self.evaluations:
-                self.evaluations.append(body.eval_id)
-            self.evaluating.set()
-            if self.fails:
-                raise ConnectionError("the gserver manager is gone")
-            await self.may_end.wait()
-            result = EvaluationResult(
-                mode="greedy",
-                num_prompts=1,
-                num_failed=0,
-                mean_reward=0.5,
-                mean_length=3.0,
-                version_min=0,
-                version_max=2,
-            )
-            return EvaluateReply(done=True, num_finished=1, num_total=1, results=[result])
-        self.reports += 1
-        if self.reports in self.later:
-            return self.later[self.reports]
-        view, self.view = self.view, ledger(exhausted=self.view.exhausted, served=self.view.served_version)
-        return view
-
-
-class FakeCaller:
-    """Model workers that do what they are told."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    async def call(self, what: str, handlers: Sequence[int], body: Any) -> list[CallResult]:
-        self.calls.append(body)
-        return [CallResult() for _ in handlers]
-
-    def start(self, what: str, handlers: Sequence[int], body: Any) -> asyncio.Task[list[CallResult]]:
-        return asyncio.create_task(self.call(what, handlers, body))
-
-
-MakeMaster = Callable[..., MasterWorker]
+MakeMaster = Callable[..., MasterParts]
 
 
 @pytest.fixture
 async def make(tmp_path: Path) -> Any:
-    """A master whose setup is done: make(train={...}, eval={...}, max_rejected_share=...)."""
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": str(i), "answer": ""}) + "\n" for i in range(8)))
-    made: list[MasterWorker] = []
+    """Parts of a master: make(train={...}, max_rejected_share=..., clock=..., and fields of eval)."""
+    async with AsyncExitStack() as opened:
 
-    def make_master(
-        train: dict[str, Any] | None = None, max_rejected_share: float = 0.5, **eval_fields: Any
-    ) -> MasterWorker:
-        name_resolve = NameResolveConfig(endpoints=[f"memory://{tmp_path}"])
-        info = WorkerInfo("master", 0, 1, "e", "t", 1, str(tmp_path), 1, name_resolve, RuntimeConfig())
-        prompts = PromptSourceConfig(path=str(tmp_path / "p.jsonl"))
-        train_config = TrainConfig(**{"batch_size": 2, **(train or {})})
-        master = MasterWorker(
-            MasterWorkerConfig(
-                worker=info,
-                num_model_workers=1,
-                models=[ModelConfig("actor", "m", "d1p1m1", [0], trainable=True)],
-                mfcs=[mfc.placed("actor") for mfc in build_dataflow(train_config).mfcs.values()],
-                prompts=prompts,
-                train=train_config,
+        def make_master(
+            train: dict[str, Any] | None = None,
+            max_rejected_share: float = 0.5,
+            num_prompts: int = 8,
+            clock: Any = None,
+            rewrite_pause_s: float = REWRITE_PAUSE_S,
+            **eval_fields: Any,
+        ) -> MasterParts:
+            prompts = PromptSourceConfig(path=str(tmp_path / "p.jsonl"))
+            config = master_config(
+                tmp_path,
+                train=train,
+                num_prompts=num_prompts,
                 eval=EvalConfig(prompts=prompts, num_prompts=1, modes=["greedy"], **eval_fields),
-                weights=WeightsConfig(),
-                max_head_offpolicyness=1,
-                overdue="wait",
-                overdue_wait_s=1000.0,
                 max_rejected_share=max_rejected_share,
-                tensorboard=False,
             )
-        )
-        master.resolver = resolver = open_name_resolver(name_resolve)
-        lease = resolver.grant_lease(LIMIT_S).id
-        directory = Directory(resolver, master.names, lease=lease, board=master.board, limit_s=LIMIT_S)
-        master.publish = directory.publish  # type: ignore[method-assign]
-        master.manager, master.caller = FakeManager(), FakeCaller()  # type: ignore[assignment]
-        master.metrics = MetricsWriter(tmp_path, attempt=1, tensorboard=False)
-        master.journal = JsonLinesWriter(tmp_path / "journal" / "master.jsonl")
-        master.checkpointer.caller, master.checkpointer.journal = master.caller, master.journal
-        master.wandb = None
-        made.append(master)
-        return master
+            manager, caller = PlayedManager(), PlayedWorkers()
+            time = clock(manager) if clock is not None else SYSTEM_CLOCK
+            return MasterParts(
+                config, opened, manager=manager, caller=caller, clock=time, rewrite_pause_s=rewrite_pause_s
+            )
 
-    yield make_master
-    for master in made:
-        for task in master._evaluations:
-            task.cancel()
-        await asyncio.gather(*master._evaluations, return_exceptions=True)
-        master.metrics.close()
-        master.journal.close()
-        master.resolver.close()
+        yield make_master
 
 
 def rejections(count: int, reason: str = "reward_error") -> list[RejectedPrompt]:
@@ -178,9 +91,9 @@ def rejections(count: int, reason: str = "reward_error") -> list[RejectedPrompt]
 async def test_nothing_but_rejections_ends_the_run_with_reason_and_remedy(make: MakeMaster, tmp_path: Path) -> None:
     """Also where the window of max_rejected_share is never full: not with a crash of the summary."""
     master = make(max_rejected_share=1.0)
-    master.manager.view = ledger(rejected=rejections(8), exhausted=True)  # type: ignore[attr-defined]
+    master.manager.view = ledger(rejected=rejections(8), exhausted=True)
     with pytest.raises(RejectedShareError, match="every prompt was rejected, nothing was trained") as caught:
-        await asyncio.wait_for(master.train_one_step(), LIMIT_S)
+        await asyncio.wait_for(master.trainer.train_one_step(), LIMIT_S)
     text = told(caught.value)
     assert "reward_error: 8; the first: judge.py raised KeyError(3). Mend the reward function" in text
     assert f"{tmp_path}/logs/latest/rollout_worker_*.log" in text
@@ -190,26 +103,26 @@ async def test_nothing_but_rejections_ends_the_run_with_reason_and_remedy(make: 
 
 async def test_every_rejected_prompt_is_in_the_journal(make: MakeMaster, tmp_path: Path) -> None:
     master = make()
-    master.manager.view = ledger(rejected=rejections(3))  # type: ignore[attr-defined]
-    await master.report()
+    master.manager.view = ledger(rejected=rejections(3))
+    await master.reports.report()
     events = journal(tmp_path)
     assert [(event["event"], event["prompt"], event["reason"]) for event in events] == [
         ("rejected", [0, position], "reward_error") for position in range(3)
     ]
     assert [event["detail"] for event in events] == ["judge.py raised KeyError(3)", "", ""]
-    assert master.progress.rejected == {"reward_error": 3}
+    assert master.books.progress.rejected == {"reward_error": 3}
 
 
 async def test_past_the_share_that_may_be_rejected_the_run_ends(make: MakeMaster) -> None:
-    master = make(max_rejected_share=0.5)
-    master._recent_outcomes.extend([True] * 4)  # trained before; the window is 4 batches of 2
-    master.manager.view = ledger(rejected=rejections(4, "too_hard"))  # type: ignore[attr-defined]
-    await master.report()  # half of them: that may be
-    master.manager.view = ledger(rejected=[RejectedPrompt(locator=Locator(0, 7), reason="too_hard")])  # type: ignore[attr-defined]
+    master = make(max_rejected_share=0.5, num_prompts=12)
+    master.books.train([make_meta(position) for position in range(8, 12)])  # the window is 4 batches of 2
+    master.manager.view = ledger(rejected=rejections(4, "too_hard"))
+    await master.reports.report()  # half of them: that may be
+    master.manager.view = ledger(rejected=[RejectedPrompt(locator=Locator(0, 7), reason="too_hard")])
     with pytest.raises(
         RejectedShareError, match=r"62% of the last 8 prompts were rejected; manager\.max_rejected_share=0\.5"
     ) as e:
-        await master.report()
+        await master.reports.report()
     assert (
         "too_hard: 5; the first: judge.py raised KeyError(3). Use easier prompts, or lower rollout.success_rate_lb"
         in str(e.value)
@@ -236,13 +149,13 @@ async def test_whatever_the_reason_its_share_ends_the_run_with_it(
     make: MakeMaster, reason: str, detail: str, remedy: str
 ) -> None:
     """Beside a few of another reason: the most frequent comes first, with its first detail and what helps."""
-    master = make(max_rejected_share=0.5)
-    master._recent_outcomes.extend([True] * 3)  # the window is 4 batches of 2
+    master = make(max_rejected_share=0.5, num_prompts=12)
+    master.books.train([make_meta(position) for position in range(8, 11)])  # the window is 4 batches of 2
     others = [RejectedPrompt(locator=Locator(0, 7), reason="too_hard")]
     mine = [RejectedPrompt(locator=Locator(0, i), reason=reason, detail=detail if i == 0 else "") for i in range(4)]
-    master.manager.view = ledger(rejected=[*others, *mine])  # type: ignore[attr-defined]
+    master.manager.view = ledger(rejected=[*others, *mine])
     with pytest.raises(RejectedShareError) as caught:
-        await master.report()
+        await master.reports.report()
     text = told(caught.value)
     assert text.startswith("62% of the last 8 prompts were rejected; manager.max_rejected_share=0.5 is what may be")
     assert f"\n  {reason}: 4; the first: {detail}. " in text
@@ -255,7 +168,7 @@ async def test_whatever_the_reason_its_share_ends_the_run_with_it(
 
 
 class Clock:
-    """Stands for the master's `time`: a report takes a second."""
+    """A report takes a second."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -265,27 +178,26 @@ class Clock:
 
     time = monotonic
 
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("the master's loop must not sleep")
 
-async def test_no_data_for_data_timeout_s_ends_the_run_and_names_whom_it_waited_for(
-    make: MakeMaster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    master = make(train={"data_timeout_s": 10.0})
-    monkeypatch.setattr(master_worker, "time", Clock(master.manager))
+
+async def test_no_data_for_data_timeout_s_ends_the_run_and_names_whom_it_waited_for(make: MakeMaster) -> None:
+    master = make(train={"data_timeout_s": 10.0}, clock=Clock)
     told = r"waited 10 s for step 0 waits for data: 0 of 2 prompts are stored.* from gserver manager"
     with pytest.raises(WaitTimeoutError, match=told):
-        await asyncio.wait_for(master.form_batch(), LIMIT_S)
-    assert master.manager.reports == 11  # type: ignore[attr-defined]
+        await asyncio.wait_for(master.rollouts.form_batch(), LIMIT_S)
+    assert master.manager.reports == 11
 
 
-async def test_whatever_moves_begins_the_wait_for_data_anew(make: MakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
-    master = make(train={"data_timeout_s": 10.0}, max_rejected_share=1.0)
-    monkeypatch.setattr(master_worker, "time", Clock(master.manager))
+async def test_whatever_moves_begins_the_wait_for_data_anew(make: MakeMaster) -> None:
+    master = make(train={"data_timeout_s": 10.0}, max_rejected_share=1.0, clock=Clock)
     manager: Any = master.manager
     manager.later = {
         number: ledger(rejected=[rejected]) for number, rejected in zip((8, 16), rejections(2), strict=True)
     }
     with pytest.raises(WaitTimeoutError):
-        await asyncio.wait_for(master.form_batch(), LIMIT_S)
+        await asyncio.wait_for(master.rollouts.form_batch(), LIMIT_S)
     assert manager.reports == 16 + 11
 
 
@@ -295,14 +207,11 @@ async def test_no_more_than_four_evaluations_go_on_at_a_time(
     master = make(every_steps=1)
     manager = master.manager
     for step in range(1, 7):
-        master.step = step
-        master._run_schedules(last=False)
+        master.books.step = step
+        master.evaluations.begin_if_room()
         await asyncio.sleep(0)
-    assert manager.evaluations == [f"a1-s{step}" for step in range(1, 5)]  # type: ignore[attr-defined]
-    assert [
-        f"no evaluation at step {step}: {master_worker._MAX_EVALUATIONS} still go on" in caplog.text
-        for step in range(1, 7)
-    ] == [
+    assert manager.evaluations == [f"a1-s{step}" for step in range(1, 5)]
+    assert [f"no evaluation at step {step}: 4 still go on" in caplog.text for step in range(1, 7)] == [
         False,
         False,
         False,
@@ -310,12 +219,12 @@ async def test_no_more_than_four_evaluations_go_on_at_a_time(
         True,
         True,
     ]
-    manager.may_end.set()  # type: ignore[attr-defined]
-    await asyncio.wait_for(asyncio.gather(*master._evaluations), LIMIT_S)
-    master.step = 7
-    master._run_schedules(last=False)
+    manager.may_end.set()
+    await asyncio.wait_for(master.evaluations.all_over(), LIMIT_S)
+    master.books.step = 7
+    master.evaluations.begin_if_room()
     await asyncio.sleep(0)
-    assert manager.evaluations[-1] == "a1-s7"  # type: ignore[attr-defined]
+    assert manager.evaluations[-1] == "a1-s7"
 
 
 # -------------------------------------------------------------------------------------------------------------------- the end
@@ -324,17 +233,17 @@ async def test_no_more_than_four_evaluations_go_on_at_a_time(
 async def test_model_and_checkpoint_are_saved_before_the_last_evaluation(make: MakeMaster, tmp_path: Path) -> None:
     """Whatever becomes of that, the result is on disk."""
     master = make()
-    master.step = 1
-    master.manager.view = ledger(served=1)  # type: ignore[attr-defined]
-    finishing = asyncio.create_task(master.finish())
-    await asyncio.wait_for(master.manager.evaluating.wait(), LIMIT_S)  # type: ignore[attr-defined]
-    assert master.caller.calls == [  # type: ignore[attr-defined]
+    master.books.step = 1
+    master.manager.view = ledger(served=1)
+    finishing = asyncio.create_task(master.trainer.finish())
+    await asyncio.wait_for(master.manager.evaluating.wait(), LIMIT_S)
+    assert master.caller.calls == [
         SaveModel(role="actor", folder="checkpoints/final"),
         CommitWeights(role="actor", weight_version="", folder="checkpoints/final", files=[]),
         SaveCheckpoint(folder=name_of(tmp_path, checkpoint_dir(tmp_path, 1, 1))),
         ANY,
     ]
-    commit = master.caller.calls[-1]  # type: ignore[attr-defined]
+    commit = master.caller.calls[-1]
     assert isinstance(commit, CommitCheckpoint)
     assert msgspec.json.decode(commit.master, type=MasterState).step == 1
     assert not (tmp_path / "summary.json").exists()
@@ -344,20 +253,18 @@ async def test_model_and_checkpoint_are_saved_before_the_last_evaluation(make: M
 
 async def test_a_last_evaluation_that_fails_costs_no_model(make: MakeMaster) -> None:
     master = make()
-    master.step = 1
-    master.manager.view = ledger(served=1)  # type: ignore[attr-defined]
-    master.manager.fails = True  # type: ignore[attr-defined]
+    master.books.step = 1
+    master.manager.view = ledger(served=1)
+    master.manager.fails = True
     with pytest.raises(ConnectionError, match="gserver manager is gone"):
-        await asyncio.wait_for(master.finish(), LIMIT_S)
-    kinds = [type(call) for call in master.caller.calls]  # type: ignore[attr-defined]
+        await asyncio.wait_for(master.trainer.finish(), LIMIT_S)
+    kinds = [type(call) for call in master.caller.calls]
     assert kinds == [SaveModel, CommitWeights, SaveCheckpoint, CommitCheckpoint]
 
 
-async def test_the_summary_says_which_versions_an_evaluation_saw(
-    make: MakeMaster, tmp_path: Path, monkeypatch: Any
-) -> None:
+async def test_the_summary_says_which_versions_an_evaluation_saw(make: MakeMaster, tmp_path: Path) -> None:
     master = make(at_end=False)
-    master.summary.add_step(
+    master.books.summary.add_step(
         {
             "batch/num_sequences": 4.0,
             "batch/num_generated_tokens": 12.0,
@@ -371,9 +278,10 @@ async def test_the_summary_says_which_versions_an_evaluation_saw(
             "time/wait_weights_s": 0.0,
         }
     )
-    master.manager.may_end.set()  # type: ignore[attr-defined]
-    master._evaluate_beside_training()  # of version 0, while training goes on: the manager says 0 to 2
-    await asyncio.wait_for(master.finish(), LIMIT_S)
+    master.manager.may_end.set()
+    master.evaluations.begin()  # of version 0, while training goes on: the manager says 0 to 2
+    await asyncio.wait_for(master.trainer.finish(), LIMIT_S)
+    master.files.write_summary(master.books.summarize(time.time(), None))
     summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
     (evaluation,) = summary["evaluations"]
     assert (evaluation["eval/greedy_version_min"], evaluation["eval/greedy_version_max"]) == (0.0, 2.0)
@@ -395,10 +303,10 @@ async def test_the_version_that_is_damaged_on_disk_is_written_again(
     """Between two steps: the next batch waits for it."""
     master = make()
     damaged = msgspec.structs.replace(ledger(), damaged=V0)
-    master.manager.later = {1: damaged, 2: damaged}  # type: ignore[attr-defined]
-    master.manager.view = ledger(exhausted=True)  # type: ignore[attr-defined]
-    assert await asyncio.wait_for(master.form_batch(), LIMIT_S) == ()
-    write, commit = master.caller.calls  # type: ignore[attr-defined]
+    master.manager.later = {1: damaged, 2: damaged}
+    master.manager.view = ledger(exhausted=True)
+    assert await asyncio.wait_for(master.rollouts.form_batch(), LIMIT_S) == ()
+    write, commit = master.caller.calls
     folder = f"weights/actor/{V0}"
     assert (write.weight_version, write.folder, write.rewrite) == (V0, folder, True)
     assert (commit.weight_version, commit.folder, commit.rewrite) == (V0, folder, True)
@@ -408,19 +316,16 @@ async def test_the_version_that_is_damaged_on_disk_is_written_again(
 
 async def test_an_older_damaged_version_is_not_written_again(make: MakeMaster) -> None:
     master = make()
-    master.step = 1  # trained on
+    master.books.step = 1  # trained on
     damaged = msgspec.structs.replace(ledger(exhausted=True), damaged=V0)
-    master.manager.later = {1: damaged}  # type: ignore[attr-defined]
-    await asyncio.wait_for(master.form_batch(), LIMIT_S)
-    assert master.caller.calls == []  # type: ignore[attr-defined]
+    master.manager.later = {1: damaged}
+    await asyncio.wait_for(master.rollouts.form_batch(), LIMIT_S)
+    assert master.caller.calls == []
 
 
-async def test_a_disk_that_damages_a_version_again_and_again_ends_the_run(
-    make: MakeMaster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncrl.master.worker._REWRITE_PAUSE_S", 0.0)
-    master = make()
+async def test_a_disk_that_damages_a_version_again_and_again_ends_the_run(make: MakeMaster) -> None:
+    master = make(rewrite_pause_s=0.0)
     damaged = msgspec.structs.replace(ledger(), damaged=V0)
-    master.manager.later = dict.fromkeys(range(1, 9), damaged)  # type: ignore[attr-defined]
+    master.manager.later = dict.fromkeys(range(1, 9), damaged)
     with pytest.raises(RunEndedError, match=f"weights {V0} in .* are damaged, and it was written again 3 times"):
-        await asyncio.wait_for(master.form_batch(), LIMIT_S)
+        await asyncio.wait_for(master.rollouts.form_batch(), LIMIT_S)

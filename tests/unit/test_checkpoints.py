@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,14 @@ import msgspec
 import pytest
 import xxhash
 
-from asyncrl.config.schema import CheckpointConfig, PromptSourceConfig, TrainConfig, WeightsConfig
+from asyncrl.config.schema import CheckpointConfig, PromptSourceConfig
 from asyncrl.data.prompts import PromptSource
-from asyncrl.master.recovery import Checkpointer
-from asyncrl.master.schedule import Schedule
+from asyncrl.master.checkpointing import Checkpointer
+from asyncrl.master.files import MasterFiles
 from asyncrl.protocol.messages import CallResult, CommitCheckpoint, Locator, SaveCheckpoint
-from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import SYSTEM_CLOCK
+from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.trace import OFF
 from asyncrl.weights import checkpoints
 from asyncrl.weights.checkpoints import (
@@ -34,6 +37,7 @@ from asyncrl.weights.checkpoints import (
     prune,
 )
 from asyncrl.weights.versions import FileEntry
+from tests.support.master import make_books, master_config
 
 DATA = DataIdentity(num_prompts=8, num_epochs=1, seed=1, shuffle=True, fingerprint="f")
 
@@ -198,18 +202,17 @@ async def test_one_checkpoint_at_a_time_of_the_step_at_which_it_began(tmp_path):
         begun.append(asyncio.create_task(coroutine, name=name))
         return begun[-1]
 
-    worker: Any = SimpleNamespace(spawn=spawn, trace=OFF, logger=logging.getLogger("test"))
-    config: Any = SimpleNamespace(
-        checkpoint=CheckpointConfig(every_steps=2, every_s=0.0, keep_last=1),
-        worker=SimpleNamespace(run_dir=str(tmp_path)),
-        num_model_workers=2,
-        apart=[],
-        weights=WeightsConfig(),
-        train=TrainConfig(),
+    options = CheckpointConfig(every_steps=2, every_s=0.0, keep_last=1)
+    config = master_config(tmp_path, num_model_workers=2, checkpoint=options)
+    opened = AsyncExitStack()
+    books = make_books(config, opened)
+    tasks: Any = SimpleNamespace(spawn=spawn)
+    caller: Any = Caller(tmp_path)
+    logger = logging.getLogger("test")
+    board = StatusBoard(config.worker, logger)
+    checkpointer = Checkpointer(
+        config, books, caller, MasterFiles(config), tasks, board=board, logger=logger, trace=OFF, clock=SYSTEM_CLOCK
     )
-    checkpointer = Checkpointer(worker, config, Schedule(every_steps=2))
-    checkpointer.caller = caller = Caller(tmp_path)  # type: ignore[assignment]
-    checkpointer.journal = JsonLinesWriter(tmp_path / "journal" / "master.jsonl")
     taken: list[int] = []
 
     async def steps(first: int, last: int) -> None:
@@ -220,7 +223,8 @@ async def test_one_checkpoint_at_a_time_of_the_step_at_which_it_began(tmp_path):
                 return make_state(1, step)
 
             before = len(caller.calls)
-            checkpointer.after_step(step=step, epochs=0.0, now=0.0, take=take)
+            books.step = step
+            checkpointer.after_step(due=books.is_due("checkpoint"), take=take)
             assert len(caller.calls) - before == (step in taken)  # sent in the same turn
             await asyncio.sleep(0)
 
@@ -238,7 +242,7 @@ async def test_one_checkpoint_at_a_time_of_the_step_at_which_it_began(tmp_path):
     assert caller.calls[1].state == {"advantages/kl_coef": 0.5}
     events = [(event["event"], event["step"]) for event in read_json_lines(tmp_path / "journal" / "master.jsonl")]
     assert events == [("snapshot", 2), ("checkpoint", 2), ("snapshot", 6), ("checkpoint", 6)]
-    checkpointer.journal.close()
+    await opened.aclose()
 
 
 def test_a_state_that_cannot_be_read_is_named(tmp_path):

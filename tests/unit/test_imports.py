@@ -35,7 +35,6 @@ TORCHLESS = [
     "asyncrl.model.recorder",
     "asyncrl.manager.worker",
     "asyncrl.master.worker",
-    "asyncrl.master.sync",
     "asyncrl.rewards.reward",
     "asyncrl.rewards.trajectory",
     "asyncrl.generation.sglang",

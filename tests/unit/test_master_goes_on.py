@@ -3,161 +3,183 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from asyncrl.config.schema import (
-    CheckpointConfig,
-    EvalConfig,
-    MasterWorkerConfig,
-    ModelConfig,
-    NameResolveConfig,
-    PromptSourceConfig,
-    RuntimeConfig,
-    TrainConfig,
-    WeightsConfig,
-    WorkerInfo,
-)
+from asyncrl.config.schema import CheckpointConfig, EvalConfig, MasterWorkerConfig, PromptSourceConfig, TrainConfig
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.master.worker import MasterWorker
-from asyncrl.protocol.messages import LoadCheckpoint, Locator, Ping
-from asyncrl.runtime.metrics import JsonLinesWriter, read_json_lines
+from asyncrl.master.report import StepTimes, step_metrics
+from asyncrl.protocol.messages import (
+    EvaluationResult,
+    ExecuteMFC,
+    LoadCheckpoint,
+    Locator,
+    RejectedPrompt,
+    WriteWeights,
+)
+from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.weights.checkpoints import MasterState
+from tests.support.clock import ManualClock
+from tests.support.master import (
+    LIMIT_S,
+    MasterParts,
+    PlayedManager,
+    PlayedWorkers,
+    make_books,
+    make_meta,
+    master_config,
+)
 
-LIMIT_S = 60.0
+MFCS = build_dataflow(TrainConfig()).mfcs.values()
+TRAJECTORY_KEYS = {key for mfc in MFCS for key in mfc.input_keys} - {key for mfc in MFCS for key in mfc.output_keys}
+EVALUATED = EvaluationResult(
+    mode="greedy", num_prompts=4, num_failed=0, mean_reward=0.5, mean_length=3.0, version_min=0, version_max=0
+)
+
+
+@pytest.fixture
+def opened():
+    return AsyncExitStack()
+
+
+@pytest.fixture
+async def clock(opened):
+    async with opened:
+        yield ManualClock()
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> MasterWorkerConfig:
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": str(i), "answer": ""}) + "\n" for i in range(8)))
-    info = WorkerInfo("master", 0, 1, "e", "t", 1, str(tmp_path), 1, NameResolveConfig(), RuntimeConfig())
-    train = TrainConfig(batch_size=2, max_steps=3, save_every_steps=2)
-    return MasterWorkerConfig(
-        worker=info,
+    return master_config(
+        tmp_path,
+        train={"max_steps": 3, "save_every_steps": 2},
         num_model_workers=2,
-        models=[ModelConfig("actor", "m", "d1p1m1", [0], trainable=True)],
-        mfcs=[mfc.placed("actor") for mfc in build_dataflow(train).mfcs.values()],
-        prompts=PromptSourceConfig(path=str(tmp_path / "p.jsonl")),
-        train=train,
-        eval=EvalConfig(every_s=50.0),
-        weights=WeightsConfig(),
-        max_head_offpolicyness=1,
-        overdue="wait",
-        overdue_wait_s=1000.0,
-        max_rejected_share=0.5,
-        tensorboard=False,
+        eval=EvalConfig(prompts=PromptSourceConfig(path=str(tmp_path / "p.jsonl")), num_prompts=1, every_s=50.0),
         checkpoint=CheckpointConfig(every_steps=2),
     )
 
 
-@pytest.fixture
-def next_attempt(config: MasterWorkerConfig, tmp_path: Path) -> Callable[[MasterState], MasterWorker]:
-    """The master of the attempt after this state."""
-
-    def make(state: MasterState) -> MasterWorker:
-        (tmp_path / "c").mkdir(exist_ok=True)
-        (tmp_path / "c" / "master.json").write_bytes(msgspec.json.encode(state))
-        return MasterWorker(replace(config, worker=replace(config.worker, attempt=2), resume=str(tmp_path / "c")))
-
-    return make
+def next_attempt(config: MasterWorkerConfig) -> MasterWorkerConfig:
+    return replace(config, worker=replace(config.worker, attempt=2), resume=f"{config.worker.run_dir}/c")
 
 
-def after_two_steps(config: MasterWorkerConfig) -> MasterWorker:
-    master = MasterWorker(config)
-    master.step = 2
-    master.progress.mark_trained(Locator(0, position) for position in (0, 1, 2, 5))
-    master.progress.mark_rejected(Locator(0, 7), "too_hard")
-    master.summary.num_steps, master.summary.first_reward = 2, 0.25
-    master.summary.evaluations.append({"step": 0, "eval/greedy_reward": 0.5})
-    master._recent_rewards.extend([0.25, 0.5])
-    master._recent_outcomes.extend([True, True, False, True, True])
-    assert master.save_schedule.check(step=2, epochs=0.5, now=0.0)
-    return master
+def after_two_steps(config: MasterWorkerConfig, opened: AsyncExitStack, clock: ManualClock) -> MasterState:
+    books = make_books(config, opened, clock=clock)
+    books.write_evaluation(
+        0,
+        [
+            EvaluationResult(
+                mode="greedy",
+                num_prompts=4,
+                num_failed=0,
+                mean_reward=0.5,
+                mean_length=3.0,
+                version_min=0,
+                version_max=0,
+            )
+        ],
+    )
+    books.reject([RejectedPrompt(locator=Locator(0, 7), reason="too_hard")], lambda locator: False)
+    for positions, reward in (((0, 1), 0.25), ((2, 5), 0.5)):
+        metas = [make_meta(position, rewards=[reward]) for position in positions]
+        books.train(metas)
+        books.write_step(metas, step_metrics(metas, books.step - 1, StepTimes(1.0, 1.0, 0.0)), {}, (0.0, 1.0))
+    assert books.is_due("save")
+    clock.now += 100.0
+    return books.state(evaluating=False, shared={"ref": "kept"})
 
 
-def test_it_remembers_all_of_it(config, next_attempt):
-    before = after_two_steps(config)
-    before._started -= 100.0
-    state = before._state()
-    master = next_attempt(state)
-    assert (master.step, master.version, master.board.version) == (2, 2, "2")
-    assert master._parent == (1, 2)
-    assert (master.progress.cursor, master.progress.beyond_cursor) == (Locator(0, 3), [Locator(0, 5), Locator(0, 7)])
-    assert (master.progress.num_trained, dict(master.progress.rejected)) == (4, {"too_hard": 1})
-    assert master.summary == before.summary
-    assert list(master._recent_rewards) == [0.25, 0.5]
-    assert list(master._recent_outcomes) == [True, True, False, True, True]
-    assert not master.save_schedule.check(step=3, epochs=0.6, now=0.0)  # that of step 2 was due at step 2
-    assert master.save_schedule.check(step=4, epochs=0.6, now=0.0)
-    again = master._state()
-    assert again.wall_s >= 100.0
+async def test_it_remembers_all_of_it(config, opened, clock):
+    state = after_two_steps(config, opened, clock)
+    clock.now += 7.0  # between the attempts
+    books = make_books(next_attempt(config), opened, clock=clock, state=state)
+    assert (books.step, str(books.version), books.parent) == (2, "a0002-v00000002", (1, 2))
+    assert (books.progress.cursor, books.progress.beyond_cursor) == (Locator(0, 3), [Locator(0, 5), Locator(0, 7)])
+    assert (books.progress.num_trained, dict(books.progress.rejected)) == (4, {"too_hard": 1})
+    assert (books.summary.num_steps, books.summary.first_reward, books.summary.last_reward) == (2, 0.25, 0.5)
+    assert [line["eval/greedy_reward"] for line in books.summary.evaluations] == [0.5]
+    again = books.state(evaluating=False, shared=state.shared)
+    assert (again.recent_rewards, again.recent_outcomes) == ([0.25, 0.5], [False, True, True, True, True])
     same = {name: getattr(state, name) for name in state.__struct_fields__}
     differ = [name for name, value in same.items() if getattr(again, name) != value]
-    assert sorted(differ) == ["attempt", "parent", "schedules", "time", "wall_s"]  # a time has gone by
+    assert sorted(differ) == ["attempt", "parent", "time"]
+    assert again.wall_s == 100.0
+    assert books.summarize(clock.now + 1.0, None)["wall_s"] == 101.0
+    books.step = 3
+    assert not books.is_due("save")  # that of step 2 was due at step 2
+    books.step = 4
+    assert books.is_due("save")
 
 
-async def run(master: MasterWorker, tmp_path: Path) -> list[Any]:
-    """With model workers and manager that only listen. Returns what was done, in order."""
-    done: list[Any] = []
+class Source:
+    """Batches of two prompts that are there at once."""
 
-    async def call(what: str, handlers: list[int], body: Any) -> None:
-        done.append((handlers, body))
+    seconds: dict[str, float] = {}  # noqa: RUF012
+    servers = ()
 
-    async def publish(version: Any) -> None:
-        done.append(str(version))
+    def __init__(self, parts: MasterParts) -> None:
+        self._parts = parts
 
-    async def finish() -> None:
-        done.append("finish")
+    async def form_batch(self) -> list[str]:
+        first = self._parts.books.progress.cursor.position
+        attempt, keys = self._parts.books.attempt, sorted(TRAJECTORY_KEYS)
+        metas = [make_meta(at, f"t{at}", attempt=attempt, keys=keys) for at in (first, first + 1)]
+        assert all(self._parts.buffer.put(meta).verdict == "stored" for meta in metas)
+        tickets = [meta.ticket_id for meta in metas]
+        self._parts.workers.tracker.add(0, tickets, keys)
+        return tickets
 
-    async def train() -> bool:
-        done.append("train")
-        master.step += 1
-        return True
-
-    double: Any = master
-    double.caller = double.checkpointer.caller = SimpleNamespace(call=call)
-    double.hooks = SimpleNamespace(loaded=lambda: done.append("loaded"))
-    double._publish_weights, double.finish, double.train_one_step = publish, finish, train
-    double._evaluate_beside_training = lambda: done.append("evaluate")
-    double.journal = JsonLinesWriter(tmp_path / "journal" / "master.jsonl")
-    await asyncio.wait_for(master.work(), LIMIT_S)
-    double.journal.close()
-    return done
+    async def trained(self, tickets: Any) -> None:
+        pass
 
 
-async def test_it_loads_then_publishes_the_same_weights_as_a_new_attempts(config, next_attempt, tmp_path):
-    master = next_attempt(after_two_steps(config)._state())
-    load = ([0, 1], LoadCheckpoint(folder="c"))
-    assert await run(master, tmp_path) == [([0, 1], Ping()), load, "loaded", "a0002-v00000002", "train", "finish"]
-    (begun,) = read_json_lines(tmp_path / "journal" / "master.jsonl")
-    assert (begun["event"], begun["attempt"], begun["from"]) == ("begun", 2, [1, 2])
+async def live(config: MasterWorkerConfig, opened: AsyncExitStack, state: MasterState | None) -> list[str]:
+    """A master's life up to its last step, between model workers and a manager that listen. Returns what they were told."""
+    manager, caller = PlayedManager(), PlayedWorkers()
+    manager.may_end.set()
+    parts = MasterParts(config, opened, manager=manager, caller=caller, state=state, source=Source)
+    await asyncio.wait_for(parts.trainer.begin(state), LIMIT_S)
+    begun = len(caller.calls)
+    assert await asyncio.wait_for(parts.trainer.train(), LIMIT_S)
+    await asyncio.wait_for(parts.evaluations.all_over(), LIMIT_S)
+    steps = [body for body in caller.calls[begun:] if isinstance(body, ExecuteMFC) and body.mfc == "actor_train"]
+    told = [*map(_told, caller.calls[:begun]), *(f"train from {body.version}" for body in steps)]
+    return [*told, *(f"evaluate {name}" for name in manager.evaluations)]
+
+
+def _told(body: Any) -> str:
+    if isinstance(body, LoadCheckpoint):
+        return f"load {body.folder}"
+    return f"write {body.weight_version}" if isinstance(body, WriteWeights) else type(body).__name__
+
+
+async def test_it_loads_then_publishes_the_same_weights_as_a_new_attempts(config, opened, clock, tmp_path):
+    state = after_two_steps(config, opened, clock)
+    told = ["Ping", "load c", "write a0002-v00000002", "CommitWeights", "train from 2"]
+    assert await live(next_attempt(config), opened, state) == told
+    (begun,) = [event for event in read_json_lines(tmp_path / "journal" / "master.jsonl") if event["event"] == "begun"]
+    assert (begun["attempt"], begun["from"]) == (2, [1, 2])
     assert (begun["num_prompts"], begun["num_epochs"], begun["max_head_offpolicyness"]) == (8, 1, 1)
 
 
-async def test_weights_whose_evaluation_was_cut_off_are_evaluated_again(config, next_attempt, tmp_path):
-    state = msgspec.structs.replace(after_two_steps(config)._state(), evaluating=True)
-    assert (await run(next_attempt(state), tmp_path))[3:] == ["a0002-v00000002", "evaluate", "train", "finish"]
+async def test_weights_whose_evaluation_was_cut_off_are_evaluated_again(config, opened, clock):
+    state = msgspec.structs.replace(after_two_steps(config, opened, clock), evaluating=True)
+    assert (await live(next_attempt(config), opened, state))[-2:] == ["train from 2", "evaluate a2-s2"]
 
 
-async def test_after_the_last_step_only_the_end_is_left(config, next_attempt, tmp_path):
-    state = msgspec.structs.replace(after_two_steps(config)._state(), step=3)
-    assert (await run(next_attempt(state), tmp_path))[3:] == ["a0002-v00000003", "finish"]
+async def test_after_the_last_step_only_the_end_is_left(config, opened, clock):
+    state = msgspec.structs.replace(after_two_steps(config, opened, clock), step=3)
+    told = ["Ping", "load c", "write a0002-v00000003", "CommitWeights"]
+    assert await live(next_attempt(config), opened, state) == told
 
 
-async def test_a_run_that_begins_has_no_parent(config, tmp_path):
-    assert await run(MasterWorker(config), tmp_path) == [
-        ([0, 1], Ping()),
-        "a0001-v00000000",
-        "evaluate",
-        "train",
-        "finish",
-    ]
-    (begun,) = read_json_lines(tmp_path / "journal" / "master.jsonl")
-    assert (begun["event"], begun["attempt"], begun["from"]) == ("begun", 1, None)
+async def test_a_run_that_begins_has_no_parent(config, opened, clock, tmp_path):
+    told = ["Ping", "write a0001-v00000000", "CommitWeights", *(f"train from {step}" for step in range(3))]
+    assert await live(config, opened, None) == [*told, "evaluate a1-s0"]
+    (begun,) = [event for event in read_json_lines(tmp_path / "journal" / "master.jsonl") if event["event"] == "begun"]
+    assert (begun["attempt"], begun["from"]) == (1, None)

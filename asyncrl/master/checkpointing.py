@@ -10,7 +10,7 @@ So what the master remembers and what the models are belong to the same step, wh
 from __future__ import annotations
 
 import asyncio
-import time
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,13 +18,16 @@ import msgspec
 
 from asyncrl.config.schema import MasterWorkerConfig
 from asyncrl.dataflow.worlds import Worlds
+from asyncrl.master.books import Books
 from asyncrl.master.calls import WorkerCaller
-from asyncrl.master.schedule import Schedule
-from asyncrl.protocol.messages import CallResult, CommitCheckpoint, LoadCheckpoint, SaveCheckpoint
+from asyncrl.master.files import MasterFiles
+from asyncrl.protocol.messages import CallResult, CommitCheckpoint, SaveCheckpoint
 from asyncrl.protocol.run_folder import name_of
-from asyncrl.runtime.metrics import JsonLinesWriter
-from asyncrl.runtime.worker import PhasedWorker
-from asyncrl.weights.checkpoints import MasterState, checkpoint_dir, prune
+from asyncrl.runtime.background import BackgroundTasks
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.trace import Tracer
+from asyncrl.weights.checkpoints import MasterState, checkpoint_dir
 
 
 class Checkpointer:
@@ -34,29 +37,31 @@ class Checkpointer:
     waits for: the replies of the model workers.  unblocked by: them; within train.call_timeout_s.
     """
 
-    def __init__(self, worker: PhasedWorker, config: MasterWorkerConfig, schedule: Schedule) -> None:
-        options = config.checkpoint
-        self._worker, self._config, self._keep = worker, config, options.keep_last
+    def __init__(
+        self,
+        config: MasterWorkerConfig,
+        books: Books,
+        caller: WorkerCaller,
+        files: MasterFiles,
+        tasks: BackgroundTasks,
+        *,
+        board: StatusBoard,
+        logger: logging.Logger,
+        trace: Tracer,
+        clock: Clock,
+    ) -> None:
+        self._config, self._books, self._caller, self._files, self._tasks = config, books, caller, files, tasks
+        self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
         self._run_dir = Path(config.worker.run_dir)
-        self._everyone = list(
-            Worlds.of_config(config.num_model_workers, config.apart).gang
-        )  # others have nothing to save
-        self._schedule = schedule
+        gang = Worlds.of_config(config.num_model_workers, config.apart).gang
+        self._everyone = list(gang)  # others have nothing to save
         self._due = False
         self._newest: int | None = None  # step of the newest checkpoint that was begun
         self._task: asyncio.Task[None] | None = None
-        self.journal: JsonLinesWriter  # both are set in setup
-        self.caller: WorkerCaller
 
-    async def load(self, path: str) -> None:
-        """At every worker of the gang, whatever its layout was when it was saved."""
-        await self.caller.call(
-            f"{Path(path).name} to be loaded", self._everyone, LoadCheckpoint(folder=name_of(self._run_dir, Path(path)))
-        )
-
-    def after_step(self, *, step: int, epochs: float, now: float, take: Callable[[], MasterState]) -> None:
+    def after_step(self, *, due: bool, take: Callable[[], MasterState]) -> None:
         """Begin a checkpoint of this step if one is due. No await: what `take` gives and what workers save are of one moment."""
-        self._due |= self._schedule.check(step=step, epochs=epochs, now=now)
+        self._due |= due
         if not self._due or (self._task is not None and not self._task.done()):
             return
         self._due = False
@@ -73,16 +78,15 @@ class Checkpointer:
         self._newest = state.step
         path = checkpoint_dir(self._run_dir, state.attempt, state.step)
         save = SaveCheckpoint(folder=name_of(self._run_dir, path))
-        saved = self.caller.start(f"{path.name} to be written", self._everyone, save)
-        self.journal.write(
-            {"event": "snapshot", "attempt": state.attempt, "step": state.step, "time": state.time}
-        )  # a run that goes on from here voids what is written below
-        self._task = self._worker.spawn(self._commit(path, state, saved), "checkpoint")
+        saved = self._caller.start(f"{path.name} to be written", self._everyone, save)
+        # A run that goes on from here voids what is written below
+        self._books.note("snapshot", step=state.step)
+        self._task = self._tasks.spawn(self._commit(path, state, saved), "checkpoint")
 
     async def end(self) -> None:
         """Of the one that is being written."""
         if self._task is not None:
-            await self._worker.board.bounded(
+            await self._board.bounded(
                 self._task,
                 what="the last checkpoint to be written",
                 on="model workers",
@@ -90,18 +94,18 @@ class Checkpointer:
             )
 
     async def _commit(self, path: Path, state: MasterState, saved: asyncio.Task[list[CallResult]]) -> None:
-        start = time.monotonic()
-        with self._worker.trace.overlapping(f"checkpoint of step {state.step}", kind="weights"):
+        start = self._clock.monotonic()
+        with self._trace.overlapping(f"checkpoint of step {state.step}", kind="weights"):
             replies = await saved
             if self._config.weights.fsync:  # a checkpoint must not outlive the journal of how it came about
-                await asyncio.to_thread(self.journal.sync)
+                await asyncio.to_thread(self._books.sync_journal)
             commit = CommitCheckpoint(
                 folder=name_of(self._run_dir, path),
                 files=[file for reply in replies for file in reply.files],
                 state={name: value for reply in replies for name, value in reply.stats.items()},
                 master=msgspec.json.encode(state).decode(),
             )
-            await self.caller.call(f"{path.name} to be complete", self._everyone[:1], commit)
-        self.journal.write({"event": "checkpoint", "attempt": state.attempt, "step": state.step, "time": time.time()})
-        self._worker.logger.info("checkpoint of step %d in %.1f s: %s", state.step, time.monotonic() - start, path)
-        await asyncio.to_thread(prune, self._run_dir, self._keep)
+            await self._caller.call(f"{path.name} to be complete", self._everyone[:1], commit)
+        self._books.note("checkpoint", step=state.step)
+        self._logger.info("checkpoint of step %d in %.1f s: %s", state.step, self._clock.monotonic() - start, path)
+        await asyncio.to_thread(self._files.prune_checkpoints)

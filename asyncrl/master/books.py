@@ -1,0 +1,249 @@
+"""The master's books: what has been trained, rejected and measured, and what is due. In memory, in the journal, in a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config.schema import CheckpointConfig, EvalConfig, MasterWorkerConfig
+from asyncrl.master.buffer import PromptProgress
+from asyncrl.master.report import RunSummary, rejection_lines
+from asyncrl.master.schedule import REWARD_WINDOW, Schedule, ended_by
+from asyncrl.protocol.messages import EvaluationResult, Locator, RejectedPrompt, TrajectoryMeta, WeightVersion
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
+from asyncrl.runtime.worker import RunEndedError
+from asyncrl.weights.checkpoints import DataIdentity, MasterState
+
+_REJECTION_WINDOW = 4  # batches' worth of prompts that max_rejected_share looks back on
+
+
+class RejectedShareError(RunEndedError):
+    """Too many prompts were rejected to go on; carries the reasons and their counts."""
+
+
+class Books:
+    """consumes: trajectories, steps, rejections, evaluations.  produces: lines of the journal, metrics, the summary, the state."""
+
+    def __init__(
+        self,
+        config: MasterWorkerConfig,
+        data: DataIdentity | None,
+        *,
+        journal: JsonLinesWriter,
+        metrics: MetricsWriter,
+        board: StatusBoard,
+        logger: logging.Logger,
+        clock: Clock,
+        state: MasterState | None = None,
+    ) -> None:
+        """data: None: a replay, which has no prompts. state: of the checkpoint that this attempt goes on from."""
+        self._config, self._data = config, data
+        self._journal, self._metrics, self._board, self._logger, self._clock = journal, metrics, board, logger, clock
+        self.attempt = config.worker.attempt
+        self.trains = config.mode != "rollout_only"
+        self.step = config.first_step  # batches done
+        self.progress = (
+            PromptProgress(data.num_prompts, data.num_epochs) if data else PromptProgress(config.num_replayed, 1)
+        )
+        self.summary = RunSummary()
+        self.parent: tuple[int, int] | None = None  # (attempt, step) that this attempt goes on from
+        self._first_details: dict[str, str] = {}  # of rejections, by reason
+        self._recent_outcomes: deque[bool] = deque(maxlen=_REJECTION_WINDOW * config.train.batch_size)
+        self._recent_rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
+        self._started = clock.time()  # less the seconds of the attempts before
+        now, train = clock.monotonic(), config.train
+        self._schedules = {
+            "save": Schedule(
+                every_steps=train.save_every_steps,
+                every_epochs=train.save_every_epochs,
+                every_s=train.save_every_s,
+                now=now,
+            ),
+            "eval": _schedule(config.eval, now),
+            "checkpoint": _schedule(config.checkpoint, now),
+        }
+        if state is not None:
+            self._go_on_from(state)
+
+    @property
+    def version(self) -> WeightVersion:
+        """Of the newest weights."""
+        return WeightVersion(self.attempt, self.step if self.trains else 0)
+
+    def is_due(self, schedule: str) -> bool:
+        """save, eval or checkpoint."""
+        epochs = self.progress.epochs_done()
+        return self._schedules[schedule].check(step=self.step, epochs=epochs, now=self._clock.monotonic())
+
+    def is_over(self) -> bool:
+        """Whether the step before was the last one."""
+        train = self._config.train
+        field = ended_by(
+            train,
+            step=self.step,
+            recent_rewards=self._recent_rewards,
+            num_done=self.progress.num_done,
+            num_total=self.progress.num_total,
+        )
+        if field:
+            self._logger.info("step %d was the last one: train.%s=%s", self.step, field, getattr(train, field))
+        return bool(field)
+
+    # ------------------------------------------------------------------------------------------------------------- the journal
+
+    def note(self, event: str, **fields: object) -> None:
+        self._journal.write({"event": event, "attempt": self.attempt, **fields, "time": self._clock.time()})
+
+    def sync_journal(self) -> None:
+        """What was noted is on disk when this returns. Blocks."""
+        self._journal.sync()
+
+    def begin(self) -> None:
+        """With all that an audit of what follows has to know."""
+        config = self._config
+        about = {
+            "mode": config.mode,
+            "first_step": config.first_step,
+            "num_prompts": self.progress.num_prompts,
+            "num_epochs": self.progress.num_epochs,
+            "max_head_offpolicyness": None if config.overdue == "train" else config.max_head_offpolicyness,
+        }
+        self.note("begun", **{"from": self.parent}, **about)
+
+    def store(self, meta: TrajectoryMeta) -> None:
+        """A trajectory is in the buffer."""
+        self.summary.add_trajectory(meta)
+        self.note("stored", ticket=meta.ticket_id, prompt=meta.locator)
+
+    def drop(self, tickets: Sequence[str]) -> None:
+        """Trajectories will not be trained: their prompts are rolled out again."""
+        self.summary.num_dropped += len(tickets)
+        self.note("dropped", tickets=list(tickets))
+
+    def reject(self, prompts: Iterable[RejectedPrompt], is_stored: Callable[[Locator], bool]) -> None:
+        """Prompts will not be trained. Raises RejectedShareError where they are too many."""
+        for rejected in prompts:
+            if self.progress.is_done(rejected.locator) or is_stored(rejected.locator):
+                continue  # its trajectory came after the manager had given the prompt up
+            self.progress.mark_rejected(rejected.locator, rejected.reason)
+            self._recent_outcomes.append(False)
+            if rejected.detail:
+                self._first_details.setdefault(rejected.reason, rejected.detail)
+            self.note("rejected", prompt=rejected.locator, reason=rejected.reason, detail=rejected.detail)
+        window = self._recent_outcomes
+        share = window.count(False) / max(len(window), 1)
+        if len(window) == window.maxlen and share > self._config.max_rejected_share:
+            raise RejectedShareError(
+                f"{share:.0%} of the last {len(window)} prompts were rejected; manager.max_rejected_share="
+                f"{self._config.max_rejected_share:g} is what may be: {self.rejections()}"
+            )
+
+    def rejections(self) -> str:
+        """How many prompts were rejected why, what helps, and where more is to be read."""
+        lines = rejection_lines(self.progress.rejected, self._first_details)
+        process = "model_worker" if self._config.mode == "sync" else "rollout_worker"
+        folder = Path(self._config.worker.run_dir, "logs", "latest")
+        return "\n  ".join(["", *lines, f"the first of each kind is told in full in {folder}/{process}_*.log"])
+
+    # ------------------------------------------------------------------------------------------------------------------- steps
+
+    def train(self, metas: Sequence[TrajectoryMeta]) -> None:
+        """A step has trained these groups."""
+        self.step += 1
+        self._board.version = str(self.version.version)
+        self.progress.mark_trained(meta.locator for meta in metas)
+        self._recent_outcomes.extend([True] * len(metas))
+
+    def write_step(
+        self,
+        metas: Sequence[TrajectoryMeta],
+        metrics: Mapping[str, float],
+        seconds: Mapping[str, float],
+        train_span: tuple[float, float],
+    ) -> None:
+        """seconds: of each MFC. train_span: when its dataflow ran, in seconds since the epoch."""
+        self.summary.add_step(metrics)
+        self._recent_rewards.append(metrics["reward/mean"])
+        rejected = {f"rejected/{reason}": float(count) for reason, count in self.progress.rejected.items()}
+        times = {f"time/{name}_s": value for name, value in seconds.items()}
+        about = {"time": self._clock.time(), "version": self.version.version}
+        self._metrics.write(self.step, {**about, **metrics, **times, **rejected})
+        start, end = train_span
+        groups = [
+            {
+                "ticket": meta.ticket_id,
+                "prompt": meta.locator,
+                "head": meta.head,
+                "versions": [
+                    (WeightVersion.unpack(first).version, WeightVersion.unpack(last).version)
+                    for first, last in zip(meta.version_start, meta.version_end, strict=True)
+                ],
+            }
+            for meta in metas
+        ]
+        record = {"event": "trained", "attempt": self.attempt, "step": self.step, "start": start, "end": end}
+        self._journal.write({**record, "groups": groups})
+
+    def write_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> None:
+        """step: whose weights were evaluated."""
+        self._metrics.write(step, self.summary.add_evaluation(step, results))
+
+    def summarize(self, ended: float, generation_idle: float | None) -> dict[str, object]:
+        """What summary.json holds. ended: when the run did, in seconds since the epoch."""
+        return self.summary.as_dict(
+            mode=self._config.mode,
+            attempt=self.attempt,
+            wall_s=ended - self._started,
+            version=self.version.version,
+            rejected=self.progress.rejected,
+            generation_idle=generation_idle,
+        )
+
+    # -------------------------------------------------------------------------------------------------------------- checkpoints
+
+    def state(self, *, evaluating: bool, shared: dict[str, str]) -> MasterState:
+        """What an attempt after this one goes on from. shared: of Refresher.state."""
+        assert self._data is not None  # a replay writes no checkpoints
+        now = self._clock.monotonic()
+        return MasterState(
+            attempt=self.attempt,
+            step=self.step,
+            time=self._clock.time(),
+            parent=self.parent,
+            data=self._data,
+            done_cursor=self.progress.cursor,
+            done_beyond=self.progress.beyond_cursor,
+            num_trained=self.progress.num_trained,
+            rejected=dict(self.progress.rejected),
+            schedules={name: schedule.state(now) for name, schedule in self._schedules.items()},
+            summary=msgspec.to_builtins(self.summary),
+            recent_rewards=list(self._recent_rewards),
+            recent_outcomes=list(self._recent_outcomes),
+            batch_size=self._config.train.batch_size,
+            wall_s=self._clock.time() - self._started,
+            evaluating=evaluating,
+            shared=shared,
+        )
+
+    def _go_on_from(self, state: MasterState) -> None:
+        self.parent = (state.attempt, state.step)
+        self.step = state.step
+        self._board.version = str(self.version.version)
+        self.progress.restore(state.done_cursor, state.done_beyond, state.num_trained, state.rejected)
+        self.summary = msgspec.convert(state.summary, RunSummary)
+        self._recent_rewards.extend(state.recent_rewards)
+        self._recent_outcomes.extend(state.recent_outcomes)
+        self._started -= state.wall_s
+        for name, schedule in self._schedules.items():
+            if name in state.schedules:
+                schedule.restore(state.schedules[name], self._clock.monotonic())
+
+
+def _schedule(config: EvalConfig | CheckpointConfig, now: float) -> Schedule:
+    return Schedule(every_steps=config.every_steps, every_epochs=config.every_epochs, every_s=config.every_s, now=now)

@@ -1,0 +1,136 @@
+"""Evaluations beside training: when, how many at a time, and in which order their results are written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from asyncrl.config.schema import EvalConfig
+from asyncrl.master.books import Books
+from asyncrl.master.manager_reports import CALL_LIMIT_S, LONG_POLL_S
+from asyncrl.protocol.messages import EvaluateReply, EvaluateRequest, EvaluationResult
+from asyncrl.runtime.background import BackgroundTasks
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.service_client import ServiceClient
+
+_MAX_EVALUATIONS = 4  # that go on at the same time
+
+Results = Callable[[], Awaitable[Sequence[EvaluationResult]]]  # none: the evaluation was given up
+
+
+class Evaluator(Protocol):
+    """Evaluates the weights of now."""
+
+    def begin(self, eval_id: str, step: int) -> Results:
+        """Begin an evaluation. What this returns waits for its end."""
+
+
+class ServerEvaluator:
+    """By generation servers and rollout workers, through eval tickets of the gserver manager."""
+
+    def __init__(
+        self, config: EvalConfig, num_prompts: int, manager: ServiceClient, *, logger: logging.Logger, clock: Clock
+    ) -> None:
+        """num_prompts: of an evaluation; 0: there is nothing to evaluate."""
+        self._config, self._num_prompts, self._manager = config, num_prompts, manager
+        self._logger, self._clock = logger, clock
+
+    def begin(self, eval_id: str, step: int) -> Results:
+        return partial(self._run, eval_id, step)
+
+    async def _run(self, eval_id: str, step: int) -> Sequence[EvaluationResult]:
+        """An evaluation that takes too long is given up with a warning."""
+        if not self._num_prompts:
+            return ()
+        request = EvaluateRequest(
+            eval_id=eval_id,
+            modes=list(self._config.modes),  # type: ignore[arg-type]  # checked when the config was loaded
+            num_prompts=self._num_prompts,
+            wait_s=LONG_POLL_S,
+        )
+        limit_s = self._config.timeout_s
+        deadline = self._clock.monotonic() + limit_s
+        while self._clock.monotonic() < deadline:
+            reply = await self._manager.post(
+                "/evaluate", request, EvaluateReply, limit_s=CALL_LIMIT_S, wait_s=LONG_POLL_S
+            )
+            if reply.done:
+                return reply.results
+        self._logger.warning("evaluation at step %d gave up after %g s (eval.timeout_s)", step, limit_s)
+        return ()
+
+
+class Evaluations:
+    """consumes: steps.  produces: results in metrics and summary, in the order of the steps.
+
+    waits for: the evaluator, at most eval.timeout_s.  unblocked by: it.
+    """
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        books: Books,
+        evaluator: Evaluator,
+        tasks: BackgroundTasks,
+        *,
+        board: StatusBoard,
+        logger: logging.Logger,
+    ) -> None:
+        self._config, self._books, self._evaluator = config, books, evaluator
+        self._tasks, self._board, self._logger = tasks, board, logger
+        self._begun: list[asyncio.Task[None]] = []
+        self._baseline: asyncio.Task[None] | None = None
+
+    @property
+    def num_running(self) -> int:
+        return sum(not task.done() for task in self._begun)
+
+    @property
+    def baseline_runs(self) -> bool:
+        """The initial weights are being evaluated."""
+        return self._baseline is not None and not self._baseline.done()
+
+    async def baseline_over(self) -> None:
+        if self._baseline is not None:
+            await self._wait(self._baseline, "the evaluation of the initial weights")
+
+    def begin_if_room(self) -> None:
+        """Evaluate the weights of now, unless too many evaluations go on."""
+        if self.num_running < _MAX_EVALUATIONS:
+            self.begin()
+        else:
+            version = self._books.version.version
+            self._logger.warning("no evaluation at step %d: %d still go on", version, _MAX_EVALUATIONS)
+
+    def begin(self, name: str = "", *, baseline: bool = False) -> None:
+        """Evaluate the weights of now, by this name or that of the step. baseline: they are the initial ones."""
+        step, before = self._books.step, self._begun[-1] if self._begun else None
+        results = self._evaluator.begin(f"a{self._books.attempt}-{name or f's{step}'}", step)
+        task = self._tasks.spawn(self._evaluate(results, step, before), "evaluate")
+        self._begun.append(task)
+        self._count()
+        task.add_done_callback(lambda _: self._count())
+        if baseline:
+            self._baseline = task
+
+    async def all_over(self) -> None:
+        await asyncio.gather(*self._begun)
+
+    async def _evaluate(self, results: Results, step: int, before: asyncio.Task[None] | None) -> None:
+        """before: the evaluation begun before this one. It is written first, so that a reader meets them in the order of steps."""
+        if found := await results():
+            if before is not None:  # it gives up in time
+                await self._wait(asyncio.wait({before}), "the evaluation before")
+            self._books.write_evaluation(step, found)
+
+    async def _wait(self, awaitable: Awaitable[object], what: str) -> None:
+        limit_s = self._config.timeout_s + CALL_LIMIT_S + LONG_POLL_S
+        async with self._board.waiting(what, on="gserver manager", limit_s=limit_s):
+            await awaitable
+
+    def _count(self) -> None:
+        self._board.set_queue("evaluations", self.num_running)

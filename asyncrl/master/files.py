@@ -1,0 +1,79 @@
+"""The files of a run that the master itself reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config.schema import MasterWorkerConfig, PromptSourceConfig
+from asyncrl.data.bad_batches import weights_needed
+from asyncrl.data.prompts import PromptSource
+from asyncrl.master.report import generation_idle_share
+from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.tickets import read_key
+from asyncrl.runtime.disk import writing
+from asyncrl.runtime.metrics import JsonLinesWriter, MetricsWriter
+from asyncrl.runtime.wandb_writer import WandbWriter
+from asyncrl.weights.checkpoints import DataIdentity, MasterState, prune, read_state
+from asyncrl.weights.versions import prune_versions, role_dir
+
+
+class MasterFiles:
+    """In the run's folder, and the prompts. All methods block."""
+
+    def __init__(self, config: MasterWorkerConfig) -> None:
+        self._config, self._info = config, config.worker
+        self._run_dir = Path(config.worker.run_dir)
+
+    def data(self) -> DataIdentity:
+        """Which prompts, and how often. Raises PromptError."""
+        return DataIdentity.of(PromptSource(self._config.prompts, None, self._info.seed), self._config.train.num_epochs)
+
+    def num_prompts(self, source: PromptSourceConfig) -> int:
+        """Raises PromptError."""
+        return len(PromptSource(source, None, self._info.seed))
+
+    def state(self) -> MasterState:
+        """Of the checkpoint that this attempt goes on from."""
+        return read_state(Path(self._config.resume))
+
+    def ticket_key(self) -> bytes | None:
+        """None until a manager has made it."""
+        return read_key(self._run_dir)
+
+    def journal(self) -> JsonLinesWriter:
+        return JsonLinesWriter(self._run_dir / "journal" / "master.jsonl")
+
+    def wandb(self) -> WandbWriter | None:
+        config, info = self._config.wandb, self._info
+        if config.mode == "disabled":
+            return None
+        return WandbWriter(config, self._run_dir, experiment=info.experiment, trial=info.trial, attempt=info.attempt)
+
+    def metrics(self, wandb: WandbWriter | None) -> MetricsWriter:
+        return MetricsWriter(
+            self._run_dir, attempt=self._info.attempt, tensorboard=self._config.tensorboard, wandb=wandb
+        )
+
+    def generation_idle_share(self, began: float, ended: float) -> float | None:
+        """Of this span, in seconds since the epoch."""
+        return generation_idle_share(self._run_dir, began, ended)
+
+    def prune_versions(self, served: Iterable[WeightVersion]) -> None:
+        """All but the newest ones, those that servers have loaded, and those that a batch which was kept needs."""
+        in_use = [*served, *weights_needed(self._run_dir)]
+        prune_versions(role_dir(self._run_dir, ACTOR), keep=self._config.weights.keep, in_use=in_use)
+
+    def prune_checkpoints(self) -> None:
+        prune(self._run_dir, self._config.checkpoint.keep_last)
+
+    def write_summary(self, summary: dict[str, object]) -> None:
+        """Complete or absent."""
+        path = self._run_dir / "summary.json"
+        with writing(path):
+            temporary = path.with_name(".summary.json")
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
+            temporary.rename(path)

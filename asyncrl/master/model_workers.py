@@ -1,0 +1,137 @@
+"""The models of a run, the workers that hold them, and what the master has them do outside the dataflow of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.config.schema import CRITIC, REF, MasterWorkerConfig
+from asyncrl.dataflow.graph import MFCDef, without_generation
+from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
+from asyncrl.dataflow.worlds import Worlds
+from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
+from asyncrl.master.calls import ApartWorlds, WorkerCaller
+from asyncrl.master.executor import FunctionExecutor, ParameterHooks
+from asyncrl.master.refresh import Refresher
+from asyncrl.protocol.messages import (
+    CallBody,
+    CallResult,
+    ClearData,
+    CommitWeights,
+    LoadCheckpoint,
+    Ping,
+    SaveModel,
+    WriteWeights,
+)
+from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.run_folder import name_of
+from asyncrl.runtime.request_reply import NameResolvingRequestClient
+
+_RECORDER = ModelPlacement(ACTOR, ParallelGrid(), (0,))  # rollout_only: no model; the recorder takes its place
+_SAVED = (ACTOR, CRITIC)  # models that the user gets at the end
+
+
+def placements_of(config: MasterWorkerConfig) -> dict[str, ModelPlacement]:
+    """By model. The heads of the first one take trajectories."""
+    models = [ModelPlacement.of(model) for model in config.models]
+    return {model.name: model for model in models or [_RECORDER]}
+
+
+class ModelWorkers:
+    """Calls, from the first to the last of a run.
+
+    waits for: replies, each at most train.call_timeout_s.  unblocked by: the workers.
+    """
+
+    def __init__(
+        self,
+        config: MasterWorkerConfig,
+        client: NameResolvingRequestClient,
+        caller: WorkerCaller,
+        buffer: AsyncIOSequenceBuffer,
+        tracker: StorageTracker,
+        *,
+        logger: logging.Logger,
+    ) -> None:
+        self.models, self.worlds = placements_of(config), Worlds.of_config(config.num_model_workers, config.apart)
+        self.heads = next(iter(self.models.values())).heads  # workers that take trajectories, by head
+        self.caller, self.tracker = caller, tracker
+        mfcs = [MFCDef.of(mfc) for mfc in config.mfcs]
+        self.hooks = ParameterHooks(mfcs, config.train)
+        self._run_dir = Path(config.worker.run_dir)
+        self._refreshes_ref = config.train.ref.update_interval > 0
+        self._logger = logger
+        self.refresher: Refresher
+        self._apart = ApartWorlds(
+            self.worlds, client, caller, config.train.call_timeout_s, prepare=lambda life: self.refresher.prepare(life)
+        )
+        self.refresher = Refresher(self.models, self._apart, caller, self._run_dir, config.worker.attempt)
+        self.executor = FunctionExecutor(
+            without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs]),
+            list(self.models.values()),
+            buffer,
+            tracker,
+            caller,
+            self.hooks,
+            recorders=self.heads if config.records else (),
+            apart=self._apart,
+            refresher=self.refresher,
+        )
+
+    async def load(self) -> None:
+        """Wait until all have loaded their models."""
+        await asyncio.gather(
+            self.caller.call("models to be loaded", list(self.worlds.gang), Ping()),
+            *(self._load_apart(world) for world in self.worlds.apart),
+        )
+
+    async def load_checkpoint(self, path: Path, shared: Mapping[str, str]) -> None:
+        """At every worker of the gang, whatever its layout was when it was saved. shared: of Refresher.state: where weights are
+        that are in no checkpoint, or in one that only the gang has loaded."""
+        load = LoadCheckpoint(folder=name_of(self._run_dir, path))
+        await self.caller.call(f"{path.name} to be loaded", list(self.worlds.gang), load)
+        if self._refreshes_ref:
+            refreshed = [name for name, model in self.models.items() if model.role == REF]
+            await self.refresher.restore(shared, str(path), refreshed)
+        self.hooks.loaded()
+
+    def forget(self, tickets: Sequence[str]) -> asyncio.Task[list[CallResult]]:
+        """Have all workers that hold something of these groups forget it."""
+        workers, body, what = self.tracker.drop(tickets), ClearData(ids=list(tickets)), "forgetting groups"
+        self._apart.tell_nowait(what, [worker for worker in workers if worker in self.worlds.all_apart], body)
+        return self.caller.start(what, [worker for worker in workers if worker not in self.worlds.all_apart], body)
+
+    def start(self, model: str, what: str, body: CallBody) -> asyncio.Task[list[CallResult]]:
+        """Call all workers of a model."""
+        return self.caller.start(what, self.models[model].workers, body)
+
+    async def save(self, name: str) -> None:
+        """The models for the user: the actor's by this name, the critic's beside it."""
+        for model in _SAVED:
+            if model in self.models:
+                path = self._run_dir / "checkpoints" / (name if model == ACTOR else f"{name}-{model}")
+                await self.save_in(path, model, f"{model} to be saved as {path.name}")
+                self._logger.info("model saved in %s", path)
+
+    async def save_in(self, path: Path, model: str, what: str) -> None:
+        """A folder of the run, in Hugging Face format."""
+        save = SaveModel(role=model, folder=name_of(self._run_dir, path))
+        await self.commit(save, await self.start(model, what, save))
+
+    async def commit(self, body: WriteWeights | SaveModel, written: Sequence[CallResult]) -> None:
+        """All workers of the model have written their files: the first of them gives the folder its name."""
+        commit = CommitWeights(
+            role=body.role,
+            weight_version=body.weight_version if isinstance(body, WriteWeights) else "",
+            folder=body.folder,
+            files=[file for reply in written for file in reply.files],
+            rewrite=isinstance(body, WriteWeights) and body.rewrite,
+        )
+        await self.caller.call(f"{body.folder} to be complete", self.models[body.role].workers[:1], commit)
+
+    async def _load_apart(self, world: Sequence[int]) -> None:
+        what, pings = "models to be loaded", [Ping()] * len(world)
+        await self._apart.repeated(what, world, lambda life: self._apart.call(what, life, world, pings))

@@ -1,0 +1,155 @@
+"""Has weight versions written and tells the run of them, off the critical path.
+
+the workers write -> commit -> name resolve: model_version -> gserver manager -> generation servers
+weights.transport=broadcast: the workers hold them in memory -> name resolve: weights_held, before the files are there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.config.schema import MasterWorkerConfig
+from asyncrl.master.books import Books
+from asyncrl.master.evaluations import Evaluations
+from asyncrl.master.files import MasterFiles
+from asyncrl.master.manager_reports import LONG_POLL_S, ManagerReports
+from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.protocol.messages import HoldWeights, LedgerView, WeightVersion, WriteWeights
+from asyncrl.protocol.names import ACTOR
+from asyncrl.protocol.run_folder import name_of
+from asyncrl.runtime.background import BackgroundTasks
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.directory import Directory
+from asyncrl.runtime.trace import Tracer
+from asyncrl.runtime.worker import RunEndedError
+from asyncrl.weights.versions import version_dir
+
+_MAX_REWRITES = 3  # of a version that is damaged on disk
+REWRITE_PAUSE_S = 10.0  # for the manager to hear that a version was written again
+
+
+class _Rewritten(NamedTuple):
+    """The version that was written again last."""
+
+    version: WeightVersion
+    times: int
+    last: float  # monotonic seconds of the last time
+
+
+class WeightPublisher:
+    """consumes: versions that the workers hold.  produces: versions on disk, and their names in name resolve.
+
+    waits for: the workers' files; for the evaluation of the initial weights, before any server moves on.
+    unblocked by: the workers; the gserver manager.
+    """
+
+    def __init__(
+        self,
+        config: MasterWorkerConfig,
+        books: Books,
+        workers: ModelWorkers,
+        reports: ManagerReports,
+        evaluations: Evaluations,
+        directory: Directory,
+        files: MasterFiles,
+        tasks: BackgroundTasks,
+        *,
+        board: StatusBoard,
+        logger: logging.Logger,
+        trace: Tracer,
+        clock: Clock,
+        rewrite_pause_s: float = REWRITE_PAUSE_S,
+    ) -> None:
+        self._config, self._books, self._workers, self._reports = config, books, workers, reports
+        self._evaluations, self._directory, self._files, self._tasks = evaluations, directory, files, tasks
+        self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
+        self._run_dir = Path(config.worker.run_dir)
+        self._rewrite_pause_s = rewrite_pause_s
+        self._publishing: asyncio.Task[None] | None = None
+        self._rewritten = _Rewritten(WeightVersion(0, 0), 0, 0.0)
+
+    def start(self) -> None:
+        """Publish the newest version beside what follows."""
+        self._publishing = self._tasks.spawn(self.publish(), "publish weights")
+
+    async def finished(self) -> None:
+        """Wait for the version that is being published."""
+        if self._publishing is not None:
+            limit_s = self._config.train.call_timeout_s
+            what = "the last weights to be published"
+            await self._board.bounded(self._publishing, what=what, on="weight writer", limit_s=limit_s)
+
+    async def publish(self) -> None:
+        """The newest version: have it written, then tell the run. With weights.transport=broadcast the run is told twice, of the
+        weights in memory before."""
+        version, names = self._books.version, self._directory.names
+        held = None
+        if self._books.trains and self._config.weights.transport == "broadcast":
+            hold = HoldWeights(role=ACTOR, weight_version=str(version))
+            held = self._workers.start(ACTOR, f"weights {version} to be in memory", hold)
+        write = self._write(version)
+        written = self._workers.start(ACTOR, f"weights {version} to be written", write)
+        if held is not None:
+            await held
+            await self._baseline_first(version)
+            await self._directory.publish(names.weights_held(ACTOR), str(version))
+        with self._trace.overlapping(f"publish {version}", kind="weights"):
+            await self._workers.commit(write, await written)
+        await self._baseline_first(version)
+        await self._directory.publish(names.model_version(ACTOR), str(version))
+        served = [WeightVersion.parse(server.version) for server in self._reports.servers if server.version]
+        await asyncio.to_thread(self._files.prune_versions, served)
+        self._books.note("published", version=version.version)
+
+    async def replace_damaged(self, view: LedgerView) -> None:
+        """Write the newest version again where it is damaged on disk. Called between two steps: the model workers still hold it.
+
+        An older version needs nothing: the newest one replaces it. Raises RunEndedError where the version cannot be written
+        again, or was damaged again after _MAX_REWRITES times.
+        """
+        version, count = self._books.version, 0
+        if view.damaged != str(version):
+            return
+        if self._rewritten.version == version:
+            count = self._rewritten.times
+            if self._clock.monotonic() < self._rewritten.last + self._rewrite_pause_s:
+                return
+        if not self._books.trains or count >= _MAX_REWRITES:
+            tried = (
+                f"it was written again {count} times" if count else f"mode={self._config.mode} cannot write it again"
+            )
+            path = version_dir(self._run_dir, ACTOR, version)
+            raise RunEndedError(f"weights {version} in {path} are damaged, and {tried}; see that the disk is sound")
+        await self.finished()
+        write = self._write(version, rewrite=True)
+        with self._trace.overlapping(f"rewrite {version}", kind="weights"):
+            written = await self._workers.start(ACTOR, f"weights {version} to be written again", write)
+            await self._workers.commit(write, written)
+        self._logger.warning("weights %s were damaged on disk; they were written again from memory", version)
+        await self._directory.publish(self._directory.names.model_version(ACTOR), str(version))
+        self._rewritten = _Rewritten(version, count + 1, self._clock.monotonic())
+
+    async def served(self) -> None:
+        """Wait until servers serve the newest version. Raises WaitTimeoutError after eval.timeout_s."""
+        version = self._books.version.version
+        what, limit_s = f"version {version} to be served", self._config.eval.timeout_s
+        await self._board.bounded(self._until_served(version), what=what, on="gserver manager", limit_s=limit_s)
+
+    async def _until_served(self, version: int) -> None:
+        view = await self._reports.report()
+        while view.served_version < version:  # bounded by the caller
+            await self.replace_damaged(view)
+            view = await self._reports.report(wait_s=LONG_POLL_S, after_revision=view.revision)
+
+    async def _baseline_first(self, version: WeightVersion) -> None:
+        """No server moves on before the initial weights have been evaluated. Training goes on meanwhile."""
+        if version.version == 1:
+            await self._evaluations.baseline_over()
+
+    def _write(self, version: WeightVersion, *, rewrite: bool = False) -> WriteWeights:
+        folder = name_of(self._run_dir, version_dir(self._run_dir, ACTOR, version))
+        return WriteWeights(role=ACTOR, weight_version=str(version), folder=folder, rewrite=rewrite)

@@ -1,0 +1,150 @@
+"""Batches of trajectories that rollout workers make: those accepted from the heads, and the ones of them that are trained next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from asyncrl.config.schema import MasterWorkerConfig
+from asyncrl.master.batch import BatchFormer, NotReady
+from asyncrl.master.books import Books
+from asyncrl.master.buffer import AsyncIOSequenceBuffer, Grants, StorageTracker
+from asyncrl.master.manager_reports import LONG_POLL_S, ManagerReports
+from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.master.publishing import WeightPublisher
+from asyncrl.protocol.messages import LedgerView, ServerView, StoreVerdict
+from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.push_pull import MetaPuller
+
+T = TypeVar("T")
+
+
+async def accept_trajectories(
+    metas: MetaPuller,
+    buffer: AsyncIOSequenceBuffer,
+    tracker: StorageTracker,
+    books: Books,
+    *,
+    heads: Sequence[int],
+    grants: Grants | None,
+    board: StatusBoard,
+    clock: Clock,
+) -> None:
+    """For ever. heads: the worker of each. grants: None: no manager grants tickets.
+
+    consumes: metadata from the heads.  produces: verdicts, which the heads pass on as acknowledgements.
+    waits for: the next metadata.  unblocked by: a head.
+    """
+    while True:
+        meta, ack = await metas.pull_meta()
+        if grants is not None and (reason := grants.refusal(meta, clock.monotonic())):
+            board.set_queue("not_granted", grants.num_refused)
+            ack(StoreVerdict(verdict="refused", reason=reason))
+            continue
+        num_stored = len(buffer)
+        verdict = buffer.put(meta)
+        if len(buffer) > num_stored:  # not one that was told about before
+            tracker.add(heads[meta.head], [meta.ticket_id], meta.keys)
+            books.store(meta)
+        ack(verdict)
+
+
+class Rollouts:
+    """The batch source of a run with rollout workers, or with a replayer in their place.
+
+    consumes: the buffer, views of the ledger.  produces: batches.
+    waits for: enough stored trajectories, and the stragglers that the deadline rule waits for; within train.data_timeout_s.
+    unblocked by: the manager's ledger changing (a bounded long poll), which every finished rollout does; the end.
+    """
+
+    seconds: Mapping[str, float] = {}  # no MFC of the master makes them
+
+    def __init__(
+        self,
+        config: MasterWorkerConfig,
+        books: Books,
+        buffer: AsyncIOSequenceBuffer,
+        workers: ModelWorkers,
+        reports: ManagerReports,
+        publisher: WeightPublisher,
+        *,
+        leaving: asyncio.Event,
+        board: StatusBoard,
+        clock: Clock,
+    ) -> None:
+        """leaving: set when the run is told to stop."""
+        self._books, self._buffer, self._workers, self._reports = books, buffer, workers, reports
+        self._publisher, self._leaving, self._board, self._clock = publisher, leaving, board, clock
+        self._limit_s = config.train.data_timeout_s
+        self._former = BatchFormer(
+            batch_size=config.train.batch_size,
+            max_head_offpolicyness=config.max_head_offpolicyness,
+            overdue=config.overdue,
+            overdue_wait_s=config.overdue_wait_s,
+            wait_for_full_lag=config.train.wait_for_full_lag,
+        )
+
+    @property
+    def servers(self) -> Sequence[ServerView]:
+        return self._reports.servers
+
+    async def form_batch(self) -> Sequence[str]:
+        buffer, progress = self._buffer, self._books.progress
+        moved = self._clock.monotonic()
+        state = (len(buffer), progress.num_done)
+        view = await self._reports.report()
+        while True:  # each turn is bounded, and so is a standstill
+            decision = self._former.decide(
+                stored=buffer.stored,
+                live=view.live,
+                version=self._books.version.version,
+                exhausted=view.exhausted,
+                now=self._clock.monotonic(),
+                settled=view.settled,
+            )
+            self._board.set_queue("stored", len(buffer))
+            self._board.progress()
+            await self._publisher.replace_damaged(view)
+            if not isinstance(decision, NotReady):
+                return decision.tickets
+            if decision.drop:
+                for ticket in decision.drop:
+                    buffer.drop(ticket)
+                self._books.drop(decision.drop)
+                await self._workers.forget(decision.drop)
+            if state != (state := (len(buffer), progress.num_done)):
+                moved = self._clock.monotonic()
+            waited_s = self._clock.monotonic() - moved
+            if waited_s > self._limit_s:
+                raise WaitTimeoutError(decision.reason, decision.on, self._limit_s)
+            newer = await self._newer_view(view, decision, waited_s)
+            if newer is None:
+                return ()
+            view = newer
+
+    async def _newer_view(self, view: LedgerView, decision: NotReady, waited_s: float) -> LedgerView | None:
+        """As soon as the ledger has changed; None where the run is told to stop meanwhile."""
+        wait_s = min(LONG_POLL_S, max(0.0, self._limit_s - waited_s))
+        report = self._reports.report(revoke=decision.revoke, wait_s=wait_s, after_revision=view.revision)
+        async with self._board.waiting(decision.reason, on=decision.on, limit_s=self._limit_s, waited_s=waited_s):
+            return await _unless(self._leaving, report)
+
+    async def trained(self, tickets: Sequence[str]) -> None:
+        self._reports.consume(tickets)
+        await self._reports.report()
+
+    async def end(self) -> None:
+        await self._reports.report(stop=True)
+
+
+async def _unless(event: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
+    """What the coroutine gives; None where the event is set meanwhile."""
+    work, stop = asyncio.create_task(coroutine), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        return None if event.is_set() else work.result()
+    finally:
+        stop.cancel()
+        work.cancel()

@@ -1,0 +1,191 @@
+"""One train step after another, and the end of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from asyncrl.config.schema import MasterWorkerConfig
+from asyncrl.data.bad_batches import WEIGHTS, folder_of
+from asyncrl.master.books import Books, RejectedShareError
+from asyncrl.master.buffer import AsyncIOSequenceBuffer
+from asyncrl.master.checkpointing import Checkpointer
+from asyncrl.master.evaluations import Evaluations
+from asyncrl.master.executor import StepResult
+from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.master.publishing import WeightPublisher
+from asyncrl.master.report import StepTimes, UpdateSeconds, step_metrics
+from asyncrl.master.skipped import SkippedSteps
+from asyncrl.protocol.messages import ServerView, TrajectoryMeta
+from asyncrl.protocol.names import ACTOR
+from asyncrl.runtime.background import BackgroundTasks
+from asyncrl.runtime.board import WaitTimeoutError
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.trace import Tracer
+from asyncrl.weights.checkpoints import MasterState
+
+
+class BatchSource(Protocol):
+    """Where the trainer has its batches from."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Of the MFCs that made the last batch."""
+
+    @property
+    def servers(self) -> Sequence[ServerView]:
+        """The generation servers, as the manager saw them last."""
+
+    async def form_batch(self) -> Sequence[str]:
+        """Tickets of the next batch, in canonical order; empty when there will be no more, or the run is told to stop."""
+
+    async def trained(self, tickets: Sequence[str]) -> None:
+        """A batch has been trained."""
+
+    async def end(self) -> None:
+        """No further batch is needed."""
+
+
+class Trainer:
+    """consumes: batches.  produces: MFC calls, weight versions, saved models, checkpoints, lines of the books.
+
+    waits for: a batch; the replies of the model workers; before a step's weights are written, for those of the step before.
+    unblocked by: rollout workers finishing; model workers replying.
+    """
+
+    def __init__(
+        self,
+        config: MasterWorkerConfig,
+        books: Books,
+        buffer: AsyncIOSequenceBuffer,
+        workers: ModelWorkers,
+        source: BatchSource,
+        publisher: WeightPublisher | None,
+        evaluations: Evaluations,
+        checkpointer: Checkpointer,
+        tasks: BackgroundTasks,
+        *,
+        leaving: asyncio.Event,
+        logger: logging.Logger,
+        trace: Tracer,
+        clock: Clock,
+    ) -> None:
+        """publisher: None: no process serves the weights. leaving: set when the run is told to stop."""
+        self._config, self._books, self._buffer, self._workers, self._source = config, books, buffer, workers, source
+        self._publisher, self._evaluations, self._checkpointer = publisher, evaluations, checkpointer
+        self._tasks, self._leaving, self._logger, self._trace, self._clock = tasks, leaving, logger, trace, clock
+        self._run_dir = Path(config.worker.run_dir)
+        self._skipped = SkippedSteps(config.train, self._run_dir, books.attempt, logger)
+        self._update_seconds = UpdateSeconds()
+
+    async def begin(self, state: MasterState | None) -> None:
+        """Wait for the models, load the checkpoint of this state, and publish the weights that training begins with."""
+        config, books = self._config, self._books
+        await self._workers.load()
+        if state is not None:
+            await self._workers.load_checkpoint(Path(config.resume), state.shared)
+        books.begin()
+        if self._publisher is not None:
+            await self._publisher.publish()
+        if config.eval.at_start if state is None else state.evaluating:
+            self._evaluations.begin(baseline=state is None)
+
+    async def train(self) -> bool:
+        """Step after step. False: the run was told to stop before the last one; what it can go on from is written."""
+        finished = self._books.parent is not None and self._books.is_over()
+        while not finished:
+            finished = await self.train_one_step()
+            if self._leaving.is_set() and not finished:
+                await self._write_last_checkpoint()
+                return False
+        return True
+
+    async def train_one_step(self) -> bool:
+        """Form a batch, run the dataflow on it, hand its weights to the publisher, write the books. True after the last one."""
+        books, clock = self._books, self._clock
+        self._skipped.check()
+        start = clock.monotonic()
+        with self._trace.span("form batch", track="steps", step=books.step + 1):
+            batch = await self._source.form_batch()
+        if self._leaving.is_set():  # what is in the buffer is rolled out again
+            return False
+        if not batch:
+            if books.step == self._config.first_step:
+                raise RejectedShareError(f"every prompt was rejected, nothing was trained: {books.rejections()}")
+            return True
+        version = books.version.version
+        metas = self._buffer.metas(batch)
+        formed, train_start = clock.monotonic(), clock.time()
+        with self._trace.span("train step", track="steps", step=version + 1, prompts=len(batch)):
+            result = await self._workers.executor.execute_step(batch, version)
+        train_end, trained = clock.time(), clock.monotonic()
+        books.train(metas)
+        await self._source.trained(batch)
+        if self._skipped.add(result.stats):
+            await self._keep_bad_batch(metas, result)
+        forgotten = self._workers.forget(batch)
+        if books.trains and self._publisher is not None:
+            with self._trace.span("wait for weights", track="steps", version=version):
+                await self._publisher.finished()
+            self._publisher.start()
+        await forgotten
+        times = StepTimes(formed - start, trained - formed, clock.monotonic() - trained)
+        metrics = {**step_metrics(metas, version, times, self._config.tasks), **result.stats}
+        metrics["time/servers_updating_s"] = self._update_seconds.since_last(self._source.servers)
+        books.write_step(metas, metrics, {**result.seconds, **self._source.seconds}, (train_start, train_end))
+        last = books.is_over()
+        self._run_schedules(last)
+        return last
+
+    async def finish(self) -> None:
+        """After the last step: last weights, the model for the user, a checkpoint, the last evaluation."""
+        if self._publisher is not None:
+            await self._publisher.finished()
+        if self._books.trains:
+            await self._workers.save("final")  # first: an evaluation that fails must not cost the result
+        await self._write_last_checkpoint()
+        await self._source.end()
+        if self._config.eval.at_end and self._config.eval.prompts is not None:
+            try:
+                if self._publisher is not None:
+                    await self._publisher.served()
+                self._evaluations.begin(name="end")
+            except WaitTimeoutError as error:
+                self._logger.warning("no last evaluation: %s", error)
+        await self._evaluations.all_over()
+
+    async def _write_last_checkpoint(self) -> None:
+        """Of the last step of this attempt, if it has trained one: what `resume` goes on from."""
+        parent = self._books.parent
+        if parent is None or self._books.step > parent[1]:
+            await self._checkpointer.last(step=self._books.step, take=self._state)
+
+    def _run_schedules(self, last: bool) -> None:
+        """After all that a step is: what a checkpoint holds is complete. No checkpoint while the initial weights are being
+        evaluated, which no later attempt would do again."""
+        at_end = last and self._config.eval.at_end  # `finish` evaluates the last weights, once they are served
+        if self._books.is_due("eval") and not at_end:
+            self._evaluations.begin_if_room()
+        if self._books.is_due("save"):
+            version = self._books.version.version
+            self._tasks.spawn(self._workers.save(f"step_{version:08d}"), "save")
+        if not self._evaluations.baseline_runs:
+            self._checkpointer.after_step(due=self._books.is_due("checkpoint"), take=self._state)
+
+    def _state(self) -> MasterState:
+        evaluating = self._evaluations.num_running > 0
+        return self._books.state(evaluating=evaluating, shared=self._workers.refresher.state())
+
+    async def _keep_bad_batch(self, metas: Sequence[TrajectoryMeta], result: StepResult) -> None:
+        """Of a step that was skipped, or a part of it: for examples/bad_batch. Its weights are not pruned. Where none are
+        published, those that the step has left go with its batch."""
+        workers, step = self._workers, self._books.step
+        await self._skipped.save(
+            metas, step, result.stats, heads=workers.heads, tracker=workers.tracker, caller=workers.caller
+        )
+        if self._publisher is None and self._config.train.keep_bad_batches:
+            path = folder_of(self._run_dir, self._books.attempt, step) / WEIGHTS
+            await workers.save_in(path, ACTOR, "weights to be saved with a bad batch")

@@ -1,0 +1,265 @@
+"""The parts of a master, between a gserver manager and model workers that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from asyncrl.config.schema import (
+    EvalConfig,
+    MasterWorkerConfig,
+    ModelConfig,
+    NameResolveConfig,
+    PromptSourceConfig,
+    RuntimeConfig,
+    TrainConfig,
+    WeightsConfig,
+    WorkerInfo,
+)
+from asyncrl.dataflow.graph import build_dataflow
+from asyncrl.master.books import Books
+from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
+from asyncrl.master.checkpointing import Checkpointer
+from asyncrl.master.evaluations import Evaluations, ServerEvaluator
+from asyncrl.master.files import MasterFiles
+from asyncrl.master.manager_reports import ManagerReports
+from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.master.publishing import REWRITE_PAUSE_S, WeightPublisher
+from asyncrl.master.rollouts import Rollouts
+from asyncrl.master.trainer import Trainer
+from asyncrl.protocol.messages import (
+    CallResult,
+    EvaluateReply,
+    EvaluateRequest,
+    EvaluationResult,
+    ExecuteMFC,
+    LedgerView,
+    Locator,
+    RejectedPrompt,
+    TrajectoryMeta,
+)
+from asyncrl.protocol.names import Names
+from asyncrl.runtime.background import BackgroundTasks
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import SYSTEM_CLOCK
+from asyncrl.runtime.directory import Directory
+from asyncrl.runtime.names.open import open_name_resolver
+from asyncrl.runtime.trace import OFF
+from asyncrl.weights.checkpoints import MasterState
+
+LIMIT_S = 60.0
+
+
+def master_config(
+    run_dir: Path,
+    *,
+    train: dict[str, Any] | None = None,
+    num_model_workers: int = 1,
+    num_prompts: int = 8,
+    **fields: Any,
+) -> MasterWorkerConfig:
+    """Batches of 2; the first model worker has the actor. The prompts are written."""
+    prompts = run_dir / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": str(i), "answer": ""}) + "\n" for i in range(num_prompts)))
+    name_resolve = NameResolveConfig(endpoints=[f"memory://{run_dir}"])
+    train_config = TrainConfig(**{"batch_size": 2, **(train or {})})
+    given: dict[str, Any] = {
+        "worker": WorkerInfo("master", 0, 1, "e", "t", 1, str(run_dir), 1, name_resolve, RuntimeConfig()),
+        "num_model_workers": num_model_workers,
+        "models": [ModelConfig("actor", "m", "d1p1m1", [0], trainable=True)],
+        "mfcs": [mfc.placed("actor") for mfc in build_dataflow(train_config).mfcs.values()],
+        "prompts": PromptSourceConfig(path=str(prompts)),
+        "train": train_config,
+        "eval": EvalConfig(),
+        "weights": WeightsConfig(),
+        "max_head_offpolicyness": 1,
+        "overdue": "wait",
+        "overdue_wait_s": 1000.0,
+        "max_rejected_share": 0.5,
+        "tensorboard": False,
+    }
+    return MasterWorkerConfig(**(given | fields))
+
+
+def make_meta(position: int, ticket: str = "", **fields: Any) -> TrajectoryMeta:
+    """A group of one response, of version 0."""
+    given: dict[str, Any] = {
+        "ticket_id": ticket or f"a1-e0-p{position}-i1-v0",
+        "locator": Locator(0, position),
+        "attempt": 1,
+        "head": 0,
+        "keys": ["packed_input_ids"],
+        "seqlens": [5],
+        "response_lengths": [3],
+        "rewards": [1.0],
+        "version_start": [0],
+        "version_end": [0],
+        "birth_time": 0.0,
+    }
+    return TrajectoryMeta(**(given | fields))
+
+
+def make_books(
+    config: MasterWorkerConfig, opened: AsyncExitStack, *, clock: Any = SYSTEM_CLOCK, state: MasterState | None = None
+) -> Books:
+    """On the run's disk."""
+    files, logger = MasterFiles(config), logging.getLogger("asyncrl.master")
+    metrics, journal = files.metrics(None), files.journal()
+    opened.callback(metrics.close)
+    opened.callback(journal.close)
+    board = StatusBoard(config.worker, logger)
+    return Books(
+        config, files.data(), journal=journal, metrics=metrics, board=board, logger=logger, clock=clock, state=state
+    )
+
+
+def ledger(*, rejected: list[RejectedPrompt] | None = None, exhausted: bool = False, served: int = 0) -> LedgerView:
+    return LedgerView(
+        known=True, revision=1, served_version=served, exhausted=exhausted, live=[], rejected=rejected or [], servers=[]
+    )
+
+
+class PlayedManager:
+    """Answers reports with `view`; begins evaluations, which end when the test lets them."""
+
+    def __init__(self) -> None:
+        self.view = ledger()
+        self.later: dict[int, LedgerView] = {}  # what the report of this number is answered
+        self.reports = 0
+        self.evaluating = asyncio.Event()
+        self.evaluations: list[str] = []
+        self.may_end = asyncio.Event()
+        self.fails = False
+
+    async def post(self, path: str, body: Any, _: type, **_limits: Any) -> Any:
+        if isinstance(body, EvaluateRequest):
+            if body.eval_id not in self.evaluations:
+                self.evaluations.append(body.eval_id)
+            self.evaluating.set()
+            if self.fails:
+                raise ConnectionError("the gserver manager is gone")
+            await self.may_end.wait()
+            result = EvaluationResult(
+                mode="greedy",
+                num_prompts=1,
+                num_failed=0,
+                mean_reward=0.5,
+                mean_length=3.0,
+                version_min=0,
+                version_max=2,
+            )
+            return EvaluateReply(done=True, num_finished=1, num_total=1, results=[result])
+        self.reports += 1
+        if self.reports in self.later:
+            return self.later[self.reports]
+        view, self.view = self.view, ledger(exhausted=self.view.exhausted, served=self.view.served_version)
+        return view
+
+
+class PlayedWorkers:
+    """Model workers that do what they are told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    async def call(self, what: str, handlers: Sequence[Any], body: Any) -> list[CallResult]:
+        self.calls.append(body)
+        if isinstance(body, ExecuteMFC):
+            made = list(build_dataflow(TrainConfig()).mfcs[body.mfc].output_keys)
+            return [CallResult(ids=body.parts[0], keys=made) for _ in handlers]
+        return [CallResult() for _ in handlers]
+
+    async def bounded(self, awaitable: Awaitable[Any], what: str, on: str) -> Any:
+        return await asyncio.wait_for(awaitable, LIMIT_S)
+
+    def start(self, what: str, handlers: Sequence[Any], body: Any) -> asyncio.Task[list[CallResult]]:
+        return asyncio.create_task(self.call(what, handlers, body))
+
+
+class MasterParts:
+    """As MasterWorker.run makes them."""
+
+    def __init__(
+        self,
+        config: MasterWorkerConfig,
+        opened: AsyncExitStack,
+        *,
+        manager: Any,
+        caller: Any,
+        clock: Any = SYSTEM_CLOCK,
+        rewrite_pause_s: float = REWRITE_PAUSE_S,
+        state: MasterState | None = None,
+        source: Callable[[MasterParts], Any] | None = None,
+    ) -> None:
+        """manager: has `post`, as a ServiceClient. caller: has `call` and `start`, as a WorkerCaller.
+        source: makes what takes the place of the rollouts."""
+        logger = logging.getLogger("asyncrl.master")
+        self.manager, self.caller, self.files = manager, caller, MasterFiles(config)
+        self.board, self.tasks = StatusBoard(config.worker, logger), BackgroundTasks("master", logger)
+        self.names = Names(config.worker.experiment, config.worker.trial)
+        self.resolver = open_name_resolver(config.worker.name_resolve)
+        opened.callback(self.resolver.close)
+        opened.push_async_callback(self._end_tasks)
+        lease = self.resolver.grant_lease(LIMIT_S).id
+        directory = Directory(self.resolver, self.names, lease=lease, board=self.board, limit_s=LIMIT_S)
+        self.books = make_books(config, opened, clock=clock, state=state)
+        capacity = (1 + config.max_head_offpolicyness) * config.train.batch_size
+        self.buffer = AsyncIOSequenceBuffer(self.books.progress, capacity=capacity, attempt=config.worker.attempt)
+        client: Any = SimpleNamespace()
+        self.workers = ModelWorkers(config, client, caller, self.buffer, StorageTracker(), logger=logger)
+        self.reports = ManagerReports(self.books, self.buffer, manager)
+        num_prompts = config.eval.num_prompts if config.eval.prompts is not None else 0
+        evaluator = ServerEvaluator(config.eval, num_prompts, manager, logger=logger, clock=clock)
+        self.evaluations = Evaluations(config.eval, self.books, evaluator, self.tasks, board=self.board, logger=logger)
+        of_a_process: dict[str, Any] = {"board": self.board, "logger": logger, "trace": OFF, "clock": clock}
+        self.publisher = WeightPublisher(
+            config,
+            self.books,
+            self.workers,
+            self.reports,
+            self.evaluations,
+            directory,
+            self.files,
+            self.tasks,
+            rewrite_pause_s=rewrite_pause_s,
+            **of_a_process,
+        )
+        self.leaving = asyncio.Event()
+        self.rollouts = Rollouts(
+            config,
+            self.books,
+            self.buffer,
+            self.workers,
+            self.reports,
+            self.publisher,
+            leaving=self.leaving,
+            board=self.board,
+            clock=clock,
+        )
+        checkpointer = Checkpointer(config, self.books, caller, self.files, self.tasks, **of_a_process)
+        self.trainer = Trainer(
+            config,
+            self.books,
+            self.buffer,
+            self.workers,
+            source(self) if source is not None else self.rollouts,
+            self.publisher,
+            self.evaluations,
+            checkpointer,
+            self.tasks,
+            leaving=self.leaving,
+            logger=logger,
+            trace=OFF,
+            clock=clock,
+        )
+
+    async def _end_tasks(self) -> None:
+        for task in self.tasks.running:
+            task.cancel()
+        await asyncio.gather(*self.tasks.running, return_exceptions=True)
