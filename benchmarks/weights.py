@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -170,19 +171,27 @@ class Trainer:
     def __init__(self) -> None:
         import torch
 
-        from asyncrl.config.schema import WeightsConfig
-        from asyncrl.model.broadcast import WeightSender
-
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self.sender = WeightSender(
+        self._opened = AsyncExitStack()
+        self.sender, self.url = self.run(self._open(torch.device("cpu")))
+
+    async def _open(self, device: Any) -> tuple[Any, str]:
+        from asyncrl.config.schema import WeightsConfig
+        from asyncrl.model.broadcast import WeightSender
+        from asyncrl.model.sending import ServerClient
+        from asyncrl.runtime.http_client import open_session
+
+        session = await self._opened.enter_async_context(open_session(max_connections=0))
+        sender = WeightSender(
+            ServerClient(session),
             name="benchmark",
             host="127.0.0.1",
-            device=torch.device("cpu"),
+            device=device,
             options=WeightsConfig(transport="broadcast"),
             logger=logging.getLogger("benchmark"),
         )
-        self.url = self.run(self.sender.start())
+        return sender, await self._opened.enter_async_context(sender.serving())
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_PUBLISH_LIMIT_S)
@@ -191,7 +200,7 @@ class Trainer:
         self.sender.hold(held)
 
     def close(self) -> None:
-        self.run(self.sender.close())
+        self.run(self._opened.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 

@@ -14,11 +14,12 @@ costs this broadcast and no more: within its limit the manager is told, the grou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 import torch
@@ -51,10 +52,10 @@ class WeightSender:
     """
 
     def __init__(
-        self, *, name: str, host: str, device: torch.device, options: WeightsConfig, logger: logging.Logger,
-        trace: Tracer = OFF, client: ServerClient | None = None,
+        self, client: ServerClient, *, name: str, host: str, device: torch.device, options: WeightsConfig,
+        logger: logging.Logger, trace: Tracer = OFF,
     ) -> None:  # fmt: skip
-        """client: what asks the servers; it is started and closed here."""
+        """client: asks the servers."""
         self._name, self._host, self._device, self._options = name, host, device, options
         self._backend = options.broadcast_backend
         if self._backend == "auto":
@@ -62,33 +63,31 @@ class WeightSender:
         if self._backend == "nccl" and device.type != "cuda":
             raise ConfigError("weights.broadcast_backend='nccl': the trainer has no GPU; use gloo, or auto")
         self._logger, self._trace = logger, trace
-        self.url = ""  # once it is bound
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
         self._held: Held | None = None
         self._failing = False  # the last broadcast has failed, which was told
-        self._client = client or ServerClient()
-        self._runner: web.AppRunner | None = None
+        self._client = client
         self._goodbyes: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> str:
-        """Bind a free port; returns the URL to publish."""
-        await self._client.start()
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Bind a free port; gives the URL to publish."""
         app = web.Application(middlewares=[for_the_run])
         app.add_routes([web.post("/broadcast_weights", self._answer)])
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        self.url = await serve(self._runner, self._host)
-        return self.url
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        try:
+            yield await serve(runner, self._host)
+        finally:
+            await runner.cleanup()
+            await self._leave_all()
 
-    async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+    async def _leave_all(self) -> None:
         for key in list(self._groups):
             self._leave(key)
         if self._goodbyes:  # servers that somebody else runs go on without us
             await asyncio.wait(self._goodbyes, timeout=_CLOSE_LIMIT_S)
         for task in self._goodbyes:
             task.cancel()
-        await self._client.close()
 
     def hold(self, held: Held) -> None:
         """Have this version at hand instead of the one before. That one stays in memory only while it is being sent or written."""

@@ -14,8 +14,9 @@ unpickled, and who asks checks that it got what it asked for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 import aiohttp
@@ -26,10 +27,9 @@ from asyncrl.data.codec import MAX_HEADER_BYTES, CodecError, decode_sample, enco
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.store import DataStore
 from asyncrl.protocol.messages import DECODE_ERRORS, FetchPart, HeldDataRequest
-from asyncrl.runtime.board import WaitTimeoutError
-from asyncrl.runtime.http_client import open_session
+from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
+from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_server import for_the_run, serve
-from asyncrl.runtime.worker import PhasedWorker
 
 PATH = "/held_data"
 LIMIT_S = 10.0  # of an answer: who does not give it within that is given time by the master, who knows more
@@ -101,18 +101,17 @@ class HeldData:
     def __init__(self, store: DataStore, *, host: str, max_bytes: int) -> None:
         """max_bytes: of an answer; one group alone may have more, as it came here in one message."""
         self._store, self._host, self._max_bytes = store, host, min(max_bytes, _ANSWER_BYTES)
-        self._runner: web.AppRunner | None = None
 
-    async def start(self) -> str:
-        """Bind a free port; returns the URL to publish."""
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Bind a free port; gives the URL to publish."""
         app = web.Application(middlewares=[for_the_run], client_max_size=_MAX_REQUEST_BYTES)
         app.add_routes([web.post(PATH, self._answer)])
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        return await serve(self._runner, self._host)
-
-    async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        try:
+            yield await serve(runner, self._host)
+        finally:
+            await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
         try:
@@ -148,19 +147,20 @@ class DataFetcher:
     waits for: sources' answers, LIMIT_S for each.  unblocked by: them, or that limit.
     """
 
-    def __init__(self, worker: PhasedWorker, store: DataStore) -> None:
-        self._worker, self._store = worker, store
-        self._max_bytes = worker.info.runtime.max_message_bytes
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        store: DataStore,
+        directory: Directory,
+        board: StatusBoard,
+        *,
+        attempt: int,
+        max_bytes: int,
+    ) -> None:
+        """max_bytes: of a message (runtime.max_message_bytes)."""
+        self._session, self._store, self._directory, self._board = session, store, directory, board
+        self._attempt, self._max_bytes = attempt, max_bytes
         self._urls: dict[tuple[int, int], str] = {}  # by worker and life
-        self._session: aiohttp.ClientSession | None = None
-
-    def open(self) -> None:
-        """On the event loop."""
-        self._session = open_session(max_connections=8)
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
 
     async def fetch(self, parts: Sequence[FetchPart]) -> int:
         """Have all of them stored. Returns the bytes received. Raises FetchError; then some may have been stored."""
@@ -177,9 +177,7 @@ class DataFetcher:
         while left:  # each turn takes an id at least, or fails
             answer, source = self._ask(part, left[:_MAX_IDS]), f"model_worker/{part.source}"
             try:
-                body = await self._worker.board.bounded(
-                    answer, what="data of another world", on=source, limit_s=LIMIT_S
-                )
+                body = await self._board.bounded(answer, what="data of another world", on=source, limit_s=LIMIT_S)
                 sample = await asyncio.to_thread(partial(unpack_sample, body, max_bytes=self._limit_of_body))
             except WaitTimeoutError as error:
                 raise FetchError(str(error)) from error
@@ -203,7 +201,6 @@ class DataFetcher:
         return 2 * self._max_bytes + MAX_HEADER_BYTES
 
     async def _ask(self, part: FetchPart, ids: Sequence[str]) -> bytes:
-        assert self._session is not None, "open() first"
         url = await self._url_of(part.source, part.life)
         request = _encode_request(HeldDataRequest(ids=list(ids), keys=part.keys))
         async with self._session.post(url + PATH, data=request) as response:
@@ -220,8 +217,8 @@ class DataFetcher:
     async def _url_of(self, source: int, life: int) -> str:
         """Published before its worker answered the first call of this life; it stays the same as long as that."""
         if (source, life) not in self._urls:
-            key = self._worker.names.held_data(source, self._worker.info.attempt, life)
-            url = await asyncio.to_thread(self._worker.resolver.wait, key, LIMIT_S)
+            key = self._directory.names.held_data(source, self._attempt, life)
+            url = await asyncio.to_thread(self._directory.resolver.wait, key, LIMIT_S)
             self._urls = {known: there for known, there in self._urls.items() if known[0] != source}
             self._urls[source, life] = url
         return self._urls[source, life]

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from asyncrl.config.schema import ModelConfig, ModelWorkerConfig
 from asyncrl.model import checkpoint
 from asyncrl.model.broadcast import WeightSender
+from asyncrl.model.compute import Compute
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import commit_model, take_share, take_whole
 from asyncrl.model.probe import LogprobProbe
@@ -39,9 +40,11 @@ from asyncrl.protocol.messages import (
     WrittenFile,
 )
 from asyncrl.protocol.run_folder import path_of
+from asyncrl.runtime.background import BackgroundTasks
+from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call
-from asyncrl.runtime.worker import PhasedWorker
+from asyncrl.runtime.trace import Tracer
 from asyncrl.weights.versions import Probe, commit_version, write_part
 
 T = TypeVar("T")
@@ -63,11 +66,6 @@ class _Lane:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-class OnCompute(Protocol):
-    def __call__(self, function: Callable[[], T], what: str) -> Awaitable[T]:
-        """Run on the compute thread, visibly and bounded."""
-
-
 class Publisher:
     """One worker's part of handing weights out.
 
@@ -76,30 +74,28 @@ class Publisher:
     one that is sent, and one of a checkpoint.  unblocked by: the other ranks of the model; the disk.
     """
 
-    def __init__(self, worker: PhasedWorker, config: ModelWorkerConfig, on_compute: OnCompute) -> None:
-        self._worker, self._config, self._on_compute = worker, config, on_compute
-        self.sender: WeightSender | None = None  # at the first rank of the model that is served
-        self._probe = LogprobProbe(worker.info.seed) if config.weights.verify_logprobs else None
+    def __init__(
+        self,
+        config: ModelWorkerConfig,
+        compute: Compute,
+        sender: WeightSender | None,
+        tasks: BackgroundTasks,
+        *,
+        board: StatusBoard,
+        trace: Tracer,
+    ) -> None:
+        """sender: at the first rank of the model that is served."""
+        self._config, self._info, self._compute, self._sender = config, config.worker, compute, sender
+        self._tasks, self._board, self._trace = tasks, board, trace
+        self._probe = LogprobProbe(config.worker.seed) if config.weights.verify_logprobs else None
         self._measured: Probe | None = None  # with the newest snapshot
         self._held_version = ""  # that all ranks have made for the sender
-        self._weights, self._checkpoints = _Lane(f"{worker.name}-writer"), _Lane(f"{worker.name}-checkpoint-writer")
-
-    async def open_sender(self, device: torch.device) -> None:
-        """Bind; returns when it is published. At the first rank of the model that is served."""
-        info = self._worker.info
-        self.sender = WeightSender(
-            name=f"{info.experiment}/{info.trial}/a{info.attempt}",
-            host=info.runtime.host,
-            device=device,
-            options=self._config.weights,
-            logger=self._worker.logger,
-            trace=self._worker.trace,
+        self._weights, self._checkpoints = (
+            _Lane(f"{config.worker.name}-writer"),
+            _Lane(f"{config.worker.name}-checkpoint-writer"),
         )
-        await self._worker.publish(self._worker.names.weight_sender("actor"), await self.sender.start())
 
-    async def close(self) -> None:
-        if self.sender is not None:
-            await self.sender.close()
+    def close(self) -> None:
         self._weights.close()
         self._checkpoints.close()
 
@@ -115,15 +111,15 @@ class Publisher:
 
         held = await self._snapshot(snapshot, body.role)
         self._held_version, self._measured = body.weight_version, held.probe
-        if self.sender is not None:
-            self.sender.hold(held)
+        if self._sender is not None:
+            self._sender.hold(held)
 
     async def write(self, call: Call, body: WriteWeights | SaveModel, engine: TrainEngine) -> None:
         """Snapshot in the order of calls, write beside what follows. The reply, with the files, comes when they are on disk."""
         path = self._path(body.folder)
         await self._end_of_writing(self._weights)
         if isinstance(body, WriteWeights) and body.weight_version == self._held_version:
-            held = self.sender.held if self.sender is not None else None
+            held = self._sender.held if self._sender is not None else None
             tensors = dict(held.tensors()) if held is not None else {}
         else:
 
@@ -177,19 +173,19 @@ class Publisher:
 
     def _path(self, folder: str) -> Path:
         """Raises OutsideRunError."""
-        return path_of(self._worker.info.run_dir, folder)
+        return path_of(self._info.run_dir, folder)
 
     def _measure(self, engine: TrainEngine) -> Probe | None:
         return self._probe.measure(engine) if self._probe is not None else None
 
     async def _snapshot(self, take: Callable[[], T], role: str) -> T:
-        with self._worker.trace.overlapping("snapshot", kind="weights", role=role):
-            return await self._on_compute(take, f"snapshot of {role}")
+        with self._trace.overlapping("snapshot", kind="weights", role=role):
+            return await self._compute(take, f"snapshot of {role}")
 
     async def _end_of_writing(self, lane: _Lane) -> None:
         if lane.writing is not None:
-            limit_s, board = self._config.train.call_timeout_s, self._worker.board
-            await board.bounded(lane.writing, what="the write before", on=self._worker.name, limit_s=limit_s)
+            limit_s = self._config.train.call_timeout_s
+            await self._board.bounded(lane.writing, what="the write before", on=self._info.name, limit_s=limit_s)
 
     def _begin(
         self,
@@ -204,14 +200,14 @@ class Publisher:
             with writing(path):
                 return function()
 
-        lane.writing = self._worker.spawn(self._write_and_reply(lane, call, what, on_disk, state or {}), what)
+        lane.writing = self._tasks.spawn(self._write_and_reply(lane, call, what, on_disk, state or {}), what)
 
     async def _write_and_reply(
         self, lane: _Lane, call: Call, what: str, function: Callable[[], list[WrittenFile]], state: dict[str, float]
     ) -> None:
         start = time.monotonic()
         try:
-            with self._worker.trace.overlapping(what, kind="weights"):
+            with self._trace.overlapping(what, kind="weights"):
                 files = await asyncio.get_running_loop().run_in_executor(lane.pool, function)
         except Exception as error:
             call.fail(error)
@@ -224,7 +220,7 @@ class Publisher:
         return write_part(
             path,
             tensors.items(),
-            part=self._worker.info.index,
+            part=self._info.index,
             shard_bytes=options.shard_bytes,
             fsync=options.fsync,
         )

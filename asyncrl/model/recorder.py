@@ -9,8 +9,8 @@ To the others it is a head: the same streams, the same verdicts, the same calls.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -24,19 +24,20 @@ from asyncrl.data.trajectories import (
     tokenizer_fingerprint,
 )
 from asyncrl.model.store import DataStore
-from asyncrl.model.trajectory_receiver import TrajectoryReceiver
+from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, WeightVersion, WriteWeights
 from asyncrl.protocol.run_folder import path_of
+from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System
-from asyncrl.runtime.worker import PhasedWorker, RunEndedError
+from asyncrl.runtime.worker import RunEndedError, Worker
 from asyncrl.weights.versions import publish_folder
 
 _LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
 
 
-class Recorder(PhasedWorker):
+class Recorder(Worker):
     """The only head of a run that only rolls out.
 
     consumes: trajectories, calls (from the master, in order).  produces: metadata, files, the initial weights as version 0.
@@ -46,9 +47,7 @@ class Recorder(PhasedWorker):
     def __init__(self, config: RecorderConfig, system: System | None = None) -> None:
         super().__init__(config.worker, system)
         self.config = config
-        self.store = DataStore(config.store_capacity)
-        self._num_batches = 0  # recorded
-        self.files = TrajectoryStore(
+        self._files = TrajectoryStore(
             recording_dir(Path(config.worker.run_dir), config.worker.attempt),
             self.name,
             trained=False,
@@ -56,57 +55,67 @@ class Recorder(PhasedWorker):
             prune=False,  # what is rolled out is the result of the run
             tokenizer=tokenizer_fingerprint(config.tokenizer_path),
         )
+        self._num_batches = 0  # recorded
 
-    async def setup(self) -> None:
-        config, runtime = self.config, self.info.runtime
-        limits = ModelLimits.of(config.model_path)
-        self.intake = TrajectoryReceiver(self, self.store, head=0, limits=limits, verdict_limit_s=config.call_timeout_s)
-        self.server = NameResolvingReplyServer(
-            self.resolver,
+    async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
+        config = self.config
+        opening = TrajectoryReceiver.open(
+            self.info,
+            directory,
+            self.system,
+            self.incarnation,
+            DataStore(config.store_capacity),
+            head=0,
+            check=partial(trajectory_error, limits=ModelLimits.of(config.model_path)),
+            verdict_limit_s=config.call_timeout_s,
+            tasks=self.tasks,
+            board=self.board,
+            logger=self.logger,
+        )
+        receiver = await opened.enter_async_context(opening)
+        server = NameResolvingReplyServer(
+            directory.resolver,
             self.names,
             index=0,
-            runtime=runtime,
+            runtime=self.info.runtime,
             transport=self.system.transport,
-            lease=self.lease,
+            lease=directory.lease,
             worker=self.name,
             attempt=self.info.attempt,
         )
-        await self.intake.open()
-        await self.server.start()
-        self.spawn(self.intake.run(), "take in")
+        opened.push_async_callback(server.close)
+        await server.start()
+        self.tasks.spawn(receiver.run(), "take in")
+        self.began()
+        await self._work(server, receiver)
 
-    async def work(self) -> None:
+    async def _work(self, server: NameResolvingReplyServer, receiver: TrajectoryReceiver) -> None:
         """Execute calls in order, for ever. One that fails is answered with its error and ends this worker."""
         while True:
-            call = await self.server.receive()
+            call = await server.receive()
             self.board.progress()
             try:
-                call.reply(await self._execute(call))
+                call.reply(await self._execute(call, receiver))
             except Exception as error:
                 call.fail(error)
                 await asyncio.sleep(_LAST_WORDS_S)
                 raise
 
-    async def close(self) -> None:
-        for name in ("server", "intake"):
-            if hasattr(self, name):
-                await getattr(self, name).close()
-
-    async def _execute(self, call: Call) -> CallResult:
-        body, start = call.body, time.monotonic()
+    async def _execute(self, call: Call, receiver: TrajectoryReceiver) -> CallResult:
+        body, start = call.body, self.system.clock.monotonic()
         ids: list[str] = []
         stats: dict[str, float] = {}
         if isinstance(body, ExecuteMFC):
             ids = list(body.ids)
             number = self._num_batches
-            await self._on_disk(partial(self._record, number, ids), f"batch {number}")
+            await self._on_disk(partial(self._record, number, ids, receiver), f"batch {number}")
             self._num_batches += 1
-            stats = {"record/num_files": float(self.files.num_files), "record/num_bytes": float(self.files.num_bytes)}
+            stats = {"record/num_files": float(self._files.num_files), "record/num_bytes": float(self._files.num_bytes)}
         elif isinstance(body, WriteWeights):
             await self._on_disk(partial(self._publish, body), "the initial weights")
         elif isinstance(body, ClearData):
-            self.intake.discard(body.ids)
-        return CallResult(ids=ids, stats=stats, seconds=time.monotonic() - start)
+            receiver.discard(body.ids)
+        return CallResult(ids=ids, stats=stats, seconds=self.system.clock.monotonic() - start)
 
     async def _on_disk(self, write: Callable[[], None], what: str) -> None:
         written = asyncio.to_thread(write)
@@ -114,13 +123,13 @@ class Recorder(PhasedWorker):
             written, what=f"{what} to be on disk", on=self.name, limit_s=self.config.call_timeout_s
         )
 
-    def _record(self, number: int, ids: list[str]) -> None:
+    def _record(self, number: int, ids: list[str], receiver: TrajectoryReceiver) -> None:
         entries = [
-            Entry(self.store.whole(ticket), self.intake.metas[ticket], position) for position, ticket in enumerate(ids)
+            Entry(receiver.store.whole(ticket), receiver.metas[ticket], position) for position, ticket in enumerate(ids)
         ]
         try:
-            with writing(self.files.folder):
-                self.files.write(number, len(ids), entries)
+            with writing(self._files.folder):
+                self._files.write(number, len(ids), entries)
         except RecordingFullError as error:
             raise RunEndedError(str(error)) from error
 

@@ -22,7 +22,6 @@ from asyncrl.protocol.messages import (
     UpdateWeightsReply,
     WeightVersion,
 )
-from asyncrl.runtime.http_client import open_session
 from asyncrl.weights.update_group import Bucket, GroupMember
 from asyncrl.weights.versions import Probe
 
@@ -56,15 +55,8 @@ class _Info(msgspec.Struct):
 class ServerClient:
     """Asks generation servers to take part. Every call is bounded by the caller."""
 
-    def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
-
-    async def start(self) -> None:
-        self._session = open_session(max_connections=0)
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
 
     async def num_ranks(self, target: BroadcastTarget) -> int:
         """How many ranks of a group a server takes."""
@@ -80,7 +72,6 @@ class ServerClient:
         return reply
 
     async def _ask(self, target: BroadcastTarget, method: str, path: str, body: bytes) -> bytes:
-        assert self._session is not None, "start() first"
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.request(method, target.url + path, data=body, headers=headers) as response:

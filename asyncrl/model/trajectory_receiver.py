@@ -9,19 +9,27 @@ The model worker and the recorder (model/recorder.py) take in the same way.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterable
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Self
 
 import numpy as np
 
+from asyncrl.config.schema import WorkerInfo
+from asyncrl.data.codec import decode_sample
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.model.store import DUPLICATE, FULL, DataStore
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta
 from asyncrl.rewards.trajectory import MAX_LOGPROB
-from asyncrl.runtime.push_pull import MetaPusher, NameResolvingZmqPuller, Pulled
-from asyncrl.runtime.worker import PhasedWorker
+from asyncrl.runtime.background import BackgroundTasks
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.directory import Directory
+from asyncrl.runtime.push_pull import DecodeSample, MetaPusher, NameResolvingZmqPuller, Pulled
+from asyncrl.runtime.system import System
 
 _ROOM_LIMIT_S = (
     30.0  # a trajectory waits this long for room in a full store: the master has it cleared at the end of a step
@@ -37,51 +45,96 @@ class TrajectoryReceiver:
     """
 
     def __init__(
-        self, worker: PhasedWorker, store: DataStore, *, head: int, limits: ModelLimits, verdict_limit_s: float
+        self,
+        info: WorkerInfo,
+        puller: NameResolvingZmqPuller,
+        meta_pusher: MetaPusher,
+        store: DataStore,
+        *,
+        head: int,
+        check: Callable[[TrajectoryMeta, SequenceSample], str],
+        verdict_limit_s: float,
+        room_limit_s: float,
+        tasks: BackgroundTasks,
+        board: StatusBoard,
+        logger: logging.Logger,
+        clock: Clock,
     ) -> None:
-        """limits: of the model that is trained."""
+        """Use `open`. check: says what is wrong with a trajectory, "" if nothing."""
         self.store = store
         self.metas: dict[str, TrajectoryMeta] = {}  # of what is in the store
-        self._worker = worker
-        self._head = head
-        self._limits = limits
-        self._verdict_limit_s = verdict_limit_s
+        self._info, self._puller, self._meta_pusher, self._head = info, puller, meta_pusher, head
+        self._check, self._verdict_limit_s, self._room_limit_s = check, verdict_limit_s, room_limit_s
+        self._tasks, self._board, self._logger, self._clock = tasks, board, logger, clock
         self._room = asyncio.Event()  # set when the store has given something up
-        runtime, attempt = worker.info.runtime, worker.info.attempt
-        self._meta_pusher = MetaPusher(
-            worker.resolver,
-            worker.names,
-            head=head,
-            runtime=runtime,
-            transport=worker.system.transport,
-            incarnation=worker.incarnation,
-        )
-        self._puller = NameResolvingZmqPuller(
-            worker.resolver,
-            worker.names,
-            puller_index=head,
-            runtime=runtime,
-            transport=worker.system.transport,
-            lease=worker.lease,
-            attempt=attempt,
-        )
 
-    async def open(self) -> None:
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls,
+        info: WorkerInfo,
+        directory: Directory,
+        system: System,
+        incarnation: str,
+        store: DataStore,
+        *,
+        head: int,
+        check: Callable[[TrajectoryMeta, SequenceSample], str],
+        verdict_limit_s: float,
+        tasks: BackgroundTasks,
+        board: StatusBoard,
+        logger: logging.Logger,
+        decode: DecodeSample = decode_sample,
+        room_limit_s: float = _ROOM_LIMIT_S,
+    ) -> AsyncIterator[Self]:
         """Bind and publish. What comes waits until `run`."""
-        await self._meta_pusher.start()
-        await self._puller.start()
-
-    async def close(self) -> None:
-        await self._puller.close()
-        await self._meta_pusher.close()
+        meta_pusher = MetaPusher(
+            directory.resolver,
+            directory.names,
+            head=head,
+            runtime=info.runtime,
+            transport=system.transport,
+            incarnation=incarnation,
+        )
+        puller = NameResolvingZmqPuller(
+            directory.resolver,
+            directory.names,
+            puller_index=head,
+            runtime=info.runtime,
+            transport=system.transport,
+            lease=directory.lease,
+            attempt=info.attempt,
+            decode=decode,
+        )
+        made = cls(
+            info,
+            puller,
+            meta_pusher,
+            store,
+            head=head,
+            check=check,
+            verdict_limit_s=verdict_limit_s,
+            room_limit_s=room_limit_s,
+            tasks=tasks,
+            board=board,
+            logger=logger,
+            clock=system.clock,
+        )
+        try:
+            await meta_pusher.start()
+            await puller.start()
+            yield made
+        finally:
+            await puller.close()
+            await meta_pusher.close()
 
     async def run(self) -> None:
         """Take in, for ever."""
-        places = asyncio.Semaphore(self._worker.info.runtime.push_credit_items)
+        places = asyncio.Semaphore(self._info.runtime.push_credit_items)
         while True:
             await places.acquire()
             pulled = await self._puller.pull()
-            task = self._worker.spawn(self._judge(pulled), f"trajectory {pulled.meta.ticket_id}")
+            task = self._tasks.spawn(self._judge(pulled), f"trajectory {pulled.meta.ticket_id}")
             task.add_done_callback(lambda _: places.release())
 
     def discard(self, ids: Iterable[str]) -> None:
@@ -91,11 +144,11 @@ class TrajectoryReceiver:
         for ticket in ids:
             self.metas.pop(ticket, None)
         self._room.set()
-        self._worker.board.set_queue("store", len(self.store))
+        self._board.set_queue("store", len(self.store))
 
     async def _judge(self, pulled: Pulled) -> None:
         """One trajectory: check, store, ask the master, answer. What the master does not accept leaves the store again."""
-        meta, logger = pulled.meta, self._worker.logger
+        meta, logger = pulled.meta, self._logger
         reason = self._objection(meta, pulled.sample)
         if reason:
             logger.warning("refused trajectory %s: %s", meta.ticket_id, reason)
@@ -111,19 +164,19 @@ class TrajectoryReceiver:
             return
         self.metas[meta.ticket_id] = meta
         limit_s = self._verdict_limit_s
-        async with self._worker.board.waiting("a verdict on a trajectory", on="master", limit_s=limit_s):
+        async with self._board.waiting("a verdict on a trajectory", on="master", limit_s=limit_s):
             verdict = await self._meta_pusher.push_meta(meta, timeout_s=limit_s)
         if verdict.verdict != "stored":
             self.discard([meta.ticket_id])
         pulled.ack(verdict)
-        self._worker.board.set_queue("store", len(self.store))
+        self._board.set_queue("store", len(self.store))
 
     async def _put(self, sample: SequenceSample) -> str:
         """Store, waiting for room if need be. Returns "" or the reason."""
-        deadline = time.monotonic() + _ROOM_LIMIT_S
-        while (reason := self.store.put(sample)) == FULL and (left := deadline - time.monotonic()) > 0:
+        deadline = self._clock.monotonic() + self._room_limit_s
+        while (reason := self.store.put(sample)) == FULL and (left := deadline - self._clock.monotonic()) > 0:
             self._room.clear()
-            with self._worker.board.showing("room in the store", on="master", limit_s=_ROOM_LIMIT_S):
+            with self._board.showing("room in the store", on="master", limit_s=self._room_limit_s):
                 try:
                     async with asyncio.timeout(left):
                         await self._room.wait()
@@ -133,12 +186,12 @@ class TrajectoryReceiver:
 
     def _objection(self, meta: TrajectoryMeta, sample: SequenceSample) -> str:
         """Why a trajectory cannot be taken, "" if it can: for another head or attempt, or metadata that its tensors contradict."""
-        attempt = self._worker.info.attempt
+        attempt = self._info.attempt
         if meta.attempt != attempt:
             return f"wrong_attempt: it is of attempt {meta.attempt}, this is attempt {attempt}"
         if meta.head != self._head:
             return f"wrong_head: it is for head {meta.head}, this is head {self._head}"
-        return trajectory_error(meta, sample, limits=self._limits)
+        return self._check(meta, sample)
 
 
 def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, limits: ModelLimits) -> str:

@@ -14,72 +14,42 @@ order of the master's calls, which is the same on all workers: so collectives me
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import transformers
 
-from asyncrl.config.schema import REF, ModelConfig, ModelWorkerConfig
+from asyncrl.config.schema import ModelConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import ModelLimits
-from asyncrl.data.trajectories import (
-    BackgroundRecorder,
-    Entry,
-    TrajectoryStore,
-    recording_dir,
-    tokenizer_fingerprint,
-)
-from asyncrl.dataflow.graph import TRAIN_MFC, MFCDef
+from asyncrl.data.trajectories import BackgroundRecorder, recording_dir
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worlds import Worlds
-from asyncrl.model import checkpoint
+from asyncrl.model.broadcast import WeightSender
+from asyncrl.model.calls import Calls, trajectory_files
+from asyncrl.model.compute import Compute
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.fetching import DataFetcher, FetchError, HeldData
+from asyncrl.model.fetching import DataFetcher, HeldData
 from asyncrl.model.group_maker import GroupMaker
-from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
-from asyncrl.model.reallocate import reallocate
+from asyncrl.model.publishing import Publisher
+from asyncrl.model.sending import ServerClient
 from asyncrl.model.store import DataStore
-from asyncrl.model.trajectory_receiver import TrajectoryReceiver
+from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.world import World, choose_device
-from asyncrl.protocol.messages import (
-    CallResult,
-    ClearData,
-    CommitCheckpoint,
-    CommitWeights,
-    ExecuteMFC,
-    FetchData,
-    HoldWeights,
-    LoadCheckpoint,
-    Ping,
-    Reallocate,
-    Redistribute,
-    SaveBatch,
-    SaveCheckpoint,
-    SaveModel,
-    ShareWeights,
-    TakeWeights,
-    TrajectoryMeta,
-    WeightVersion,
-    WriteWeights,
-)
-from asyncrl.protocol.run_folder import path_of
+from asyncrl.protocol.names import ACTOR
+from asyncrl.runtime.directory import Directory
+from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.loading import LoadProgress
-from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
+from asyncrl.runtime.request_reply import NameResolvingReplyServer
 from asyncrl.runtime.system import System
-from asyncrl.runtime.worker import PhasedWorker
-
-T = TypeVar("T")
+from asyncrl.runtime.worker import Worker
 
 
-class ModelWorker(PhasedWorker):
+class ModelWorker(Worker):
     """One rank of a world, with a shard of each model that is placed here.
 
     consumes: trajectories (from rollout workers), calls (from the master, in order).
@@ -91,345 +61,159 @@ class ModelWorker(PhasedWorker):
     def __init__(self, config: ModelWorkerConfig, system: System | None = None) -> None:
         super().__init__(config.worker, system)
         self.config = config
-        index = config.worker.index
-        self.models = {model.name: model for model in config.models}
-        self.placements = {model.name: ModelPlacement.of(model) for model in config.models}
-        here = [name for name, placement in self.placements.items() if index in placement.workers]
-        self.mfcs = {mfc.name: MFCDef.of(mfc) for mfc in config.mfcs if mfc.model in here}
-        self.interfaces = {
-            name: make_interface(mfc, config.train, seed=config.worker.seed)
-            for name, mfc in self.mfcs.items()
-            if mfc.kind != "generate"
-        }
-        self.group_maker: GroupMaker | None = None
-        self.engines: dict[str, TrainEngine] = {}
-        self.store = DataStore(config.store_capacity)
-        worlds = Worlds.of_config(config.worker.count, config.apart)
-        self.world = World(self, worlds, limit_s=config.train.call_timeout_s)
-        self.data = DataManager(
-            self.store, worker=index, limit_s=config.train.call_timeout_s, rank_of=self.world.rank_of
-        )
-        max_bytes = config.worker.runtime.max_message_bytes
-        self.held = HeldData(self.store, host=config.worker.runtime.host, max_bytes=max_bytes) if worlds.apart else None
-        self.fetcher = DataFetcher(self, self.store)
-        self.first = next(iter(self.placements.values()))  # its heads take trajectories, its weights are served
-        self.intake: TrajectoryReceiver | None = None
-        self.metas: dict[str, TrajectoryMeta] = {}  # of trajectories in the store
-        is_head = index in self.first.heads
-        self.recorder = self._make_recorder() if config.record.trajectories and is_head else None
-        self.publisher = Publisher(self, config, self._on_compute)
-        self._compute = ThreadPoolExecutor(1, f"{self.name}-compute", initializer=self._set_torch_threads)
+        self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
+        self._first = next(iter(self._placements.values()))  # its heads take trajectories, its weights are served
 
-    # --------------------------------------------------------------------------------------------------------------- life
-
-    async def setup(self) -> None:
+    async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
         """Bind and publish first, so that the others need not wait; then load. Calls queue meanwhile."""
-        index, runtime = self.info.index, self.info.runtime
-        if index in self.first.heads and self.config.groups is None:
-            self.intake = TrajectoryReceiver(
-                self,
-                self.store,
-                head=self.first.heads.index(index),
-                limits=self._limits(),
-                verdict_limit_s=self.config.train.call_timeout_s,
-            )
-            self.metas = self.intake.metas
-            await self.intake.open()
-        if self.held is not None:
-            self.fetcher.open()
-            await self.publish(self.names.held_data(index, self.info.attempt, self.info.life), await self.held.start())
-        self.server = NameResolvingReplyServer(
-            self.resolver,
+        config, info, index = self.config, self.info, self.info.index
+        limit_s = config.train.call_timeout_s
+        compute = Compute(self.name, self.board, limit_s=limit_s, num_threads=config.train.torch_threads)
+        opened.callback(compute.close)
+        store = DataStore(config.store_capacity)
+        receiver = await self._open_receiver(directory, opened, store) if config.groups is None else None
+        fetcher = await self._open_fetcher(directory, opened, store)
+        server = NameResolvingReplyServer(
+            directory.resolver,
             self.names,
             index=index,
-            runtime=runtime,
+            runtime=info.runtime,
             transport=self.system.transport,
-            lease=self.lease,
-            attempt=self.info.attempt,
-            life=self.info.life,
+            lease=directory.lease,
+            attempt=info.attempt,
+            life=info.life,
         )
-        await self.server.start()
-        device = choose_device(index, tf32=bool(self.config.train.tf32))
-        meshes = await self._meet(device)
-        for name, placement in self.placements.items():
-            if index not in placement.workers:
-                continue
-            loading = LoadProgress(self.models[name].path)
-            self.engines[name] = await self._on_compute(
-                partial(self._load, self.models[name], device, meshes.get(name), loading),
-                f"loading {name}",
-                limit_s=runtime.start_timeout_s,
-                detail=loading.text,
-            )
-        for mfc in self.mfcs.values():
-            if mfc.kind == "generate":
-                self.group_maker = GroupMaker(self.config, self.engines[mfc.model], self.board, self.logger)
-        if index == self.first.workers[0] and self.config.weights.transport == "broadcast":
-            await self.publisher.open_sender(device)
-        if self.intake is not None:
-            self.spawn(self.intake.run(), "take in")
-        self.logger.info(
-            "rank %d of %d%s on %s: %s",
-            self.world.rank,
-            self.world.size,
-            f", apart, in life {self.info.life}" if self.world.is_apart else "",
-            device,
-            ", ".join(self.engines) or "no model",
-        )
-
-    async def work(self) -> None:
-        """Execute calls in order, for ever. A call that fails is answered with its error, and ends this worker: its peers
-        may be in a collective with it and must not wait."""
-        while True:
-            call = await self.server.receive()
-            self.board.progress()
-            try:
-                await self._execute(call)
-            except Exception as error:
-                call.fail(error)
-                await asyncio.sleep(LAST_WORDS_S)
-                raise
-
-    async def close(self) -> None:
-        self._compute.shutdown(wait=False, cancel_futures=True)
-        self.data.close()
-        if self.group_maker is not None:
-            self.group_maker.close()
-        if self.recorder is not None:
-            await asyncio.to_thread(self.recorder.close, self.info.runtime.stop_timeout_s / 4)
-        if hasattr(self, "server"):
-            await self.server.close()
-        if self.intake is not None:
-            await self.intake.close()
-        if self.held is not None:
-            await self.held.close()
-        await self.fetcher.close()
-        await self.publisher.close()
-
-    # -------------------------------------------------------------------------------------------------------------- calls
-
-    async def _execute(self, call: Call) -> None:
-        """One call. Its reply is given here, or by the publisher when what it wrote is on disk."""
-        body, publisher = call.body, self.publisher
-        if isinstance(body, ExecuteMFC):
-            call.reply(await self._on_compute(partial(self._run_mfc_traced, body), f"MFC {body.mfc}"))
-        elif isinstance(body, (WriteWeights, SaveModel)):
-            await publisher.write(call, body, self._engine(body.role))
-        elif isinstance(body, CommitWeights):
-            await publisher.commit(call, body, self._engine(body.role), self.models[body.role])
-        elif isinstance(body, ShareWeights):
-            await publisher.share(call, body, self._engine(body.model))
-        elif isinstance(body, SaveCheckpoint):
-            state = {f"{mfc}/{name}": x for mfc, it in self.interfaces.items() for name, x in it.state().items()}
-            await publisher.write_checkpoint(call, body, self._checkpointed, state)
-        elif isinstance(body, CommitCheckpoint):
-            await publisher.commit_checkpoint(call, body)
-        else:
-            await self._execute_here(call)
-
-    async def _execute_here(self, call: Call) -> None:
-        """A call that is over when its turn is."""
-        body, start, num_bytes, unfetched = call.body, time.monotonic(), 0, ""
-        if isinstance(body, FetchData):
-            try:
-                with self.trace.overlapping("fetch data", kind="data"):
-                    num_bytes = await self.fetcher.fetch(body.parts)
-            except FetchError as error:  # of another world: this one goes on
-                unfetched = str(error)
-                self.logger.warning("%s", error)
-            self.board.set_queue("store", len(self.store))
-        elif isinstance(body, Redistribute):
-            num_bytes = await self._on_compute(partial(self._redistribute, body), "data to be moved")
-            self.board.set_queue("store", len(self.store))
-        elif isinstance(body, Reallocate):
-            num_bytes = await self._on_compute(partial(self._reallocate, body), f"weights of {body.target}")
-        elif isinstance(body, TakeWeights):
-            take = partial(
-                checkpoint.take, self._folder(body.folder), SHARED, self._engine(body.model), share=body.share
-            )
-            await self._on_compute(take, f"weights of {body.model}")
-        elif isinstance(body, HoldWeights):
-            await self.publisher.hold(body, self._engine(body.role))
-        elif isinstance(body, LoadCheckpoint):
-            await self._on_compute(
-                partial(self._load_checkpoint, self._folder(body.folder)), "the checkpoint to be loaded"
-            )
-        elif isinstance(body, SaveBatch):
-            num_bytes = await asyncio.to_thread(self._save_batch, body)
-        elif isinstance(body, ClearData):
-            self._forget(body.ids)
-        elif isinstance(body, Ping):
-            await self._on_compute(lambda: None, "ping")
-        call.reply(CallResult(seconds=time.monotonic() - start, num_bytes=num_bytes, unfetched=unfetched))
-
-    def _run_mfc_traced(self, body: ExecuteMFC) -> CallResult:
-        with self.trace.span(body.mfc, track="compute", version=body.version):
-            return self._run_mfc(body)
-
-    def _run_mfc(self, body: ExecuteMFC) -> CallResult:
-        """On the compute thread: the MFC on the part of this worker's replica. Its head stores what is made, and reports."""
-        start = time.monotonic()
-        if body.mfc not in self.mfcs:
-            raise ValueError(f"there is no MFC {body.mfc!r} on a model of this worker; there are {list(self.mfcs)}")
-        mfc = self.mfcs[body.mfc]
-        placement, engine = self.placements[mfc.model], self.engines[mfc.model]
-        self.board.version = str(WeightVersion(self.info.attempt, body.version))
-        data = placement.shard_of(self.info.index).data
-        ids = body.parts[data]
-        if mfc.kind == "generate":
-            return self._make_groups(body, ids)
-        sample = self.store.select(ids, mfc.input_keys)
-        made, stats = self.interfaces[mfc.name].run(engine, sample, batch_ids=body.ids, version=body.version)
-        if self.models[mfc.model].offload:
-            engine.offload()
-        if self.info.index != placement.head(data):
-            return CallResult(seconds=time.monotonic() - start)
-        if made is not None:
-            self.store.amend(made.select_keys(mfc.output_keys))
-        if self.recorder is not None and body.mfc == TRAIN_MFC and body.version % self.config.record.every == 0:
-            self._record(self.recorder, body)
-        return CallResult(
-            ids=ids,
-            keys=list(mfc.output_keys),
-            stats={name: float(value) for name, value in stats.items()},
-            seconds=time.monotonic() - start,
-        )
-
-    def _make_groups(self, body: ExecuteMFC, ids: list[str]) -> CallResult:
-        """Those of this worker's replica; all but an evaluation's go into the store."""
-        assert self.group_maker is not None, "setup has made it"
-        start = time.monotonic()
-        made = self.group_maker.make(body, ids)
-        if not body.eval_mode:
-            for sample, meta in zip(made.samples, made.metas, strict=True):
-                if reason := self.store.put(sample):
-                    raise RuntimeError(f"group {meta.ticket_id} was made and cannot be stored: {reason}")
-                self.metas[meta.ticket_id] = meta
-        model = self.mfcs[body.mfc].model
-        if self.models[model].offload:
-            self.engines[model].offload()
-        return CallResult(
-            ids=[meta.ticket_id for meta in made.metas],
-            metas=made.metas,
-            rejected=made.rejected,
-            seconds=time.monotonic() - start,
-        )
-
-    def _record(self, recorder: BackgroundRecorder, body: ExecuteMFC) -> None:
-        """Hand the batch's trajectories that came to this head, with all keys that are here, to the thread that writes them."""
-        here = [(place, ticket) for place, ticket in enumerate(body.ids) if ticket in self.metas]
-        entries = [Entry(self.store.whole(ticket), self.metas[ticket], place) for place, ticket in here]
-        recorder.record_nowait(body.version, len(body.ids), entries)
-
-    def _save_batch(self, body: SaveBatch) -> int:
-        """Not by the recorder's thread: the reply says that it is done. What the disk refuses is told, and costs no training."""
-        placed = [(place, meta) for place, meta in enumerate(body.metas) if meta.ticket_id in self.store]
-        mine = [
-            (place, meta)
-            for place, meta in placed
-            if self.first.heads[meta.head % len(self.first.heads)] == self.info.index
-        ]
-        entries = [Entry(self.store.whole(meta.ticket_id), meta, place) for place, meta in mine]
-        files = self._files(self._folder(body.folder))
-        try:
-            files.write(body.version, len(body.metas), entries)
-        except OSError as error:
-            self.logger.warning("%d groups could not be saved in %s: %s", len(entries), body.folder, error)
-        return files.num_bytes
-
-    def _redistribute(self, body: Redistribute) -> int:
-        with self.trace.span("move data", track="compute"):
-            return self.data.execute(body.steps)
-
-    def _reallocate(self, body: Reallocate) -> int:
-        workers = {*self.placements[body.source].workers, *self.placements[body.target].workers}
-        ranks = sorted(map(self.world.rank_of, workers))
-        source, target = self.engines.get(body.source), self.engines.get(body.target)
-        with self.trace.span("copy weights", track="compute", source=body.source, target=body.target):
-            return reallocate(source, target, workers=ranks, share=body.share)
-
-    @property
-    def _checkpointed(self) -> dict[str, TrainEngine]:
-        """Models that training has changed. Others are as on disk, or other layouts of one of these."""
-        ref_moves = self.config.train.ref.update_interval > 0
-        return {
-            name: engine
-            for name, engine in self.engines.items()
-            if self.models[name].trainable or (ref_moves and name.partition("@")[0] == REF)
+        opened.push_async_callback(server.close)
+        await server.start()
+        device = choose_device(index, tf32=bool(config.train.tf32))
+        world = World(info, Worlds.of_config(info.count, config.apart), limit_s=limit_s)
+        meshes = await self._meet(world, directory, compute, device) if world.size > 1 else {}
+        engines = {
+            model.name: await self._load(model, compute, device, meshes.get(model.name))
+            for model in config.models
+            if index in self._placements[model.name].workers
         }
-
-    def _load_checkpoint(self, path: Path) -> None:
-        state = checkpoint.load(path, self._checkpointed, workers=range(self.world.size), or_as_is=(REF,))
-        for mfc, interface in self.interfaces.items():
-            interface.restore({key.partition("/")[2]: x for key, x in state.items() if key.partition("/")[0] == mfc})
-
-    def _forget(self, ids: list[str]) -> None:
-        if self.intake is not None:
-            self.intake.discard(ids)
-        else:
-            self.store.discard(ids)
-            for group_id in ids:
-                self.metas.pop(group_id, None)
-            self.board.set_queue("store", len(self.store))
-
-    def _folder(self, name: str) -> Path:
-        """Raises OutsideRunError."""
-        return path_of(self.info.run_dir, name)
-
-    def _engine(self, model: str) -> TrainEngine:
-        if model not in self.engines:
-            raise ValueError(f"there is no model {model!r} on this worker; there are {list(self.engines)}")
-        return self.engines[model]
-
-    # ------------------------------------------------------------------------------------------------------------- inside
-
-    async def _on_compute(
-        self, function: Callable[[], T], what: str, limit_s: float | None = None, detail: Callable[[], str] = str
-    ) -> T:
-        """Run on the compute thread, visibly and bounded."""
-        future = asyncio.get_running_loop().run_in_executor(self._compute, function)
-        return await self.board.bounded(
-            future, what=what, on=self.name, limit_s=limit_s or self.config.train.call_timeout_s, detail=detail
+        group_maker = None
+        for mfc in config.mfcs:
+            if mfc.kind == "generate" and mfc.model in engines:
+                group_maker = GroupMaker(config, engines[mfc.model], self.board, self.logger)
+                opened.callback(group_maker.close)
+        data = DataManager(store, worker=index, limit_s=limit_s, rank_of=world.rank_of)
+        opened.callback(data.close)
+        sender = None
+        if index == self._first.workers[0] and config.weights.transport == "broadcast":
+            sender = await self._open_sender(directory, opened, device)
+        publisher = Publisher(config, compute, sender, self.tasks, board=self.board, trace=self.trace)
+        opened.callback(publisher.close)
+        calls = Calls(
+            config,
+            world,
+            engines,
+            store,
+            receiver=receiver,
+            group_maker=group_maker,
+            data=data,
+            fetcher=fetcher,
+            publisher=publisher,
+            recorder=self._open_recorder(opened),
+            compute=compute,
+            board=self.board,
+            logger=self.logger,
+            trace=self.trace,
+            clock=self.system.clock,
         )
+        if receiver is not None:
+            self.tasks.spawn(receiver.run(), "take in")
+        apart = f", apart, in life {info.life}" if world.is_apart else ""
+        models = ", ".join(engines) or "no model"
+        self.logger.info("rank %d of %d%s on %s: %s", world.rank, world.size, apart, device, models)
+        self.began()
+        await self.serve(calls, server)
 
-    async def _meet(self, device: torch.device) -> dict[str, ModelMesh | None]:
-        """The meshes of all models; none where this is the only worker."""
-        if self.world.size == 1:
-            return {}
-        address = await self.world.rendezvous()
-        join = partial(self.world.join, address, device)
+    async def serve(self, calls: Calls, server: NameResolvingReplyServer) -> None:
+        """Everything is open."""
+        await calls.run(server)
+
+    async def _open_receiver(
+        self, directory: Directory, opened: AsyncExitStack, store: DataStore
+    ) -> TrajectoryReceiver | None:
+        """At a head."""
+        config, index = self.config, self.info.index
+        if index not in self._first.heads:
+            return None
+        limits = {model.name: ModelLimits.of(model.path) for model in config.models}
+        # Every model of the run is to read a trajectory
+        limit = replace(limits[self._first.name], max_length=min(one.max_length for one in limits.values()))
+        opening = TrajectoryReceiver.open(
+            self.info,
+            directory,
+            self.system,
+            self.incarnation,
+            store,
+            head=self._first.heads.index(index),
+            check=partial(trajectory_error, limits=limit),
+            verdict_limit_s=config.train.call_timeout_s,
+            tasks=self.tasks,
+            board=self.board,
+            logger=self.logger,
+        )
+        return await opened.enter_async_context(opening)
+
+    async def _open_fetcher(self, directory: Directory, opened: AsyncExitStack, store: DataStore) -> DataFetcher:
+        """And, in a run with worlds apart, its counterpart for the others."""
+        info, max_bytes = self.info, self.info.runtime.max_message_bytes
+        session = await opened.enter_async_context(open_session(max_connections=8))
+        if self.config.apart:
+            held = HeldData(store, host=info.runtime.host, max_bytes=max_bytes)
+            url = await opened.enter_async_context(held.serving())
+            await directory.publish(self.names.held_data(info.index, info.attempt, info.life), url)
+        return DataFetcher(session, store, directory, self.board, attempt=info.attempt, max_bytes=max_bytes)
+
+    async def _open_sender(self, directory: Directory, opened: AsyncExitStack, device: torch.device) -> WeightSender:
+        info = self.info
+        session = await opened.enter_async_context(open_session(max_connections=0))
+        sender = WeightSender(
+            ServerClient(session),
+            name=f"{info.experiment}/{info.trial}/a{info.attempt}",
+            host=info.runtime.host,
+            device=device,
+            options=self.config.weights,
+            logger=self.logger,
+            trace=self.trace,
+        )
+        url = await opened.enter_async_context(sender.serving())
+        await directory.publish(self.names.weight_sender(ACTOR), url)
+        return sender
+
+    def _open_recorder(self, opened: AsyncExitStack) -> BackgroundRecorder | None:
+        """record.trajectories: at a head."""
+        if not self.config.record.trajectories or self.info.index not in self._first.heads:
+            return None
+        folder = recording_dir(Path(self.info.run_dir), self.info.attempt)
+        recorder = BackgroundRecorder(trajectory_files(self.config, folder))
+        opened.push_async_callback(asyncio.to_thread, recorder.close, self.info.runtime.stop_timeout_s / 4)
+        return recorder
+
+    async def _meet(
+        self, world: World, directory: Directory, compute: Compute, device: torch.device
+    ) -> dict[str, ModelMesh | None]:
+        """The meshes of all models."""
         limit_s = self.info.runtime.start_timeout_s
-        await self._on_compute(join, f"the {self.world.size} workers to meet", limit_s=limit_s)
-        make = partial(self.world.meshes, list(self.placements.values()), device)
-        return await self._on_compute(make, "process groups of the models", limit_s=limit_s)
+        join = partial(world.join, await world.rendezvous(directory), device)
+        await compute(join, f"the {world.size} workers to meet", limit_s=limit_s)
+        make = partial(world.meshes, list(self._placements.values()), device)
+        return await compute(make, "process groups of the models", limit_s=limit_s)
 
-    def _limits(self) -> ModelLimits:
-        """Of what every model of the run can read."""
-        limits = {model.name: ModelLimits.of(model.path) for model in self.config.models}
-        return replace(limits[self.first.name], max_length=min(one.max_length for one in limits.values()))
-
-    def _make_recorder(self) -> BackgroundRecorder:
-        return BackgroundRecorder(self._files(recording_dir(Path(self.info.run_dir), self.info.attempt)))
-
-    def _files(self, folder: Path) -> TrajectoryStore:
-        config = self.config
-        return TrajectoryStore(
-            folder,
-            self.name,
-            trained=True,
-            max_bytes=config.record.max_bytes,
-            prune=True,
-            tokenizer=tokenizer_fingerprint(config.tokenizer_path or config.model_path),
-        )
-
-    def _set_torch_threads(self) -> None:
-        if self.config.train.torch_threads > 0:
-            torch.set_num_threads(self.config.train.torch_threads)
-
-    def _load(
-        self, model: ModelConfig, device: torch.device, mesh: ModelMesh | None, loading: LoadProgress
+    async def _load(
+        self, model: ModelConfig, compute: Compute, device: torch.device, mesh: ModelMesh | None
     ) -> TrainEngine:
-        torch.manual_seed(self.info.seed)
-        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # they fill the log
-        with loading.watched():
-            return TrainEngine(model, self.config.train, mesh=mesh, device=device)
+        loading = LoadProgress(model.path)
+
+        def load() -> TrainEngine:
+            torch.manual_seed(self.info.seed)
+            transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # they fill the log
+            with loading.watched():
+                return TrainEngine(model, self.config.train, mesh=mesh, device=device)
+
+        limit_s = self.info.runtime.start_timeout_s
+        return await compute(load, f"loading {model.name}", limit_s=limit_s, detail=loading.text)

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from asyncrl.config.schema import WorkerInfo
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worlds import Worlds
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.name_store import NameStore
 from asyncrl.runtime import security
-from asyncrl.runtime.worker import PhasedWorker
+from asyncrl.runtime.directory import Directory
 from asyncrl.weights.update_group import serve_store, store_at
 
 STORE = "model_workers"  # names.process_group of this
@@ -35,35 +36,35 @@ class World:
     unblocked by: the others' arrival, or the loss of their connection.
     """
 
-    def __init__(self, worker: PhasedWorker, worlds: Worlds, *, limit_s: float) -> None:
-        self._worker = worker
+    def __init__(self, info: WorkerInfo, worlds: Worlds, *, limit_s: float) -> None:
+        self._info = info
         self._limit_s = limit_s
         self._store: Store | None = None  # the first member serves it; it must outlive the process group
-        self.members = worlds.of(worker.info.index)
+        self.members = worlds.of(info.index)
         self.is_apart = self.members != worlds.gang
-        self.rank, self.size = self.members.index(worker.info.index), len(self.members)
+        self.rank, self.size = self.members.index(info.index), len(self.members)
 
     def rank_of(self, worker: int) -> int:
         """Raises ValueError for a worker of another world."""
         return self.members.index(worker)
 
-    async def rendezvous(self) -> str:
+    async def rendezvous(self, directory: Directory) -> str:
         """Where the store is. Returns once it is served and published."""
-        worker, runtime, names = self._worker, self._worker.info.runtime, self._worker.names
+        info, runtime = self._info, self._info.runtime
         store = f"{STORE}_{self.members[0]}" if self.is_apart else STORE
-        key = names.process_group(store, worker.info.attempt, worker.info.life)
+        key = directory.names.process_group(store, info.attempt, info.life)
         if security.current() is not None:
-            self._store = NameStore(worker.resolver, key, lease=worker.lease, limit_s=runtime.start_timeout_s)
+            self._store = NameStore(directory.resolver, key, lease=directory.lease, limit_s=runtime.start_timeout_s)
             return ""
         if self.rank:
-            return await self._worker.wait_for_key(key, f"model_worker/{self.members[0]} to open the rendezvous store")
+            return await directory.wait_for_key(key, f"model_worker/{self.members[0]} to open the rendezvous store")
         self._store, address = serve_store(runtime.host, runtime.start_timeout_s)
-        await self._worker.publish(key, address)
+        await directory.publish(key, address)
         return address
 
     def join(self, address: str, device: torch.device) -> None:
         """Meet the others. On the compute thread, as everything that waits for them."""
-        runtime = self._worker.info.runtime
+        runtime = self._info.runtime
         if self._store is None:
             host, _, port = address.rpartition(":")
             self._store = store_at(host, int(port), runtime.start_timeout_s)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import ConfigError, RolloutWorkerConfig
+from asyncrl.data.codec import encode_sample
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.trajectory import SampleSummary, complete_sample
@@ -18,6 +19,7 @@ class RolloutData:
     sample_type: type[Any] = SequenceSample
     complete = staticmethod(complete_sample)
     summary = staticmethod(SampleSummary.of)
+    encode = staticmethod(encode_sample)
 
     def __init__(self, config: RolloutWorkerConfig) -> None:
         """Raises ConfigError."""

@@ -80,6 +80,7 @@ class RolloutWorker(Worker):
             runtime=info.runtime,
             transport=self.system.transport,
             incarnation=self.incarnation,
+            encode=data.encode,
         )
         opened.push_async_callback(pusher.close)
         endpoint = ChatEndpoint(board=self.board, logger=self.logger)

@@ -9,9 +9,10 @@ gets again what it had not answered, so heads and master tell repeated trajector
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -60,6 +61,12 @@ def _acknowledger(delivery: Delivery) -> Callable[[StoreVerdict], None]:
     return lambda verdict: delivery.ack(_encoder.encode(verdict))
 
 
+class DecodeSample(Protocol):
+    """codec.decode_sample."""
+
+    def __call__(self, header: bytes, frames: Sequence[Any], *, max_bytes: int) -> SequenceSample: ...
+
+
 def puller_stream(index: int) -> str:
     """Name of a head's stream."""
     return f"puller{index}"
@@ -83,13 +90,14 @@ class NameResolvingZmqPusher:
         runtime: RuntimeConfig,
         incarnation: str,
         transport: Transport | None = None,
+        encode: Callable[[SequenceSample], tuple[bytes, Sequence[Any]]] = encode_sample,
     ) -> None:
         if not 0 <= pusher_index < num_pushers:
             raise ValueError(
                 f"pusher_index is {pusher_index}; with {num_pushers} pushers it must be in 0..{num_pushers - 1}"
             )
         own = [puller for puller, pushers in grouping(num_pushers, num_pullers).items() if pusher_index in pushers]
-        self._turn = cycle(own)
+        self._turn, self._encode = cycle(own), encode
         self._resolver = resolver
         self._names = names
         self._senders = [
@@ -120,7 +128,7 @@ class NameResolvingZmqPusher:
         puller = next(self._turn) if head is None else head
         if not 0 <= puller < len(self._senders):
             raise ValueError(f"head is {puller}; there are heads 0..{len(self._senders) - 1}")
-        sample_header, frames = encode_sample(sample)
+        sample_header, frames = self._encode(sample)
         header = _encoder.encode(_TrajectoryHeader(meta, sample_header))
         verdict = await self._senders[puller].send(
             header, frames, timeout_s=timeout_s, what=f"trajectory {meta.ticket_id}"
@@ -176,6 +184,7 @@ class NameResolvingZmqPuller(PublishedReceiver[Pulled]):
         lease: int | None = None,
         transport: Transport | None = None,
         attempt: int = 1,
+        decode: DecodeSample = decode_sample,
     ) -> None:
         stream = puller_stream(puller_index)
         super().__init__(
@@ -189,7 +198,7 @@ class NameResolvingZmqPuller(PublishedReceiver[Pulled]):
             transport=transport or transport_of(runtime.faults, stream),
             attempt=attempt,
         )
-        self._max_bytes = runtime.max_message_bytes
+        self._max_bytes, self._decode = runtime.max_message_bytes, decode
 
     async def pull(self) -> Pulled:
         """The next trajectory, in memory of its own. A cancelled pull changes nothing."""
@@ -197,7 +206,7 @@ class NameResolvingZmqPuller(PublishedReceiver[Pulled]):
 
     def _read(self, delivery: Delivery) -> Pulled:
         header = _decode_trajectory(delivery.header)
-        sample = decode_sample(header.sample, delivery.frames, max_bytes=self._max_bytes)
+        sample = self._decode(header.sample, delivery.frames, max_bytes=self._max_bytes)
         _check_ids(header.meta, sample)
         return Pulled(header.meta, sample, _acknowledger(delivery))
 

@@ -15,7 +15,7 @@ import math
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -197,36 +197,6 @@ class Worker:
         elif (now := self.system.clock.monotonic()) - self._said_out_of_files > _SAY_AGAIN_S:
             self._said_out_of_files = now
             self.logger.error("%s; trying again", explained)
-
-
-class PhasedWorker(Worker):
-    """A worker whose life is `setup`, `work`, `close`, and whose parts are attributes from `setup` on.
-
-    Master, model worker, recorder and the paced trainer are still so. New workers implement `Worker.run`.
-    """
-
-    async def setup(self) -> None:
-        """Bind sockets, load models, publish addresses, meet the others. Every wait in here has a limit."""
-
-    async def work(self) -> None:
-        """The work. Returns when it is over; cancelled when the worker is told to stop."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Release what setup took. Called after work, however it ended."""
-
-    async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
-        self.directory, self.resolver, self.lease = directory, directory.resolver, directory.lease
-        self.publish, self.wait_for_key, self.watch = directory.publish, directory.wait_for_key, directory.watch
-        self.opened = opened
-        opened.push_async_callback(self.close)
-        await self.setup()
-        self.began()
-        await self.work()
-
-    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Run something beside `work`. If it raises, the worker fails with that error."""
-        return self.tasks.spawn(coroutine, name)
 
 
 def configure_logging(info: WorkerInfo) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import sys
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,7 @@ from asyncrl.generation.journal import TokenJournal, journal_path
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.worker_main import end_process, join_network
 from asyncrl.model.store import DataStore
-from asyncrl.model.trajectory_receiver import TrajectoryReceiver
+from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.protocol.messages import CallBody, CallResult, ClearData, CommitWeights, ExecuteMFC, WeightVersion
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.directory import Directory
@@ -31,7 +32,7 @@ from asyncrl.runtime.metrics import JOURNAL_BUCKET_S
 from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System
-from asyncrl.runtime.worker import PhasedWorker, Worker, configure_logging, run_worker
+from asyncrl.runtime.worker import Worker, configure_logging, run_worker
 from asyncrl.testing.paced_engine import LongTail, PacedEngine
 from asyncrl.weights.versions import publish_folder
 
@@ -88,7 +89,7 @@ class PacedServer(Worker):
             await asyncio.to_thread(self._journal.flush)
 
 
-class PacedTrainer(PhasedWorker):
+class PacedTrainer(Worker):
     """The only head and the only rank of a run: takes trajectories in for real, sleeps for a train step, publishes weights.
 
     consumes: trajectories, calls (from the master, in order).  produces: metadata, weight versions (the initial weights again).
@@ -99,59 +100,66 @@ class PacedTrainer(PhasedWorker):
         super().__init__(config.worker, system)
         self._config, self._step_s = config, pace.step_s
         self._mfcs = {mfc.name: mfc for mfc in config.mfcs}
-        self._store = DataStore(config.store_capacity)
 
-    async def setup(self) -> None:
-        config, runtime = self._config, self.info.runtime
-        limit_s = config.train.call_timeout_s
-        limits = ModelLimits.of(config.model_path)
-        self._intake = TrajectoryReceiver(self, self._store, head=0, limits=limits, verdict_limit_s=limit_s)
-        self._server = NameResolvingReplyServer(
-            self.resolver,
+    async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
+        config = self._config
+        opening = TrajectoryReceiver.open(
+            self.info,
+            directory,
+            self.system,
+            self.incarnation,
+            DataStore(config.store_capacity),
+            head=0,
+            check=partial(trajectory_error, limits=ModelLimits.of(config.model_path)),
+            verdict_limit_s=config.train.call_timeout_s,
+            tasks=self.tasks,
+            board=self.board,
+            logger=self.logger,
+        )
+        receiver = await opened.enter_async_context(opening)
+        server = NameResolvingReplyServer(
+            directory.resolver,
             self.names,
             index=0,
-            runtime=runtime,
+            runtime=self.info.runtime,
             transport=self.system.transport,
-            lease=self.lease,
+            lease=directory.lease,
             worker=self.name,
             attempt=self.info.attempt,
         )
-        await self._intake.open()
-        await self._server.start()
-        self.spawn(self._intake.run(), "take in")
+        opened.push_async_callback(server.close)
+        await server.start()
+        self.tasks.spawn(receiver.run(), "take in")
+        self.began()
+        await self._work(server, receiver)
 
-    async def work(self) -> None:
+    async def _work(self, server: NameResolvingReplyServer, receiver: TrajectoryReceiver) -> None:
         """Execute calls in order, for ever; weights are written beside what follows."""
         while True:
-            call = await self._server.receive()
+            call = await server.receive()
             self.board.progress()
             # of a model for the user, which has no version, there is nothing to write
             if isinstance(call.body, CommitWeights) and call.body.weight_version:
-                self.spawn(self._write(call, call.body), "write")
+                self.tasks.spawn(self._write(call, call.body), "write")
             else:
-                await self._answer(call)
+                await self._answer(call, receiver)
 
-    async def close(self) -> None:
-        for name in ("_server", "_intake"):
-            if hasattr(self, name):
-                await getattr(self, name).close()
-
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, call: Call, receiver: TrajectoryReceiver) -> None:
         try:
-            call.reply(await self._execute(call.body))
+            call.reply(await self._execute(call.body, receiver))
         except Exception as error:
             call.fail(error)
             await asyncio.sleep(_LAST_WORDS_S)
             raise
 
-    async def _execute(self, body: CallBody) -> CallResult:
+    async def _execute(self, body: CallBody, receiver: TrajectoryReceiver) -> CallResult:
         start = time.monotonic()
         if isinstance(body, ClearData):
-            self._intake.discard(body.ids)
+            receiver.discard(body.ids)
         if not isinstance(body, ExecuteMFC):
             return CallResult()
         mfc = self._mfcs[body.mfc]
-        if missing := [ticket for ticket in body.ids if ticket not in self._store]:
+        if missing := [ticket for ticket in body.ids if ticket not in receiver.store]:
             raise RuntimeError(f"MFC {mfc.name!r}: {missing[:5]} are not here; master and head disagree")
         if mfc.kind == "train_step":
             await asyncio.sleep(self._step_s)

@@ -44,6 +44,7 @@ from asyncrl.protocol.messages import (
     WeightVersion,
 )
 from asyncrl.protocol.names import Names
+from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.update_group import GroupMember, pack
@@ -182,11 +183,10 @@ def process(model_path: Path) -> Iterator[tuple[BaseProcess, str]]:
         child.join(LIMIT_S)
 
 
-class WatchedClient(ServerClient):
+class Watch:
     """Counts what servers are asked for, and acts before one of the requests."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.asked: Counter[str] = Counter()
         self._acts: dict[tuple[str, int], Callable[[], None]] = {}
 
@@ -195,9 +195,21 @@ class WatchedClient(ServerClient):
         path = "/update_weights_from_distributed"
         self._acts[path, self.asked[path] + number] = act
 
-    async def post(self, target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
+    def client(self, session: aiohttp.ClientSession) -> ServerClient:
+        return _WatchedClient(session, self)
+
+    def see(self, path: str) -> None:
         self.asked[path] += 1
         self._acts.pop((path, self.asked[path] - 1), lambda: None)()
+
+
+class _WatchedClient(ServerClient):
+    def __init__(self, session: aiohttp.ClientSession, watch: Watch) -> None:
+        super().__init__(session)
+        self._watch = watch
+
+    async def post(self, target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
+        self._watch.see(path)
         return await super().post(target, path, message)
 
 
@@ -211,17 +223,21 @@ class Unannounced(ServerClient):
 
 
 @asynccontextmanager
-async def sender(limit_s: float = LIMIT_S, client: ServerClient | None = None) -> AsyncIterator[WeightSender]:
+async def sender(
+    limit_s: float = LIMIT_S,
+    client: Callable[[aiohttp.ClientSession], ServerClient] = ServerClient,
+    told: Callable[[str], None] = lambda url: None,
+) -> AsyncIterator[WeightSender]:
+    """told: is told the address."""
     options = WeightsConfig(transport="broadcast", broadcast_timeout_s=limit_s)
-    made = WeightSender(
-        name="e/t/a1", host="127.0.0.1", device=torch.device("cpu"), options=options, logger=logging.getLogger("test"),
-        client=client,
-    )  # fmt: skip
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.close()
+    async with open_session(max_connections=0) as session:
+        made = WeightSender(
+            client(session), name="e/t/a1", host="127.0.0.1", device=torch.device("cpu"), options=options,
+            logger=logging.getLogger("test"),
+        )  # fmt: skip
+        async with made.serving() as url:
+            told(url)
+            yield made
 
 
 async def send(
@@ -245,8 +261,8 @@ async def send(
 
 async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
     """Bit for bit; and again through the same group; and over HTTP, as the manager asks for it."""
-    requests = WatchedClient()
-    async with served(model_path) as client, sender(client=requests) as trainer:
+    requests, urls = Watch(), list[str]()
+    async with served(model_path) as client, sender(client=requests.client, told=urls.append) as trainer:
         before = await client.logprobs()
         trainer.hold(held(V1))
         assert await send(trainer, V1, client) == BroadcastReply()
@@ -256,9 +272,7 @@ async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
         trainer.hold(held(V2))
         await client.pause()
         request = BroadcastRequest(weight_version=str(V2), targets=[client.target], limit_s=LIMIT_S)
-        async with client.session.post(
-            trainer.url + "/broadcast_weights", data=msgspec.json.encode(request)
-        ) as response:
+        async with client.session.post(urls[0] + "/broadcast_weights", data=msgspec.json.encode(request)) as response:
             assert msgspec.json.decode(await response.read(), type=BroadcastReply) == BroadcastReply()
         await client.resume()
         assert requests.asked["/init_weights_update_group"] == 1
@@ -269,9 +283,12 @@ async def test_a_version_sent_is_the_version_on_disk(model_path: Path) -> None:
 
 
 def test_nccl_needs_a_gpu() -> None:
+    client: Any = None
     options = WeightsConfig(transport="broadcast", broadcast_backend="nccl")
     with pytest.raises(ConfigError, match=r"broadcast_backend='nccl': the trainer has no GPU; use gloo, or auto"):
-        WeightSender(name="n", host="", device=torch.device("cpu"), options=options, logger=logging.getLogger("test"))
+        WeightSender(
+            client, name="n", host="", device=torch.device("cpu"), options=options, logger=logging.getLogger("test")
+        )
 
 
 async def test_nothing_is_broadcast_that_a_server_refuses(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +360,7 @@ async def test_a_version_that_the_trainer_has_not_published_is_refused(model_pat
 
 async def test_a_sender_that_repeats_itself_fills_no_memory(model_path: Path) -> None:
     """One that does not announce what will come: else it would be refused for that."""
-    async with served(model_path) as client, sender(client=Unannounced()) as trainer:
+    async with served(model_path) as client, sender(client=Unannounced) as trainer:
         buckets = held(V1).buckets
         trainer.hold(Held(V1, [*buckets, buckets[0]]))
         reply = await send(trainer, V1, client)
@@ -353,8 +370,8 @@ async def test_a_sender_that_repeats_itself_fills_no_memory(model_path: Path) ->
 async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:
     """SIGSTOP: the trainer answers within the limit, the other server and, later, the stopped one recover from disk."""
     child, url = process
-    requests = WatchedClient()
-    async with served(model_path) as client, sender(client=requests) as trainer:
+    requests = Watch()
+    async with served(model_path) as client, sender(client=requests.client) as trainer:
         other = Client(client.session, "there", url, model_path)
         await other.load(V0)
         trainer.hold(held(V1))
@@ -382,8 +399,8 @@ async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, pr
 async def test_one_that_dies_in_the_middle_holds_nobody_up(model_path: Path, process: tuple[BaseProcess, str]) -> None:
     """SIGKILL: noticed at once, long before the limit."""
     child, url = process
-    requests = WatchedClient()
-    async with served(model_path) as client, sender(3 * LIMIT_S, requests) as trainer:
+    requests = Watch()
+    async with served(model_path) as client, sender(3 * LIMIT_S, requests.client) as trainer:
         other = Client(client.session, "there", url, model_path)
         await other.load(V2)
         trainer.hold(held(V2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import struct
 import time
 import uuid
@@ -21,10 +22,13 @@ from asyncrl.model import fetching
 from asyncrl.model.fetching import DataFetcher, FetchError, HeldData, pack_sample, read_request, unpack_sample
 from asyncrl.model.store import DataStore
 from asyncrl.protocol.messages import FetchPart, HeldDataRequest
+from asyncrl.protocol.names import Names
 from asyncrl.runtime import security
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.directory import Directory
+from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import serve
 from asyncrl.runtime.names.memory import MemoryNameResolver
-from asyncrl.runtime.worker import PhasedWorker
 
 IDS = [f"g{number}" for number in range(6)]
 SOURCE, ME = 0, 4
@@ -36,22 +40,15 @@ def patient(monkeypatch):
     monkeypatch.setattr(fetching, "LIMIT_S", 100.0)
 
 
-def worker(max_message_bytes: int = 1_000_000) -> PhasedWorker:
-    runtime = RuntimeConfig(host="127.0.0.1", max_message_bytes=max_message_bytes)
-    made = PhasedWorker(WorkerInfo("model_worker", ME, 5, "e", "t", 1, "/nowhere", 1, NameResolveConfig(), runtime))
-    made.resolver = MemoryNameResolver(uuid.uuid4().hex)
-    return made
-
-
 class Both:
     """A source that holds groups, and a fetcher with a store of its own."""
 
-    def __init__(self, fetcher: DataFetcher, store: DataStore, url: str, me: PhasedWorker) -> None:
+    def __init__(self, fetcher: DataFetcher, store: DataStore, url: str, directory: Directory) -> None:
         """store: the fetcher's."""
-        self.fetcher, self.store, self.url, self.me = fetcher, store, url, me
+        self.fetcher, self.store, self.url, self.directory = fetcher, store, url, directory
 
     def publish(self, url: str, life: int = 0, source: int = SOURCE) -> None:
-        self.me.resolver.add(self.me.names.held_data(source, 1, life), url, replace=True)
+        self.directory.resolver.add(self.directory.names.held_data(source, 1, life), url, replace=True)
 
     async def fetch(self, ids: list[str], keys: tuple[str, ...] = KEYS, life: int = 0, source: int = SOURCE) -> int:
         return await self.fetcher.fetch([FetchPart(source, life, ids, list(keys))])
@@ -59,20 +56,20 @@ class Both:
 
 @contextlib.asynccontextmanager
 async def both(max_message_bytes: int = 1_000_000):
-    me, source = worker(max_message_bytes), DataStore(64)
+    runtime = RuntimeConfig(host="127.0.0.1", max_message_bytes=max_message_bytes)
+    info = WorkerInfo("model_worker", ME, 5, "e", "t", 1, "/nowhere", 1, NameResolveConfig(), runtime)
+    board, resolver = StatusBoard(info, logging.getLogger("test")), MemoryNameResolver(uuid.uuid4().hex)
+    directory = Directory(resolver, Names("e", "t"), lease=1, board=board, limit_s=100.0)
+    source, mine = DataStore(64), DataStore(64)
     for ticket in IDS:
         assert source.put(make_group(ticket)) == ""
-    held, mine = HeldData(source, host="127.0.0.1", max_bytes=max_message_bytes), DataStore(64)
-    fetcher = DataFetcher(me, mine)
-    fetcher.open()
-    try:
-        made = Both(fetcher, mine, await held.start(), me)
-        made.publish(made.url)
+    held = HeldData(source, host="127.0.0.1", max_bytes=max_message_bytes)
+    async with held.serving() as url, open_session(max_connections=8) as session:
+        fetcher = DataFetcher(session, mine, directory, board, attempt=1, max_bytes=max_message_bytes)
+        made = Both(fetcher, mine, url, directory)
+        made.publish(url)
         yield made
-    finally:
-        await fetcher.close()
-        await held.close()
-        me.resolver.close()
+    resolver.close()
 
 
 @contextlib.asynccontextmanager

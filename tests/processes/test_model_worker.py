@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 import uuid
@@ -35,11 +36,12 @@ from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.model import publishing
-from asyncrl.model import trajectory_receiver as intake
+from asyncrl.model.calls import Calls
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.interfaces import make_interface
-from asyncrl.model.trajectory_receiver import trajectory_error
+from asyncrl.model.store import DataStore
+from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.worker import ModelWorker
 from asyncrl.model.world import interface_of
 from asyncrl.protocol.messages import (
@@ -63,10 +65,14 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.protocol.names import Names
 from asyncrl.protocol.run_folder import OutsideRunError
+from asyncrl.runtime.background import BackgroundTasks
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPusher
-from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
+from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient, RemoteCallError
+from asyncrl.runtime.system import System
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
 from asyncrl.weights.versions import MANIFEST, tensor_files, verify_version
@@ -197,7 +203,7 @@ async def outside(resolver: NameResolver, num_workers: int) -> AsyncIterator[Out
         names,
         pusher_index=0,
         num_pushers=1,
-        num_pullers=num_workers,
+        num_pullers=max(1, num_workers),
         runtime=RUNTIME,
         incarnation=f"pusher-{tag}",
     )
@@ -232,10 +238,20 @@ async def outside(resolver: NameResolver, num_workers: int) -> AsyncIterator[Out
             await part.close()
 
 
+class SeenWorker(ModelWorker):
+    """Shows what executes its calls, as soon as everything is open."""
+
+    calls: Calls
+
+    async def serve(self, calls: Calls, server: NameResolvingReplyServer) -> None:
+        self.calls = calls
+        await super().serve(calls, server)
+
+
 @contextlib.asynccontextmanager
-async def worker_here(config: ModelWorkerConfig) -> AsyncIterator[tuple[ModelWorker, Outside]]:
+async def worker_here(config: ModelWorkerConfig) -> AsyncIterator[tuple[SeenWorker, Outside]]:
     """One model worker on this event loop, over name resolve in memory."""
-    worker = ModelWorker(config)
+    worker = SeenWorker(config)
     life = asyncio.create_task(worker.main())
     with open_name_resolver(config.worker.name_resolve) as resolver:
         async with outside(resolver, 1) as world:
@@ -259,7 +275,7 @@ async def test_what_the_master_does_not_accept_leaves_the_store(memory, tmp_path
         verdicts = [await world.push(*trajectory(ticket)) for ticket in ("good", "late", "again", "good")]
         assert [v.verdict for v in verdicts] == ["stored", "refused", "duplicate", "duplicate"]
         assert verdicts[1].reason == "stale"
-        assert worker.store.ids() == ["good"]
+        assert worker.calls.store.ids() == ["good"]
         assert [meta.ticket_id for meta in world.accepted] == ["good"]
 
 
@@ -275,7 +291,7 @@ async def test_trajectories_that_contradict_themselves_never_reach_the_master(me
             changed = TrajectoryMeta(**{name: getattr(meta, name) for name in meta.__struct_fields__} | wrong)
             verdict = await world.push(changed, sample)
             assert (verdict.verdict, verdict.reason[: len(reason)]) == ("refused", reason)
-        assert len(worker.store) == len(world.accepted) == 0
+        assert len(worker.calls.store) == len(world.accepted) == 0
 
 
 def changed_sample(sample: SequenceSample, key: str, value: float) -> SequenceSample:
@@ -309,14 +325,34 @@ async def test_a_full_store_takes_more_when_the_master_clears_it(memory, tmp_pat
             await asyncio.sleep(0.01)
         await world.call(ClearData(ids=["first"]))
         assert await second == STORED
-        assert worker.store.ids() == ["second"]
+        assert worker.calls.store.ids() == ["second"]
 
 
-async def test_a_store_that_stays_full_refuses_by_reason(memory, tmp_path, model_path, monkeypatch):
-    monkeypatch.setattr(intake, "_ROOM_LIMIT_S", 0.05)
-    async with worker_here(worker_config(memory, tmp_path, model_path, capacity=1)) as (_, world):
-        await world.push(*trajectory("first"))
-        assert await world.push(*trajectory("second")) == StoreVerdict(verdict="refused", reason="store_full")
+async def test_a_store_that_stays_full_refuses_by_reason(memory, tmp_path, model_path):
+    info = worker_config(memory, tmp_path, model_path).worker
+    logger, names = logging.getLogger("test"), Names(info.experiment, info.trial)
+    board, tasks = StatusBoard(info, logger), BackgroundTasks(info.name, logger)
+    with open_name_resolver(memory) as resolver:
+        lease = resolver.grant_lease(LIMIT_S).id
+        opening = TrajectoryReceiver.open(
+            info,
+            Directory(resolver, names, lease=lease, board=board, limit_s=LIMIT_S),
+            System(),
+            "head",
+            DataStore(1),
+            head=0,
+            check=lambda meta, sample: "",
+            verdict_limit_s=LIMIT_S,
+            tasks=tasks,
+            board=board,
+            logger=logger,
+            room_limit_s=0.05,
+        )
+        async with opening as receiver, outside(resolver, 0) as world:
+            receiving = tasks.spawn(receiver.run(), "take in")
+            await world.push(*trajectory("first"))
+            assert await world.push(*trajectory("second")) == StoreVerdict(verdict="refused", reason="store_full")
+            receiving.cancel()
 
 
 async def test_training_goes_on_while_weights_are_written(memory, tmp_path, model_path, monkeypatch):
@@ -345,9 +381,9 @@ async def test_training_goes_on_while_weights_are_written(memory, tmp_path, mode
         snapshot = load_file(file)
         assert snapshot.keys() == before.keys()
         assert all(torch.equal(snapshot[name], before[name]) for name in before)
-        now = take_share(worker.engines["actor"])
+        now = take_share(worker.calls.engines["actor"])
         assert not torch.equal(now["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
-        frozen = take_share(worker.engines["ref"])
+        frozen = take_share(worker.calls.engines["ref"])
         assert all(torch.equal(frozen[name], before[name]) for name in before)
 
 
@@ -358,7 +394,7 @@ async def test_a_model_for_the_user_is_complete_or_absent(memory, tmp_path, mode
             (reply,) = await world.call(SaveModel(role="actor", folder="final"))
             await world.call(CommitWeights(role="actor", weight_version="", folder="final", files=reply.files))
         loaded = AutoModelForCausalLM.from_pretrained(path)
-        now = take_share(worker.engines["actor"])
+        now = take_share(worker.calls.engines["actor"])
         assert torch.equal(loaded.get_input_embeddings().weight, now["model.embed_tokens.weight"])
         assert (path / "tokenizer.json").exists()
 
@@ -369,7 +405,7 @@ async def test_training_goes_on_from_a_checkpoint(memory, tmp_path, model_path):
         async def train(version):
             for mfc in build_dataflow(TRAIN).order:
                 await world.call(ExecuteMFC(mfc=mfc, version=version, ids=["t"], parts=[["t"]]))
-            return take_share(worker.engines["actor"])
+            return take_share(worker.calls.engines["actor"])
 
         await world.push(*trajectory("t"))
         await train(0)

@@ -21,7 +21,7 @@ from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.generation.sglang_process import AttachedServer
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.broadcast import WeightSender
-from asyncrl.model.sending import Held
+from asyncrl.model.sending import Held, ServerClient
 from asyncrl.protocol.messages import (
     BroadcastReply,
     BroadcastRequest,
@@ -30,6 +30,7 @@ from asyncrl.protocol.messages import (
     SamplingParams,
     WeightVersion,
 )
+from asyncrl.runtime.http_client import open_session
 from asyncrl.weights.update_group import GroupMember, pack
 
 LIMIT_S = 120.0  # of a wait, on a busy machine
@@ -76,18 +77,17 @@ async def sglang(url: str, store: WeightStore, config: GenerationConfig) -> Asyn
 
 @contextlib.asynccontextmanager
 async def sender(limit_s: float = LIMIT_S) -> AsyncIterator[WeightSender]:
-    made = WeightSender(
-        name="e/t/a1",
-        host="127.0.0.1",
-        device=torch.device("cpu"),
-        options=WeightsConfig(transport="broadcast", broadcast_timeout_s=limit_s),
-        logger=logging.getLogger("test"),
-    )
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.close()
+    async with open_session(max_connections=0) as session:
+        made = WeightSender(
+            ServerClient(session),
+            name="e/t/a1",
+            host="127.0.0.1",
+            device=torch.device("cpu"),
+            options=WeightsConfig(transport="broadcast", broadcast_timeout_s=limit_s),
+            logger=logging.getLogger("test"),
+        )
+        async with made.serving():
+            yield made
 
 
 def held(store: WeightStore, version: WeightVersion) -> Held:

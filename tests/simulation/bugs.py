@@ -101,7 +101,7 @@ def _any_attempt_at_master(real: Any) -> Any:
 
 def _any_attempt_at_head(real: Any) -> Any:
     def objection(self: TrajectoryReceiver, meta: TrajectoryMeta, sample: Any) -> str:
-        text: str = real(self, replace(meta, attempt=self._worker.info.attempt), sample)
+        text: str = real(self, replace(meta, attempt=self._info.attempt), sample)
         return text
 
     return objection

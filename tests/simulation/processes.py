@@ -11,12 +11,12 @@ import contextlib
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import GenerationServerConfig, ModelWorkerConfig
-from asyncrl.data.model_limits import UNLIMITED, ModelLimits
 from asyncrl.data.prompts import Prompt
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.dataflow.redistribution import transfers
@@ -44,9 +44,10 @@ from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
 from asyncrl.rollout.env import Env
+from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System
-from asyncrl.runtime.worker import PhasedWorker
+from asyncrl.runtime.worker import Worker
 from asyncrl.testing.paced_engine import LongTail, PacedEngine
 from tests.simulation.disk import Folder
 from tests.simulation.world import here
@@ -101,7 +102,7 @@ def decode_sample(header: bytes, frames: Sequence[Any], *, max_bytes: int) -> Si
     return SimSample((ticket,), int(length), int(start), int(end))
 
 
-def trajectory_error(meta: Any, sample: SimSample, *, limits: ModelLimits) -> str:
+def trajectory_error(meta: Any, sample: Any) -> str:
     return "" if sample.ids == (meta.ticket_id,) else "bad_meta"
 
 
@@ -231,8 +232,8 @@ class Weights:
     version: int = 0
 
 
-class SimModelWorker(PhasedWorker):
-    """A rank that computes nothing. Its intake, its store and its calls are real; what it would train is noted.
+class SimModelWorker(Worker):
+    """A rank that computes nothing. Its receiver, its store and its calls are real; what it would train is noted.
 
     consumes: trajectories, calls.  produces: metadata, replies, versions and checkpoints on the simulated disk.
     waits for: the next call.  unblocked by: the master.
@@ -247,42 +248,52 @@ class SimModelWorker(PhasedWorker):
         self.store = DataStore(config.store_capacity)
         self._copies: set[str] = set()
         self.weights = Weights()
-        self.intake: TrajectoryReceiver | None = None
+        self.receiver: TrajectoryReceiver | None = None
 
-    async def setup(self) -> None:
+    async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
         index, runtime = self.info.index, self.info.runtime
         if index in self._first.heads:
-            self.intake = TrajectoryReceiver(
-                self,
+            opening = TrajectoryReceiver.open(
+                self.info,
+                directory,
+                self.system,
+                self.incarnation,
                 self.store,
                 head=self._first.heads.index(index),
-                limits=ModelLimits(vocab_size=10, max_length=UNLIMITED),
+                check=trajectory_error,
                 verdict_limit_s=self.config.train.call_timeout_s,
+                tasks=self.tasks,
+                board=self.board,
+                logger=self.logger,
+                decode=decode_sample,  # type: ignore[arg-type]
             )
-            await self.intake.open()
-        self._server = NameResolvingReplyServer(
-            self.resolver,
+            self.receiver = await opened.enter_async_context(opening)
+        server = NameResolvingReplyServer(
+            directory.resolver,
             self.names,
             index=index,
             runtime=runtime,
             transport=self.system.transport,
-            lease=self.lease,
+            lease=directory.lease,
             worker=self.name,
             attempt=self.info.attempt,
         )
-        await self._server.start()
-        if self.intake is not None:
-            self.spawn(self.intake.run(), "take in")
+        opened.push_async_callback(server.close)
+        await server.start()
+        if self.receiver is not None:
+            self.tasks.spawn(self.receiver.run(), "take in")
+        self.began()
+        await self._work(server)
 
-    async def work(self) -> None:
+    async def _work(self, server: NameResolvingReplyServer) -> None:
         """Execute calls in order, for ever; what is written is written beside what follows."""
         while True:
-            call = await self._server.receive()
+            call = await server.receive()
             self.board.progress()
             body = call.body
             if isinstance(body, WriteWeights | SaveModel | SaveCheckpoint | CommitWeights | CommitCheckpoint):
                 snapshot = Weights(list(self.weights.trained), self.weights.version)
-                self.spawn(self._write(call, snapshot), "write")
+                self.tasks.spawn(self._write(call, snapshot), "write")
                 continue
             try:
                 call.reply(await self._execute(body))
@@ -291,19 +302,13 @@ class SimModelWorker(PhasedWorker):
                 await asyncio.sleep(_LAST_WORDS_S)
                 raise
 
-    async def close(self) -> None:
-        if hasattr(self, "_server"):
-            await self._server.close()
-        if self.intake is not None:
-            await self.intake.close()
-
     async def _execute(self, body: Any) -> CallResult:
         start = time.monotonic()
         if isinstance(body, ExecuteMFC):
             return await self._run_mfc(body, start)
         if isinstance(body, ClearData):
-            if self.intake is not None:
-                self.intake.discard(body.ids)
+            if self.receiver is not None:
+                self.receiver.discard(body.ids)
             self._copies.difference_update(body.ids)
         elif isinstance(body, Redistribute):
             for step in body.steps:

@@ -24,7 +24,6 @@ import msgspec
 
 import asyncrl.generation.http
 import asyncrl.master.buffer
-import asyncrl.model.trajectory_receiver
 import asyncrl.rollout.tasks
 import asyncrl.runtime.push_pull
 import asyncrl.testing.paced_engine
@@ -191,6 +190,7 @@ class SimRolloutData(RolloutData):
     sample_type = processes.SimSample
     complete = staticmethod(processes.complete_sample)  # type: ignore[assignment]
     summary = staticmethod(processes.SimSummary.of)  # type: ignore[assignment]
+    encode = staticmethod(processes.encode_sample)  # type: ignore[assignment]
 
     def __init__(self, config: RolloutWorkerConfig) -> None:
         self._config = config
@@ -351,7 +351,6 @@ def _noting_model_info(real: Any) -> Any:
 
 
 def _patches() -> list[tuple[Any, str, Any]]:
-    intake = asyncrl.model.trajectory_receiver
     streams = asyncrl.runtime.push_pull
     return [
         (time, "monotonic", time.monotonic),  # `use` sets them
@@ -364,9 +363,6 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (asyncrl.generation.http.GenerationHTTP, "listening", _generation_listening),
         (asyncrl.testing.paced_engine, "verify_version", _verify_version),
         (asyncrl.rollout.tasks, "_make", lambda made, what, arguments, **own: made(**own, **arguments)),
-        (streams, "encode_sample", processes.encode_sample),
-        (streams, "decode_sample", processes.decode_sample),
-        (intake, "trajectory_error", processes.trajectory_error),
         (ManagerService, "allocate", _noting_allocate(ManagerService.allocate)),
         (Ledger, "_grant_one", _noting_grant(Ledger._grant_one)),
         (

@@ -1,0 +1,295 @@
+"""What a model worker does for the master, a call at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from asyncrl.config.schema import REF, ModelWorkerConfig
+from asyncrl.data.trajectories import BackgroundRecorder, Entry, TrajectoryStore, tokenizer_fingerprint
+from asyncrl.dataflow.graph import TRAIN_MFC, MFCDef
+from asyncrl.dataflow.topology import ModelPlacement
+from asyncrl.model import checkpoint
+from asyncrl.model.compute import Compute
+from asyncrl.model.data_manager import DataManager
+from asyncrl.model.engine import TrainEngine
+from asyncrl.model.fetching import DataFetcher, FetchError
+from asyncrl.model.group_maker import GroupMaker
+from asyncrl.model.interfaces import make_interface
+from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
+from asyncrl.model.reallocate import reallocate
+from asyncrl.model.store import DataStore
+from asyncrl.model.trajectory_receiver import TrajectoryReceiver
+from asyncrl.model.world import World
+from asyncrl.protocol.messages import (
+    CallResult,
+    ClearData,
+    CommitCheckpoint,
+    CommitWeights,
+    ExecuteMFC,
+    FetchData,
+    HoldWeights,
+    LoadCheckpoint,
+    Ping,
+    Reallocate,
+    Redistribute,
+    SaveBatch,
+    SaveCheckpoint,
+    SaveModel,
+    ShareWeights,
+    TakeWeights,
+    TrajectoryMeta,
+    WeightVersion,
+    WriteWeights,
+)
+from asyncrl.protocol.run_folder import path_of
+from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
+from asyncrl.runtime.trace import Tracer
+
+
+class Calls:
+    """Executes calls in the order in which they come.
+
+    consumes: calls.  produces: their replies, by itself or by the publisher when what it wrote is on disk.
+    waits for: the compute thread, and there for the other workers of a call; within train.call_timeout_s.
+    unblocked by: the other workers making the same call, or losing their connection.
+    """
+
+    def __init__(
+        self,
+        config: ModelWorkerConfig,
+        world: World,
+        engines: Mapping[str, TrainEngine],
+        store: DataStore,
+        *,
+        receiver: TrajectoryReceiver | None,
+        group_maker: GroupMaker | None,
+        data: DataManager,
+        fetcher: DataFetcher,
+        publisher: Publisher,
+        recorder: BackgroundRecorder | None,
+        compute: Compute,
+        board: StatusBoard,
+        logger: logging.Logger,
+        trace: Tracer,
+        clock: Clock,
+    ) -> None:
+        """engines: by model; those of this worker. receiver: at heads. group_maker: of a worker with the MFC that generates."""
+        self.store, self.engines = store, engines
+        self._config, self._info, self._world = config, config.worker, world
+        self._receiver, self._group_maker, self._data, self._fetcher = receiver, group_maker, data, fetcher
+        self._publisher, self._recorder, self._compute = publisher, recorder, compute
+        self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
+        self._models = {model.name: model for model in config.models}
+        self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
+        self._heads = next(iter(self._placements.values())).heads  # they take trajectories
+        self._mfcs = {mfc.name: MFCDef.of(mfc) for mfc in config.mfcs if mfc.model in engines}
+        self._interfaces = {
+            name: make_interface(mfc, config.train, seed=config.worker.seed)
+            for name, mfc in self._mfcs.items()
+            if mfc.kind != "generate"
+        }
+        self._metas: dict[str, TrajectoryMeta] = (
+            receiver.metas if receiver is not None else {}
+        )  # of what is in the store
+
+    async def run(self, server: NameResolvingReplyServer) -> None:
+        """For ever. A call that fails is answered with its error, and ends this worker: its peers may be in a collective with it
+        and must not wait."""
+        while True:
+            call = await server.receive()
+            self._board.progress()
+            try:
+                await self._execute(call)
+            except Exception as error:
+                call.fail(error)
+                await asyncio.sleep(LAST_WORDS_S)
+                raise
+
+    async def _execute(self, call: Call) -> None:
+        """One call. Its reply is given here, or by the publisher when what it wrote is on disk."""
+        body, publisher = call.body, self._publisher
+        if isinstance(body, ExecuteMFC):
+            call.reply(await self._compute(partial(self._run_mfc_traced, body), f"MFC {body.mfc}"))
+        elif isinstance(body, (WriteWeights, SaveModel)):
+            await publisher.write(call, body, self._engine(body.role))
+        elif isinstance(body, CommitWeights):
+            await publisher.commit(call, body, self._engine(body.role), self._models[body.role])
+        elif isinstance(body, ShareWeights):
+            await publisher.share(call, body, self._engine(body.model))
+        elif isinstance(body, SaveCheckpoint):
+            state = {f"{mfc}/{name}": x for mfc, it in self._interfaces.items() for name, x in it.state().items()}
+            await publisher.write_checkpoint(call, body, self._checkpointed, state)
+        elif isinstance(body, CommitCheckpoint):
+            await publisher.commit_checkpoint(call, body)
+        else:
+            await self._execute_here(call)
+
+    async def _execute_here(self, call: Call) -> None:
+        """A call that is over when its turn is."""
+        body, start, num_bytes, unfetched = call.body, self._clock.monotonic(), 0, ""
+        if isinstance(body, FetchData):
+            try:
+                with self._trace.overlapping("fetch data", kind="data"):
+                    num_bytes = await self._fetcher.fetch(body.parts)
+            except FetchError as error:  # of another world: this one goes on
+                unfetched = str(error)
+                self._logger.warning("%s", error)
+            self._board.set_queue("store", len(self.store))
+        elif isinstance(body, Redistribute):
+            num_bytes = await self._compute(partial(self._redistribute, body), "data to be moved")
+            self._board.set_queue("store", len(self.store))
+        elif isinstance(body, Reallocate):
+            num_bytes = await self._compute(partial(self._reallocate, body), f"weights of {body.target}")
+        elif isinstance(body, TakeWeights):
+            take = partial(
+                checkpoint.take, self._folder(body.folder), SHARED, self._engine(body.model), share=body.share
+            )
+            await self._compute(take, f"weights of {body.model}")
+        elif isinstance(body, HoldWeights):
+            await self._publisher.hold(body, self._engine(body.role))
+        elif isinstance(body, LoadCheckpoint):
+            await self._compute(
+                partial(self._load_checkpoint, self._folder(body.folder)), "the checkpoint to be loaded"
+            )
+        elif isinstance(body, SaveBatch):
+            num_bytes = await asyncio.to_thread(self._save_batch, body)
+        elif isinstance(body, ClearData):
+            self._forget(body.ids)
+        elif isinstance(body, Ping):
+            await self._compute(lambda: None, "ping")
+        call.reply(CallResult(seconds=self._clock.monotonic() - start, num_bytes=num_bytes, unfetched=unfetched))
+
+    def _run_mfc_traced(self, body: ExecuteMFC) -> CallResult:
+        with self._trace.span(body.mfc, track="compute", version=body.version):
+            return self._run_mfc(body)
+
+    def _run_mfc(self, body: ExecuteMFC) -> CallResult:
+        """On the compute thread: the MFC on the part of this worker's replica. Its head stores what is made, and reports."""
+        start = self._clock.monotonic()
+        if body.mfc not in self._mfcs:
+            raise ValueError(f"there is no MFC {body.mfc!r} on a model of this worker; there are {list(self._mfcs)}")
+        mfc = self._mfcs[body.mfc]
+        placement, engine = self._placements[mfc.model], self.engines[mfc.model]
+        self._board.version = str(WeightVersion(self._info.attempt, body.version))
+        data = placement.shard_of(self._info.index).data
+        ids = body.parts[data]
+        if mfc.kind == "generate":
+            return self._make_groups(body, ids)
+        sample = self.store.select(ids, mfc.input_keys)
+        made, stats = self._interfaces[mfc.name].run(engine, sample, batch_ids=body.ids, version=body.version)
+        if self._models[mfc.model].offload:
+            engine.offload()
+        if self._info.index != placement.head(data):
+            return CallResult(seconds=self._clock.monotonic() - start)
+        if made is not None:
+            self.store.amend(made.select_keys(mfc.output_keys))
+        if self._recorder is not None and body.mfc == TRAIN_MFC and body.version % self._config.record.every == 0:
+            self._record(self._recorder, body)
+        return CallResult(
+            ids=ids,
+            keys=list(mfc.output_keys),
+            stats={name: float(value) for name, value in stats.items()},
+            seconds=self._clock.monotonic() - start,
+        )
+
+    def _make_groups(self, body: ExecuteMFC, ids: list[str]) -> CallResult:
+        """Those of this worker's replica; all but an evaluation's go into the store."""
+        assert self._group_maker is not None, f"this worker has the MFC {body.mfc}"
+        start = self._clock.monotonic()
+        made = self._group_maker.make(body, ids)
+        if not body.eval_mode:
+            for sample, meta in zip(made.samples, made.metas, strict=True):
+                if reason := self.store.put(sample):
+                    raise RuntimeError(f"group {meta.ticket_id} was made and cannot be stored: {reason}")
+                self._metas[meta.ticket_id] = meta
+        model = self._mfcs[body.mfc].model
+        if self._models[model].offload:
+            self.engines[model].offload()
+        return CallResult(
+            ids=[meta.ticket_id for meta in made.metas],
+            metas=made.metas,
+            rejected=made.rejected,
+            seconds=self._clock.monotonic() - start,
+        )
+
+    def _record(self, recorder: BackgroundRecorder, body: ExecuteMFC) -> None:
+        """Hand the batch's trajectories that came to this head, with all keys that are here, to the thread that writes them."""
+        here = [(place, ticket) for place, ticket in enumerate(body.ids) if ticket in self._metas]
+        entries = [Entry(self.store.whole(ticket), self._metas[ticket], place) for place, ticket in here]
+        recorder.record_nowait(body.version, len(body.ids), entries)
+
+    def _save_batch(self, body: SaveBatch) -> int:
+        """Not by the recorder's thread: the reply says that it is done. What the disk refuses is told, and costs no training."""
+        placed = [(place, meta) for place, meta in enumerate(body.metas) if meta.ticket_id in self.store]
+        mine = [
+            (place, meta) for place, meta in placed if self._heads[meta.head % len(self._heads)] == self._info.index
+        ]
+        entries = [Entry(self.store.whole(meta.ticket_id), meta, place) for place, meta in mine]
+        files = trajectory_files(self._config, self._folder(body.folder))
+        try:
+            files.write(body.version, len(body.metas), entries)
+        except OSError as error:
+            self._logger.warning("%d groups could not be saved in %s: %s", len(entries), body.folder, error)
+        return files.num_bytes
+
+    def _redistribute(self, body: Redistribute) -> int:
+        with self._trace.span("move data", track="compute"):
+            return self._data.execute(body.steps)
+
+    def _reallocate(self, body: Reallocate) -> int:
+        workers = {*self._placements[body.source].workers, *self._placements[body.target].workers}
+        ranks = sorted(map(self._world.rank_of, workers))
+        source, target = self.engines.get(body.source), self.engines.get(body.target)
+        with self._trace.span("copy weights", track="compute", source=body.source, target=body.target):
+            return reallocate(source, target, workers=ranks, share=body.share)
+
+    @property
+    def _checkpointed(self) -> dict[str, TrainEngine]:
+        """Models that training has changed. Others are as on disk, or other layouts of one of these."""
+        ref_moves = self._config.train.ref.update_interval > 0
+        return {
+            name: engine
+            for name, engine in self.engines.items()
+            if self._models[name].trainable or (ref_moves and name.partition("@")[0] == REF)
+        }
+
+    def _load_checkpoint(self, path: Path) -> None:
+        state = checkpoint.load(path, self._checkpointed, workers=range(self._world.size), or_as_is=(REF,))
+        for mfc, interface in self._interfaces.items():
+            interface.restore({key.partition("/")[2]: x for key, x in state.items() if key.partition("/")[0] == mfc})
+
+    def _forget(self, ids: list[str]) -> None:
+        if self._receiver is not None:
+            self._receiver.discard(ids)
+        else:
+            self.store.discard(ids)
+            for group_id in ids:
+                self._metas.pop(group_id, None)
+            self._board.set_queue("store", len(self.store))
+
+    def _folder(self, name: str) -> Path:
+        """Raises OutsideRunError."""
+        return path_of(self._info.run_dir, name)
+
+    def _engine(self, model: str) -> TrainEngine:
+        if model not in self.engines:
+            raise ValueError(f"there is no model {model!r} on this worker; there are {list(self.engines)}")
+        return self.engines[model]
+
+
+def trajectory_files(config: ModelWorkerConfig, folder: Path) -> TrajectoryStore:
+    """Recordings of this worker in a folder."""
+    return TrajectoryStore(
+        folder,
+        config.worker.name,
+        trained=True,
+        max_bytes=config.record.max_bytes,
+        prune=True,
+        tokenizer=tokenizer_fingerprint(config.tokenizer_path or config.model_path),
+    )
