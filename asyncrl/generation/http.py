@@ -63,7 +63,7 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
-from asyncrl.runtime.http_server import for_the_run, serve
+from asyncrl.runtime.http_server import Listen, listen_http, refusal_of
 from asyncrl.weights.versions import version_dir
 
 MAX_BODY_BYTES = 64 << 20
@@ -143,21 +143,47 @@ class GenerationHTTP:
         self._registry.register(_EngineCollector(engine))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._in_progress: dict[Hashable, asyncio.Task[Any]] = {}  # loads and fetches, of which a second one waits
+        self._handlers: dict[tuple[str, str], Any] = {
+            (route.method, route.path): route.handler for route in self.routes()
+        }
 
     @contextlib.asynccontextmanager
-    async def listening(self, host: str, port: int = 0) -> AsyncIterator[str]:
-        """Bind and serve; gives the URL."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[for_the_run, _errors_to_replies])
-        app.add_routes(self.routes())
-        # handler_cancellation: a client that goes away cancels its handler, and with it its requests.
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    async def listening(self, host: str, listen: Listen = listen_http) -> AsyncIterator[str]:
+        """Bind and serve; gives the URL. A client that goes away cancels its handler, and with it its requests."""
         try:
-            yield await serve(runner, host, port)
+            async with listen(self.answer, host, max_body_bytes=MAX_BODY_BYTES) as url:
+                yield url
         finally:
-            await runner.cleanup()
             self._receiving.close()
             for task in self._tasks:
                 task.cancel()
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Any request. An error becomes a status; the body is SGLang's {"error": {"message": ...}}."""
+        if (refusal := refusal_of(request)) is not None:
+            return refusal
+        handler = self._handlers.get(("GET" if request.method == "HEAD" else request.method, request.path))
+        if handler is None:
+            return self._unknown(request)
+        status, headers = 400, {}
+        try:
+            reply: web.StreamResponse = await handler(request)
+            return reply
+        except (RequestRefused, WeightsRefused, *DECODE_ERRORS) as error:
+            message = str(error)
+        except EngineUnavailable as error:
+            status, message, headers = 503, str(error), {"Retry-After": f"{error.retry_after_s:.0f}"}
+        except EngineFailed as error:
+            status, message = 500, str(error)
+        body = msgspec.json.encode({"error": {"message": message}})
+        return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+    def _unknown(self, request: web.BaseRequest) -> web.Response:
+        """No route of this path, or none of this method."""
+        if not (methods := [method for method, path in self._handlers if path == request.path]):
+            return web.Response(status=404, text=f"there is no {request.path}\n")
+        allow = ", ".join(methods)
+        return web.Response(status=405, text=f"use {allow} for {request.path}\n", headers={"Allow": allow})
 
     def routes(self) -> list[web.RouteDef]:
         """What answers where."""
@@ -404,23 +430,6 @@ def _refuse_stream(stream: bool) -> None:
 def _json(body: Struct | dict[str, Any], *, status: int = 200) -> web.Response:
     data = msgspec.json.encode(body)
     return web.Response(body=data, status=status, content_type="application/json")
-
-
-@web.middleware
-async def _errors_to_replies(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Which error becomes which status; the body is SGLang's {"error": {"message": ...}}."""
-    status, headers = 400, {}
-    try:
-        reply: web.StreamResponse = await handler(request)
-        return reply
-    except (RequestRefused, WeightsRefused, *DECODE_ERRORS) as error:
-        message = str(error)
-    except EngineUnavailable as error:
-        status, message, headers = 503, str(error), {"Retry-After": f"{error.retry_after_s:.0f}"}
-    except EngineFailed as error:
-        status, message = 500, str(error)
-    body = msgspec.json.encode({"error": {"message": message}})
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
 class _EngineCollector(Collector):

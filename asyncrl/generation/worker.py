@@ -65,7 +65,7 @@ class GenerationServer(Worker):
             run_dir=self.info.run_dir,
             published=lambda: self._published(directory),
         )
-        url = await after_engine.enter_async_context(http.listening(self.info.runtime.host))
+        url = await after_engine.enter_async_context(http.listening(self.info.runtime.host, self.system.listen))
         await directory.publish(self.names.generation_server(self.info.index), url)
         self.logger.info("serving at %s, without weights yet", url)
         self.began()

@@ -14,7 +14,6 @@ handed out a second time. Until then the view is not `settled`, and the master b
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -117,7 +116,7 @@ class Ledger:
         attempt: int = 1,
         grace_s: float = 0.0,
         num_workers: int = 0,
-        nonce: str = "",
+        nonce: str,
         ticket_key: bytes = b"",
         journal: Journal = lambda event, ticket: None,
     ) -> None:
@@ -159,7 +158,7 @@ class Ledger:
         self._journal = journal
         self._early_held: dict[str, HeartbeatRequest] = {}  # by worker, until the master has registered
         self._early_results: dict[str, tuple[FinishRequest, RolloutResult]] = {}  # by ticket, likewise
-        self._nonce = nonce or secrets.token_hex(3)
+        self._nonce = nonce
         self._seal = TicketSeal(ticket_key)
         self._num_train_tickets = 0
         self._num_eval_tickets = 0

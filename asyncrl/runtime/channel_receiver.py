@@ -25,7 +25,6 @@ from asyncrl.runtime.channel_wire import (
     digest_of,
     encode,
     has_sizes,
-    new_incarnation,
     unpack,
 )
 from asyncrl.runtime.transport import PullSocket, PushSocket, Transport, ZmqTransport
@@ -110,11 +109,11 @@ class ChannelReceiver:
         transport: Transport | None = None,
     ) -> None:
         self.name = name
-        self._incarnation = new_incarnation(name)
         self._limits = limits
         self._host = host
         self._ordered = ordered
         self._transport = transport or ZmqTransport()
+        self._incarnation = f"{name}.{self._transport.new_id()[:12]}"
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # by incarnation, the longest silent first
         self._queue: asyncio.Queue[Delivery | Exception] = asyncio.Queue()  # an error: the reader has ended
         self._queue_bytes = 0

@@ -28,7 +28,6 @@ from asyncrl.runtime.channel_wire import (
     decode_report,
     digest_of,
     encode,
-    new_incarnation,
     pack,
 )
 from asyncrl.runtime.names.interface import NameResolver, Watch, WatchEvent
@@ -105,12 +104,12 @@ class ChannelSender:
         """on_connect: called when it follows the name to a receiver, before anything is sent there."""
         self.name = name
         self.peer = peer
-        self._incarnation = new_incarnation(incarnation)
         self._limits = limits
         self._host = host
         self._on_restart = on_restart
         self._on_connect = on_connect
         self._transport = transport or ZmqTransport()
+        self._incarnation = f"{incarnation}.{self._transport.new_id()[:12]}"
         self._window: SendWindow[_Message] = SendWindow(
             credit_items=limits.credit_items, credit_bytes=limits.credit_bytes, resend_after_s=limits.resend_after_s
         )

@@ -6,7 +6,6 @@ number; the first frame has one of the others, so that what was damaged there is
 
 from __future__ import annotations
 
-import uuid
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,10 +65,6 @@ class ChannelLimits:
             runtime.max_message_bytes,
             runtime.start_timeout_s,
         )
-
-
-def new_incarnation(prefix: str) -> str:
-    return f"{prefix}.{uuid.uuid4().hex[:12]}"
 
 
 # ----------------------------------------------------------------------------------------------------------- typed messages

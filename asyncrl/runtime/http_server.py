@@ -13,7 +13,8 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -51,6 +52,12 @@ async def serve(
     bound = runner.addresses[0][1]
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if tls is not None else 'http'}://{shown}:{bound}"
+
+
+class Listen(Protocol):
+    """`listen_http`, or what the simulation has in its place."""
+
+    def __call__(self, answer: Answer, host: str, *, max_body_bytes: int) -> AbstractAsyncContextManager[str]: ...
 
 
 @contextlib.asynccontextmanager

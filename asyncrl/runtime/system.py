@@ -6,7 +6,6 @@ import contextlib
 import os
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +14,7 @@ import msgspec
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import Clock, SystemClock
-from asyncrl.runtime.http_server import listen_http
+from asyncrl.runtime.http_server import Listen, listen_http
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.transport import Transport
@@ -66,6 +65,6 @@ class System:
     pid: int = field(default_factory=os.getpid)
     open_names: Callable[[NameResolveConfig, float], NameResolver] = open_name_resolver
     transport: Transport | None = None  # None: ZeroMQ, with the faults of runtime.faults
-    listen: Callable[..., AbstractAsyncContextManager[str]] = listen_http
+    listen: Listen = listen_http
     launcher: Launcher | None = field(default_factory=LauncherPipe.of_environment)
     status_interval_s: float = 0.5

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
+import uuid
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
@@ -81,7 +82,11 @@ class PushSocket(ABC):
 
 
 class Transport(ABC):
-    """Makes sockets."""
+    """Makes sockets, and the identities of streams' ends."""
+
+    def new_id(self) -> str:
+        """32 hex digits, never the same ones again."""
+        return uuid.uuid4().hex
 
     @abstractmethod
     def bind_pull(self, host: str, *, queue_messages: int, max_frame_bytes: int) -> PullSocket:

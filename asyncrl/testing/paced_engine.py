@@ -101,9 +101,10 @@ class PacedEngine(QueueingEngine[_Paced]):
         tokens_per_s: float,
         load_s: float = 0.0,
         on_tokens: Callable[[int, str], None] | None = None,
+        verify: Callable[[Path, WeightVersion], object] = verify_version,
     ) -> None:
         super().__init__("", config, eos_token_ids=(EOS,), on_tokens=on_tokens, trace=OFF)
-        self._tail, self._load_s = tail, load_s
+        self._tail, self._load_s, self._verify = tail, load_s, verify
         self.tokens_per_s = tokens_per_s  # may be changed while it is paused
         self._keys = itertools.count()
         self._stands_still = False
@@ -235,7 +236,7 @@ class PacedEngine(QueueingEngine[_Paced]):
                 if not self._stands_still:
                     await self._until_idle()
                 try:
-                    await asyncio.to_thread(verify_version, path, version)
+                    await asyncio.to_thread(self._verify, path, version)
                 except (WeightsError, OSError) as error:
                     raise WeightsRefused(str(error)) from error
                 await asyncio.sleep(self._load_s)

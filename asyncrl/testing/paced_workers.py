@@ -73,7 +73,7 @@ class PacedServer(Worker):
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
         opened.callback(self._journal.close)
         await self._engine.start()
-        url = await opened.enter_async_context(self._http.listening(self.info.runtime.host))
+        url = await opened.enter_async_context(self._http.listening(self.info.runtime.host, self.system.listen))
         opened.push_async_callback(self._engine.close)
         await directory.publish(self.names.generation_server(self.info.index), url)
         self.began()

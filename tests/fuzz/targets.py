@@ -402,7 +402,7 @@ def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
 
 def _manager(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     """Bodies of the manager's requests, into its ledger. Nothing waits: wait_s is 0."""
-    service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1))
+    service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"))
     encode = msgspec.json.encode
     requests = (
         (AllocateRequest(request_id="r", worker="rollout_worker/0", incarnation="i", count=2), service.allocate),

@@ -336,7 +336,7 @@ async def test_without_authentication_nobody_is_asked_for_a_token():
 
 
 async def test_the_manager_refuses_strangers_before_it_reads_them(run):
-    service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1))
+    service = ManagerService(Ledger(ServerTable(), batch_size=4, eta=1, nonce="x"))
     async with listen_http(service.answer, "127.0.0.1", max_body_bytes=1_000_000) as url:
         async with aiohttp.ClientSession() as strange:
             for path in ("/metrics", "/health", "/report", "/allocate_rollout", "/nothing"):

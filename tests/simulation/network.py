@@ -34,6 +34,9 @@ class SimTransport(Transport):
     def __init__(self, world: World, process: Process) -> None:
         self.world, self.process = world, process
 
+    def new_id(self) -> str:
+        return f"{self.world.chance.getrandbits(128):032x}"
+
     def bind_pull(self, host: str, *, queue_messages: int, max_frame_bytes: int) -> PullSocket:
         world = self.world
         world.num_pulls += 1  # of all that ever were: an address is nobody else's later

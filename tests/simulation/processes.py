@@ -179,6 +179,14 @@ class SimEngine(PacedEngine):
         return count
 
 
+def verify_version(path: Path, expected: WeightVersion) -> Any:
+    world = here().world
+    return world.disk.verify(path, expected, world.now)
+
+
+verify_version.on_disk = True  # type: ignore[attr-defined]
+
+
 class SimEngines(Engines):
     """One engine, which is paced."""
 
@@ -198,6 +206,7 @@ class SimEngines(Engines):
             self._config.generation,
             tokens_per_s=scenario.tokens_per_s,
             load_s=scenario.load_s,
+            verify=verify_version,
         )
 
     @contextlib.contextmanager

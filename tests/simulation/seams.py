@@ -11,10 +11,7 @@ import contextlib
 import functools
 import gc
 import logging
-import random
-import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,15 +44,8 @@ from tests.simulation.world import Process, World, here
 _STATUS_INTERVAL_S = 1.0
 
 
-class _Clock:
-    """What the simulation that runs has given to everybody."""
-
-    chance = random.Random(0)
-
-
 def use(world: World) -> None:
-    """From here on time and identities are this world's."""
-    _Clock.chance = world.chance
+    """From here on time is this world's."""
     time.monotonic = world.scheduler.monotonic
     time.time = world.scheduler.time
     time.time_ns = world.scheduler.time_ns
@@ -64,43 +54,14 @@ def use(world: World) -> None:
 # ------------------------------------------------------------------------------------------------------------ small stand-ins
 
 
-def _uuid4() -> uuid.UUID:
-    return uuid.UUID(int=_Clock.chance.getrandbits(128), version=4)
-
-
-def _token_hex(nbytes: int | None = None) -> str:
-    return _Clock.chance.randbytes(nbytes or 32).hex()
-
-
 def _wait(fs: Any, *, timeout: float | None = None, return_when: str = asyncio.ALL_COMPLETED) -> Any:
     """asyncio.wait, without asking of each whether it is a coroutine."""
     return asyncio.tasks._wait(set(fs), timeout, return_when, asyncio.get_running_loop())  # type: ignore[attr-defined]
 
 
-class _Response:
-    """What is read of a web.Response."""
-
-    __slots__ = ("body", "status")
-
-    def __init__(self, body: bytes, status: int) -> None:
-        self.body, self.status = body, status
-
-
-def _json(body: Any, *, status: int = 200) -> _Response:
-    return _Response(msgspec.json.encode(body), status)
-
-
 def _session(max_connections: int, options: dict[str, Any]) -> SimSession:
     process = here()
     return SimSession(process.world, process, options)
-
-
-def _verify_version(path: Path, expected: WeightVersion | None = None) -> Any:
-    world = here().world
-    return world.disk.verify(path, expected, world.now)
-
-
-_verify_version.on_disk = True  # type: ignore[attr-defined]
 
 
 _version_dir = functools.lru_cache(512)(version_dir)  # the same few over and over
@@ -137,7 +98,7 @@ class SimManagerFiles(ManagerFiles):
         return _version_dir(self._config.worker.run_dir, self._config.role, version)
 
     def verify(self, path: Path, expected: WeightVersion) -> Any:
-        return _verify_version(path, expected)
+        return processes.verify_version(path, expected)
 
     verify.on_disk = True  # type: ignore[attr-defined]
 
@@ -212,7 +173,7 @@ def system_of(process: Process) -> System:
     """What this process takes from its machine."""
     return System(
         clock=process.world.scheduler,
-        new_id=lambda: _uuid4().hex,
+        new_id=process.transport.new_id,
         pid=1,
         open_names=lambda config, limit_s: process.resolver,
         transport=process.transport,
@@ -256,18 +217,6 @@ class _NoMetrics:
 
 
 # ---------------------------------------------------------------------------------------------------------------- HTTP servers
-
-
-@contextlib.asynccontextmanager
-async def _generation_listening(self: Any, host: str, port: int = 0) -> AsyncIterator[str]:
-    routes = {(route.method, route.path): route.handler for route in self.routes()}
-    middleware = asyncrl.generation.http._errors_to_replies
-
-    async def answer(request: Any) -> Any:
-        return await middleware(request, routes[request.method, request.path])
-
-    process = here()
-    yield process.world.listen(process, answer)
 
 
 # --------------------------------------------------------------------------------------------------------------- what is noted
@@ -357,12 +306,6 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (time, "time", time.time),
         (time, "time_ns", time.time_ns),
         (asyncio, "wait", _wait),
-        (uuid, "uuid4", _uuid4),
-        (secrets, "token_hex", _token_hex),
-        (asyncrl.generation.http, "_json", _json),
-        (asyncrl.generation.http.GenerationHTTP, "listening", _generation_listening),
-        (asyncrl.testing.paced_engine, "verify_version", _verify_version),
-        (asyncrl.rollout.tasks, "_make", lambda made, what, arguments, **own: made(**own, **arguments)),
         (ManagerService, "allocate", _noting_allocate(ManagerService.allocate)),
         (Ledger, "_grant_one", _noting_grant(Ledger._grant_one)),
         (
