@@ -137,7 +137,6 @@ class Served:
             request_timeout_s=_REQUEST_LIMIT_S,
             max_requests=load,
         )
-        await client.start()
         sampling = SamplingConfig(max_new_tokens=MAX_NEW_TOKENS)
         prompts = itertools.cycle(self._prompts)
         tasks = [asyncio.create_task(self._generate(client, prompts, sampling, number)) for number in range(load)]

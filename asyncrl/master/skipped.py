@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from asyncrl.master.buffer import StorageTracker
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.protocol.messages import Redistribute, SaveBatch, TrajectoryMeta
 from asyncrl.protocol.run_folder import name_of
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.worker import RunEndedError
 
 _SKIPPED, _TRIED = "/skipped_steps", "/optimizer_steps"  # statistics of a role that is trained
@@ -36,8 +36,11 @@ def num_skipped(stats: Mapping[str, float]) -> int:
 class SkippedSteps:
     """What becomes of them. Pure, but for `save`."""
 
-    def __init__(self, train: TrainConfig, run_dir: Path, attempt: int, logger: logging.Logger) -> None:
+    def __init__(
+        self, train: TrainConfig, run_dir: Path, attempt: int, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._train, self._run_dir, self._attempt, self._logger = train, run_dir, attempt, logger
+        self._clock = clock
         self._in_row: dict[str, int] = {}  # role -> train steps
         self._saved = ""
 
@@ -88,7 +91,7 @@ class SkippedSteps:
         body = SaveBatch(folder=name_of(self._run_dir, folder), version=step - 1, metas=list(metas))
         await caller.call("a bad batch to be saved", list(writers), body)
         try:
-            await asyncio.to_thread(write_why, folder, time.time(), stats)
+            await asyncio.to_thread(write_why, folder, self._clock.time(), stats)
             await asyncio.to_thread(prune_bad_batches, self._run_dir, self._train.keep_bad_batches)
         except OSError as error:
             self._logger.warning("%s could not be written: %s", folder, error)

@@ -78,7 +78,7 @@ class Trainer:
         self._publisher, self._evaluations, self._checkpointer = publisher, evaluations, checkpointer
         self._tasks, self._leaving, self._logger, self._trace, self._clock = tasks, leaving, logger, trace, clock
         self._run_dir = Path(config.worker.run_dir)
-        self._skipped = SkippedSteps(config.train, self._run_dir, books.attempt, logger)
+        self._skipped = SkippedSteps(config.train, self._run_dir, books.attempt, logger, clock)
         self._update_seconds = UpdateSeconds()
 
     async def begin(self, state: MasterState | None) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
@@ -35,6 +34,7 @@ from asyncrl.protocol.messages import (
     JoinUpdateGroup,
     LeaveUpdateGroup,
 )
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights.update_group import GroupMember, digest, rank_offsets, serve_store
@@ -53,7 +53,7 @@ class WeightSender:
 
     def __init__(
         self, client: ServerClient, *, name: str, host: str, device: torch.device, options: WeightsConfig,
-        logger: logging.Logger, trace: Tracer = OFF,
+        logger: logging.Logger, trace: Tracer = OFF, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         """client: asks the servers."""
         self._name, self._host, self._device, self._options = name, host, device, options
@@ -62,7 +62,7 @@ class WeightSender:
             self._backend = "nccl" if device.type == "cuda" else "gloo"
         if self._backend == "nccl" and device.type != "cuda":
             raise ConfigError("weights.broadcast_backend='nccl': the trainer has no GPU; use gloo, or auto")
-        self._logger, self._trace = logger, trace
+        self._logger, self._trace, self._clock = logger, trace, clock
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
         self._held: Held | None = None
         self._failing = False  # the last broadcast has failed, which was told
@@ -112,8 +112,8 @@ class WeightSender:
             here = "no weights" if held is None else f"weights {held.version}"
             return _all_failed(targets, f"the trainer holds {here}, not {request.weight_version}")
         limit_s = min(request.limit_s, self._options.broadcast_timeout_s)
-        sending = Sending(held, targets, self._client, deadline=time.monotonic() + limit_s)
-        began = time.monotonic()
+        sending = Sending(held, targets, self._client, deadline=self._clock.monotonic() + limit_s, clock=self._clock)
+        began = self._clock.monotonic()
         try:
             with self._trace.overlapping(f"broadcast {held.version}", kind="weights", servers=len(targets)):
                 async with asyncio.timeout(limit_s):
@@ -128,7 +128,9 @@ class WeightSender:
             self._logger.log(level, "weights %s were not sent: %s; servers load them from disk", held.version, causes)
         else:
             self._failing = False
-            self._logger.info("weights %s sent to %s (%.2f s)", held.version, _who(targets), time.monotonic() - began)
+            self._logger.info(
+                "weights %s sent to %s (%.2f s)", held.version, _who(targets), self._clock.monotonic() - began
+            )
         return reply
 
     async def _send(self, sending: Sending, targets: Sequence[BroadcastTarget]) -> BroadcastReply:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleas
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_sample, complete_sample
 from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 _MODES = ("", "sampled", "greedy")  # of ExecuteMFC.eval_mode; the place of one goes into the seed
 _MAX_DETAIL_CHARS = 400  # of what the master is told about a prompt without a group
@@ -58,14 +58,19 @@ class GroupMaker:
     """consumes: places of prompts.  produces: groups.  waits for: rewards, each at most rollout.reward_timeout_s."""
 
     def __init__(
-        self, config: ModelWorkerConfig, engine: TrainEngine, board: StatusBoard, logger: logging.Logger
+        self,
+        config: ModelWorkerConfig,
+        engine: TrainEngine,
+        board: StatusBoard,
+        logger: logging.Logger,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """On the worker's event loop. Raises ConfigError where prompts, tokenizer or rewards will not do."""
         assert config.groups is not None, "mode=sync"
         groups, info = config.groups, config.worker
         self._rollout, self._train, self._info = groups.rollout, config.train, info
         self._engine = engine
-        self._logger = logger
+        self._logger, self._clock = logger, clock
         self._loop = asyncio.get_running_loop()
         self._tokenizer = load_tokenizer(config.tokenizer_path)
         if self._tokenizer.eos_token_id is None:
@@ -97,7 +102,7 @@ class GroupMaker:
 
     def make(self, body: ExecuteMFC, ids: Sequence[str]) -> Made:
         """These of the call's groups. On the compute thread, collective over the ranks of the model."""
-        began = time.time()
+        began = self._clock.time()
         evaluates = bool(body.eval_mode)
         sampling, num_each = self._mode(body.eval_mode)
         locators = dict(zip(body.ids, body.locators, strict=True))

@@ -10,7 +10,6 @@ The first rank of the model also has the sender (weights.transport=broadcast), a
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,6 +41,7 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.run_folder import path_of
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call
 from asyncrl.runtime.trace import Tracer
@@ -83,10 +83,11 @@ class Publisher:
         *,
         board: StatusBoard,
         trace: Tracer,
+        clock: Clock,
     ) -> None:
         """sender: at the first rank of the model that is served."""
         self._config, self._info, self._compute, self._sender = config, config.worker, compute, sender
-        self._tasks, self._board, self._trace = tasks, board, trace
+        self._tasks, self._board, self._trace, self._clock = tasks, board, trace, clock
         self._probe = LogprobProbe(config.worker.seed) if config.weights.verify_logprobs else None
         self._measured: Probe | None = None  # with the newest snapshot
         self._held_version = ""  # that all ranks have made for the sender
@@ -205,7 +206,7 @@ class Publisher:
     async def _write_and_reply(
         self, lane: _Lane, call: Call, what: str, function: Callable[[], list[WrittenFile]], state: dict[str, float]
     ) -> None:
-        start = time.monotonic()
+        start = self._clock.monotonic()
         try:
             with self._trace.overlapping(what, kind="weights"):
                 files = await asyncio.get_running_loop().run_in_executor(lane.pool, function)
@@ -213,7 +214,7 @@ class Publisher:
             call.fail(error)
             await asyncio.sleep(LAST_WORDS_S)
             raise
-        call.reply(CallResult(files=files, stats=state, seconds=time.monotonic() - start))
+        call.reply(CallResult(files=files, stats=state, seconds=self._clock.monotonic() - start))
 
     def _write_part(self, path: Path, tensors: dict[str, torch.Tensor]) -> list[WrittenFile]:
         options = self._config.weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from asyncrl.protocol.messages import (
     UpdateWeightsReply,
     WeightVersion,
 )
+from asyncrl.runtime.clock import Clock
 from asyncrl.weights.update_group import Bucket, GroupMember
 from asyncrl.weights.versions import Probe
 
@@ -88,14 +88,15 @@ class Sending:
     """`stage` says where it is, for whoever reads why it failed."""
 
     def __init__(
-        self, held: Held, targets: Sequence[BroadcastTarget], client: ServerClient, *, deadline: float
+        self, held: Held, targets: Sequence[BroadcastTarget], client: ServerClient, *, deadline: float, clock: Clock
     ) -> None:
-        self._held, self._targets, self._client, self._deadline = held, targets, client, deadline
+        self._held, self._targets, self._client = held, targets, client
+        self._deadline, self._clock = deadline, clock
         self.stage = ""
 
     @property
     def left_s(self) -> float:
-        return max(0.001, self._deadline - time.monotonic())
+        return max(0.001, self._deadline - self._clock.monotonic())
 
     async def run(self, group: GroupMember, device: torch.device) -> BroadcastReply:
         """Everything from `begin` to `end`, to servers that have joined the group. device: where the group sends from."""

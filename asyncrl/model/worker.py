@@ -96,14 +96,16 @@ class ModelWorker(Worker):
         group_maker = None
         for mfc in config.mfcs:
             if mfc.kind == "generate" and mfc.model in engines:
-                group_maker = GroupMaker(config, engines[mfc.model], self.board, self.logger)
+                group_maker = GroupMaker(config, engines[mfc.model], self.board, self.logger, clock=self.system.clock)
                 opened.callback(group_maker.close)
         data = DataManager(store, worker=index, limit_s=limit_s, rank_of=world.rank_of)
         opened.callback(data.close)
         sender = None
         if index == self._first.workers[0] and config.weights.transport == "broadcast":
             sender = await self._open_sender(directory, opened, device)
-        publisher = Publisher(config, compute, sender, self.tasks, board=self.board, trace=self.trace)
+        publisher = Publisher(
+            config, compute, sender, self.tasks, board=self.board, trace=self.trace, clock=self.system.clock
+        )
         opened.callback(publisher.close)
         calls = Calls(
             config,
@@ -180,6 +182,7 @@ class ModelWorker(Worker):
             options=self.config.weights,
             logger=self.logger,
             trace=self.trace,
+            clock=self.system.clock,
         )
         url = await opened.enter_async_context(sender.serving())
         await directory.publish(self.names.weight_sender(ACTOR), url)

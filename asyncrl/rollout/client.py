@@ -17,7 +17,6 @@ import functools
 import itertools
 import logging
 import math
-import time
 import weakref
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from asyncrl.protocol.messages import (
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import MAX_LOGPROB, OnPiece, Response
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import NO_MORE_FILES
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.service_client import ServiceError
@@ -142,7 +142,9 @@ class PartialRolloutManager:
         request_timeout_s: float,
         max_requests: int,
         pauses: Pauses | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        """On the event loop that it is used on."""
         if new_tokens_per_chunk < 1:
             raise ValueError(f"rollout.new_tokens_per_chunk is {new_tokens_per_chunk}; it must be at least 1")
         self._chooser = chooser
@@ -151,20 +153,17 @@ class PartialRolloutManager:
         self._chunk = new_tokens_per_chunk
         self._timeout_s = request_timeout_s
         self._pauses = pauses or Pauses()
-        self._max_requests = max_requests
         self._slots = asyncio.Semaphore(max_requests)
         self._waits = _ServerWaits(board, request_timeout_s)
         self._request_numbers = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
         self._posts: dict[str, set[asyncio.Task[tuple[int, bytes]]]] = {}  # by the server's URL; bounded by _slots
         self._routes: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()  # by ticket
-        self._session: aiohttp.ClientSession | None = None
+        self._clock = clock
         self.counts = ClientCounts()
-
-    async def start(self) -> None:
         self._session = open_session(
-            max_connections=self._max_requests + 8,  # requests hold a slot first; 8 for aborts
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=self._pauses.connect_limit_s),
+            max_connections=max_requests + 8,  # requests hold a slot first; 8 for aborts
+            timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=self._pauses.connect_limit_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
             read_bufsize=1 << 20,
@@ -176,8 +175,7 @@ class PartialRolloutManager:
             task.cancel()
         if self._aborts:
             await asyncio.wait(self._aborts)
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     async def generate(
         self, route: Route, inputs: Sequence[Sequence[int]], sampling: SamplingConfig, stop_token_ids: Sequence[int]
@@ -242,8 +240,8 @@ class PartialRolloutManager:
                 if reason == "abort" and not got and aborts == len(self._pauses.empty_abort_s):
                     raise _ServerLostError(f"interrupted {aborts} times in a row without a token")
             except _ServerBusyError as error:
-                busy_since = busy_since or time.monotonic()
-                if time.monotonic() - busy_since > self._timeout_s:
+                busy_since = busy_since or self._clock.monotonic()
+                if self._clock.monotonic() - busy_since > self._timeout_s:
                     raise RolloutReleased(
                         "servers_busy", f"no server took a request within {self._timeout_s:g} s: {error}"
                     ) from error
@@ -371,7 +369,6 @@ class PartialRolloutManager:
         return post.result()
 
     async def _post(self, server: str, url: URL, body: bytes) -> tuple[int, bytes]:
-        assert self._session is not None, "start() first"
         self.counts.requests += 1
         self._waits.begin(server)
         try:
@@ -427,14 +424,13 @@ class PartialRolloutManager:
 
     def _abort_soon(self, url: URL, rid: str) -> None:
         """Tell the server, for what it is worth, that nobody waits for this request any more."""
-        if len(self._aborts) >= _MAX_ABORTS or self._session is None or self._session.closed:
+        if len(self._aborts) >= _MAX_ABORTS or self._session.closed:
             return
         task = asyncio.get_running_loop().create_task(self._abort(url, rid), name=f"abort {rid}")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, url: URL, rid: str) -> None:
-        assert self._session is not None
         timeout = aiohttp.ClientTimeout(total=self._pauses.abort_limit_s)
         with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
             body = _ENCODER.encode({"rid": rid})

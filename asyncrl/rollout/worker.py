@@ -69,6 +69,7 @@ class RolloutWorker(Worker):
                 self.logger,
                 files_each=3 if tasks.chat else 1,  # an agent's connection to the OpenAI API has both its ends here
             ),
+            clock=clock,
         )
         opened.push_async_callback(client.close)
         pusher = NameResolvingZmqPusher(
@@ -88,7 +89,6 @@ class RolloutWorker(Worker):
         if tasks.chat:
             await endpoint.start(info.runtime.host)
             self.logger.info("OpenAI API at %s", endpoint.url)
-        await client.start()
         await pusher.start()
         rollouts = Rollouts(
             rollout,

@@ -110,7 +110,6 @@ async def client(tmp_path: Path) -> AsyncIterator[PartialRolloutManager]:
         request_timeout_s=60.0,
         max_requests=2 * GROUP,
     )
-    await client.start()
     yield client
     await client.close()
 

@@ -101,7 +101,6 @@ async def test_tokens_logprobs_and_versions_are_those_of_the_engine(tmp_path: Pa
     client, endpoint = RecordingClient(), ChatEndpoint(board=BOARD, logger=LOGGER)
     async with serve(tmp_path, TOKENIZER) as served:
         agent.served = served
-        await client.start()
         await endpoint.start("127.0.0.1")
         try:
             policy = partial(respond, client, Route(served.ticket()))

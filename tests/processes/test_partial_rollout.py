@@ -90,7 +90,6 @@ async def make_client(chooser: Chooser, board: StatusBoard) -> AsyncIterator[Mak
         defaults = {"new_tokens_per_chunk": 16, "request_timeout_s": LIMIT_S, "max_requests": 128}
         options["pauses"] = replace(limits, **(pauses or {}))
         client = PartialRolloutManager(chooser, board=board, logger=LOGGER, **{**defaults, **options})
-        await client.start()
         made.append(client)
         return client
 

@@ -61,7 +61,6 @@ async def test_an_update_in_mid_sequence_keeps_tokens_logprobs_and_versions(
     prompt = [5, 6, 7, 8]
     sampling = SamplingConfig(max_new_tokens=300, temperature=1.3)
     async with serve(tmp_path) as served:
-        await client.start()
         try:
             generating = asyncio.ensure_future(client.generate(Route(served.ticket()), [prompt] * 16, sampling, []))
             assert await asyncio.to_thread(reached.wait, LIMIT_S)

@@ -106,7 +106,6 @@ async def a_client(setup: Setup) -> AsyncIterator[PartialRolloutManager]:
         request_timeout_s=60.0,
         max_requests=64,
     )
-    await client.start()
     try:
         yield client
     finally:
