@@ -30,7 +30,7 @@ from asyncrl.protocol.names import MASTER_META
 from asyncrl.protocol.tickets import make_key
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
-from asyncrl.runtime.channel_wire import Endpoint
+from asyncrl.runtime.channel_protocol import Endpoint
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session

@@ -24,7 +24,7 @@ from asyncrl.dataflow.worlds import Worlds
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.tracker import StorageTracker
 from asyncrl.protocol.messages import CallBody, CallResult, FetchData, FetchPart
-from asyncrl.runtime.channel import ChannelError, ReceiverRestarted
+from asyncrl.runtime.channel_protocol import ChannelError, ReceiverRestarted
 from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
 
 T = TypeVar("T")

@@ -29,16 +29,9 @@ from asyncrl.data.codec import CodecError
 from asyncrl.dataflow.worlds import WorldLife
 from asyncrl.protocol.messages import DECODE_ERRORS, CallBody, CallResult
 from asyncrl.protocol.names import Names
-from asyncrl.runtime.channel import (
-    ChannelFull,
-    ChannelLimits,
-    ChannelSender,
-    Delivery,
-    Endpoint,
-    ReceiverRestarted,
-)
+from asyncrl.runtime.channel import ChannelSender, Delivery, PublishedReceiver
+from asyncrl.runtime.channel_protocol import ChannelFull, ChannelLimits, Endpoint, ReceiverRestarted
 from asyncrl.runtime.names.interface import NameResolver
-from asyncrl.runtime.published import PublishedReceiver
 from asyncrl.runtime.transport import Transport, transport_of
 
 CALL_CREDIT_ITEMS = 1024  # unanswered calls of one worker

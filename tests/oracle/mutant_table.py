@@ -121,7 +121,7 @@ MUTANTS = [
         ),
     ),
     *_of(
-        "asyncrl/runtime/channel_state.py",
+        "asyncrl/runtime/channel_protocol.py",
         "tests/unit/test_channel.py",
         (
             "settled-bytes-stay-in-the-credit",
