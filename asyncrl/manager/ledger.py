@@ -21,9 +21,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.manager import intervals
-from asyncrl.manager.admission import Gate
-from asyncrl.manager.evaluation import EvalItem, EvaluationBook
-from asyncrl.manager.prompts import PromptCursor
+from asyncrl.manager.admission import EvalItem, EvaluationBook, Gate, PromptCursor
 from asyncrl.manager.routing import Server, ServerTable
 from asyncrl.protocol.messages import (
     AllocateReply,

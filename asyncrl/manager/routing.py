@@ -9,6 +9,10 @@ server that a manager before this one had load the version (or a newer one) need
 A server that answers late, or whose groups take much longer than those of its peers, is slow: it is shown as suspect and gets no
 groups while others have room, but for one at a time, by which it is seen to be quick again. Its requests go on.
 A server that leaves the run is DRAINING: it gets no groups and no weights, and ends those it has; what lasts too long is moved.
+
+Members says which servers the run is to have. A wish is a number: servers with that index and above leave. The launcher starts
+and stops processes by the same number; what only the manager knows, that a leaving server has nothing left to do, it tells the
+launcher: each once a wish.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from asyncrl.protocol.messages import ServerView, WeightVersion
+from asyncrl.protocol.messages import ScaleWish, ServerView, WeightVersion
 
 
 class ServerState(Enum):
@@ -445,3 +449,40 @@ POLICIES: dict[str, Callable[[Server], float]] = {
     "least_requests": operator.attrgetter("running"),
     "least_token_usage": lambda server: server.used_tokens + server.promised_tokens,
 }
+
+
+@dataclass
+class Members:
+    table: ServerTable
+    wish: ScaleWish | None = None
+    _told: dict[str, str] = field(default_factory=dict)  # server -> the wish under which it was told to have drained
+
+    def set_wish(self, wish: ScaleWish | None, now: float) -> None:
+        """The newest one counts."""
+        self.wish = wish
+        for name in self.table.servers:
+            self.see(name, now)
+
+    def see(self, name: str, now: float) -> None:
+        """A server is there: it leaves or stays."""
+        if self._is_wanted(name):
+            self.table.stay(name)
+        else:
+            self.table.leave(name, now)
+
+    def drained(self) -> list[tuple[str, str]]:
+        """Servers that may be stopped and the wish they leave by, but for those that were told."""
+        if self.wish is None:
+            return []
+        wish = self.wish.wish
+        return [
+            (name, wish)
+            for name, server in self.table.servers.items()
+            if server.leaving and self._told.get(name) != wish and self.table.has_drained(name)
+        ]
+
+    def told(self, name: str, wish: str) -> None:
+        self._told[name] = wish
+
+    def _is_wanted(self, name: str) -> bool:
+        return self.wish is None or int(name.rpartition("/")[2]) < self.wish.generation
