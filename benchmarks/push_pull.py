@@ -260,7 +260,7 @@ def raw_receiver(parent: Parent) -> None:
 def raw_sender(parent: Parent) -> None:
     import zmq
 
-    from asyncrl.data.codec import encode_sample
+    from asyncrl.data.sequence import encode_sample
     from asyncrl.runtime.channel_protocol import pack
 
     context = zmq.Context()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from asyncrl.data.codec import CodecError
+from asyncrl.data.sequence import CodecError
 from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel_protocol import (

@@ -17,8 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.data.codec import CodecError, decode_sample, encode_sample
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.sequence import CodecError, SequenceSample, decode_sample, encode_sample
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import MASTER_META, Names
 from asyncrl.runtime.channel import ChannelSender, Delivery, PublishedReceiver

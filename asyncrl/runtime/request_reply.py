@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.data.codec import CodecError
+from asyncrl.data.sequence import CodecError
 from asyncrl.dataflow.worlds import WorldLife
 from asyncrl.protocol.messages import DECODE_ERRORS, CallBody, CallResult
 from asyncrl.protocol.names import Names

@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.config.schema import GenerationConfig, RuntimeConfig, SamplingConfig
-from asyncrl.data.codec import CodecError, decode_sample, encode_sample
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.sequence import CodecError, SequenceSample, decode_sample, encode_sample
 from asyncrl.generation.engine import EngineUnavailable, RequestRefused
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.manager.http import ManagerService

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.data.codec import encode_sample
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.sequence import SequenceSample, encode_sample
 from asyncrl.protocol.messages import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import MASTER_META, Names
 from asyncrl.runtime.channel import ChannelSender

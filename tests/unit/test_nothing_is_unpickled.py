@@ -12,7 +12,7 @@ import pytest
 
 import asyncrl
 from asyncrl.config.schema import ConfigError, RuntimeConfig
-from asyncrl.data.codec import CodecError, decode_sample
+from asyncrl.data.sequence import CodecError, decode_sample
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, parse_process_config
 from asyncrl.protocol.messages import DECODE_ERRORS, MasterReport, TrajectoryMeta
