@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from asyncrl.generation.engine import WeightsRefused
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import WeightVersion
 
 Published = Callable[[], Awaitable[WeightVersion | None]]
@@ -20,15 +21,16 @@ class VersionFence:
 
     def __init__(self, published: Published | None = None) -> None:
         """published: asks for the newest version that the trainer has published. None: versions have no upper bound."""
-        self._newest: WeightVersion | None = None
+        self._loaded = Fence[WeightVersion | None](None)
         self._published = published
         self._highest: WeightVersion | None = None  # that `published` has named so far
 
     def check(self, version: WeightVersion) -> None:
         """Before a load. Raises WeightsRefused."""
-        if self._newest is not None and version < self._newest:
-            over = f"; attempt {version.attempt} is over" if version.attempt < self._newest.attempt else ""
-            raise WeightsRefused(f"version {version} is older than {self._newest}, which was loaded here{over}")
+        newest = self._loaded.newest
+        if newest is not None and self._loaded.is_over(version):
+            over = f"; attempt {version.attempt} is over" if version.attempt < newest.attempt else ""
+            raise WeightsRefused(f"version {version} is older than {newest}, which was loaded here{over}")
 
     async def check_published(self, version: WeightVersion) -> None:
         """Before weights come from elsewhere than the run's folder, which holds what the trainer has made.
@@ -43,5 +45,4 @@ class VersionFence:
             raise WeightsRefused(f"weight_version is {version}, which the trainer has not published; {newest}")
 
     def loaded(self, version: WeightVersion) -> None:
-        if self._newest is None or version > self._newest:
-            self._newest = version
+        self._loaded.adopt(version)

@@ -28,6 +28,7 @@ import msgspec
 from asyncrl.manager import intervals
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, Update, UpdatePlan
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import (
     BroadcastReply,
     BroadcastRequest,
@@ -184,7 +185,7 @@ class Fleet:
         self._trace = trace
         self._clock = clock or SystemClock()
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
-        self._published: WeightVersion | None = None
+        self._published = Fence[WeightVersion | None](None)
         self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails its check, and since when
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
@@ -206,7 +207,8 @@ class Fleet:
     @property
     def attempt(self) -> int:
         """The newest that weights were published of, or held for."""
-        return max(self.table.attempt, self._published.attempt if self._published is not None else 0)
+        published = self._published.newest
+        return max(self.table.attempt, published.attempt if published is not None else 0)
 
     def publish(self, text: str) -> None:
         """`model_version` was put. What is older than what we know, or no version, is logged and ignored."""
@@ -215,13 +217,13 @@ class Fleet:
         except ValueError as error:
             self._logger.error("model_version ignored: %s", error)
             return
-        if version.attempt < self.table.attempt or (self._published is not None and version < self._published):
-            self._logger.warning("model_version %s ignored: it goes back from %s", version, self._published)
+        if self.table.attempts.is_over(version.attempt) or self._published.is_over(version):
+            self._logger.warning("model_version %s ignored: it goes back from %s", version, self._published.newest)
             return
         if version == self.damaged:
             self._logger.info("weights %s were written again", version)
             self.damaged = self._failing = None
-        self._published = version
+        self._published.adopt(version)
         self._publication.set()
 
     def hold(self, text: str) -> None:
@@ -279,7 +281,7 @@ class Fleet:
         while True:
             await self._publication.wait()  # for as long as nothing is published: hold
             self._publication.clear()
-            version = self._published
+            version = self._published.newest
             assert version is not None
             try:
                 with self._trace.overlapping(f"verify {version}", kind="weights"):
@@ -464,7 +466,7 @@ class Fleet:
             self.counters["failed", update.server] += 1
             if isinstance(error, MismatchError):
                 self._count_mismatch(update, error)
-            if isinstance(error, RefusedError) and update.version == self._published:
+            if isinstance(error, RefusedError) and self._published.is_current(update.version):
                 self._publication.set()  # verified once more
             level = logging.DEBUG if isinstance(error, BroadcastError) else logging.WARNING
             self._logger.log(

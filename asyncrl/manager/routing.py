@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import ScaleWish, ServerView, WeightVersion
 
 
@@ -132,7 +133,7 @@ class ServerTable:
     dead_after_s: float = 15.0
     max_groups: int = 0  # of one server; 0: no limit
     drain_timeout_s: float = 30.0
-    attempt: int = 1
+    attempts: Fence[int] = field(default_factory=lambda: Fence(1))
     served: int = -1  # newest version that a server of this attempt has served; never goes back within the attempt
     servers: dict[str, Server] = field(default_factory=dict)
     _last_picked: str = ""
@@ -144,6 +145,11 @@ class ServerTable:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"manager.routing is {self.policy!r}; use one of {', '.join(POLICIES)}")
+
+    @property
+    def attempt(self) -> int:
+        """The newest that weights were published of."""
+        return self.attempts.newest
 
     # ------------------------------------------------------------------------------------------------- health
 
@@ -288,7 +294,7 @@ class ServerTable:
         if server.life != life or server.state is not ServerState.UPDATING:
             return False
         server.last_answer = now
-        if version.attempt != self.attempt:
+        if not self.attempts.is_current(version.attempt):
             self._move(server, ServerState.STALE, f"loaded {version}, but attempt {self.attempt} has begun")
             return False
         self._move(server, ServerState.HEALTHY, "")
@@ -328,9 +334,8 @@ class ServerTable:
 
     def begin_attempt(self, attempt: int) -> None:
         """The training side began anew: every server is stale until it has the new attempt's weights."""
-        if attempt <= self.attempt:
+        if not self.attempts.adopt(attempt):
             return
-        self.attempt = attempt
         self.served = -1
         for server in self.servers.values():
             if server.state in (ServerState.HEALTHY, ServerState.SUSPECT):

@@ -24,6 +24,7 @@ from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.load import LoadPoller
 from asyncrl.manager.routing import Members, ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import DECODE_ERRORS, ScaleWish, Ticket, WeightVersion
 from asyncrl.protocol.names import MASTER_META
 from asyncrl.protocol.tickets import make_key
@@ -87,7 +88,7 @@ class GserverManager(Worker):
             dead_after_s=options.lease_s,
             max_groups=options.max_groups_per_server,
             drain_timeout_s=options.drain_timeout_s,
-            attempt=attempt,
+            attempts=Fence(attempt),
         )
         ledger = Ledger(
             table,

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from asyncrl.data.sequence import CodecError
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel_protocol import (
@@ -149,6 +150,7 @@ class ChannelSender:
             credit_items=limits.credit_items, credit_bytes=limits.credit_bytes, resend_after_s=limits.resend_after_s
         )
         self._backlog: OrderedDict[_Message, None] = OrderedDict()  # callers of send that wait for credit
+        self._places = Fence[tuple[int, int] | None](None)  # of receivers under the name
         self._link: _Link | None = None  # None: no receiver has appeared under the name yet
         self._answered = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -238,7 +240,7 @@ class ChannelSender:
         before = self.endpoint
         if endpoint == before or self._closed or self._pull is None:
             return
-        if before is not None and endpoint.place < before.place:
+        if self._places.is_over(endpoint.place):
             logger.warning(
                 "%s: %s of attempt %d, life %d is ignored: it is over",
                 self.name,
@@ -253,6 +255,7 @@ class ChannelSender:
             logger.info("%s: %s is now %s", self.name, self.peer, endpoint.incarnation)
             self._link.push.close()
         restarted = before is not None and (self._window.answered or endpoint.life > before.life)
+        self._places.adopt(endpoint.place)
         self._link = link = _Link(endpoint, push, self._pull.address)
         self._answered.clear()
         if restarted and self._on_restart == "fail":
@@ -712,7 +715,7 @@ class PublishedReceiver(ABC, Generic[T]):
         life: int = 0,
     ) -> None:
         self._resolver = resolver
-        self._attempt = attempt
+        self._attempts = Fence(attempt)  # this one for good
         self._life = life
         self._key = names.stream(stream)
         self._label = label  # what it is called in refusals
@@ -726,7 +729,7 @@ class PublishedReceiver(ABC, Generic[T]):
         Raises FencedError where a later attempt, or a later life in this one, has the name.
         """
         await asyncio.to_thread(self._check_name)
-        endpoint = msgspec.structs.replace(await self._receiver.start(), attempt=self._attempt, life=self._life)
+        endpoint = msgspec.structs.replace(await self._receiver.start(), attempt=self._attempts.newest, life=self._life)
         value = msgspec.json.encode(endpoint).decode()
         await asyncio.to_thread(
             self._resolver.publish, self._key, value, lease=self._lease, limit_s=self._start_timeout_s
@@ -746,14 +749,14 @@ class PublishedReceiver(ABC, Generic[T]):
             there = msgspec.json.decode(self._resolver.get(self._key), type=Endpoint)
         except (NameEntryNotFound, *DECODE_ERRORS):
             return
-        if there.attempt > self._attempt:
+        attempt = self._attempts.newest
+        if not Fence(there.place).is_over((attempt, self._life)):
+            return
+        if there.attempt > attempt:
             raise FencedError(
-                f"{self._label} of attempt {self._attempt} ends: attempt {there.attempt} has begun ({there.incarnation})"
+                f"{self._label} of attempt {attempt} ends: attempt {there.attempt} has begun ({there.incarnation})"
             )
-        if there.place > (self._attempt, self._life):
-            raise FencedError(
-                f"{self._label} in life {self._life} ends: life {there.life} has begun ({there.incarnation})"
-            )
+        raise FencedError(f"{self._label} in life {self._life} ends: life {there.life} has begun ({there.incarnation})")
 
     async def _next(self) -> T:
         """The next message that can be read. A cancelled wait changes nothing."""

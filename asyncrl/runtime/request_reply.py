@@ -314,6 +314,6 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
 
     def _read(self, delivery: Delivery) -> Call:
         header = _decode_call(delivery.header)
-        if header.attempt != self._attempt:
-            raise CodecError(f"it is of attempt {header.attempt}, this is attempt {self._attempt}")
+        if not self._attempts.is_current(header.attempt):
+            raise CodecError(f"it is of attempt {header.attempt}, this is attempt {self._attempts.newest}")
         return Call(delivery, header, self._label)
