@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from asyncrl.generation.checks import VersionFence
 from asyncrl.generation.engine import WeightsRefused
-from asyncrl.generation.fence import VersionFence
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.update_plan import Update, UpdatePlan
 from asyncrl.protocol.fence import Fence
