@@ -237,7 +237,7 @@ def _median_step_s(step: Callable[[], None]) -> float:
 def raw_receiver(parent: Parent) -> None:
     import zmq
 
-    from asyncrl.runtime.channel_wire import unpack
+    from asyncrl.runtime.channel_protocol import unpack
 
     context = zmq.Context()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -260,8 +260,8 @@ def raw_receiver(parent: Parent) -> None:
 def raw_sender(parent: Parent) -> None:
     import zmq
 
-    from asyncrl.data.codec import encode_sample
-    from asyncrl.runtime.channel_wire import pack
+    from asyncrl.data.sequence import encode_sample
+    from asyncrl.runtime.channel_protocol import pack
 
     context = zmq.Context()
     push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.config.schema import REF, REWARD
+from asyncrl.protocol.fence import Fence
 
 if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement
@@ -91,21 +92,19 @@ class WorldLife:
 
     def __init__(self, members: Sequence[int]) -> None:
         self._lives = dict.fromkeys(members, 0)
-        self._newest = 0
+        self._newest = Fence(0)
 
     def connected(self, worker: int, life: int) -> bool:
         """A worker is there, in this life. Whether that is the first word of a new life: the one before is over, for all."""
         self._lives[worker] = max(life, self._lives[worker])
-        begins = life > self._newest
-        self._newest = max(life, self._newest)
-        return begins
+        return self._newest.adopt(life)
 
     @property
     def life(self) -> int | None:
         """In which all members are. None: the newest has begun, and some are still to come."""
-        return self._newest if set(self._lives.values()) == {self._newest} else None
+        return self._newest.newest if set(self._lives.values()) == {self._newest.newest} else None
 
     @property
     def missing(self) -> list[int]:
         """Members that are still to come."""
-        return [worker for worker, life in self._lives.items() if life < self._newest]
+        return [worker for worker, life in self._lives.items() if self._newest.is_over(life)]

@@ -1,23 +1,51 @@
-"""What engines check before they take anything: requests against the model's limits, weight versions against its tensors.
+"""What generation servers check: requests against the model's limits; versions against those that were loaded; their tensors
+against the model's; and after a load, what the engine computes.
 
 Torch-free: everything is read from config.json, generation_config.json and the headers of safetensors files.
+
+A version is refused from any sender where it is of a lower attempt than was loaded, older, or one that the run has not reached.
+A gserver manager that was frozen, or a trainer, may speak after its successor: it must not take a server back. After a version
+that is far ahead the server would refuse all versions that follow.
+
+The logprob check is the servers' half of weights.verify_logprobs; the trainer's is model/probe.py.
+
+    manifest.json of the version (`probe`: tokens, the trainer's logprobs) --+
+    engine: load the version, score the same tokens -------------------------+--> LogprobCheck --> the version is echoed, or refused
+
+Checksums say that the files are sound. They cannot say that an engine has put them where it computes: a load may report success
+and leave the old weights, in whole or in part. What was refused is not served: the server has no version until a load passes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from asyncrl.generation.engine import EngineRequest, RequestRefused, WeightsRefused
+from asyncrl.generation.engine import (
+    EngineFailed,
+    EngineRequest,
+    EngineUnavailable,
+    GenerationEngine,
+    RequestRefused,
+    WeightsRefused,
+)
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import SamplingParams, TensorSpecs, WeightVersion
 from asyncrl.weights import versions as weights
+from asyncrl.weights.versions import Probe, read_manifest
 
 _FLOATING = frozenset({"F32", "F16", "BF16", "float32", "float16", "bfloat16"})  # in files, and as torch calls them
 _SHOWN = 5  # problems of a version that are named
+_MEAN_SHARE = 6.0  # the mean may differ by a sixth of what a single token may: bfloat16 gave 0.05 and 0.3
+_LEAST_CHANGE = 1e-5  # of the trainer's mean logprob between two versions, for the servers' to have to change, too
+
+Published = Callable[[], Awaitable[WeightVersion | None]]
 
 
 # ------------------------------------------------------------------------------------------------------------- requests
@@ -55,7 +83,42 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, max_prompt: int, ma
         )
 
 
-# -------------------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------------------------- versions
+
+
+class VersionFence:
+    """Remembers the newest version that was loaded. The same again is fine: the load may have failed half-way."""
+
+    def __init__(self, published: Published | None = None) -> None:
+        """published: asks for the newest version that the trainer has published. None: versions have no upper bound."""
+        self._loaded = Fence[WeightVersion | None](None)
+        self._published = published
+        self._highest: WeightVersion | None = None  # that `published` has named so far
+
+    def check(self, version: WeightVersion) -> None:
+        """Before a load. Raises WeightsRefused."""
+        newest = self._loaded.newest
+        if newest is not None and self._loaded.is_over(version):
+            over = f"; attempt {version.attempt} is over" if version.attempt < newest.attempt else ""
+            raise WeightsRefused(f"version {version} is older than {newest}, which was loaded here{over}")
+
+    async def check_published(self, version: WeightVersion) -> None:
+        """Before weights come from elsewhere than the run's folder, which holds what the trainer has made.
+
+        Raises WeightsRefused, and what `published` raises. Asks once a version.
+        """
+        if self._published is None or (self._highest is not None and version <= self._highest):
+            return
+        self._highest = await self._published()
+        if self._highest is None or version > self._highest:
+            newest = f"{self._highest} is the newest" if self._highest is not None else "there is none yet"
+            raise WeightsRefused(f"weight_version is {version}, which the trainer has not published; {newest}")
+
+    def loaded(self, version: WeightVersion) -> None:
+        self._loaded.adopt(version)
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
 
 
 @dataclass(frozen=True)
@@ -174,3 +237,123 @@ def _tied_names(names: Mapping[str, object]) -> tuple[str, str]:
     """Of the embedding and the output layer, as Hugging Face calls them in every causal model."""
     embedding = next((name for name in names if name.endswith("embed_tokens.weight")), "model.embed_tokens.weight")
     return embedding, "lm_head.weight"
+
+
+# ------------------------------------------------------------------------------------------------------------- logprobs
+
+
+class LogprobMismatch(WeightsRefused):
+    """The engine computes with other weights than the version's."""
+
+
+@dataclass(frozen=True)
+class _Passed:
+    version: WeightVersion
+    fingerprint: str
+    probe: Probe
+    scores: list[float]
+
+
+class LogprobCheck:
+    """Compares a server's logprobs of the probe with the trainer's (pure). Two rules:
+
+    near: none differs by more than `tolerance`, and on average none by more than a sixth of that. Finds weights that are wrong,
+        or old by more than the tolerance shows.
+    moved: where the tensors are others than those of the last version that passed, and the trainer's logprobs moved, the server's
+        are not what they were to the last bit. Finds old weights however small a step was and however coarse the dtype is.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._last: _Passed | None = None
+
+    def check(self, version: WeightVersion, probe: Probe, fingerprint: str, scores: Sequence[float]) -> float:
+        """scores: the server's logprobs of probe.input_ids, as GenerationEngine.score gives them; fingerprint: of the tensors.
+
+        Returns the largest difference. Raises LogprobMismatch with the figures.
+        """
+        mine = list(scores[-len(probe.logprobs) :])
+        if len(mine) != len(probe.logprobs):
+            raise LogprobMismatch(
+                f"weights {version}: {len(mine)} logprobs for the probe's {len(probe.logprobs)} tokens"
+            )
+        last = self._last
+        largest, mean = _difference(mine, probe.logprobs)
+        comparable = last is not None and last.probe.input_ids == probe.input_ids and last.fingerprint != fingerprint
+        kept = comparable and last is not None and mine == last.scores
+        origin = (
+            f"; to the last bit they are those of {last.version}: the old weights are still there"
+            if kept and last
+            else ""
+        )
+        if not (largest <= self._tolerance and mean <= self._tolerance / _MEAN_SHARE):
+            raise LogprobMismatch(
+                f"weights {version} were loaded, but the server's logprobs of the probe are not the trainer's: they differ by"
+                f" {largest:.3g} at most and {mean:.3g} on average (allowed: {self._tolerance:g} and"
+                f" {self._tolerance / _MEAN_SHARE:.3g}, weights.verify_tolerance){origin}"
+            )
+        if kept and last is not None and _difference(probe.logprobs, last.probe.logprobs)[1] > _LEAST_CHANGE:
+            raise LogprobMismatch(
+                f"weights {version} were loaded, but the server's logprobs of the probe did not move, while the trainer's did"
+                f" (by {_difference(probe.logprobs, last.probe.logprobs)[1]:.3g} on average){origin}"
+            )
+        self._last = _Passed(version, fingerprint, probe, mine)
+        return largest
+
+
+def _difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Largest and mean absolute difference; NaN counts as infinitely far."""
+    differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    differences = [math.inf if math.isnan(value) else value for value in differences]
+    return max(differences), math.fsum(differences) / len(differences)
+
+
+class VerifiedLoads:
+    """Loads versions into an engine and lets them pass only if the probe says so."""
+
+    def __init__(self, engine: GenerationEngine, *, tolerance: float, limit_s: float, logger: logging.Logger) -> None:
+        """limit_s: for scoring the probe."""
+        self._engine, self._limit_s, self._logger = engine, limit_s, logger
+        self._check = LogprobCheck(tolerance)
+
+    async def load(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
+        """GenerationEngine.load_weights, and the probe of the version's manifest. Raises WeightsRefused."""
+        self.require_pause()
+        num_ended = await self._engine.load_weights(path, version, abort_running=abort_running)
+        try:
+            manifest = await asyncio.to_thread(read_manifest, path)
+        except ValueError as error:
+            self._engine.forget_version()
+            raise WeightsRefused(str(error)) from error
+        await self.verify(version, manifest.probe, manifest.fingerprint)
+        return num_ended
+
+    def require_pause(self) -> None:
+        """Before a load: requests must not run on weights that are not verified yet."""
+        if not self._engine.stats().paused:
+            raise WeightsRefused(
+                "weights.verify_logprobs is on: pause generation before an update, and continue after it"
+            )
+
+    async def verify(self, version: WeightVersion, probe: Probe | None, fingerprint: str) -> None:
+        """What was just loaded, by whatever way: let it pass, or have the engine serve nothing and raise WeightsRefused."""
+        try:
+            if probe is None:
+                raise WeightsRefused(
+                    f"weights {version} have no probe in their manifest, and weights.verify_logprobs is on for this server"
+                )
+            async with asyncio.timeout(self._limit_s):
+                scores = await self._engine.score(probe.input_ids)
+            largest = self._check.check(version, probe, fingerprint, scores)
+        except WeightsRefused as refusal:
+            self._engine.forget_version()
+            self._logger.error("%s", refusal)
+            raise
+        except (asyncio.TimeoutError, EngineFailed, EngineUnavailable, RequestRefused) as error:
+            self._engine.forget_version()
+            why = f"not within {self._limit_s:g} s" if isinstance(error, asyncio.TimeoutError) else str(error)
+            raise WeightsRefused(f"weights {version}: the probe could not be scored: {why}") from error
+        except BaseException:
+            self._engine.forget_version()
+            raise
+        self._logger.info("weights %s verified: logprobs of the probe differ by at most %.2g", version, largest)

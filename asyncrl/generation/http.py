@@ -34,6 +34,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from asyncrl import __version__
+from asyncrl.generation.checks import LogprobMismatch, Published, VerifiedLoads, VersionFence
 from asyncrl.generation.engine import (
     EngineFailed,
     EngineRequest,
@@ -44,10 +45,8 @@ from asyncrl.generation.engine import (
     WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.generation.fence import Published, VersionFence
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.receive import ReceivingHTTP
-from asyncrl.generation.verify import LogprobMismatch, VerifiedLoads
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     FetchWeightsRequest,

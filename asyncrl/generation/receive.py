@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 from aiohttp import web
 
+from asyncrl.generation.checks import LogprobMismatch, VerifiedLoads, VersionFence
 from asyncrl.generation.engine import WeightReceiver, WeightsRefused
-from asyncrl.generation.fence import VersionFence
-from asyncrl.generation.verify import LogprobMismatch, VerifiedLoads
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     EndWeightUpdate,

@@ -12,12 +12,12 @@ import dataclasses
 from contextlib import AsyncExitStack
 
 from asyncrl.config.schema import GenerationServerConfig
+from asyncrl.generation.checks import VerifiedLoads
 from asyncrl.generation.engine import EngineUnavailable, GenerationEngine
 from asyncrl.generation.engines import Engines
 from asyncrl.generation.fetched import FetchedWeights
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.journal import FLUSH_INTERVAL_S, TokenJournal
-from asyncrl.generation.verify import VerifiedLoads
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.directory import Directory

@@ -1,4 +1,4 @@
-"""The admission rule, which bounds staleness (pure).
+"""Which rollout may start next (pure): the admission rule, which bounds staleness; the prompts of training; evaluations.
 
 The gate admits a train ticket while
 
@@ -7,11 +7,25 @@ The gate admits a train ticket while
 
 with B the train batch in prompts and live = running, in transit, stored, or in the current train step. The rule for when a step
 may start is the other half of the bound: asyncrl/master/batch.py.
+
+A prompt is a Locator (epoch, position); which line of the data set that is, the rollout workers' prompt source knows. Prompts go
+out in order of their locators, those handed out before (their ticket was lost) first.
+
+An evaluation is num_prompts prompts in each of its modes. Its tickets pass beside the gate of training, with a share of
+capacity of their own; a lost one is handed out again, and one that is lost too often counts as failed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asyncrl.protocol.messages import EvaluateReply, EvaluateRequest, EvaluationResult, Locator, RolloutResult
+
+_FIRST = Locator(0, 0)
+MAX_EVALUATIONS = 64  # results of older ones are forgotten
 
 
 @dataclass(frozen=True)
@@ -44,3 +58,201 @@ class Gate:
     def refusal(self, *, live: int, running: int, trained: int, served: int) -> str:
         """Why one more ticket is not admitted; "" if it is."""
         return self.room(live=live, running=running, trained=trained, served=served)[1]
+
+
+class PromptCursor:
+    """Every prompt of every epoch once, in order; what comes back goes first.
+
+    A prompt before the cursor is out (live), back (in `again`) or finished; so nothing needs to be remembered of finished
+    prompts. `_skipped` holds prompts from the cursor on that must not be handed out: finished before this manager began, or
+    live by a ticket of the manager before it.
+    """
+
+    def __init__(
+        self, num_prompts: int, num_epochs: int, *, start: Locator = _FIRST, done: Iterable[Locator] = ()
+    ) -> None:
+        if num_prompts < 1 or num_epochs < 1:
+            raise ValueError(f"num_prompts is {num_prompts} and num_epochs is {num_epochs}; both must be at least 1")
+        self.num_prompts = num_prompts
+        self.num_epochs = num_epochs
+        # A cursor may point one past an epoch's last prompt.
+        self._next = start if start.position < num_prompts else Locator(start.epoch + 1, 0)
+        self._skipped = {locator for locator in done if locator >= self._next}
+        self._again: list[tuple[Locator, int]] = []  # heap of (prompt, which issue the next one is)
+        self._advance()
+
+    @property
+    def exhausted(self) -> bool:
+        """Nothing is left to hand out, unless a ticket is lost."""
+        return not self._again and self._next.epoch >= self.num_epochs
+
+    @property
+    def next(self) -> Locator:
+        return self._next
+
+    @property
+    def num_again(self) -> int:
+        return len(self._again)
+
+    def take(self) -> tuple[Locator, int]:
+        """The next prompt and which issue of it this is (from 1). There must be one."""
+        assert not self.exhausted
+        if self._again:
+            return heapq.heappop(self._again)
+        taken = self._next
+        self._next = self._successor(taken)
+        self._advance()
+        return taken, 1
+
+    def put_back(self, locator: Locator, issue: int) -> None:
+        """Its ticket is lost: hand it out again, before new ones, as issue number `issue`."""
+        assert not self.is_waiting(locator), locator
+        heapq.heappush(self._again, (locator, issue))
+
+    def is_waiting(self, locator: Locator) -> bool:
+        """Still to be handed out (or handed out again)."""
+        if locator >= self._next:
+            return self._in_range(locator) and locator not in self._skipped
+        return any(waiting == locator for waiting, _ in self._again)
+
+    def withdraw(self, locator: Locator) -> bool:
+        """Do not hand it out: it is live by another ticket. False where it was not waiting."""
+        if not self.is_waiting(locator):
+            return False
+        if locator >= self._next:
+            self._skipped.add(locator)
+            self._advance()
+        else:
+            self._again = [entry for entry in self._again if entry[0] != locator]
+            heapq.heapify(self._again)
+        return True
+
+    def _in_range(self, locator: Locator) -> bool:
+        return locator.epoch < self.num_epochs and 0 <= locator.position < self.num_prompts
+
+    def _successor(self, locator: Locator) -> Locator:
+        if locator.position + 1 < self.num_prompts:
+            return Locator(locator.epoch, locator.position + 1)
+        return Locator(locator.epoch + 1, 0)
+
+    def _advance(self) -> None:
+        while self._next in self._skipped:
+            self._skipped.discard(self._next)
+            self._next = self._successor(self._next)
+
+
+@dataclass(frozen=True, order=True)
+class EvalItem:
+    """One prompt in one mode of one evaluation."""
+
+    eval_id: str
+    mode: int  # index in the request's modes
+    position: int  # of the prompt among the evaluation prompts
+
+
+@dataclass
+class Evaluation:
+    request: EvaluateRequest
+    waiting: list[tuple[EvalItem, int]]  # heap of (item, which issue the next one is)
+    results: dict[EvalItem, RolloutResult | None] = field(default_factory=dict)  # None: failed
+
+    @property
+    def num_total(self) -> int:
+        return len(self.request.modes) * self.request.num_prompts
+
+    @property
+    def done(self) -> bool:
+        return len(self.results) == self.num_total
+
+
+class EvaluationBook:
+    """All evaluations, the oldest unfinished one first."""
+
+    def __init__(self, max_issues: int) -> None:
+        self._max_issues = max_issues
+        self._evaluations: OrderedDict[str, Evaluation] = OrderedDict()
+        self.num_waiting = 0  # items still to be handed out; asked for with every ticket
+
+    def begin(self, request: EvaluateRequest) -> bool:
+        """Start an evaluation. False (and no effect) if one of this id was started before."""
+        if request.eval_id in self._evaluations:
+            return False
+        if not request.eval_id or request.num_prompts < 1 or not request.modes:
+            raise ValueError("an evaluation needs an eval_id, at least one mode and num_prompts >= 1")
+        if len(set(request.modes)) != len(request.modes):
+            raise ValueError(f"modes {request.modes} of evaluation {request.eval_id!r} name one twice")
+        waiting = [
+            (EvalItem(request.eval_id, mode, position), 1)
+            for mode in range(len(request.modes))
+            for position in range(request.num_prompts)
+        ]
+        self._evaluations[request.eval_id] = Evaluation(request, waiting)
+        self.num_waiting += len(waiting)
+        while len(self._evaluations) > MAX_EVALUATIONS:
+            _, forgotten = self._evaluations.popitem(last=False)
+            self.num_waiting -= len(forgotten.waiting)
+        return True
+
+    @property
+    def unfinished(self) -> bool:
+        return any(not evaluation.done for evaluation in self._evaluations.values())
+
+    def take(self) -> tuple[EvalItem, int]:
+        """The next item and which issue of it this is. There must be one."""
+        evaluation = next(evaluation for evaluation in self._evaluations.values() if evaluation.waiting)
+        self.num_waiting -= 1
+        return heapq.heappop(evaluation.waiting)
+
+    def mode(self, item: EvalItem) -> str:
+        return self._evaluations[item.eval_id].request.modes[item.mode]
+
+    def finish(self, item: EvalItem, result: RolloutResult) -> None:
+        """Its result; the first counts. An outcome other than `evaluated` counts as failed."""
+        evaluation = self._evaluations.get(item.eval_id)
+        if evaluation is not None and item not in evaluation.results:
+            evaluation.results[item] = result if result.outcome == "evaluated" and result.rewards else None
+
+    def put_back(self, item: EvalItem, issue: int) -> None:
+        """Its ticket is lost: again, as issue number `issue`, or failed if that is once too often."""
+        evaluation = self._evaluations.get(item.eval_id)
+        if evaluation is None or item in evaluation.results:
+            return
+        if issue > self._max_issues:
+            evaluation.results[item] = None
+        else:
+            heapq.heappush(evaluation.waiting, (item, issue))
+            self.num_waiting += 1
+
+    def reply(self, eval_id: str) -> EvaluateReply:
+        evaluation = self._evaluations[eval_id]
+        results = []
+        if evaluation.done:
+            results = [self._summary(evaluation, mode) for mode in range(len(evaluation.request.modes))]
+        return EvaluateReply(
+            done=evaluation.done,
+            num_finished=len(evaluation.results),
+            num_total=evaluation.num_total,
+            results=results,
+        )
+
+    def clear(self) -> None:
+        """The attempt that asked is over."""
+        self._evaluations.clear()
+        self.num_waiting = 0
+
+    @staticmethod
+    def _summary(evaluation: Evaluation, mode: int) -> EvaluationResult:
+        request = evaluation.request
+        mine = [result for item, result in evaluation.results.items() if item.mode == mode]
+        good = [result for result in mine if result is not None]
+        rewards = [reward for result in good for reward in result.rewards]
+        lengths = [length for result in good for length in result.lengths]
+        return EvaluationResult(
+            mode=request.modes[mode],
+            num_prompts=request.num_prompts,
+            num_failed=len(mine) - len(good),
+            mean_reward=sum(rewards) / len(rewards) if rewards else 0.0,
+            mean_length=sum(lengths) / len(lengths) if lengths else 0.0,
+            version_min=min((result.version_start for result in good), default=-1),
+            version_max=max((result.version_end for result in good), default=-1),
+        )

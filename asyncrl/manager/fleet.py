@@ -15,12 +15,12 @@ import os
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -28,9 +28,11 @@ import msgspec
 from asyncrl.manager import intervals
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.update_plan import SLOW_BYTES_PER_S, Update, UpdatePlan
-from asyncrl.manager.wave import Wave, broadcast_request
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import (
     BroadcastReply,
+    BroadcastRequest,
+    BroadcastTarget,
     FetchWeightsRequest,
     ModelInfo,
     UpdateWeightsReply,
@@ -84,6 +86,61 @@ class MismatchError(UpdateError):
     """A server has loaded a version, but does not compute with its weights (weights.verify_logprobs)."""
 
 
+Send = Callable[[Sequence[Update]], Coroutine[Any, Any, BroadcastReply]]
+
+
+class Wave:
+    """Servers that get a version together, by one broadcast: each is paused by itself, then the trainer is asked for all at once.
+
+    A member that fails before it is ready is left behind at once; one that is slow (its pause waits for long requests) is waited
+    for a little, counted from the first that is ready. It then asks for a broadcast of its own. `send` asks the trainer, and
+    returns within a limit of its own.
+
+    consumes: members that are ready, or leave.  produces: one call of `send` for all that are ready.
+    waits for: the other members, wait_s at most after the first.  unblocked by: the last of them.
+    """
+
+    def __init__(self, members: Sequence[Update], send: Send, *, wait_s: float) -> None:
+        self._awaited = {update.server for update in members}
+        self._ready: list[Update] = []
+        self._send, self._wait_s = send, wait_s
+        self._departed = asyncio.Event()
+        self._sending: asyncio.Task[BroadcastReply] | None = None
+
+    async def ready(self, update: Update) -> BroadcastReply:
+        """The server is paused: what became of the broadcast."""
+        if self._departed.is_set():
+            return await self._send([update])
+        self._ready.append(update)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send_together(), name=f"broadcast {update.version}")
+        self.leave(update)
+        return await asyncio.shield(self._sending)  # it is the others', too
+
+    def leave(self, update: Update) -> None:
+        """Nobody needs to wait for this server any more: it is ready, or never will be."""
+        self._awaited.discard(update.server)
+        if not self._awaited:
+            self._departed.set()
+
+    async def _send_together(self) -> BroadcastReply:
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._departed.wait()
+        except asyncio.TimeoutError:
+            self._departed.set()
+        return await self._send(self._ready)
+
+
+def broadcast_request(updates: Sequence[Update], limit_s: float) -> BroadcastRequest:
+    """What the trainer is asked for. The updates are of one version."""
+    return BroadcastRequest(
+        weight_version=str(updates[0].version),
+        targets=[BroadcastTarget(server=update.server, url=update.url) for update in updates],
+        limit_s=limit_s,
+    )
+
+
 class Fleet:
     """Runs three loops: `verify_loop` (newest publication), `update_loop` (waves), `probe_loop` (health)."""
 
@@ -128,7 +185,7 @@ class Fleet:
         self._trace = trace
         self._clock = clock or SystemClock()
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="verify_weights", initializer=_give_way)
-        self._published: WeightVersion | None = None
+        self._published = Fence[WeightVersion | None](None)
         self._failing: tuple[WeightVersion, float] | None = None  # the publication that fails its check, and since when
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
@@ -150,7 +207,8 @@ class Fleet:
     @property
     def attempt(self) -> int:
         """The newest that weights were published of, or held for."""
-        return max(self.table.attempt, self._published.attempt if self._published is not None else 0)
+        published = self._published.newest
+        return max(self.table.attempt, published.attempt if published is not None else 0)
 
     def publish(self, text: str) -> None:
         """`model_version` was put. What is older than what we know, or no version, is logged and ignored."""
@@ -159,13 +217,13 @@ class Fleet:
         except ValueError as error:
             self._logger.error("model_version ignored: %s", error)
             return
-        if version.attempt < self.table.attempt or (self._published is not None and version < self._published):
-            self._logger.warning("model_version %s ignored: it goes back from %s", version, self._published)
+        if self.table.attempts.is_over(version.attempt) or self._published.is_over(version):
+            self._logger.warning("model_version %s ignored: it goes back from %s", version, self._published.newest)
             return
         if version == self.damaged:
             self._logger.info("weights %s were written again", version)
             self.damaged = self._failing = None
-        self._published = version
+        self._published.adopt(version)
         self._publication.set()
 
     def hold(self, text: str) -> None:
@@ -223,7 +281,7 @@ class Fleet:
         while True:
             await self._publication.wait()  # for as long as nothing is published: hold
             self._publication.clear()
-            version = self._published
+            version = self._published.newest
             assert version is not None
             try:
                 with self._trace.overlapping(f"verify {version}", kind="weights"):
@@ -408,7 +466,7 @@ class Fleet:
             self.counters["failed", update.server] += 1
             if isinstance(error, MismatchError):
                 self._count_mismatch(update, error)
-            if isinstance(error, RefusedError) and update.version == self._published:
+            if isinstance(error, RefusedError) and self._published.is_current(update.version):
                 self._publication.set()  # verified once more
             level = logging.DEBUG if isinstance(error, BroadcastError) else logging.WARNING
             self._logger.log(

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.manager import intervals
-from asyncrl.manager.admission import Gate
-from asyncrl.manager.evaluation import EvalItem, EvaluationBook
-from asyncrl.manager.prompts import PromptCursor
+from asyncrl.manager.admission import EvalItem, EvaluationBook, Gate, PromptCursor
 from asyncrl.manager.routing import Server, ServerTable
+from asyncrl.protocol.fence import Fence, IncarnationFence
 from asyncrl.protocol.messages import (
     AllocateReply,
     AllocateRequest,
@@ -44,7 +43,6 @@ from asyncrl.protocol.messages import (
     Ticket,
     TicketView,
 )
-from asyncrl.protocol.names import is_earlier
 from asyncrl.protocol.tickets import TicketId, TicketSeal
 from asyncrl.rewards.outcome import REWARD_LOST
 
@@ -90,10 +88,9 @@ class _Live:
 class _Holder:
     """A rollout worker, in its newest incarnation."""
 
-    incarnation: str
+    incarnations: IncarnationFence
     last_seen: float
     last_heartbeat: float
-    old_incarnations: set[str] = field(default_factory=set)
     answers: OrderedDict[str, tuple[str, ...]] = field(default_factory=OrderedDict)  # by request: tickets
 
 
@@ -140,7 +137,7 @@ class Ledger:
         self.servers = servers
         self.gate = Gate(batch_size, eta, max_concurrent or (1 + eta) * batch_size)
         self.eval_limit = max(1, int(eval_share * self.gate.max_concurrent))
-        self.attempt = attempt
+        self._attempts = Fence(attempt)
         self.trained_version = 0
         self.revision = 0
         self.finished = False  # the run is over: workers need not ask again
@@ -167,6 +164,11 @@ class Ledger:
         self._mean_tokens = 0.0
         self._evaluations = EvaluationBook(max_issues)
         self._reset()
+
+    @property
+    def attempt(self) -> int:
+        """The newest that has begun, as far as is known here."""
+        return self._attempts.newest
 
     def _reset(self) -> None:
         """What belongs to one attempt of the training side."""
@@ -441,7 +443,7 @@ class Ledger:
         Raises StaleAttemptError where its attempt is over, and UnreachedError where it is ahead of the run: a train
         step makes one version and consumes at least one ticket. Then nothing has changed.
         """
-        if report.attempt < self.attempt:
+        if self._attempts.is_over(report.attempt):
             raise StaleAttemptError(f"attempt {report.attempt} is over: the manager serves attempt {self.attempt}")
         if newest_attempt is not None and report.attempt > max(newest_attempt, self.attempt):
             raise UnreachedError(
@@ -503,12 +505,11 @@ class Ledger:
 
     def begin_attempt(self, attempt: int) -> None:
         """The training side began anew: everything live belongs to a lineage that is abandoned. Nothing, for one that is over."""
-        if attempt <= self.attempt:
+        if not self._attempts.adopt(attempt):
             return
         for live in [*self._live.values(), *self._evals.values()]:
             if live.state == "running":
                 self.servers.ended(live.server, live.expected_tokens)
-        self.attempt = attempt
         self.trained_version = 0
         self._evaluations.clear()
         self.servers.begin_attempt(attempt)
@@ -877,14 +878,12 @@ class Ledger:
         """The worker's record; None if a newer incarnation of it is known. touch: this is a sign of life."""
         holder = self._holders.get(worker)
         if holder is None:
-            holder = self._holders[worker] = _Holder(incarnation, now, now)
-        if incarnation in holder.old_incarnations or is_earlier(incarnation, holder.incarnation):
+            holder = self._holders[worker] = _Holder(IncarnationFence(incarnation), now, now)
+        if holder.incarnations.is_over(incarnation):
             return None
-        if incarnation != holder.incarnation:  # restarted: what it held died with it
+        if holder.incarnations.adopt(incarnation):  # restarted: what it held died with it
             for live in self._running_at(worker):
                 self._lose(live, "worker_restarted")
-            holder.old_incarnations.add(holder.incarnation)
-            holder.incarnation = incarnation
             holder.last_seen = holder.last_heartbeat = now
             holder.answers.clear()
         if touch:

@@ -9,6 +9,10 @@ server that a manager before this one had load the version (or a newer one) need
 A server that answers late, or whose groups take much longer than those of its peers, is slow: it is shown as suspect and gets no
 groups while others have room, but for one at a time, by which it is seen to be quick again. Its requests go on.
 A server that leaves the run is DRAINING: it gets no groups and no weights, and ends those it has; what lasts too long is moved.
+
+Members says which servers the run is to have. A wish is a number: servers with that index and above leave. The launcher starts
+and stops processes by the same number; what only the manager knows, that a leaving server has nothing left to do, it tells the
+launcher: each once a wish.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from asyncrl.protocol.messages import ServerView, WeightVersion
+from asyncrl.protocol.fence import Fence
+from asyncrl.protocol.messages import ScaleWish, ServerView, WeightVersion
 
 
 class ServerState(Enum):
@@ -128,7 +133,7 @@ class ServerTable:
     dead_after_s: float = 15.0
     max_groups: int = 0  # of one server; 0: no limit
     drain_timeout_s: float = 30.0
-    attempt: int = 1
+    attempts: Fence[int] = field(default_factory=lambda: Fence(1))
     served: int = -1  # newest version that a server of this attempt has served; never goes back within the attempt
     servers: dict[str, Server] = field(default_factory=dict)
     _last_picked: str = ""
@@ -140,6 +145,11 @@ class ServerTable:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"manager.routing is {self.policy!r}; use one of {', '.join(POLICIES)}")
+
+    @property
+    def attempt(self) -> int:
+        """The newest that weights were published of."""
+        return self.attempts.newest
 
     # ------------------------------------------------------------------------------------------------- health
 
@@ -284,7 +294,7 @@ class ServerTable:
         if server.life != life or server.state is not ServerState.UPDATING:
             return False
         server.last_answer = now
-        if version.attempt != self.attempt:
+        if not self.attempts.is_current(version.attempt):
             self._move(server, ServerState.STALE, f"loaded {version}, but attempt {self.attempt} has begun")
             return False
         self._move(server, ServerState.HEALTHY, "")
@@ -324,9 +334,8 @@ class ServerTable:
 
     def begin_attempt(self, attempt: int) -> None:
         """The training side began anew: every server is stale until it has the new attempt's weights."""
-        if attempt <= self.attempt:
+        if not self.attempts.adopt(attempt):
             return
-        self.attempt = attempt
         self.served = -1
         for server in self.servers.values():
             if server.state in (ServerState.HEALTHY, ServerState.SUSPECT):
@@ -445,3 +454,40 @@ POLICIES: dict[str, Callable[[Server], float]] = {
     "least_requests": operator.attrgetter("running"),
     "least_token_usage": lambda server: server.used_tokens + server.promised_tokens,
 }
+
+
+@dataclass
+class Members:
+    table: ServerTable
+    wish: ScaleWish | None = None
+    _told: dict[str, str] = field(default_factory=dict)  # server -> the wish under which it was told to have drained
+
+    def set_wish(self, wish: ScaleWish | None, now: float) -> None:
+        """The newest one counts."""
+        self.wish = wish
+        for name in self.table.servers:
+            self.see(name, now)
+
+    def see(self, name: str, now: float) -> None:
+        """A server is there: it leaves or stays."""
+        if self._is_wanted(name):
+            self.table.stay(name)
+        else:
+            self.table.leave(name, now)
+
+    def drained(self) -> list[tuple[str, str]]:
+        """Servers that may be stopped and the wish they leave by, but for those that were told."""
+        if self.wish is None:
+            return []
+        wish = self.wish.wish
+        return [
+            (name, wish)
+            for name, server in self.table.servers.items()
+            if server.leaving and self._told.get(name) != wish and self.table.has_drained(name)
+        ]
+
+    def told(self, name: str, wish: str) -> None:
+        self._told[name] = wish
+
+    def _is_wanted(self, name: str) -> bool:
+        return self.wish is None or int(name.rpartition("/")[2]) < self.wish.generation

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.manager.routing import Server, ServerState, ServerTable
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import WeightVersion
 
 # Fetching, verifying and loading a version together are slower than this only where something is wrong
@@ -80,8 +81,8 @@ class UpdatePlan:
         self._slow_after_s = slow_after_s
         self._num_bytes = 0  # of the newest version that was published
         self.target: WeightVersion | None = None  # the newest, wherever it is
-        self._on_disk: WeightVersion | None = None
-        self._in_memory: WeightVersion | None = None
+        self._on_disk = Fence[WeightVersion | None](None)
+        self._in_memory = Fence[WeightVersion | None](None)
         self._distrusted: dict[str, _Distrust] = {}
         self._running: dict[str, _Running] = {}
         self._failures: dict[str, _Failures] = {}
@@ -102,18 +103,17 @@ class UpdatePlan:
 
         False (and no effect) unless it is newer than those before and of no attempt that is over.
         """
-        if version.attempt < self._table.attempt or (self._on_disk is not None and version <= self._on_disk):
+        if self._table.attempts.is_over(version.attempt) or not self._on_disk.adopt(version):
             return False
-        self._on_disk, self._num_bytes = version, num_bytes
+        self._num_bytes = num_bytes
         self._aim_at(version)
         self._failures.clear()  # other files: nobody has failed with these
         return True
 
     def hold(self, version: WeightVersion) -> bool:
         """The trainer has a version in memory, and can broadcast it. False as for `publish`."""
-        if version.attempt < self._table.attempt or (self._in_memory is not None and version <= self._in_memory):
+        if self._table.attempts.is_over(version.attempt) or not self._in_memory.adopt(version):
             return False
-        self._in_memory = version
         self._aim_at(version)
         return True
 
@@ -158,9 +158,9 @@ class UpdatePlan:
         serves = server.state is ServerState.HEALTHY and server.version is not None
         distrust = self._distrusted.get(server.name)
         trusted = distrust is None or distrust.from_disk <= 0
-        if serves and trusted and self._in_memory is not None and self._in_memory == self.target:
-            return self._in_memory, True
-        on_disk = self._on_disk
+        on_disk, in_memory = self._on_disk.newest, self._in_memory.newest
+        if serves and trusted and in_memory is not None and in_memory == self.target:
+            return in_memory, True
         least = distrust.not_below if distrust is not None else WeightVersion(self._table.attempt, 0)
         if on_disk is None or on_disk.attempt != self._table.attempt or on_disk < least:
             return None, False  # it comes

@@ -1,6 +1,6 @@
 """GserverManager: admits rollouts, routes them, and keeps the generation servers on the newest verified weights.
 
-It joins the pure parts (ledger.py, routing.py, update_plan.py, members.py) with what touches the world: the HTTP side
+It joins the pure parts (ledger.py, routing.py, update_plan.py) with what touches the world: the HTTP side
 (http.py), the generation servers (fleet.py, load.py) and name resolve (here). All on one event loop, on which nothing waits for a
 server: updates and probes are tasks of their own, checksums are computed on a thread.
 """
@@ -22,15 +22,15 @@ from asyncrl.manager.fleet import Fleet
 from asyncrl.manager.http import MAX_BODY_BYTES, ManagerService
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.load import LoadPoller
-from asyncrl.manager.members import Members
-from asyncrl.manager.routing import ServerTable
+from asyncrl.manager.routing import Members, ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import DECODE_ERRORS, ScaleWish, Ticket, WeightVersion
 from asyncrl.protocol.names import MASTER_META
 from asyncrl.protocol.tickets import make_key
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError
-from asyncrl.runtime.channel_wire import Endpoint
+from asyncrl.runtime.channel_protocol import Endpoint
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
@@ -88,7 +88,7 @@ class GserverManager(Worker):
             dead_after_s=options.lease_s,
             max_groups=options.max_groups_per_server,
             drain_timeout_s=options.drain_timeout_s,
-            attempt=attempt,
+            attempts=Fence(attempt),
         )
         ledger = Ledger(
             table,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.dataflow.redistribution import Holders, transfers
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import Locator, RedistribStep, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.tickets import TicketSeal
 
@@ -221,7 +222,7 @@ class AsyncIOSequenceBuffer:
     def __init__(self, progress: PromptProgress, *, capacity: int, attempt: int) -> None:
         self._progress = progress
         self._capacity = capacity
-        self._attempt = attempt
+        self._attempts = Fence(attempt)
         self._entries: dict[str, _Entry] = {}
         self._by_prompt: dict[Locator, str] = {}
         self._batch: tuple[str, ...] = ()
@@ -243,8 +244,9 @@ class AsyncIOSequenceBuffer:
 
     def put(self, meta: TrajectoryMeta) -> StoreVerdict:
         """Accept a trajectory, once per prompt, or say why not. Telling again about an accepted one changes nothing."""
-        if meta.attempt != self._attempt:
-            return StoreVerdict(verdict="refused", reason=f"attempt {meta.attempt} is over, this is {self._attempt}")
+        if not self._attempts.is_current(meta.attempt):
+            over = f"attempt {meta.attempt} is over, this is {self._attempts.newest}"
+            return StoreVerdict(verdict="refused", reason=over)
         if not self._progress.contains(meta.locator):
             return StoreVerdict(verdict="refused", reason=f"no prompt at {meta.locator}")
         if meta.ticket_id in self._entries:

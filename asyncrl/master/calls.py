@@ -26,7 +26,7 @@ from asyncrl.dataflow.worlds import Worlds
 from asyncrl.master.buffer import StorageTracker
 from asyncrl.protocol.messages import CallBody, CallResult, FetchData, FetchPart
 from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.channel import ChannelError, ReceiverRestarted
+from asyncrl.runtime.channel_protocol import ChannelError, ReceiverRestarted
 from asyncrl.runtime.request_reply import NameResolvingRequestClient, RemoteCallError
 
 T = TypeVar("T")

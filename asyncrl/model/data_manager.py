@@ -6,7 +6,7 @@ All workers execute the steps of a call in the same order, and calls in the orde
 worker receives when the step's turn has come; what it sends it only posts, and goes on: a receiver that is busy keeps nobody
 from computing. So whoever waits, waits for a worker that is at an earlier call or step, never in a circle.
 
-A transfer is three kinds of message, sent as raw bytes in the CPU's process group: sizes, the header of data/codec.py, one frame
+A transfer is three kinds of message, sent as raw bytes in the CPU's process group: sizes, the header of data/sequence.py, one frame
 a key. Dtypes stay what they are, nothing is unpickled, and who receives checks that it got what the plan says.
 """
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.data.codec import decode_sample, encode_sample
+from asyncrl.data.sequence import decode_sample, encode_sample
 from asyncrl.dataflow.redistribution import Transfer, transfers
 from asyncrl.model.store import DataStore
 from asyncrl.protocol.messages import RedistribStep

@@ -7,7 +7,7 @@ Only what is asked for by the master moves, and it names the source's life: a wo
 its own URL, and one that is gone gives no answer. A fetch that fails changes nothing, ends nobody, and is told to the master, who
 has it done again (master/calls.py).
 
-An answer is a number of sizes, the sizes, then the header and the frames of data/codec.py: dtypes stay what they are, nothing is
+An answer is a number of sizes, the sizes, then the header and the frames of data/sequence.py: dtypes stay what they are, nothing is
 unpickled, and who asks checks that it got what it asked for.
 """
 
@@ -23,8 +23,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from asyncrl.data.codec import MAX_HEADER_BYTES, CodecError, decode_sample, encode_sample
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.sequence import MAX_HEADER_BYTES, CodecError, SequenceSample, decode_sample, encode_sample
 from asyncrl.model.store import DataStore
 from asyncrl.protocol.messages import DECODE_ERRORS, FetchPart, HeldDataRequest
 from asyncrl.runtime.board import StatusBoard, WaitTimeoutError

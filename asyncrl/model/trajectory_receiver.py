@@ -17,11 +17,11 @@ from typing import Self
 import numpy as np
 
 from asyncrl.config.schema import WorkerInfo
-from asyncrl.data.codec import decode_sample
 from asyncrl.data.model_limits import ModelLimits
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.sequence import SequenceSample, decode_sample
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.model.store import DUPLICATE, FULL, DataStore
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta
 from asyncrl.rewards.trajectory import MAX_LOGPROB
 from asyncrl.runtime.background import BackgroundTasks
@@ -66,6 +66,7 @@ class TrajectoryReceiver:
         self._info, self._puller, self._meta_pusher, self._head = info, puller, meta_pusher, head
         self._check, self._verdict_limit_s, self._room_limit_s = check, verdict_limit_s, room_limit_s
         self._tasks, self._board, self._logger, self._clock = tasks, board, logger, clock
+        self._attempts = Fence(info.attempt)
         self._room = asyncio.Event()  # set when the store has given something up
 
     @classmethod
@@ -186,9 +187,8 @@ class TrajectoryReceiver:
 
     def _objection(self, meta: TrajectoryMeta, sample: SequenceSample) -> str:
         """Why a trajectory cannot be taken, "" if it can: for another head or attempt, or metadata that its tensors contradict."""
-        attempt = self._info.attempt
-        if meta.attempt != attempt:
-            return f"wrong_attempt: it is of attempt {meta.attempt}, this is attempt {attempt}"
+        if not self._attempts.is_current(meta.attempt):
+            return f"wrong_attempt: it is of attempt {meta.attempt}, this is attempt {self._attempts.newest}"
         if meta.head != self._head:
             return f"wrong_head: it is for head {meta.head}, this is head {self._head}"
         return self._check(meta, sample)

@@ -1,7 +1,7 @@
 """Every message on a wire, typed.
 
 All of these are msgspec structs: encoded as MessagePack on ZeroMQ streams and as JSON on HTTP, validated on arrival. Nothing
-that came from a socket is unpickled. Tensors never travel here but in raw frames beside the header (data/codec.py).
+that came from a socket is unpickled. Tensors never travel here but in raw frames beside the header (data/sequence.py).
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.schema import ConfigError, RolloutWorkerConfig
-from asyncrl.data.codec import encode_sample
 from asyncrl.data.prompts import PromptSource, load_tokenizer
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.sequence import SequenceSample, encode_sample
 from asyncrl.rewards.trajectory import SampleSummary, complete_sample
 from asyncrl.runtime.journal import BackgroundJournal
 

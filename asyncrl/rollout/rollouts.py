@@ -22,7 +22,7 @@ from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.rollout_data import RolloutData
 from asyncrl.rollout.tasks import TRAIN, Task, TaskTable
 from asyncrl.runtime.board import StatusBoard
-from asyncrl.runtime.channel import ChannelRefused
+from asyncrl.runtime.channel_protocol import ChannelRefused
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.disk import out_of_files
 from asyncrl.runtime.journal import BackgroundJournal

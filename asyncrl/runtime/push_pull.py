@@ -18,13 +18,12 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.data.codec import CodecError, decode_sample, encode_sample
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.sequence import CodecError, SequenceSample, decode_sample, encode_sample
 from asyncrl.protocol.messages import StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import MASTER_META, Names
-from asyncrl.runtime.channel import ChannelLimits, ChannelSender, Delivery
+from asyncrl.runtime.channel import ChannelSender, Delivery, PublishedReceiver
+from asyncrl.runtime.channel_protocol import ChannelLimits
 from asyncrl.runtime.names.interface import NameResolver
-from asyncrl.runtime.published import PublishedReceiver
 from asyncrl.runtime.transport import Transport, transport_of
 
 

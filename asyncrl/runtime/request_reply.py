@@ -25,20 +25,13 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.data.codec import CodecError
+from asyncrl.data.sequence import CodecError
 from asyncrl.dataflow.worlds import WorldLife
 from asyncrl.protocol.messages import DECODE_ERRORS, CallBody, CallResult
 from asyncrl.protocol.names import Names
-from asyncrl.runtime.channel import (
-    ChannelFull,
-    ChannelLimits,
-    ChannelSender,
-    Delivery,
-    Endpoint,
-    ReceiverRestarted,
-)
+from asyncrl.runtime.channel import ChannelSender, Delivery, PublishedReceiver
+from asyncrl.runtime.channel_protocol import ChannelFull, ChannelLimits, Endpoint, ReceiverRestarted
 from asyncrl.runtime.names.interface import NameResolver
-from asyncrl.runtime.published import PublishedReceiver
 from asyncrl.runtime.transport import Transport, transport_of
 
 CALL_CREDIT_ITEMS = 1024  # unanswered calls of one worker
@@ -321,6 +314,6 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
 
     def _read(self, delivery: Delivery) -> Call:
         header = _decode_call(delivery.header)
-        if header.attempt != self._attempt:
-            raise CodecError(f"it is of attempt {header.attempt}, this is attempt {self._attempt}")
+        if not self._attempts.is_current(header.attempt):
+            raise CodecError(f"it is of attempt {header.attempt}, this is attempt {self._attempts.newest}")
         return Call(delivery, header, self._label)

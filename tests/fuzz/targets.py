@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.config.schema import GenerationConfig, RuntimeConfig, SamplingConfig
-from asyncrl.data.codec import CodecError, decode_sample, encode_sample
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.sequence import CodecError, SequenceSample, decode_sample, encode_sample
 from asyncrl.generation.engine import EngineUnavailable, RequestRefused
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.manager.http import ManagerService
@@ -51,8 +50,9 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.protocol.names import MASTER_META, Names
 from asyncrl.rollout.openai_request import RequestError, RequestRules, parse_chat_request
-from asyncrl.runtime import channel_wire
-from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelRefused, ChannelSender, Endpoint
+from asyncrl.runtime import channel_protocol
+from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
+from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused, Endpoint
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.memory import MemoryNameResolver, MemoryStore
 from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPuller, puller_stream
@@ -364,14 +364,14 @@ def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
         sender.connect(Endpoint(probes.address, endpoint.incarnation, MAX_BYTES))
         await asyncio.sleep(0)
         probes.close()
-        return endpoint.incarnation, channel_wire.decode_forward(sent[0][0]).source
+        return endpoint.incarnation, channel_protocol.decode_forward(sent[0][0]).source
 
     target, source = loop.run_until_complete(start())
     header, frames = encode_sample(_sample())
-    digest = channel_wire.digest_of(channel_wire.pack(frames, [frame.nbytes for frame in frames]))
-    data = channel_wire.Data(target, "s.1", "s", "mem://h:1", 0, 1, [f.nbytes for f in frames], header, digest)
-    probe = channel_wire.Probe(target, "s.1", "s", "mem://h:1", 0, [1, 2])
-    report = channel_wire.Report(source, target, [(0, False, b"done")], [1])
+    digest = channel_protocol.digest_of(channel_protocol.pack(frames, [frame.nbytes for frame in frames]))
+    data = channel_protocol.Data(target, "s.1", "s", "mem://h:1", 0, 1, [f.nbytes for f in frames], header, digest)
+    probe = channel_protocol.Probe(target, "s.1", "s", "mem://h:1", 0, [1, 2])
+    report = channel_protocol.Report(source, target, [(0, False, b"done")], [1])
     body = b"".join(frames)
     to_receiver, to_sender = transport.sockets
 
@@ -390,11 +390,11 @@ def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
         loop.run_until_complete(asyncio.sleep(0))
 
     corpus = [
-        _joined(channel_wire.encode(data)[4:], [memoryview(body)]),
-        _joined(channel_wire.encode(probe)[4:], []),
+        _joined(channel_protocol.encode(data)[4:], [memoryview(body)]),
+        _joined(channel_protocol.encode(probe)[4:], []),
     ]
     yield Target("arrival at a receiver", corpus, arrive)
-    yield Target("report to a sender", [channel_wire.encode(report)[4:]], answered)
+    yield Target("report to a sender", [channel_protocol.encode(report)[4:]], answered)
 
 
 # --------------------------------------------------------------------------------------------------------------------- HTTP

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from targets import OpenTransport, Target, all_targets
 
-from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver
-from asyncrl.runtime.channel_wire import decode_forward
+from asyncrl.runtime.channel import ChannelReceiver
+from asyncrl.runtime.channel_protocol import ChannelLimits, decode_forward
 
 EXAMPLES = 150
 

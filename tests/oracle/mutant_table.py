@@ -121,7 +121,7 @@ MUTANTS = [
         ),
     ),
     *_of(
-        "asyncrl/runtime/channel_state.py",
+        "asyncrl/runtime/channel_protocol.py",
         "tests/unit/test_channel.py",
         (
             "settled-bytes-stay-in-the-credit",
@@ -221,8 +221,8 @@ MUTANTS = [
         ),
         (
             "weights-of-an-attempt-that-is-over-are-published",
-            "if version.attempt < self._table.attempt or (self._on_disk is not None and version <= self._on_disk):",
-            "if self._on_disk is not None and version <= self._on_disk:",
+            "if self._table.attempts.is_over(version.attempt) or not self._on_disk.adopt(version):",
+            "if not self._on_disk.adopt(version):",
             "test_an_attempt_that_the_table_knows_to_be_over_is_refused",
         ),
         (

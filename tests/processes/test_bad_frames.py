@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.data.codec import encode_sample
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.sequence import SequenceSample, encode_sample
 from asyncrl.protocol.messages import Locator, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import MASTER_META, Names
-from asyncrl.runtime.channel import ChannelLimits, ChannelRefused, ChannelSender
+from asyncrl.runtime.channel import ChannelSender
+from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import MetaPuller, NameResolvingZmqPuller, puller_stream

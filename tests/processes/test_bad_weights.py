@@ -97,7 +97,7 @@ class Published:
         self, tmp_path: Path, source: Path, verify_limit_s: float, replace_limit_s: float = 0.0, session: Any = None
     ) -> None:
         """session: None: no server is asked."""
-        table = ServerTable("round_robin", dead_after_s=10.0, attempt=1)
+        table = ServerTable("round_robin", dead_after_s=10.0)
         self.tmp_path, self.source = tmp_path, source
         self.verified: asyncio.Queue[WeightVersion] = asyncio.Queue()
         self.refused, self.changed = asyncio.Event(), asyncio.Event()

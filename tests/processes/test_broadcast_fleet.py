@@ -109,7 +109,7 @@ async def managed(*names: str) -> AsyncIterator[Managed]:
     """A fleet of these servers that serve version 0."""
     servers = {name: FakeServer() for name in names}
     trainer, change = FakeTrainer(servers), asyncio.Event()
-    table = ServerTable("round_robin", dead_after_s=LIMIT_S, attempt=1)
+    table = ServerTable("round_robin", dead_after_s=LIMIT_S)
     async with listening(trainer.answer) as url, open_session(max_connections=0) as session:
         fleet = Fleet(
             table,

@@ -16,8 +16,7 @@ from aiohttp import web
 from test_data_manager import KEYS, make_group, same_bytes
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
-from asyncrl.data.codec import CodecError
-from asyncrl.data.sequence import SequenceSample
+from asyncrl.data.sequence import CodecError, SequenceSample
 from asyncrl.model import fetching
 from asyncrl.model.fetching import DataFetcher, FetchError, HeldData, pack_sample, read_request, unpack_sample
 from asyncrl.model.store import DataStore

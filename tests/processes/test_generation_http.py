@@ -16,7 +16,7 @@ import torch
 
 from asyncrl.config.schema import GenerationConfig, GenerationServerConfig, NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.generation.journal import TokenJournal, journal_path
-from asyncrl.generation.load_weights import LiveTensors
+from asyncrl.generation.transformers import LiveTensors
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.protocol.messages import (
     FetchWeightsRequest,

@@ -35,7 +35,7 @@ from asyncrl.protocol.messages import (
     WeightVersion,
 )
 from asyncrl.protocol.names import MASTER_META
-from asyncrl.runtime.channel_wire import Endpoint
+from asyncrl.runtime.channel_protocol import Endpoint
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.runtime.names.open import open_name_resolver
 from asyncrl.runtime.worker import RunEndedError

@@ -30,7 +30,8 @@ from asyncrl.protocol.messages import AgentRecord, StoreVerdict
 from asyncrl.protocol.names import Names
 from asyncrl.runtime import doorkeeper, http_server, security
 from asyncrl.runtime.certificates import make_certificate
-from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender
+from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
+from asyncrl.runtime.channel_protocol import ChannelLimits
 from asyncrl.runtime.http_client import open_session
 from asyncrl.runtime.http_server import for_the_run, listen_http, serve
 from asyncrl.runtime.names.memory import MemoryNameResolver

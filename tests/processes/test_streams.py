@@ -19,9 +19,9 @@ from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import Names
-from asyncrl.runtime.channel import ChannelClosed, ChannelFull, ChannelRefused, Endpoint, ReceiverRestarted
+from asyncrl.runtime.channel import FencedError
+from asyncrl.runtime.channel_protocol import ChannelClosed, ChannelFull, ChannelRefused, Endpoint, ReceiverRestarted
 from asyncrl.runtime.names.memory import MemoryNameResolver
-from asyncrl.runtime.published import FencedError
 from asyncrl.runtime.push_pull import MetaPuller, MetaPusher, NameResolvingZmqPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import (
     CALL_CREDIT_ITEMS,

@@ -17,10 +17,9 @@ from torch import Tensor
 from asyncrl.config.schema import GenerationConfig, ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation import transformers as engine_module
+from asyncrl.generation.checks import VerifiedLoads
 from asyncrl.generation.http import GenerationHTTP
-from asyncrl.generation.load_weights import LiveTensors
-from asyncrl.generation.transformers import TransformersEngine
-from asyncrl.generation.verify import VerifiedLoads
+from asyncrl.generation.transformers import LiveTensors, TransformersEngine
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.export import take_share
 from asyncrl.model.probe import LogprobProbe

@@ -93,7 +93,7 @@ def _publish_before_rename(real: Any) -> Any:
 
 def _any_attempt_at_master(real: Any) -> Any:
     def put(self: AsyncIOSequenceBuffer, meta: TrajectoryMeta) -> StoreVerdict:
-        verdict: StoreVerdict = real(self, replace(meta, attempt=self._attempt))
+        verdict: StoreVerdict = real(self, replace(meta, attempt=self._attempts.newest))
         return verdict
 
     return put
@@ -101,7 +101,7 @@ def _any_attempt_at_master(real: Any) -> Any:
 
 def _any_attempt_at_head(real: Any) -> Any:
     def objection(self: TrajectoryReceiver, meta: TrajectoryMeta, sample: Any) -> str:
-        text: str = real(self, replace(meta, attempt=self._info.attempt), sample)
+        text: str = real(self, replace(meta, attempt=self._attempts.newest), sample)
         return text
 
     return objection

@@ -46,7 +46,7 @@ BEGIN, END = "<!-- tests/support/paths.py writes from here -->", "<!-- to here -
 PROMPT, EPOCH, POSITION = "314159265358", 0, 3
 ATTEMPT, VERSION = 1, 1
 STEP = ("asyncrl/model/engine.py", "TrainEngine._step")  # its return is an optimizer step
-LOAD = "asyncrl/generation/load_weights.py"  # its functions return when the engine has the version's tensors
+LOAD = ("asyncrl/generation/transformers.py", "LiveTensors.load_version")  # it returns when the engine has them
 SAMPLE_TOKENS = ("asyncrl/generation/transformers.py", "sample_tokens")
 _FOLDER_ENV = "ASYNCRL_TEST_PATHS"
 _MOST_ELEMENTS, _DEEPEST = 64, 5
@@ -343,9 +343,7 @@ def _path_of_version(events: Sequence[_Event]) -> list[Visit]:
     holds = [event for event in events if event.kind == "version"]
     written = next(event.time for event in holds if event.process.startswith("model_worker"))
     begin = max(event.time for event in events if _is(event, STEP) and event.event == "return" and event.time < written)
-    loaded = next(
-        event.time for event in holds if event.file == LOAD and event.event == "return" and event.time > begin
-    )
+    loaded = next(event.time for event in holds if _is(event, LOAD) and event.event == "return" and event.time > begin)
     end = next(event for event in events if event.time > loaded and _is(event, SAMPLE_TOKENS))
     mine = [event for event in events if event.kind in ("version", "below version") or _is(event, STEP)]
     return _visits([*mine, end], begin, end.time)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from asyncrl.generation.checks import VersionFence
 from asyncrl.generation.engine import WeightsRefused
-from asyncrl.generation.fence import VersionFence
 from asyncrl.manager.routing import Server, ServerState, ServerTable
 from asyncrl.manager.update_plan import Update, UpdatePlan
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import WeightVersion
 
 DEAD_AFTER_S = 15.0
@@ -81,7 +82,7 @@ class Servers:
     def begin_manager(self, attempt: int) -> None:
         self.zombies = [*self.zombies, *getattr(self, "works", [])][-4:]
         self.works = []
-        self.table = ServerTable(dead_after_s=DEAD_AFTER_S, attempt=attempt)
+        self.table = ServerTable(dead_after_s=DEAD_AFTER_S, attempts=Fence(attempt))
         self.plan = UpdatePlan(self.table, update_fraction=self.fraction, slow_after_s=SLOW_AFTER_S)
         self._served: tuple[int, int] = (attempt, -1)
         for name, process in self.processes.items():

@@ -20,6 +20,7 @@ from asyncrl.manager.ledger import Ledger, StaleAttemptError
 from asyncrl.manager.routing import ServerTable
 from asyncrl.master.batch import BatchFormer, NotReady
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, PromptProgress
+from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import (
     AllocateReply,
     AllocateRequest,
@@ -161,7 +162,7 @@ class World:
     def begin_manager(self, attempt: int, *, first: bool = False) -> None:
         """A manager takes the place of the one before: what was under way to that one is lost."""
         self.generation += 1
-        self.table = ServerTable("least_requests", dead_after_s=1e9, attempt=attempt)
+        self.table = ServerTable("least_requests", dead_after_s=1e9, attempts=Fence(attempt))
         self.ledger = Ledger(
             self.table,
             batch_size=self.batch_size,

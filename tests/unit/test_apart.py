@@ -32,8 +32,8 @@ from asyncrl.protocol.messages import (
     TakeWeights,
 )
 from asyncrl.runtime.board import WaitTimeoutError
+from asyncrl.runtime.channel import FencedError
 from asyncrl.runtime.names.memory import MemoryNameResolver
-from asyncrl.runtime.published import FencedError
 from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvingRequestClient
 from asyncrl.runtime.transport import MemoryTransport
 from asyncrl.weights.checkpoints import shared_dir

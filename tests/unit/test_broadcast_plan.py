@@ -10,8 +10,8 @@ from test_update_plan import Setup, v
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, WeightsConfig
 from asyncrl.launch.experiment import validate
+from asyncrl.manager.fleet import Wave
 from asyncrl.manager.update_plan import Update
-from asyncrl.manager.wave import Wave
 from asyncrl.protocol.messages import BroadcastReply
 
 LIMIT_S = 60.0

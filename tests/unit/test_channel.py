@@ -12,19 +12,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.runtime import channel_state
-from asyncrl.runtime.channel import (
+from asyncrl.runtime import channel_protocol
+from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
+from asyncrl.runtime.channel_protocol import (
+    MAX_SENDS,
+    WINDOW_SPAN,
     ChannelClosed,
     ChannelError,
     ChannelFull,
     ChannelLimits,
-    ChannelReceiver,
     ChannelRefused,
-    ChannelSender,
+    InOrder,
+    PeerLedger,
     ReceiverRestarted,
+    SendWindow,
+    Verdict,
+    pack,
+    unpack,
 )
-from asyncrl.runtime.channel_state import MAX_SENDS, WINDOW_SPAN, InOrder, PeerLedger, SendWindow, Verdict
-from asyncrl.runtime.channel_wire import pack, unpack
 from asyncrl.runtime.transport import Faults, MemoryTransport, ZmqTransport
 
 LIMITS = ChannelLimits(
@@ -697,7 +702,7 @@ async def test_dedupe_memory_is_bounded(net):
 
 
 async def test_senders_long_silent_are_forgotten(net, monkeypatch):
-    monkeypatch.setattr("asyncrl.runtime.channel_receiver.MAX_PEERS", 4)
+    monkeypatch.setattr("asyncrl.runtime.channel.MAX_PEERS", 4)
     receiver, endpoint = await net.receiver(PATIENT)
     for i in range(12):
         sender = await net.sender(endpoint, PATIENT, name=f"s{i}")
@@ -821,4 +826,4 @@ async def test_a_paused_socket_delivers_what_came_meanwhile_when_it_is_resumed()
 
 
 def test_the_window_fits_into_what_a_probe_asks():
-    assert channel_state.MAX_PROBE <= WINDOW_SPAN
+    assert channel_protocol.MAX_PROBE <= WINDOW_SPAN

@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data import codec
-from asyncrl.data.codec import CodecError, decode_sample, encode_sample
-from asyncrl.data.sequence import DTYPES, SequenceSample
+from asyncrl.data.sequence import DTYPES, FORMAT, CodecError, SequenceSample, decode_sample, encode_sample
 
 
 def make_sample(dtype: str = "float32", lengths: tuple[tuple[int, ...], ...] = ((3, 2), (4,))) -> SequenceSample:
@@ -186,4 +184,4 @@ def test_a_header_with_a_byte_changed_is_refused_or_a_sample(data: st.DataObject
 
 def test_an_error_of_the_codec_is_a_value_error() -> None:
     assert issubclass(CodecError, ValueError)
-    assert codec.FORMAT == 1
+    assert FORMAT == 1

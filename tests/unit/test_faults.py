@@ -14,7 +14,8 @@ from aiohttp.test_utils import TestServer
 from asyncrl.config.schema import ConfigError, ExperimentConfig, FaultsConfig, RuntimeConfig
 from asyncrl.launch.experiment import validate
 from asyncrl.runtime import http_client
-from asyncrl.runtime.channel import ChannelLimits, ChannelReceiver, ChannelSender
+from asyncrl.runtime.channel import ChannelReceiver, ChannelSender
+from asyncrl.runtime.channel_protocol import ChannelLimits
 from asyncrl.runtime.transport import (
     FaultyTransport,
     MemoryTransport,

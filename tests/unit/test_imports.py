@@ -14,7 +14,6 @@ TORCHLESS = [
     "asyncrl.protocol.names",
     "asyncrl.protocol.messages",
     "asyncrl.data.sequence",
-    "asyncrl.data.codec",
     "asyncrl.data.prompts",
     "asyncrl.data.replay",
     "asyncrl.data.trajectories",

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
-from asyncrl.manager.admission import Gate
+from asyncrl.manager.admission import Gate, PromptCursor
 from asyncrl.manager.ledger import Ledger, StaleAttemptError, UnreachedError
-from asyncrl.manager.prompts import PromptCursor
 from asyncrl.manager.routing import ServerTable
 from asyncrl.protocol.messages import (
     AllocateReply,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import ConfigError, GenerationServerConfig
-from asyncrl.generation.verify import LogprobCheck, LogprobMismatch
+from asyncrl.generation.checks import LogprobCheck, LogprobMismatch
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan
 from asyncrl.protocol.messages import WeightVersion

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from asyncrl.manager.load import interval_s
-from asyncrl.manager.members import Members
-from asyncrl.manager.routing import ServerTable
+from asyncrl.manager.routing import Members, ServerTable
 from asyncrl.protocol.messages import ScaleWish
 
 NAMES = [f"generation_server/{index}" for index in range(3)]

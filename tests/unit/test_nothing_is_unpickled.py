@@ -12,12 +12,13 @@ import pytest
 
 import asyncrl
 from asyncrl.config.schema import ConfigError, RuntimeConfig
-from asyncrl.data.codec import CodecError, decode_sample
+from asyncrl.data.sequence import CodecError, decode_sample
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config, parse_process_config
 from asyncrl.protocol.messages import DECODE_ERRORS, MasterReport, TrajectoryMeta
 from asyncrl.protocol.names import Names
-from asyncrl.runtime.channel import ChannelLimits, ChannelRefused, ChannelSender
+from asyncrl.runtime.channel import ChannelSender
+from asyncrl.runtime.channel_protocol import ChannelLimits, ChannelRefused
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import NameResolvingZmqPuller, puller_stream
 

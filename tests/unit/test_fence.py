@@ -1,0 +1,50 @@
+"""The fence: what is earlier than the newest is refused, what is later is adopted, and the newest never goes back."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.protocol.fence import Fence, IncarnationFence
+from asyncrl.protocol.messages import WeightVersion
+from asyncrl.protocol.names import incarnation
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1))
+def test_the_newest_is_the_highest_so_far_and_what_is_lower_is_over(places: list[tuple[int, int]]) -> None:
+    fence = Fence[tuple[int, int] | None](None)
+    seen: list[tuple[int, int]] = []
+    for place in places:
+        assert fence.is_over(place) == any(place < other for other in seen)
+        assert fence.adopt(place) == all(place > other for other in seen)
+        seen.append(place)
+        assert fence.newest == max(seen)
+        assert fence.is_current(max(seen))
+
+
+def test_before_anything_is_seen_nothing_is_over() -> None:
+    fence = Fence[WeightVersion | None](None)
+    assert not fence.is_over(WeightVersion(0, 0))
+    assert fence.adopt(WeightVersion(1, 5))
+    assert fence.is_over(WeightVersion(1, 4))
+    assert not fence.is_over(WeightVersion(1, 5))
+    assert not fence.adopt(WeightVersion(1, 5))
+    assert fence.adopt(WeightVersion(2, 0))
+
+
+def test_incarnations_go_by_their_names() -> None:
+    first, second = (incarnation("worker", start=start) for start in (1, 2))
+    fence = IncarnationFence(second)
+    assert fence.is_over(first)
+    assert not fence.adopt(first)
+    assert fence.newest == second
+
+
+def test_incarnations_without_an_order_go_by_when_they_were_heard() -> None:
+    fence = IncarnationFence("a")
+    assert fence.adopt("b")
+    assert fence.is_over("a")
+    assert not fence.adopt("a")
+    assert not fence.is_over("b")
+    assert fence.adopt("c")
+    assert fence.is_over("b")
