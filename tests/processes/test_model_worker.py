@@ -38,8 +38,8 @@ from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.model import publishing
 from asyncrl.model.calls import Calls
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.export import take_share
 from asyncrl.model.interfaces import make_interface
+from asyncrl.model.publishing import take_share
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.worker import ModelWorker

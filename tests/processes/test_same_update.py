@@ -28,8 +28,8 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import DataflowGraph, training_mfcs
 from asyncrl.dataflow.topology import ParallelGrid
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.export import take_share
 from asyncrl.model.interfaces import make_interface
+from asyncrl.model.publishing import take_share
 from asyncrl.protocol.messages import CommitWeights, Locator, TrajectoryMeta, WriteWeights
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side

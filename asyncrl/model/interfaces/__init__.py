@@ -2,10 +2,8 @@
 
     inference.py   logprobs, values and scores under a model; functions of a user
     advantages.py  rewards -> advantages and returns, once for actor and critic
-    actor.py       a train step of the policy
-    critic.py      a train step of the values
+    ppo.py         train steps of the policy and of the values, and their minibatches
     common.py      what interfaces and engines ask of each other; this rank's groups as tensors
-    minibatches.py how a batch becomes optimizer steps
     statistics.py  what a step says about itself
 
 The model worker calls `run` on its compute thread, on every rank of the MFC's model, with the same batch_ids and version. All ranks
@@ -24,17 +22,15 @@ from __future__ import annotations
 
 from asyncrl.config.schema import TrainConfig
 from asyncrl.dataflow.graph import MFCDef
-from asyncrl.model.interfaces.actor import PPOActorInterface
 from asyncrl.model.interfaces.advantages import AdvantagesInterface
 from asyncrl.model.interfaces.common import Engine, Interface, LocalBatch, LossFn, OneRank, Ranks, Stats
-from asyncrl.model.interfaces.critic import PPOCriticInterface
 from asyncrl.model.interfaces.inference import (
     FunctionInterface,
     LogprobsInterface,
     ScoresInterface,
     ValuesInterface,
 )
-from asyncrl.model.interfaces.minibatches import split_minibatches
+from asyncrl.model.interfaces.ppo import PPOActorInterface, PPOCriticInterface, split_minibatches
 
 __all__ = [
     "AdvantagesInterface",
