@@ -31,7 +31,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.config.schema import INTERRUPT_MODES, ConfigError, GenerationConfig
 from asyncrl.data.model_limits import ModelLimits
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 _ASK_LIMIT_S = 10.0  # of a question that SGLang's front answers by itself
 _ABORT_LIMIT_S = 20.0  # until what was aborted has ended: a pass of the model, at most
 _ABORT_AGAIN_S = 0.2  # an abort that overtakes its request is lost
-_FLUSH_TRIES = 5  # a request's answer may be here a moment before its scheduler has let go of it
+_FLUSH_TRIES, _UPDATE_FLUSH_TRIES = 5, 20
 _FLUSH_PAUSE_S = 0.05
 _WATCH_S = 0.5
 _SILENT_LIMIT_S = 60.0  # a server that answers no question for so long is given up
@@ -76,7 +76,6 @@ _NOT_CHANGED = (
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
 _LOAD_LIMIT_S = 60.0
 _HANG_SLACK_S = 5.0  # a group that has failed at the sender fails here, too, a moment later
-_UPDATE_FLUSH_TRIES = 20
 
 
 @dataclass(eq=False, slots=True)
@@ -154,6 +153,15 @@ def _check_label(label: str, began: WeightVersion, served: WeightVersion | None)
             f"SGLang says that {label!r} sampled tokens; {served} is served, and was {began} when the request was sent: somebody "
             "else updates its weights"
         )
+
+
+async def _flushed(client: SGLangClient, num_tries: int) -> bool:
+    """Have SGLang flush its prefixes. A request's answer may be here a moment before its scheduler has let go of it."""
+    for _ in range(num_tries):
+        if await client.flush_cache(limit_s=_ASK_LIMIT_S):
+            return True
+        await asyncio.sleep(_FLUSH_PAUSE_S)
+    return False
 
 
 class SGLangEngine(QueueingEngine[GrowingResponse]):
@@ -540,6 +548,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._tensors.check_sent(specs, complete=complete)
 
     def check_network_update(self, version: WeightVersion) -> bool:
+        """Raises WeightsRefused unless it may come now. True where prefixes must be flushed after it."""
         self._check_alive()
         self.check_version(version)
         if not self._paused or (self._running and not self._held):
@@ -569,11 +578,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
 
     async def _flush(self) -> bool:
         try:
-            for _ in range(_FLUSH_TRIES):
-                if await self._client.flush_cache(limit_s=_ASK_LIMIT_S):
-                    return True
-                await asyncio.sleep(_FLUSH_PAUSE_S)
-            return False
+            return await _flushed(self._client, _FLUSH_TRIES)
         except SGLangError as error:
             raise EngineFailed(str(error)) from error
 
@@ -591,28 +596,10 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
 # --------------------------------------------------------------------------------------------- weights over the network
 
 
-class NetworkUpdated(Protocol):
-    """The engine whose SGLang server receives."""
-
-    def check_tensors(self, specs: TensorSpecs, *, complete: bool) -> None:
-        """Raises WeightsRefused where these tensors do not fit the model."""
-
-    def check_network_update(self, version: WeightVersion) -> bool:
-        """Raises WeightsRefused unless it may come now. True where prefixes must be flushed after it."""
-
-    def network_updated(self, version: WeightVersion) -> None:
-        """SGLang has loaded this version."""
-
-    def forget_version(self) -> None: ...
-
-    def fail(self, why: str) -> None:
-        """Nothing brings SGLang back."""
-
-
 class SGLangReceiver(WeightReceiver):
     """Passes the steps of an update on to SGLang."""
 
-    def __init__(self, client: SGLangClient, engine: NetworkUpdated, *, num_ranks: int) -> None:
+    def __init__(self, client: SGLangClient, engine: SGLangEngine, *, num_ranks: int) -> None:
         self._client, self._engine, self._num_ranks = client, engine, num_ranks
         self._version: WeightVersion | None = None  # of the update that is open
         self._flush = True
@@ -688,15 +675,12 @@ class SGLangReceiver(WeightReceiver):
             await self._call("/end_weight_update", {}, _LOAD_LIMIT_S)
 
     async def _flush_prefixes(self) -> None:
-        """Requests that have ended may be in SGLang's books a moment longer."""
         try:
-            for _ in range(_UPDATE_FLUSH_TRIES):
-                if await self._client.flush_cache(limit_s=_ASK_LIMIT_S):
-                    return
-                await asyncio.sleep(_FLUSH_PAUSE_S)
+            flushed = await _flushed(self._client, _UPDATE_FLUSH_TRIES)
         except SGLangError as error:
             raise WeightsRefused(str(error)) from error
-        raise WeightsRefused("SGLang did not flush its prefix cache after the update: it says that requests run")
+        if not flushed:
+            raise WeightsRefused("SGLang did not flush its prefix cache after the update: it says that requests run")
 
     async def _call(self, path: str, body: dict[str, Any], limit_s: float) -> None:
         """A refusal is one; no answer means that its scheduler hangs in a group, or that it has died."""
