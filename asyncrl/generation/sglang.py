@@ -13,6 +13,10 @@ they wait here and go on with what they have as their prefix.) Only `in_place`, 
 with its requests; it runs without overlap scheduling then, which makes the labels exact, and without a prefix cache.
 
 SGLang's own names for requests are ours (`GrowingResponse.key`): unique, none a prefix of another, since it aborts by prefix.
+
+Weights over the network are passed on step by step; SGLang's schedulers are the ranks. SGLang loads each bucket as it comes, so
+from the first one until the last has been confirmed nobody knows what it holds: the engine has no version meanwhile, and
+generates nothing. One that hangs in a group can only be killed.
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +42,22 @@ from asyncrl.generation.engine import (
     EngineUnavailable,
     Generated,
     RequestRefused,
+    WeightReceiver,
     WeightsRefused,
 )
-from asyncrl.generation.queueing import QueueingEngine
+from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.generation.sglang_http import Piece, SGLangClient, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import ServerLink
-from asyncrl.generation.sglang_receive import SGLangReceiver
-from asyncrl.generation.sglang_response import GrowingResponse
-from asyncrl.protocol.messages import FinishReason, TensorSpecs, WeightVersion
+from asyncrl.protocol.messages import (
+    BeginWeightUpdate,
+    EndWeightUpdate,
+    FinishReason,
+    JoinUpdateGroup,
+    ReceiveWeights,
+    TensorSpecs,
+    VersionSpan,
+    WeightVersion,
+)
 from asyncrl.runtime.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)
@@ -51,7 +65,7 @@ logger = logging.getLogger(__name__)
 _ASK_LIMIT_S = 10.0  # of a question that SGLang's front answers by itself
 _ABORT_LIMIT_S = 20.0  # until what was aborted has ended: a pass of the model, at most
 _ABORT_AGAIN_S = 0.2  # an abort that overtakes its request is lost
-_FLUSH_TRIES = 5  # a request's answer may be here a moment before its scheduler has let go of it
+_FLUSH_TRIES, _UPDATE_FLUSH_TRIES = 5, 20
 _FLUSH_PAUSE_S = 0.05
 _WATCH_S = 0.5
 _SILENT_LIMIT_S = 60.0  # a server that answers no question for so long is given up
@@ -60,6 +74,94 @@ _NOT_CHANGED = (
     "Failed to get model loader",
 )  # SGLang's words when it touched nothing
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
+_LOAD_LIMIT_S = 60.0
+_HANG_SLACK_S = 5.0  # a group that has failed at the sender fails here, too, a moment later
+
+
+@dataclass(eq=False, slots=True)
+class GrowingResponse(Pending):
+    """A request in flight, and what it has so far. It may be sent to SGLang several times, with that as its prefix.
+
+    It grows piece by piece: each piece is checked before a token of it counts. Pure.
+    """
+
+    begin: int = 0  # how many tokens it had when it was sent
+    retracted: bool = False  # when it ends there, it is to wait here and go on
+    ended: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # there, since it was sent
+
+    def sent(self) -> None:
+        """It goes to SGLang, from where it stands."""
+        self.begin, self.retracted, self.ended = len(self.token_ids), False, asyncio.Event()
+
+    def take(self, piece: Piece) -> int:
+        """Append what a piece brings; returns how many tokens. Raises SGLangError where its parts do not fit each other.
+
+        A piece has what is new, or all so far (`completion_tokens` tells which). One that aborts a request in SGLang's queue
+        repeats the last token: nothing is new then.
+        """
+        meta = piece.meta_info
+        new = meta.completion_tokens - (len(self.token_ids) - self.begin)
+        tokens, rows = piece.output_ids, meta.output_token_logprobs
+        if new < 0 or len(tokens) < new or len(rows) < new:
+            raise SGLangError(f"{len(tokens)} tokens and {len(rows)} logprobs where {new} should be new")
+        if new == 0:
+            return 0
+        tokens, rows = tokens[-new:], rows[-new:]
+        logprobs = [math.nan if row[0] is None else row[0] for row in rows]
+        if [row[1] for row in rows] != tokens:
+            raise SGLangError("tokens and logprobs are not of the same response")
+        if not all(map(math.isfinite, logprobs)):
+            raise SGLangError("logprobs are not finite")
+        self.token_ids += tokens
+        self.logprobs += logprobs
+        return new
+
+    def natural_end(self, stop_ids: Sequence[int]) -> FinishReason | None:
+        """How it would have ended by itself here: SGLang runs one more pass of what it aborts, and calls its token aborted too."""
+        if self.token_ids and self.token_ids[-1] in stop_ids and len(self.token_ids) > self.begin:
+            return FinishReason(type="stop", matched=self.token_ids[-1])
+        if len(self.token_ids) >= self.request.params.max_new_tokens:
+            return FinishReason(type="length", length=len(self.token_ids))
+        return None
+
+    def label(self, last: Piece, began: WeightVersion, served: WeightVersion | None) -> None:
+        """Which version sampled what, by SGLang's own account, which must be ours. Raises SGLangError where it is not.
+
+        began: the version when it was sent; served: the one now. These are one, unless SGLang was paused in place between.
+        """
+        end = self.begin
+        for span in last.meta_info.weight_versions:
+            start, stop = self.begin + span.start, self.begin + span.end
+            if start != end or stop < start:
+                break
+            if stop > start:
+                _check_label(span.version, began, served)
+                self.spans.append(VersionSpan(version=span.version, start=start, end=stop))
+            end = stop
+        if end != len(self.token_ids):
+            found = last.meta_info.weight_versions
+            raise SGLangError(f"weight versions {found} do not cover {len(self.token_ids) - self.begin} tokens")
+
+
+def _check_label(label: str, began: WeightVersion, served: WeightVersion | None) -> None:
+    try:
+        known = served is not None and began <= WeightVersion.parse(label) <= served
+    except ValueError:
+        known = False
+    if not known:
+        raise SGLangError(
+            f"SGLang says that {label!r} sampled tokens; {served} is served, and was {began} when the request was sent: somebody "
+            "else updates its weights"
+        )
+
+
+async def _flushed(client: SGLangClient, num_tries: int) -> bool:
+    """Have SGLang flush its prefixes. A request's answer may be here a moment before its scheduler has let go of it."""
+    for _ in range(num_tries):
+        if await client.flush_cache(limit_s=_ASK_LIMIT_S):
+            return True
+        await asyncio.sleep(_FLUSH_PAUSE_S)
+    return False
 
 
 class SGLangEngine(QueueingEngine[GrowingResponse]):
@@ -446,6 +548,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._tensors.check_sent(specs, complete=complete)
 
     def check_network_update(self, version: WeightVersion) -> bool:
+        """Raises WeightsRefused unless it may come now. True where prefixes must be flushed after it."""
         self._check_alive()
         self.check_version(version)
         if not self._paused or (self._running and not self._held):
@@ -475,11 +578,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
 
     async def _flush(self) -> bool:
         try:
-            for _ in range(_FLUSH_TRIES):
-                if await self._client.flush_cache(limit_s=_ASK_LIMIT_S):
-                    return True
-                await asyncio.sleep(_FLUSH_PAUSE_S)
-            return False
+            return await _flushed(self._client, _FLUSH_TRIES)
         except SGLangError as error:
             raise EngineFailed(str(error)) from error
 
@@ -492,3 +591,102 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
     @property
     def failure(self) -> BaseException | None:
         return None if self._closing else self._failure
+
+
+# --------------------------------------------------------------------------------------------- weights over the network
+
+
+class SGLangReceiver(WeightReceiver):
+    """Passes the steps of an update on to SGLang."""
+
+    def __init__(self, client: SGLangClient, engine: SGLangEngine, *, num_ranks: int) -> None:
+        self._client, self._engine, self._num_ranks = client, engine, num_ranks
+        self._version: WeightVersion | None = None  # of the update that is open
+        self._flush = True
+
+    @property
+    def num_ranks(self) -> int:
+        return self._num_ranks
+
+    async def join(self, group: JoinUpdateGroup) -> None:
+        body = {
+            "master_address": group.master_address,
+            "master_port": group.master_port,
+            "rank_offset": group.rank_offset,
+            "world_size": group.world_size,
+            "group_name": group.group_name,
+            "backend": group.backend,
+        }
+        await self._call("/init_weights_update_group", body, group.limit_s)
+
+    async def begin(self, update: BeginWeightUpdate) -> None:
+        try:
+            version = WeightVersion.parse(update.weight_version)
+        except ValueError as error:
+            raise WeightsRefused(str(error)) from error
+        if update.specs.names:
+            self._engine.check_tensors(update.specs, complete=True)
+        self._flush = self._engine.check_network_update(version)
+        await self.abandon()
+        await self._call("/begin_weight_update", {}, _ASK_LIMIT_S)
+        self._version = version
+
+    async def receive(self, bucket: ReceiveWeights) -> None:
+        if self._version is None:
+            raise WeightsRefused("update_weights_from_distributed must come between begin_ and end_weight_update")
+        self._engine.check_tensors(bucket, complete=False)
+        self._engine.forget_version()
+        body: dict[str, Any] = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": bucket.group_name,
+            "load_format": bucket.load_format,
+            # SGLang calls an update failed whose flush comes a moment too early, and keeps its old label: flushed in `end`
+            "flush_cache": False,
+        }
+        if bucket.weight_version is not None:
+            body["weight_version"] = bucket.weight_version
+        await self._call("/update_weights_from_distributed", body, bucket.limit_s)
+
+    async def end(self, update: EndWeightUpdate) -> None:
+        version, self._version = self._version, None
+        if version is None:
+            raise WeightsRefused("no weight update is open; call begin_weight_update first")
+        await self._call("/end_weight_update", {}, _LOAD_LIMIT_S)
+        if self._flush:
+            await self._flush_prefixes()
+        try:
+            served = (await self._client.info(limit_s=_ASK_LIMIT_S)).weight_version
+        except SGLangError as error:
+            raise WeightsRefused(str(error)) from error
+        if served != str(version):
+            raise WeightsRefused(f"SGLang received {version} and says that it serves {served!r}")
+        self._engine.network_updated(version)
+
+    async def leave(self, group_name: str) -> None:
+        await self.abandon()
+        await self._call("/destroy_weights_update_group", {"group_name": group_name}, _ASK_LIMIT_S)
+
+    async def abandon(self) -> None:
+        """Close an update that was left open; what it brought is overwritten by the next load."""
+        if self._version is not None:
+            self._version = None
+            await self._call("/end_weight_update", {}, _LOAD_LIMIT_S)
+
+    async def _flush_prefixes(self) -> None:
+        try:
+            flushed = await _flushed(self._client, _UPDATE_FLUSH_TRIES)
+        except SGLangError as error:
+            raise WeightsRefused(str(error)) from error
+        if not flushed:
+            raise WeightsRefused("SGLang did not flush its prefix cache after the update: it says that requests run")
+
+    async def _call(self, path: str, body: dict[str, Any], limit_s: float) -> None:
+        """A refusal is one; no answer means that its scheduler hangs in a group, or that it has died."""
+        try:
+            await self._client.call(path, body, limit_s=limit_s + _HANG_SLACK_S)
+        except SGLangError as error:
+            if error.status == 0:
+                self._engine.fail(f"SGLang did not answer {path}: {error}")
+            raise WeightsRefused(f"SGLang: {error}") from error

@@ -13,6 +13,7 @@ from asyncrl.config.schema import RolloutConfig as Rollout
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.generation.checks import ModelTensors
 from asyncrl.generation.engine import EngineRequest, WeightsRefused
+from asyncrl.generation.sglang import GrowingResponse
 from asyncrl.generation.sglang_environment import TorchVersions, find_sglang, own_torch
 from asyncrl.generation.sglang_http import Finish, Piece, PieceMeta, SGLangError, sglang_params
 from asyncrl.generation.sglang_process import (
@@ -20,7 +21,6 @@ from asyncrl.generation.sglang_process import (
     server_arguments,
     server_environment,
 )
-from asyncrl.generation.sglang_response import GrowingResponse
 from asyncrl.launch import preflight as preflight_module
 from asyncrl.launch.experiment import validate
 from asyncrl.launch.preflight import preflight
