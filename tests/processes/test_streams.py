@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -19,8 +21,15 @@ from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import CallResult, ClearData, ExecuteMFC, Locator, Ping, StoreVerdict, TrajectoryMeta
 from asyncrl.protocol.names import Names
-from asyncrl.runtime.channel import FencedError
-from asyncrl.runtime.channel_protocol import ChannelClosed, ChannelFull, ChannelRefused, Endpoint, ReceiverRestarted
+from asyncrl.runtime.channel import ChannelSender, FencedError
+from asyncrl.runtime.channel_protocol import (
+    ChannelClosed,
+    ChannelFull,
+    ChannelLimits,
+    ChannelRefused,
+    Endpoint,
+    ReceiverRestarted,
+)
 from asyncrl.runtime.names.memory import MemoryNameResolver
 from asyncrl.runtime.push_pull import MetaPuller, MetaPusher, NameResolvingZmqPuller, NameResolvingZmqPusher
 from asyncrl.runtime.request_reply import (
@@ -139,14 +148,23 @@ async def test_a_head_may_be_named_and_is_in_turn_where_it_is_not(resolver, open
         await push.push(*trajectory(), head=2, timeout_s=1)
 
 
+async def sender_to(resolver, opened, stream):
+    """Of another process: it may send anything."""
+    made = ChannelSender("other", stream, "other", limits=ChannelLimits.of(RUNTIME), host=RUNTIME.host)
+
+    await opened(SimpleNamespace(start=partial(made.start, resolver, NAMES.stream(stream)), close=made.close))
+    return made
+
+
 async def test_what_is_no_trajectory_is_refused_with_the_reason(resolver, opened):
     push, pull = await opened(pusher(resolver)), await opened(puller(resolver))
+    junk_sender = await sender_to(resolver, opened, "puller0")
     meta, sample = trajectory(1)
     pulling = asyncio.create_task(pull.pull())
     with pytest.raises(ChannelRefused, match="puller0 cannot read the trajectory: the sample has the ids"):
         await push.push(trajectory(2)[0], sample, timeout_s=LIMIT_S)
     with pytest.raises(ChannelRefused, match="cannot read the trajectory"):
-        await push._senders[0].send(b"no header", timeout_s=LIMIT_S, what="junk")
+        await junk_sender.send(b"no header", timeout_s=LIMIT_S, what="junk")
     pushing = asyncio.create_task(push.push(meta, sample, timeout_s=LIMIT_S))
     (await pulling).ack(STORED)
     assert await pushing == STORED
@@ -261,6 +279,7 @@ async def test_a_frozen_head_leaves_the_pusher_within_its_credit(resolver, opene
 async def test_metadata_from_head_to_master(resolver, opened):
     push = await opened(MetaPusher(resolver, NAMES, head=1, runtime=RUNTIME, incarnation="i"))
     pull = await opened(MetaPuller(resolver, NAMES, runtime=RUNTIME))
+    junk_sender = await sender_to(resolver, opened, "master_meta")
     metas = [trajectory(i)[0] for i in range(20)]
     pushes = [asyncio.create_task(push.push_meta(meta, timeout_s=LIMIT_S)) for meta in metas]
     for meta in metas:
@@ -270,7 +289,7 @@ async def test_metadata_from_head_to_master(resolver, opened):
     assert [verdict.verdict for verdict in await asyncio.gather(*pushes)] == ["duplicate"] * 20
     pulling = asyncio.create_task(pull.pull_meta())
     with pytest.raises(ChannelRefused, match="cannot read the metadata"):
-        await push._sender.send(b"\x93", timeout_s=LIMIT_S, what="junk")
+        await junk_sender.send(b"\x93", timeout_s=LIMIT_S, what="junk")
     pulling.cancel()
     with pytest.raises(TimeoutError, match=r"head1: waited 0.05 s for master_meta to settle metadata of trajectory 3"):
         await push.push_meta(metas[3], timeout_s=0.05)
@@ -348,9 +367,13 @@ async def test_errors_travel_with_their_traceback(gang):
     assert (await other).keys == ["k"]
 
 
+class Unknown(msgspec.Struct, tag="Unknown"):
+    """A call of another release."""
+
+
 async def test_a_call_that_cannot_be_read_is_refused_and_does_not_hold_up_the_next(gang):
     calls, servers = gang
-    junk = calls._senders[0].send_nowait(msgspec.msgpack.encode((0, {"type": "Unknown"})))
+    (junk,) = calls.call_nowait([0], [Unknown()])
     (good,) = calls.call_nowait([0], [Ping()])
     (await servers[0].receive()).reply(CallResult())
     await good
@@ -405,7 +428,10 @@ async def test_nobody_goes_back_to_a_receiver_whose_attempt_is_over(resolver, op
     """Its endpoint may be published again, by an etcd that was away; it cannot publish itself anew."""
     pull = await opened(MetaPuller(resolver, NAMES, runtime=RUNTIME, attempt=2))
     push = await opened(MetaPusher(resolver, NAMES, head=0, runtime=RUNTIME, incarnation="h"))
-    await push._sender.wait_answered()
+    first = asyncio.create_task(push.push_meta(trajectory(1)[0], timeout_s=LIMIT_S))
+    _, ack = await asyncio.wait_for(pull.pull_meta(), LIMIT_S)
+    ack(StoreVerdict(verdict="stored"))
+    await first
     ghost = Endpoint("tcp://127.0.0.1:9", "of a master that was frozen", 1000, attempt=1)
     resolver.add(NAMES.stream("master_meta"), msgspec.json.encode(ghost).decode(), replace=True)
     meta, _ = trajectory()
