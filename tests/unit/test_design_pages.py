@@ -1,4 +1,4 @@
-"""The pages of docs/design name files and names that exist."""
+"""The pages of docs/design, and CONTRIBUTING.md, name files and names that exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.paths import PAGES as PATHS
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "design").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs" / "design").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 _FILE = re.compile(r"`(asyncrl/[\w/]+\.py)`(?: `(\w+)`)?")
 
 
