@@ -18,7 +18,7 @@ from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.fetching import DataFetcher, FetchError
 from asyncrl.model.group_maker import GroupMaker
-from asyncrl.model.interfaces import make_interface
+from asyncrl.model.interfaces import Interface
 from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
@@ -65,6 +65,7 @@ class Calls:
         config: ModelWorkerConfig,
         world: World,
         engines: Mapping[str, TrainEngine],
+        interfaces: Mapping[str, Interface],
         store: DataStore,
         *,
         receiver: TrajectoryReceiver | None,
@@ -79,7 +80,8 @@ class Calls:
         trace: Tracer,
         clock: Clock,
     ) -> None:
-        """engines: by model; those of this worker. receiver: at heads. group_maker: of a worker with the MFC that generates."""
+        """engines: by model, interfaces: by MFC; those of this worker. receiver: at heads. group_maker: of a worker with the MFC
+        that generates."""
         self.store, self.engines = store, engines
         self._config, self._info, self._world = config, config.worker, world
         self._receiver, self._group_maker, self._data, self._fetcher = receiver, group_maker, data, fetcher
@@ -89,11 +91,7 @@ class Calls:
         self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
         self._heads = next(iter(self._placements.values())).heads  # they take trajectories
         self._mfcs = {mfc.name: MFCDef.of(mfc) for mfc in config.mfcs if mfc.model in engines}
-        self._interfaces = {
-            name: make_interface(mfc, config.train, seed=config.worker.seed)
-            for name, mfc in self._mfcs.items()
-            if mfc.kind != "generate"
-        }
+        self._interfaces = interfaces
         self._metas: dict[str, TrajectoryMeta] = (
             receiver.metas if receiver is not None else {}
         )  # of what is in the store

@@ -25,6 +25,7 @@ import transformers
 from asyncrl.config.schema import ModelConfig, ModelWorkerConfig
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import BackgroundRecorder, recording_dir
+from asyncrl.dataflow.graph import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worlds import Worlds
 from asyncrl.model.broadcast import WeightSender
@@ -34,6 +35,7 @@ from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.fetching import DataFetcher, HeldData
 from asyncrl.model.group_maker import GroupMaker
+from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.publishing import Publisher
 from asyncrl.model.sending import ServerClient
@@ -68,6 +70,11 @@ class ModelWorker(Worker):
         """Bind and publish first, so that the others need not wait; then load. Calls queue meanwhile."""
         config, info, index = self.config, self.info, self.info.index
         limit_s = config.train.call_timeout_s
+        interfaces = {  # first: a config that they refuse need not load a model
+            mfc.name: make_interface(MFCDef.of(mfc), config.train, seed=info.seed)
+            for mfc in config.mfcs
+            if mfc.kind != "generate" and index in self._placements[mfc.model].workers
+        }
         compute = Compute(self.name, self.board, limit_s=limit_s, num_threads=config.train.torch_threads)
         opened.callback(compute.close)
         store = DataStore(config.store_capacity)
@@ -111,6 +118,7 @@ class ModelWorker(Worker):
             config,
             world,
             engines,
+            interfaces,
             store,
             receiver=receiver,
             group_maker=group_maker,
