@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.manager.ledger import Ledger
 from asyncrl.protocol.messages import WeightVersion
 from asyncrl.protocol.tickets import TicketId
+from asyncrl.runtime.board import StatusBoard
 from tests.simulation.world import Event, Process
 
 if TYPE_CHECKING:
@@ -162,19 +163,19 @@ class Invariants:
 
     # ------------------------------------------------------------------------------------------------ 4 and 5: bounds
 
-    def look_at(self, process: Process, board: Any) -> None:
+    def look_at(self, process: Process, board: StatusBoard) -> None:
         """Once a second: waits, queues, leases."""
         now = self._run.scheduler.monotonic()
-        for what, on, since, limit_s, _ in board._waits.values():
-            since = max(since, process.thawed_at)
-            if limit_s is not None and now - since > limit_s + _WAIT_SLACK_S and not what.startswith("step "):
+        for wait in board.snapshot().waits:
+            waited_s, limit_s = min(wait.since_s, now - process.thawed_at), wait.limit_s
+            if limit_s is not None and waited_s > limit_s + _WAIT_SLACK_S and not wait.what.startswith("step "):
                 self.broken(
                     "wait",
-                    f"{process.label} waits for {what} from {on} for {now - since:.0f} s; its limit is {limit_s:g} s",
+                    f"{process.label} waits for {wait.what} from {wait.on} for {waited_s:.0f} s; its limit is {limit_s:g} s",
                 )
         worker: Any = process.worker
-        if process.kind == "gserver_manager" and hasattr(worker, "ledger"):
-            self._look_at_leases(process, worker.ledger)
+        if process.ledger is not None:
+            self._look_at_leases(process, process.ledger)
         elif process.kind == "model_worker" and len(worker.store) > worker.store.capacity:
             self.broken("queue", f"{process.label} holds {len(worker.store)} groups; {worker.store.capacity} fit")
 

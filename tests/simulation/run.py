@@ -217,11 +217,10 @@ class SimulatedRun(World):
     def _waits(self) -> str:
         """Who waits for what."""
         told = []
-        now = self.scheduler.monotonic()
         for process in self.processes.values():
             state = "dead" if process.dead else "frozen" if process.loop.halted else ""
-            waits = process.worker.board._waits.values() if process.worker is not None else ()
-            named = [f"{what} from {on} for {now - since:.0f} s" for what, on, since, _, _ in waits]
+            waits = process.worker.board.snapshot().waits if process.worker is not None else []
+            named = [f"{wait.what} from {wait.on} for {wait.since_s:.0f} s" for wait in waits]
             told.append(f"{process.label}{f' ({state})' if state else ''}: {', '.join(named) or 'nothing named'}")
         return "; ".join(told)
 

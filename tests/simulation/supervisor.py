@@ -55,7 +55,7 @@ class Supervisor:
                 self._supervision.runs(process.name)
         labels = {process.number: label for label, process in alive.items()}
         counts = {
-            process.number: process.worker.board._progress if process.worker is not None else None
+            process.number: process.worker.board.snapshot().progress if process.worker is not None else None
             for process in alive.values()
         }
         for number in self._freezes.turn(run.scheduler.monotonic(), counts):
