@@ -77,6 +77,7 @@ BESIDE: Mapping[str, Mapping[str, str]] = {  # path -> file or folder -> why it 
         "asyncrl/manager/http.py": "reports to the master which servers serve the version",
         "asyncrl/runtime/service_client.py": "carries those reports",
         "asyncrl/master/manager_reports.py": "takes them in",
+        "asyncrl/master/rollouts.py": "forms a batch by them",
         "asyncrl/generation/worker.py": "shows which version the engine serves",
         "asyncrl/rollout/": "a token's version is part of the sample",
     },
