@@ -32,7 +32,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from asyncrl.config.schema import ConfigError, ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model import sharding
-from asyncrl.model.interfaces.common import LossFn
+from asyncrl.model.interfaces import LossFn
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.packing import MicroBatch, Packed, SequenceBatch, cu_seqlens_of, plan_micro_batches, run_indices
 from asyncrl.model.pipeline import Outputs, Stage, cut_to_stage, run_micro_batches, train_micro_batches

@@ -22,7 +22,7 @@ from asyncrl.data.prompts import Prompt, PromptError, PromptSource, load_tokeniz
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.generating import Sampler
-from asyncrl.model.interfaces.common import temperature_of
+from asyncrl.model.interfaces import temperature_of
 from asyncrl.protocol.messages import ExecuteMFC, Locator, RejectedPrompt, TrajectoryMeta, WeightVersion
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Completion, Reward

@@ -23,7 +23,7 @@ from asyncrl.dataflow.graph import TRAIN_MFC, build_dataflow
 from asyncrl.launch.program import load_process_config
 from asyncrl.launch.rundir import configs_dir
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.interfaces.ppo import PPOActorInterface
+from asyncrl.model.interfaces import PPOActorInterface
 from asyncrl.protocol.names import ACTOR
 from asyncrl.weights.versions import version_dir
 

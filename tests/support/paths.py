@@ -66,7 +66,6 @@ _BESIDE_BOTH = {
     "asyncrl/runtime/http_client.py": "the driver of HTTP, below service_client.py",
     "asyncrl/runtime/names/etcd/": "the driver of etcd, below names/interface.py",
     "asyncrl/master/report.py": "metrics of a train step",
-    "asyncrl/model/interfaces/statistics.py": "metrics of a batch",
 }
 BESIDE: Mapping[str, Mapping[str, str]] = {  # path -> file or folder -> why it is not on that path
     "sample": _BESIDE_BOTH,

@@ -1,0 +1,622 @@
+"""What an MFC does on a model worker: from the groups that this rank holds to new keys, or to a train step.
+
+In this order: what interfaces and engines ask of each other, and the groups of a rank as tensors; statistics of a step; logprobs,
+values and scores under a model, and functions of a user; rewards -> advantages and returns; train steps of the policy and of the
+values, and their minibatches; `make_interface`, which names them all.
+
+The model worker calls `run` on its compute thread, on every rank of the MFC's model, with the same batch_ids and version. All ranks
+of a data-parallel replica get the same sample; a rank that holds none of the batch gets None and still takes part.
+Interfaces decide (rewards, advantages, minibatches, denominators: asyncrl/algorithms); the engine computes (forward, backward,
+optimizer step, sums over ranks: asyncrl/model/engine.py).
+
+Same update in any layout: denominators and means are sums over all data ranks, minibatches are drawn from the ids of the whole
+batch, and the collective calls (`all_reduce_sum`, and every call that runs the model) follow from the config and batch_ids
+alone, so that all ranks make the same ones.
+
+Shapes: T tokens, packed; S sequences; G groups, all of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.advantages import Advantages, advantage_keys, compute_advantages
+from asyncrl.algorithms.kl import make_kl_controller
+from asyncrl.algorithms.packed import count_per_sequence
+from asyncrl.algorithms.ppo import PPOLoss, check_ppo_config, loss_denominator, loss_keys
+from asyncrl.algorithms.value import ValueLoss, ValueNorm
+from asyncrl.config.schema import ConfigError, PPOConfig, TrainConfig, judges_by_group
+from asyncrl.data.sequence import KEY_SPECS, SequenceSample
+from asyncrl.dataflow.graph import MFCDef
+from asyncrl.rewards.loading import load_object
+
+# (outputs, data, cu_seqlens) -> (loss, statistics): what an engine calls on each micro-batch. outputs: `logprobs` and `entropy` of
+# a policy, `values` of a critic; data: the keys of the micro-batch; all packed alike. The loss is a sum already divided by the
+# global denominator; statistics named *_max are maxima, all others sums over tokens. If it has a method
+# `stop_reason(statistics of all ranks) -> str`, a text keeps the engine from stepping.
+LossFn = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], tuple[Tensor, dict[str, Tensor]]]
+Stats = dict[str, float]
+
+# What is infinite there becomes no number: clipping must not make a reward of it. The step that it gets into is skipped
+_REWARDS = ("rewards", "model_rewards", "dense_rewards")
+
+
+class Ranks(Protocol):
+    """The data-parallel ranks that compute together."""
+
+    @property
+    def dp_rank(self) -> int: ...
+
+    @property
+    def dp_size(self) -> int: ...
+
+    def all_reduce_sum(self, values: list[float]) -> npt.NDArray[np.float64]:
+        """Sums over data-parallel ranks; collective."""
+
+
+class Engine(Ranks, Protocol):
+    """What interfaces ask of an engine (asyncrl.model.engine.TrainEngine).
+
+    All methods are collective over the ranks of the model: every rank calls them, with None where it holds no groups. The ranks
+    of a replica get the same sample. Results are on the last stage of a replica that has a sample; elsewhere None.
+    """
+
+    @property
+    def is_head(self) -> bool:
+        """Tensor rank 0 of the last stage: what it returns is what is stored."""
+
+    def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None:
+        """Of a language model: packed like packed_input_ids."""
+
+    def values(self, sample: SequenceSample | None) -> npt.NDArray[np.float32] | None:
+        """Of a value model: packed like packed_input_ids, the value of the state after each token."""
+
+    def scores(self, sample: SequenceSample | None) -> npt.NDArray[np.float32] | None:
+        """Of a reward model: one a sequence."""
+
+    def train_step(
+        self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
+    ) -> dict[str, float]:
+        """One optimizer step. Statistics of all data ranks, on the last stage."""
+
+
+class OneRank:
+    """Ranks of those who compute without an engine (`asyncrl-launch inspect`)."""
+
+    dp_rank = 0
+    dp_size = 1
+
+    def all_reduce_sum(self, values: list[float]) -> npt.NDArray[np.float64]:
+        return np.asarray(values, np.float64)
+
+
+class Interface(ABC):
+    """One MFC on one rank."""
+
+    @abstractmethod
+    def run(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+    ) -> tuple[SequenceSample | None, Stats]:
+        """New keys for the ids of `sample` (None: no groups here, or nothing to write), and statistics of all ranks.
+
+        `sample` holds the groups of this rank's replica, `batch_ids` the whole batch, both in canonical order; version is the
+        number of train steps done before this one. The head of the replica stores the keys.
+        """
+
+    def state(self) -> Stats:
+        """What it remembers from step to step, the same on all ranks: for a checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` gave."""
+        assert not state
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """The groups of this rank as tensors. All of length 0 on a rank that holds none: it computes like the others."""
+
+    position: dict[str, int]  # id -> which group
+    group_sizes: list[int]  # sequences of each group
+    cu_seqlens: Tensor  # S + 1
+    data: dict[str, Tensor]
+
+    @classmethod
+    def make(cls, sample: SequenceSample | None, keys: Sequence[str]) -> LocalBatch:
+        if sample is None:
+            nothing = {key: torch.tensor(np.zeros(0, KEY_SPECS[key].dtype)) for key in keys}
+            return cls({}, [], torch.zeros(1, dtype=torch.int64), nothing)
+        missing = [key for key in keys if key not in sample.keys]
+        if missing:
+            raise ValueError(f"the sample lacks the keys {missing}; it has {sorted(sample.keys)}")
+        data = {key: torch.tensor(sample.data[key]) for key in keys}
+        for key in _REWARDS:
+            if key in data:
+                data[key].masked_fill_(~data[key].isfinite(), torch.nan)
+        return cls(
+            {group_id: i for i, group_id in enumerate(sample.ids)},
+            [len(lengths) for lengths in sample.seqlens["packed_input_ids"]],
+            torch.tensor(sample.cu_seqlens("packed_input_ids")),
+            data,
+        )
+
+
+def groups_here(sample: SequenceSample | None, batch_ids: Sequence[str]) -> SequenceSample | None:
+    """The sample, None where it has no groups. Groups that are not of the batch are a ValueError."""
+    if sample is None or sample.num_ids == 0:
+        return None
+    strangers = sorted(set(sample.ids) - set(batch_ids))
+    if strangers:
+        raise ValueError(f"ids {strangers[:4]} are not in the batch; a rank runs on its part of the batch only")
+    return sample
+
+
+def check_input_keys(mfc: MFCDef, keys: Sequence[str]) -> None:
+    missing = [key for key in keys if key not in mfc.input_keys]
+    if missing:
+        raise ValueError(f"MFC {mfc.name!r} needs the input keys {missing} for train as configured")
+
+
+def temperature_of(train: TrainConfig) -> float:
+    temperature: float = train.ppo.temperature
+    if temperature <= 0:
+        raise ValueError(
+            f"train.ppo.temperature is {temperature}; it must be above 0 here "
+            "(0 in the experiment's config means rollout.sampling.temperature, filled in when processes are planned)"
+        )
+    return temperature
+
+
+_MIN_STD = 1e-4  # returns that differ less are equal but for rounding
+
+
+def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:
+    """Statistics of the whole batch, over all ranks. Two collective calls."""
+    rewards_S, mask_T, kl_T = made.rewards_S, made.mask_T, made.kl_T
+    raw_S = local.data["rewards"].double()
+    response_S = count_per_sequence(local.data["loss_mask"], local.cu_seqlens)
+    advantages = made.advantages_T[mask_T].double()
+    groups = np.split(rewards_S.numpy(), np.cumsum(local.group_sizes, dtype=np.int64)[:-1])
+    sums = {
+        "groups": float(len(local.group_sizes)),
+        "sequences": float(len(raw_S)),
+        "tokens": float(len(mask_T)),
+        "sampled": float(response_S.sum()),
+        "trained": float(advantages.numel()),
+        "reward": float(raw_S.sum()),
+        "reward_squared": float(raw_S.square().sum()),
+        "model": float(local.data["model_rewards"].double().sum()) if "model_rewards" in local.data else 0.0,
+        "shaped": float(rewards_S.double().sum()),
+        "equal_groups": float(sum(bool((rewards == rewards[0]).all()) for rewards in groups if rewards.size)),
+        "prompt": float(local.data["prompt_mask"].sum()),
+        "truncated": float(local.data["seq_no_eos_mask"].sum()),
+        "advantage": float(advantages.sum()),
+        "advantage_squared": float(advantages.square().sum()),
+        "kl": float(kl_T.double().sum()) if kl_T is not None else 0.0,
+    }
+    total = dict(zip(sums, engine.all_reduce_sum(list(sums.values())).tolist(), strict=True))
+    sequences, trained = max(total["sequences"], 1.0), max(total["trained"], 1.0)
+    longest, highest, lowest = _max_over_ranks(
+        engine,
+        [
+            max(response_S.tolist(), default=0.0),
+            max(advantages.tolist(), default=-math.inf),
+            max((-advantages).tolist(), default=-math.inf),
+        ],
+    )
+    stats = {
+        "batch/num_groups": total["groups"],
+        "batch/num_sequences": total["sequences"],
+        "batch/num_tokens": total["tokens"],
+        "batch/num_trained_tokens": total["trained"],
+        "reward/mean": total["reward"] / sequences,
+        "reward/std": _std(total["reward"], total["reward_squared"], sequences),
+        "reward/shaped_mean": total["shaped"] / sequences,
+        "reward/equal_group_share": total["equal_groups"] / max(total["groups"], 1.0),
+        "length/response_mean": total["sampled"] / sequences,
+        "length/response_max": longest,
+        "length/prompt_mean": total["prompt"] / sequences,
+        "length/truncated_share": total["truncated"] / sequences,
+        "advantages/mean": total["advantage"] / trained,
+        "advantages/std": _std(total["advantage"], total["advantage_squared"], trained),
+        "advantages/max": highest if total["trained"] else 0.0,
+        "advantages/min": -lowest if total["trained"] else 0.0,
+    }
+    if "model_rewards" in local.data:
+        stats["reward/model_mean"] = total["model"] / sequences
+    if kl_T is not None:
+        stats["kl/token_mean"] = total["kl"] / max(total["sampled"], 1.0)
+        stats["kl/sequence_mean"] = total["kl"] / sequences
+    return stats
+
+
+def value_stats(engine: Ranks, values: Tensor, returns: Tensor) -> Stats:
+    """How well the values foresaw the returns, over the states of the whole batch, in units of rewards. A collective call.
+
+    explained_variance = 1 - Var(returns - values) / Var(returns): 1 foresees all, 0 no more than a constant does, below 0 less.
+    """
+    values, returns = values.double(), returns.double()
+    errors = returns - values
+    sums = [values.sum(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
+    total = engine.all_reduce_sum([float(values.numel()), *map(float, sums)])
+    count, value, returned, squares, error, error_squares = total.tolist()
+    count = max(count, 1.0)
+    std = _std(returned, squares, count)
+    explained = 1 - (_std(error, error_squares, count) / std) ** 2 if std > _MIN_STD else 0.0
+    return {
+        "critic/values_mean": value / count,
+        "critic/returns_mean": returned / count,
+        "critic/returns_std": std,
+        "critic/explained_variance": explained,
+    }
+
+
+class StepStats:
+    """Statistics of the minibatches of one train step, put together.
+
+    Of what an engine gives: *_max are maxima, *_steps counts, MEANS means over the minibatches, all else sums over tokens.
+    """
+
+    MEANS = ("loss", "grad_norm", "lr")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.empty = 0
+        self.num_tokens = 0.0
+        self.values: Stats = {}  # sums and maxima over the minibatches
+
+    def add(self, stats: Mapping[str, float], num_tokens: float) -> None:
+        """What one `train_step` returned (nothing before the last stage); num_tokens: masked tokens of the minibatch, all ranks."""
+        self.steps += 1
+        self.num_tokens += num_tokens
+        for name, value in stats.items():
+            if name.endswith("_max"):
+                self.values[name] = max(self.values.get(name, -math.inf), value)
+            else:
+                self.values[name] = self.values.get(name, 0.0) + value
+
+    def result(self, role: str) -> Stats:
+        """<role>/<name>: means over minibatches or tokens, maxima, counts."""
+        result = {"optimizer_steps": float(self.steps), "empty_minibatches": float(self.empty)}
+        for name, value in self.values.items():
+            if name == "num_tokens":  # for stop_reason
+                continue
+            counted = name.endswith(("_max", "_steps"))
+            divisor = 1.0 if counted else self.steps if name in self.MEANS else self.num_tokens
+            result[name] = value / divisor
+        return {f"{role}/{name}": value for name, value in result.items()}
+
+
+def _std(total: float, squares: float, count: float) -> float:
+    return math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
+
+
+def _max_over_ranks(engine: Ranks, values: list[float]) -> list[float]:
+    """Maxima by a sum: every rank fills its own row."""
+    rows = np.zeros((engine.dp_size, len(values)))
+    rows[engine.dp_rank] = values
+    return engine.all_reduce_sum(rows.ravel().tolist()).reshape(rows.shape).max(axis=0).tolist()  # type: ignore[no-any-return]
+
+
+class LogprobsInterface(Interface):
+    """Logprobs of the batch's tokens under this model: the proximal policy, or the reference."""
+
+    def __init__(self, output_key: str, train: TrainConfig) -> None:
+        self.output_key = output_key
+        self.temperature = temperature_of(train)
+
+    def run(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+    ) -> tuple[SequenceSample | None, Stats]:
+        sample = groups_here(sample, batch_ids)
+        logprobs = engine.logprobs(sample, temperature=self.temperature)
+        return _made(sample, self.output_key, logprobs), {}
+
+
+class ValuesInterface(Interface):
+    """Values of the batch's states, as the critic gives them: in its own units (advantages.py knows them)."""
+
+    def run(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+    ) -> tuple[SequenceSample | None, Stats]:
+        sample = groups_here(sample, batch_ids)
+        return _made(sample, "values", engine.values(sample)), {}
+
+
+class ScoresInterface(Interface):
+    """What the reward model thinks of each sequence."""
+
+    def run(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+    ) -> tuple[SequenceSample | None, Stats]:
+        sample = groups_here(sample, batch_ids)
+        return _made(sample, "model_rewards", engine.scores(sample)), {}
+
+
+def _made(sample: SequenceSample | None, key: str, array: npt.NDArray[np.float32] | None) -> SequenceSample | None:
+    """The key for the sample's ids; None where the engine gives nothing (no groups, or not the last stage)."""
+    if sample is None or array is None:
+        return None
+    if KEY_SPECS[key].layout == "token":
+        return sample.derive({key: array})
+    ones = [[1] * len(lengths) for lengths in sample.seqlens["packed_input_ids"]]
+    return SequenceSample(sample.ids, {key: ones}, {key: array})
+
+
+class FunctionInterface(Interface):
+    """An MFC added by config: function(engine, sample, train) -> SequenceSample with the MFC's output keys.
+
+    Called on every rank of its model, so that engine calls, which are collective, meet; `sample` is the same on all ranks of a
+    replica, and of no ids (never None) where there are no groups. What counts is what the replica's head returns. Where an
+    engine call gives None (no groups, or not the last stage of a pipeline), return None.
+    """
+
+    def __init__(self, mfc: MFCDef, train: TrainConfig) -> None:
+        self.mfc = mfc
+        self.train = train
+        self.function = _import_function(mfc)
+
+    def run(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+    ) -> tuple[SequenceSample | None, Stats]:
+        here = groups_here(sample, batch_ids)
+        result = self.function(engine, here if here is not None else _nothing(self.mfc.input_keys), self.train)
+        if here is None or not self.mfc.output_keys or not engine.is_head:
+            return None, {}
+        missing = [key for key in self.mfc.output_keys if key not in getattr(result, "keys", ())]
+        if not isinstance(result, SequenceSample) or missing or set(result.ids) != set(here.ids):
+            raise ValueError(
+                f"MFC {self.mfc.name!r}: {self.mfc.interface} must return a SequenceSample of the ids it was given with the keys "
+                f"{list(self.mfc.output_keys)}; missing {missing}"
+            )
+        return result.select_keys(self.mfc.output_keys), {}
+
+
+def _nothing(keys: Sequence[str]) -> SequenceSample:
+    """A sample of no ids. Keys whose dtype nobody has written down are float32."""
+    dtypes = {key: KEY_SPECS[key].dtype if key in KEY_SPECS else np.dtype("float32") for key in keys}
+    return SequenceSample((), {key: [] for key in keys}, {key: np.zeros(0, dtypes[key]) for key in keys})
+
+
+def _import_function(mfc: MFCDef) -> Callable[..., Any]:
+    function = load_object(mfc.interface, f"MFC {mfc.name!r}: interface")
+    if not callable(function):
+        raise ConfigError(f"MFC {mfc.name!r}: interface {mfc.interface!r} is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+class AdvantagesInterface(Interface):
+    """Rewards (of functions and of a reward model, dense ones, minus the KL penalty) and values -> what to learn from.
+
+    Consumes the groups of this rank; produces `advantages` and `trained_mask` for the actor, `returns` and `value_mask` for a
+    critic, in the units of its `values`. Remembers the KL coefficient and, with train.critic.value_norm, those units. Waits, in
+    sums, for the other data-parallel ranks. It is an MFC of its own, so that this state is in one place whatever meshes actor and
+    critic are on, and so that only its results travel to them.
+    """
+
+    def __init__(self, mfc: MFCDef, train: TrainConfig) -> None:
+        check_ppo_config(train.ppo)
+        self.ppo: PPOConfig = train.ppo
+        self.output_keys = mfc.output_keys
+        self.kl = make_kl_controller(train.ppo)
+        self.model_reward_scale = train.reward_model.scale if train.reward_model is not None else 0.0
+        critic = train.critic
+        self.value_norm = ValueNorm(critic.value_norm_beta) if critic is not None and critic.value_norm else None
+        self.keys = ["packed_input_ids", "prompt_mask", *advantage_keys(train.ppo)]
+        self.keys += ["model_rewards"] if train.reward_model is not None else []
+        self.keys += ["values"] if critic is not None or "values" in mfc.input_keys else []
+        self.keys += ["dense_rewards"] if "dense_rewards" in mfc.input_keys else []
+        check_input_keys(mfc, self.keys)
+        if "values" in self.keys and judges_by_group(train.ppo):
+            raise ValueError(
+                f"train.ppo.advantage_norm={train.ppo.advantage_norm} with baseline={train.ppo.baseline} judges a response within "
+                "its group and uses no values; with a critic use advantage_norm batch or none, and baseline none"
+            )
+
+    def run(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+    ) -> tuple[SequenceSample | None, Stats]:
+        sample = groups_here(sample, batch_ids)
+        made, stats = self.compute(engine, LocalBatch.make(sample, self.keys))
+        if self.ppo.kl_coef > 0:
+            self.kl.update(stats["kl/sequence_mean"], int(stats["batch/num_sequences"]))
+        returns_T = made.returns_T
+        if self.value_norm is not None:  # the critic is to learn in the new units; its values stay as they were given
+            self.value_norm.update(returns_T[made.states_T], engine.all_reduce_sum)
+            returns_T = self.value_norm.normalise(returns_T).masked_fill(~made.states_T, 0.0)
+        if sample is None:
+            return None, stats
+        found = {
+            "advantages": made.advantages_T,
+            "trained_mask": made.mask_T,
+            "returns": returns_T,
+            "value_mask": made.states_T,
+        }
+        return sample.derive({key: found[key].numpy() for key in self.output_keys}), stats
+
+    def compute(self, engine: Ranks, local: LocalBatch) -> tuple[Advantages, Stats]:
+        """From `keys` of this rank's groups, in units of rewards; statistics of the whole batch. Remembers nothing. Collective."""
+        data = dict(local.data)
+        if "model_rewards" in data:
+            data["rewards"] = data["rewards"] + self.model_reward_scale * data["model_rewards"]
+        if self.value_norm is not None:
+            data["values"] = self.value_norm.denormalise(data["values"])
+        made = compute_advantages(
+            data,
+            local.cu_seqlens,
+            local.group_sizes,
+            self.ppo,
+            kl_coef=self.kl.coef,
+            all_reduce_sum=engine.all_reduce_sum,
+        )
+        stats = batch_stats(engine, local, made)
+        if "values" in data:
+            stats |= value_stats(engine, data["values"][made.states_T], made.returns_T[made.states_T])
+        if made.kl_T is not None:
+            stats["kl/coef"] = self.kl.coef
+        if self.value_norm is not None:
+            stats |= {"critic/norm_mean": self.value_norm.mean, "critic/norm_std": self.value_norm.std}
+        return made, stats
+
+    def state(self) -> Stats:
+        norm = self.value_norm.state_dict() if self.value_norm is not None else {}
+        return {"kl_coef": self.kl.coef} | {f"value_norm.{name}": value for name, value in norm.items()}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        if self.ppo.kl_adaptive:  # else it is what the config says now
+            self.kl.coef = state["kl_coef"]
+        if self.value_norm is not None:
+            prefix = "value_norm."
+            norm = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            self.value_norm.load_state_dict(norm)
+
+
+def split_minibatches(batch_ids: Sequence[str], num: int, *, seed: int, version: int) -> list[list[str]]:
+    """The whole batch, shuffled by (seed, version) and cut into `num` parts whose sizes differ by one at most.
+
+    Every rank gets the same, whatever it holds. Fewer groups than parts: a part a group. Canonical order within a part.
+    """
+    order = np.random.default_rng([seed, version]).permutation(len(batch_ids))
+    parts = np.array_split(order, max(1, min(num, len(batch_ids))))
+    return [[batch_ids[i] for i in sorted(part.tolist())] for part in parts if len(part)]
+
+
+def train_minibatches(
+    engine: Engine,
+    sample: SequenceSample | None,
+    minibatches: Sequence[Sequence[str]],
+    loss_of: Callable[[float, float], LossFn],
+    *,
+    temperature: float,
+    lr_step: int,
+) -> StepStats:
+    """An optimizer step a minibatch. Collective.
+
+    sample: the groups of this rank with what the engine and the loss read. loss_of: the loss of a minibatch, given over all ranks
+    how many of its tokens are in `loss_mask`, and how many sequences have any.
+    """
+    steps = StepStats()
+    here = set(sample.ids) if sample is not None else set()
+    counts = _count(engine, sample, minibatches)
+    for ids, (num_tokens, num_sequences) in zip(minibatches, counts, strict=True):
+        if num_tokens == 0:
+            steps.empty += 1  # nothing to learn from on any rank (all truncated, with mask_too_long): no step
+            continue
+        mine = [group_id for group_id in ids if group_id in here]
+        part = sample.select_ids(mine) if sample is not None and mine else None
+        loss_fn = loss_of(num_tokens, num_sequences)
+        steps.add(engine.train_step(part, loss_fn, temperature=temperature, lr_step=lr_step), num_tokens)
+    return steps
+
+
+def _count(
+    engine: Ranks, sample: SequenceSample | None, minibatches: Sequence[Sequence[str]]
+) -> list[tuple[float, float]]:
+    """For each minibatch, over all ranks: tokens in `loss_mask`, and sequences that have any."""
+    counts: dict[str, npt.NDArray[np.float64]] = {}
+    if sample is not None:
+        for group_id, masks in zip(sample.ids, sample.slices("loss_mask"), strict=True):
+            tokens = [int(mask.sum()) for mask in masks]
+            counts[group_id] = np.array([sum(tokens), sum(n > 0 for n in tokens)], np.float64)
+    nothing = np.zeros(2)
+    local = np.array([sum((counts.get(group_id, nothing) for group_id in ids), nothing) for ids in minibatches])
+    total = engine.all_reduce_sum(local.ravel().tolist()).reshape(-1, 2)
+    return [(float(tokens), float(sequences)) for tokens, sequences in total]
+
+
+class PPOActorInterface(Interface):
+    """One train step of PPO: minibatches, each of them one optimizer step.
+
+    Consumes the groups of this rank with the keys of `actor_train`; produces new weights in the engine and the statistics of
+    the step. Waits, in collective calls, for the other ranks; a rank that fails is noticed by the master, which ends the gang.
+    """
+
+    def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int) -> None:
+        check_ppo_config(train.ppo)
+        self.ppo: PPOConfig = train.ppo
+        self.temperature = temperature_of(train)
+        self.seed = seed
+        self.keys = ["packed_input_ids", "trained_mask"]  # which the loss calls loss_mask
+        self.keys += [key for key in loss_keys(train.ppo) if key != "loss_mask"]
+        check_input_keys(mfc, self.keys)
+
+    def run(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+    ) -> tuple[SequenceSample | None, Stats]:
+        sample = groups_here(sample, batch_ids)
+        if sample is not None:
+            sample = sample.select_keys(self.keys).remap_keys({"trained_mask": "loss_mask"})
+
+        def loss_of(num_tokens: float, num_sequences: float) -> PPOLoss:
+            return PPOLoss(self.ppo, loss_denominator(self.ppo, num_tokens, num_sequences))
+
+        minibatches = split_minibatches(batch_ids, self.ppo.minibatches, seed=self.seed, version=version)
+        steps = train_minibatches(engine, sample, minibatches, loss_of, temperature=self.temperature, lr_step=version)
+        return None, steps.result("actor")
+
+
+class PPOCriticInterface(Interface):
+    """One train step of the critic: values of the states in which trained tokens were sampled move towards the returns.
+
+    Consumes the groups of this rank with the keys of `critic_train`; produces new weights in the engine and the statistics of
+    the step. Waits, in collective calls, for the other ranks.
+    """
+
+    KEYS = ("packed_input_ids", "values", "returns", "value_mask")  # the last is what the loss calls loss_mask
+
+    def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int) -> None:
+        if train.critic is None:
+            raise ValueError(f"MFC {mfc.name!r} trains a critic, and train.critic is null")
+        self.critic = train.critic
+        self.seed = seed
+        check_input_keys(mfc, self.KEYS)
+
+    def run(
+        self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
+    ) -> tuple[SequenceSample | None, Stats]:
+        sample = groups_here(sample, batch_ids)
+        if sample is not None:
+            sample = sample.select_keys(self.KEYS).remap_keys({"value_mask": "loss_mask"})
+
+        def loss_of(num_tokens: float, num_sequences: float) -> ValueLoss:
+            return ValueLoss(self.critic.eps_clip, num_tokens)
+
+        minibatches = split_minibatches(batch_ids, self.critic.minibatches, seed=self.seed, version=version)
+        steps = train_minibatches(engine, sample, minibatches, loss_of, temperature=1.0, lr_step=version)
+        return None, steps.result("critic")
+
+
+def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1) -> Interface:
+    """The interface that an MFC names.
+
+    seed: of the experiment; it draws the minibatches. Groups of any sizes may meet in a batch.
+    """
+    if mfc.interface == "actor_logprobs":
+        return LogprobsInterface("proximal_logprobs", train)
+    if mfc.interface == "ref_logprobs":
+        return LogprobsInterface("packed_ref_logprobs", train)
+    if mfc.interface == "critic_values":
+        return ValuesInterface()
+    if mfc.interface == "reward_scores":
+        return ScoresInterface()
+    if mfc.interface == "ppo_advantages":
+        return AdvantagesInterface(mfc, train)
+    if mfc.interface == "ppo_actor":
+        return PPOActorInterface(mfc, train, seed)
+    if mfc.interface == "ppo_critic":
+        return PPOCriticInterface(mfc, train, seed)
+    if ":" in mfc.interface:
+        return FunctionInterface(mfc, train)
+    raise ValueError(
+        f"MFC {mfc.name!r} has the interface {mfc.interface!r}; use actor_logprobs, ref_logprobs, critic_values, reward_scores, "
+        "ppo_advantages, ppo_actor, ppo_critic or package.module:function"
+    )
