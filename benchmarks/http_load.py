@@ -1,7 +1,7 @@
 """A load generator for the gserver manager: rollout workers and a master, as cheap as Python allows.
 
 One thread, one epoll, raw sockets with keep-alive, no HTTP library: a request costs it a fraction of what it costs a server in
-Python, so that what is measured is the server. What is sent is what rollout workers send (asyncrl/rollout/manager_client.py):
+Python, so that what is measured is the server. What is sent is what rollout workers send (asyncrl/rollout/tickets.py):
 allocate_rollout, finish_rollout, a heartbeat every two seconds each, and a master's report for every batch of finished rollouts.
 
 - `closed_loop`: every connection is a rollout worker that asks again as soon as it was answered. Gives requests/s.

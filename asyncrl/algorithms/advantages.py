@@ -2,7 +2,7 @@
 
 `compute_advantages` is all of it, as train.ppo asks for it: called once a train step on the groups that this rank holds, before the
 batch is split into minibatches, by the interfaces of the actor and of the critic. The functions above it are its parts. A group
-never spans ranks; only normalisation over the batch communicates (normalisation.py).
+never spans ranks; only normalisation over the batch communicates (packed.py).
 
 Shapes: T tokens, packed; S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1]; groups lie one after another, `group_sizes`
 sequences each; A actions: the tokens that the policy sampled (mask_T), in order. float32 outside, float64 inside.
@@ -17,8 +17,16 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.kl import kl_estimate
-from asyncrl.algorithms.normalisation import AllReduceSum, group_means, identity_sum, normalise_batch, normalise_groups
-from asyncrl.algorithms.packed import count_per_sequence, sum_per_sequence, to_tokens
+from asyncrl.algorithms.packed import (
+    AllReduceSum,
+    count_per_sequence,
+    group_means,
+    identity_sum,
+    normalise_batch,
+    normalise_groups,
+    sum_per_sequence,
+    to_tokens,
+)
 from asyncrl.algorithms.ppo import anchor_key
 from asyncrl.config.schema import PPOConfig, judges_by_group
 

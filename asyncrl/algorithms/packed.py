@@ -1,10 +1,19 @@
-"""What the algorithms share: numbers of a sequence from numbers of its tokens, and back; masks that keep nan out.
+"""What the algorithms share: sums over the tokens of a sequence, and normalisation over a batch or within groups.
 
-Shapes: T tokens, packed (sequences one after another); S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1].
+Normalisation gives mean 0 and standard deviation 1 over what is masked in. Sums are taken in float64, so that adding them up in
+another order (another layout of ranks) changes nothing that survives rounding to float32. The standard deviation is the
+population's (divided by n): a single element has 0.
+
+Shapes: T tokens, packed (sequences one after another); S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1]; N elements,
+tokens or sequences, as the caller likes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,3 +51,57 @@ def mean_per_sequence(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor
 def masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
     """The sum over masked tokens, without gradient."""
     return x_T.detach().masked_fill(~mask_T, 0.0).sum()
+
+
+# Sums over data-parallel ranks: every rank calls it equally often and gets the same. `identity_sum` is that of a single rank.
+AllReduceSum = Callable[[list[float]], npt.NDArray[np.float64]]
+
+
+def identity_sum(values: list[float]) -> npt.NDArray[np.float64]:
+    """The sum over ranks where there is one."""
+    return np.asarray(values, np.float64)
+
+
+def normalise_batch(
+    x_N: Tensor, mask_N: Tensor, all_reduce_sum: AllReduceSum = identity_sum, eps: float = 1e-5
+) -> Tensor:
+    """(x - mean) / (std + eps), with mean and std over the masked elements of all ranks; 0 elsewhere.
+
+    Two collective calls, on every rank, whatever it holds.
+    """
+    values = x_N[mask_N].double()
+    count, total = all_reduce_sum([float(values.numel()), float(values.sum())])
+    mean = total / max(count, 1.0)
+    (squares,) = all_reduce_sum([float((values - mean).square().sum())])
+    std = (squares / max(count, 1.0)) ** 0.5
+    return _scatter((values - mean) / (std + eps), x_N, mask_N)
+
+
+def normalise_groups(x_N: Tensor, mask_N: Tensor, group_sizes: Sequence[int], eps: float = 1e-6) -> Tensor:
+    """(x - mean) / (std + eps), with mean and std over the masked elements of its own group; 0 elsewhere.
+
+    Groups lie one after another, `group_sizes` elements each. A group never spans ranks, so that nothing is communicated.
+    """
+    group_N = torch.arange(len(group_sizes)).repeat_interleave(torch.tensor(group_sizes, dtype=torch.int64))
+    group = group_N.to(x_N.device)[mask_N]
+    values = x_N[mask_N].double()
+
+    def sum_by_group(y: Tensor) -> Tensor:
+        return torch.zeros(len(group_sizes), dtype=torch.float64, device=x_N.device).index_add_(0, group, y)
+
+    count = sum_by_group(torch.ones_like(values)).clamp(min=1)
+    centred = values - (sum_by_group(values) / count)[group]
+    std = (sum_by_group(centred.square()) / count).sqrt()
+    return _scatter(centred / (std[group] + eps), x_N, mask_N)
+
+
+def group_means(x_N: Tensor, group_sizes: Sequence[int]) -> Tensor:
+    """The mean of each element's group: float64, N."""
+    sizes_G = torch.tensor(group_sizes, dtype=torch.int64, device=x_N.device)
+    group_N = torch.arange(len(group_sizes), device=x_N.device).repeat_interleave(sizes_G, output_size=len(x_N))
+    sums_G = torch.zeros(len(group_sizes), dtype=torch.float64, device=x_N.device).index_add_(0, group_N, x_N.double())
+    return (sums_G / sizes_G.clamp(min=1))[group_N]
+
+
+def _scatter(values: Tensor, like_N: Tensor, mask_N: Tensor) -> Tensor:
+    return torch.zeros_like(like_N).masked_scatter_(mask_N, values.to(like_N.dtype))

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.normalisation import AllReduceSum, identity_sum
-from asyncrl.algorithms.packed import masked_sum
+from asyncrl.algorithms.packed import AllReduceSum, identity_sum, masked_sum
 
 
 def value_loss(

@@ -27,7 +27,7 @@ from asyncrl.protocol.messages import Locator
 from asyncrl.rewards.judges import Call, JudgeDied, Judges, JudgesLost
 from asyncrl.rewards.reward import Completion, call_arguments
 
-_CLASS_CHECK = "asyncrl.rollout.tasks:check_class"
+_CLASS_CHECK = "asyncrl.rollout.rollouts:check_class"
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+).*$', re.MULTILINE)
 _NOT_THE_USERS = tuple(
     str(folder)

@@ -20,7 +20,7 @@ from asyncrl.config.schema import ConfigError, TaskConfig
 
 # What the worker gives them itself, and the class where the config names none
 _ROLES = {
-    "env": (("prompt", "reward"), "asyncrl.rollout.env:RewardEnv"),
+    "env": (("prompt", "reward"), "asyncrl.rollout.agent:RewardEnv"),
     "agent": (("tokenizer", "sampling", "group_size"), "asyncrl.rollout.agent:SingleStepAgent"),
 }
 _QUEUE_AGENTS = "asyncrl.rollout.agent"

@@ -29,9 +29,9 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rewards.reward import Completion, start_thread
 from asyncrl.rewards.trajectory import Episode, build_sample
+from asyncrl.rollout.agent import Env
 from asyncrl.rollout.chat_template import ChatTemplate
 from asyncrl.rollout.client import gather_or_cancel
-from asyncrl.rollout.env import Env
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.openai_request import IGNORABLE
 from asyncrl.rollout.openai_session import Policy, Session, SessionLimits, Trained

@@ -14,12 +14,10 @@ from contextlib import AsyncExitStack
 
 from asyncrl.config.schema import RolloutWorkerConfig
 from asyncrl.rollout.client import PartialRolloutManager
-from asyncrl.rollout.manager_client import ManagerClient
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.rollout.rollout_data import RolloutData
-from asyncrl.rollout.rollouts import Rollouts
-from asyncrl.rollout.tasks import TaskTable
-from asyncrl.rollout.tickets import HeldTickets
+from asyncrl.rollout.rollouts import Rollouts, TaskTable
+from asyncrl.rollout.tickets import HeldTickets, ManagerClient
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.push_pull import NameResolvingZmqPusher
 from asyncrl.runtime.system import System

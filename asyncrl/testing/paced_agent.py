@@ -5,8 +5,7 @@ from __future__ import annotations
 from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.trajectory import Episode, build_sample
-from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
-from asyncrl.rollout.env import Env
+from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue
 
 FIRST_MEMBER = 2  # token id of the first member: those before are EOS and what the engine emits
 

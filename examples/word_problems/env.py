@@ -8,7 +8,7 @@ from typing import Any
 from answers import final_number  # of this folder: asyncrl puts it on sys.path
 
 from asyncrl.rewards.reward import Completion
-from asyncrl.rollout.env import RewardEnv, StepResult
+from asyncrl.rollout.agent import RewardEnv, StepResult
 
 SECOND_TRY = 0.5  # what a right second answer is worth
 

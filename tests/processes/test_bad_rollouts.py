@@ -21,8 +21,7 @@ from asyncrl.config.schema import RolloutConfig, TaskConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import FinishReason, GenerateReply, ScheduleReply, StoreVerdict
 from asyncrl.rewards.outcome import RolloutRejected
-from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue, SingleStepAgent
-from asyncrl.rollout.env import Env, RewardEnv
+from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue, RewardEnv, SingleStepAgent
 
 LET_GO = threading.Event()  # at the end of a test: what hangs goes on
 

@@ -22,10 +22,10 @@ from asyncrl.data.prompts import Prompt
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import OnPiece, Response, SampleSummary
+from asyncrl.rollout.agent import Env, StepResult, UnjudgedEnv
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
-from asyncrl.rollout.env import Env, StepResult, UnjudgedEnv
 from asyncrl.rollout.openai_api import ChatEndpoint
-from asyncrl.rollout.tasks import TRAIN, TaskTable
+from asyncrl.rollout.rollouts import TRAIN, TaskTable
 from asyncrl.runtime.loop_watch import LoopWatch
 from asyncrl.testing.tiny import make_chat_tokenizer
 

@@ -15,9 +15,9 @@ from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, SamplingConf
 from asyncrl.data.prompts import Prompt
 from asyncrl.protocol.messages import GenerateReply, SamplingParams
 from asyncrl.rewards.trajectory import OnPiece, Response
+from asyncrl.rollout.agent import UnjudgedEnv
 from asyncrl.rollout.chat_agent import ChatAgent, ChatSession
 from asyncrl.rollout.client import PartialRolloutManager, Route
-from asyncrl.rollout.env import UnjudgedEnv
 from asyncrl.rollout.openai_api import ChatEndpoint
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.testing.tiny import make_chat_tokenizer

@@ -32,8 +32,7 @@ from asyncrl.dataflow.graph import TRAJECTORY_KEYS
 from asyncrl.protocol.messages import Locator, ScheduleReply, StoreVerdict, Ticket, WeightVersion
 from asyncrl.protocol.names import Names
 from asyncrl.rollout import tickets as tickets_module
-from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
-from asyncrl.rollout.env import Env
+from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue
 from asyncrl.rollout.tickets import HeldTickets
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.runtime.metrics import read_json_lines

@@ -42,8 +42,7 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.rewards.outcome import RolloutRejected, RolloutReleased
 from asyncrl.rewards.trajectory import Response
-from asyncrl.rollout.agent import ActQueue, Agent, ObsQueue
-from asyncrl.rollout.env import Env
+from asyncrl.rollout.agent import ActQueue, Agent, Env, ObsQueue
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.request_reply import Call, NameResolvingReplyServer
 from asyncrl.runtime.system import System

@@ -21,7 +21,7 @@ import msgspec
 
 import asyncrl.generation.http
 import asyncrl.master.buffer
-import asyncrl.rollout.tasks
+import asyncrl.rollout.rollouts
 import asyncrl.runtime.push_pull
 import asyncrl.testing.paced_engine
 from asyncrl.config.schema import GserverManagerConfig, MasterWorkerConfig, PromptSourceConfig, RolloutWorkerConfig

@@ -24,9 +24,19 @@ from asyncrl.protocol.messages import WeightVersion
 from asyncrl.rewards.outcome import RolloutRejected
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.rewards.trajectory import Response
-from asyncrl.rollout.agent import ActQueue, Agent, MultiStepAgent, Observation, ObsQueue, SingleStepAgent
-from asyncrl.rollout.env import Env, FeedbackEnv, RewardEnv, StepResult
-from asyncrl.rollout.tasks import TRAIN, TaskTable
+from asyncrl.rollout.agent import (
+    ActQueue,
+    Agent,
+    Env,
+    FeedbackEnv,
+    MultiStepAgent,
+    Observation,
+    ObsQueue,
+    RewardEnv,
+    SingleStepAgent,
+    StepResult,
+)
+from asyncrl.rollout.rollouts import TRAIN, TaskTable
 from asyncrl.runtime.board import StatusBoard
 
 LOGGER = logging.getLogger("test_agents")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.normalisation import normalise_batch, normalise_groups
+from asyncrl.algorithms.packed import normalise_batch, normalise_groups
 
 
 def reference(values: list[float], mask: list[bool], eps: float) -> list[float]:

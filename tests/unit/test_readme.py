@@ -20,7 +20,7 @@ from asyncrl.protocol.messages import Locator
 from asyncrl.rewards.loading import load_object
 from asyncrl.rewards.reward import Completion
 from asyncrl.rollout.chat_agent import ChatAgent
-from asyncrl.rollout.tasks import TRAIN, TaskTable
+from asyncrl.rollout.rollouts import TRAIN, TaskTable
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
 from tests import readme

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.config.schema import ConfigError, TaskConfig
 from asyncrl.launch.task_arguments import check_task_arguments, find_parameters
 
-FEEDBACK = "asyncrl.rollout.env:FeedbackEnv"
+FEEDBACK = "asyncrl.rollout.agent:FeedbackEnv"
 MULTI_STEP = "asyncrl.rollout.agent:MultiStepAgent"
 CHAT = "asyncrl.rollout.chat_agent:ChatAgent"
 
@@ -52,7 +52,7 @@ def test_users_files_are_read_and_not_run(tmp_path):
     file.write_text(
         "1 / 0\n"
         "from base import Base\n"
-        "from asyncrl.rollout.env import FeedbackEnv as Feedback\n"
+        "from asyncrl.rollout.agent import FeedbackEnv as Feedback\n"
         "class A(Base): ...\n"
         "class B(A): ...\n"
         "class C(Feedback):\n    async def reset(self): ...\n"

@@ -37,7 +37,7 @@ def text(prompt, completion, answer):
     return "good"
 """
 CLASSES = """\
-from asyncrl.rollout.env import Env
+from asyncrl.rollout.agent import Env
 
 class Mine(Env):
     def __init__(self, prompt, reward, **given):
@@ -118,7 +118,7 @@ def test_a_reward_that_shares_memory_with_an_agent_may_fail_here(folder):
     [
         ({"env": "classes.py:Mine", "env_args": {"turns": 1}}, None, "Mine can be imported"),
         ({"env": "classes.py:Mine", "env_args": {"prompt": 1}}, "env", "env_args must not set ['prompt']"),
-        ({"env": "classes.py:Stranger"}, "env", "it must be a subclass of asyncrl.rollout.env.Env"),
+        ({"env": "classes.py:Stranger"}, "env", "it must be a subclass of asyncrl.rollout.agent.Env"),
         ({"agent": "classes.py:Mine"}, "agent", "must be a subclass of asyncrl.rollout.agent.Agent or "),
         ({"agent": "broken.py:Agent"}, "agent", "broken.py:2)"),
     ],
