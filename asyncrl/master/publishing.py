@@ -17,7 +17,7 @@ from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.files import MasterFiles
 from asyncrl.master.manager_reports import LONG_POLL_S, ManagerReports
 from asyncrl.master.model_workers import ModelWorkers
-from asyncrl.protocol.messages import HoldWeights, LedgerView, WeightVersion, WriteWeights
+from asyncrl.protocol.messages import HoldWeights, WeightVersion, WriteWeights
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
 from asyncrl.runtime.background import BackgroundTasks
@@ -105,14 +105,15 @@ class WeightPublisher:
         await asyncio.to_thread(self._files.prune_versions, served)
         self._books.note("published", version=version.version)
 
-    async def replace_damaged(self, view: LedgerView) -> None:
-        """Write the newest version again where it is damaged on disk. Called between two steps: the model workers still hold it.
+    async def replace_damaged(self, damaged: str) -> None:
+        """Write the newest version again where it is the one that is damaged on disk (as the gserver manager says). Called between
+        two steps: the model workers still hold it.
 
         An older version needs nothing: the newest one replaces it. Raises RunEndedError where the version cannot be written
         again, or was damaged again after _MAX_REWRITES times.
         """
         version, count = self._books.version, 0
-        if view.damaged != str(version):
+        if damaged != str(version):
             return
         if self._rewritten.version == version:
             count = self._rewritten.times
@@ -142,7 +143,7 @@ class WeightPublisher:
     async def _until_served(self, version: int) -> None:
         view = await self._reports.report()
         while view.served_version < version:  # bounded by the caller
-            await self.replace_damaged(view)
+            await self.replace_damaged(view.damaged)
             view = await self._reports.report(wait_s=LONG_POLL_S, after_revision=view.revision)
 
     async def _baseline_first(self, version: WeightVersion) -> None:

@@ -106,7 +106,7 @@ class Rollouts:
             )
             self._board.set_queue("stored", len(buffer))
             self._board.progress()
-            await self._publisher.replace_damaged(view)
+            await self._publisher.replace_damaged(view.damaged)
             if not isinstance(decision, NotReady):
                 return decision.tickets
             if decision.drop:
