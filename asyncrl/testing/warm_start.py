@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import numpy as np
 
-from asyncrl.cli.eta import StepProgress
+from asyncrl.cli.progress import StepProgress
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ import asyncrl
 from asyncrl.cli import main as cli
 from asyncrl.cli.commands import check as check_command
 from asyncrl.cli.commands import run as run_command
+from asyncrl.cli.commands.run import JsonView
 from asyncrl.cli.commands.status import training_of
 from asyncrl.cli.doctor import Finding
-from asyncrl.cli.json_view import JsonView
 from asyncrl.config.schema import ConfigError
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import load_process_config
@@ -491,7 +491,7 @@ def test_following_ends_with_the_run(logged, call, monkeypatch):
             file.write(LINE.format(9, "INFO", "master/0", "last words"))
         lock.release()
 
-    monkeypatch.setattr("asyncrl.cli.logs.time.sleep", pause)
+    monkeypatch.setattr("asyncrl.cli.commands.logs.time.sleep", pause)
     code, out, _ = call("logs", logged, "-f", "master", "--json")
     assert code == 0
     assert [json.loads(line).get("text") for line in out.splitlines()][:3] == [

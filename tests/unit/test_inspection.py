@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from recordings import make_group, make_store, record_batches
 from rich.console import Console
 
-from asyncrl.cli.commands.inspect import print_view
-from asyncrl.cli.inspection import make_view, visible
+from asyncrl.cli.commands.inspect import make_view, print_view, visible
 from asyncrl.cli.main import main
 from asyncrl.data.trajectories import Entry, list_recording, recording_dir
 from asyncrl.launch.experiment import load_experiment

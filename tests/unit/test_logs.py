@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.cli.logs import Entry, LogFile, LogFiles, select_workers, stream_logs, worker_of
+from asyncrl.cli.commands.logs import Entry, LogFile, LogFiles, select_workers, stream_logs, worker_of
 
 
 def at(second, milli=0):

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.cli.eta import WINDOW, StepProgress, duration_text, seconds_left, step_text
+from asyncrl.cli.progress import WINDOW, StepProgress, duration_text, seconds_left, step_text
 
 
 class Clock:

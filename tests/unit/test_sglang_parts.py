@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.cli.logs import LogFile, select_workers, worker_of
+from asyncrl.cli.commands.logs import LogFile, select_workers, worker_of
 from asyncrl.config.schema import ConfigError, ExperimentConfig, GenerationConfig, TaskConfig, WeightsConfig
 from asyncrl.config.schema import PromptSourceConfig as Prompts
 from asyncrl.config.schema import RolloutConfig as Rollout

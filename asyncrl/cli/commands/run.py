@@ -1,16 +1,22 @@
-"""`asyncrl-launch run`."""
+"""`asyncrl-launch run`, with what it writes with --dry-run and prints with --json.
+
+A dry run writes every config of the run, resolved, as the processes would get it. --json prints one JSON object a line for
+everything that happens, for machines that watch a run.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import re
 import shutil
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from rich.console import Console
@@ -26,21 +32,102 @@ from asyncrl.cli.commands.common import (
     sizes,
     sizes_text,
 )
-from asyncrl.cli.dry_run import default_folder, write_dry_run
 from asyncrl.cli.hub import with_local_models
-from asyncrl.cli.json_view import JsonView
-from asyncrl.cli.progress import RunView, print_summary
+from asyncrl.cli.progress import LongWaits, RunView, print_summary
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.preflight import preflight
-from asyncrl.launch.program import ProcessSpec, plan, run_directory, total_steps
+from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, plan, run_directory, save_config, total_steps
 from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import LaunchError, next_attempt
 from asyncrl.launch.submission import follow, is_to_submit, job_script, submit_job
 from asyncrl.protocol.messages import WorkerStatus
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.devices import visible_devices
+from asyncrl.runtime.metrics import METRICS_FILE, JsonLinesReader
+
+_OURS = re.compile(rf"config\.yaml|(?:{'|'.join(CONFIG_CLASSES)})_\d+\.yaml")
+
+
+def dry_run_folder(config: ExperimentConfig) -> Path:
+    return run_directory(config) / "dry_run"
+
+
+def write_dry_run(config: ExperimentConfig, specs: Sequence[ProcessSpec], folder: Path) -> None:
+    """config.yaml and <process>.yaml, without secrets. What an earlier dry run left in the folder goes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in folder.iterdir():
+            if _OURS.fullmatch(file.name):
+                file.unlink()
+        save_config(config, folder / "config.yaml", redacted=True)
+        for spec in specs:
+            save_config(spec.config, folder / f"{spec.file_stem}.yaml", redacted=True)
+    except OSError as error:
+        raise LaunchError(f"the dry run cannot be written to {folder}: {error}; choose --output DIR") from error
+
+
+class JsonView:
+    """Every line has `event` and `time` (unix seconds).
+
+    start (run_dir, processes, sizes); worker (name, state, pid, attempt: a process has changed its state); metrics (a record of
+    metrics.jsonl: a train step or an evaluation); notice (text); end (exit_code, and summary or error). Whoever reads may
+    go away: the run goes on in silence.
+    """
+
+    def __init__(self, run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._metrics = JsonLinesReader(run_dir / METRICS_FILE, broken=self.notice, newest_bytes=0)
+        self._states: dict[str, str] = {}
+        self._long_waits = LongWaits()
+        self._lock = threading.Lock()  # notices come from other threads
+        self._silent = False
+
+    def emit(self, event: str, **fields: Any) -> None:
+        line = msgspec.json.encode({"event": event, "time": round(self._clock.time(), 3), **fields})
+        with self._lock:
+            if self._silent:
+                return
+            try:
+                sys.stdout.write(line.decode() + "\n")
+                sys.stdout.flush()
+            except OSError:
+                self._fall_silent()
+
+    def turn(self, statuses: Sequence[WorkerStatus]) -> None:
+        for status in statuses:
+            if self._states.get(status.worker) != status.state:
+                self._states[status.worker] = status.state
+                self.emit("worker", name=status.worker, state=status.state, pid=status.pid, attempt=status.attempt)
+        for record in self._metrics.new_records():
+            self.emit("metrics", **_without_own_names(record))
+        for text in self._long_waits.new(statuses):
+            self.notice(text)
+
+    def notice(self, text: str) -> None:
+        self.emit("notice", text=redact_urls(text))
+
+    def say(self, text: str) -> None:
+        self.notice(text)
+
+    def close(self) -> None:
+        """Emit what is left."""
+        self.turn(())
+
+    def _fall_silent(self) -> None:
+        """Also for the interpreter, which flushes stdout at its end."""
+        self._silent = True
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
+
+
+def _without_own_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics are named group/name, but for step, attempt and version: they do not meet ours."""
+    return {name: value for name, value in record.items() if name not in {"event", "time"}}
+
 
 ACTIVATE_ENV = "ASYNCRL_ACTIVATE"  # launcher/*.sh: the command that puts the environment they made in front
 
@@ -201,7 +288,7 @@ def _launch(config: ExperimentConfig, num_prompts: int, view: _ClosableView) -> 
 
 
 def _dry_run(config: ExperimentConfig, num_prompts: int, arguments: argparse.Namespace, console: Console) -> int:
-    folder = (arguments.output or default_folder(config)).expanduser().absolute()
+    folder = (arguments.output or dry_run_folder(config)).expanduser().absolute()
     specs = _plan(config, num_prompts)
     write_dry_run(resolve_auto(config, on_gpu=bool(visible_devices())), specs, folder)
     if arguments.json:
