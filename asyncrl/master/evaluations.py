@@ -10,7 +10,7 @@ from typing import Protocol
 
 from asyncrl.config.schema import EvalConfig
 from asyncrl.master.books import Books
-from asyncrl.master.manager_reports import CALL_LIMIT_S, LONG_POLL_S
+from asyncrl.master.rollouts import CALL_LIMIT_S, LONG_POLL_S
 from asyncrl.protocol.messages import EvaluateReply, EvaluateRequest, EvaluationResult
 from asyncrl.runtime.background import BackgroundTasks
 from asyncrl.runtime.board import StatusBoard

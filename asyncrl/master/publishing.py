@@ -15,8 +15,8 @@ from asyncrl.config.schema import MasterWorkerConfig
 from asyncrl.master.books import Books
 from asyncrl.master.evaluations import Evaluations
 from asyncrl.master.files import MasterFiles
-from asyncrl.master.manager_reports import LONG_POLL_S, ManagerReports
 from asyncrl.master.model_workers import ModelWorkers
+from asyncrl.master.rollouts import LONG_POLL_S, ManagerReports
 from asyncrl.protocol.messages import HoldWeights, WeightVersion, WriteWeights
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of

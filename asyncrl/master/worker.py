@@ -22,10 +22,9 @@ from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.evaluations import Evaluations, ServerEvaluator
 from asyncrl.master.files import MasterFiles
-from asyncrl.master.manager_reports import ManagerReports
 from asyncrl.master.model_workers import ModelWorkers, placements_of
 from asyncrl.master.publishing import WeightPublisher
-from asyncrl.master.rollouts import Rollouts, accept_trajectories
+from asyncrl.master.rollouts import ManagerReports, Rollouts, accept_trajectories
 from asyncrl.master.sync import Generation
 from asyncrl.master.trainer import BatchSource, Trainer
 from asyncrl.runtime.directory import Directory
@@ -230,7 +229,15 @@ class MasterWorker(Worker):
             clock=clock,
         )
         rollouts = Rollouts(
-            config, books, buffer, workers, reports, publisher, leaving=leaving, board=board, clock=clock
+            config,
+            books,
+            buffer,
+            workers,
+            reports,
+            publisher.replace_damaged,
+            leaving=leaving,
+            board=board,
+            clock=clock,
         )
         return rollouts, publisher, evaluations
 

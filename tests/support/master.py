@@ -28,10 +28,9 @@ from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
 from asyncrl.master.checkpointing import Checkpointer
 from asyncrl.master.evaluations import Evaluations, ServerEvaluator
 from asyncrl.master.files import MasterFiles
-from asyncrl.master.manager_reports import ManagerReports
 from asyncrl.master.model_workers import ModelWorkers
 from asyncrl.master.publishing import REWRITE_PAUSE_S, WeightPublisher
-from asyncrl.master.rollouts import Rollouts
+from asyncrl.master.rollouts import ManagerReports, Rollouts
 from asyncrl.master.trainer import Trainer
 from asyncrl.protocol.messages import (
     CallResult,
@@ -237,7 +236,7 @@ class MasterParts:
             self.buffer,
             self.workers,
             self.reports,
-            self.publisher,
+            self.publisher.replace_damaged,
             leaving=self.leaving,
             board=self.board,
             clock=clock,
