@@ -61,6 +61,7 @@ _BESIDE_BOTH = {
     "asyncrl/runtime/worker.py": "the base of all workers",
     "asyncrl/runtime/background.py": "the base of all workers: tasks",
     "asyncrl/runtime/board.py": "the base of all workers: named waits, the status board",
+    "asyncrl/runtime/system.py": "the base of all workers: the pipe of statuses",
     "asyncrl/runtime/disk.py": "what is told when a file cannot be written",
     "asyncrl/runtime/transport.py": "the driver of ZeroMQ, below the channel",
     "asyncrl/runtime/http_client.py": "the driver of HTTP, below service_client.py",
@@ -209,8 +210,8 @@ def _contains(value: object, wanted: Any, depth: int) -> bool:
 
 
 def _parts(value: object) -> Iterable[object]:
-    """What a container, a message or a dataclass consists of."""
-    if isinstance(value, str | bytes | int | float | type | None):
+    """What a container, a message or a dataclass consists of. A config holds no sample: what it has of numbers are no tokens."""
+    if isinstance(value, str | bytes | int | float | type | None) or type(value).__module__ == "asyncrl.config.schema":
         return ()
     if isinstance(value, dict):
         return [part for pair in _first(value.items()) for part in pair]
