@@ -3,12 +3,13 @@
 A world ends as a whole: who is in a collective with a rank that has died gets no further. So what a run cannot go on without, and
 what holds nothing that is not on disk, are not in one world:
 
-    the gang   models that are trained, further layouts of their roles, and all that shares workers with one of these
-    apart      each connected set of workers that hold nothing but stateless roles (reference, reward model): a world of its own
+    trainer group  models that are trained, further layouts of their roles, and all that shares workers with one of these
+    apart          each connected set of workers that hold nothing but stateless roles (reference, reward model): a world of its own
 
-A world that is apart is started again alone, in its next life, while the gang goes on. In its world a worker's rank is its place
-among the members. mode=async alone has worlds apart: elsewhere nobody starts anything again alone (train_only, rollout_only), or
-the gang generates, too (sync). A reference that is refreshed from the actor gets weights through the disk (master/refresh.py).
+A world that is apart is started again alone, in its next life, while the trainer group goes on. In its world a worker's rank is its
+place among the members. mode=async alone has worlds apart: elsewhere nobody starts anything again alone (train_only, rollout_only),
+or the trainer group generates, too (sync). A reference that is refreshed from the actor gets weights through the disk
+(master/refresh.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PlacedNode(Protocol):
 class Worlds:
     """Of the model workers of a run: workers in ascending order."""
 
-    gang: tuple[int, ...]
+    trainer: tuple[int, ...]
     apart: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -52,11 +53,11 @@ class Worlds:
 
     def of(self, worker: int) -> tuple[int, ...]:
         """The world of a worker."""
-        return next((world for world in self.apart if worker in world), self.gang)
+        return next((world for world in self.apart if worker in world), self.trainer)
 
     @property
     def all_apart(self) -> frozenset[int]:
-        """The workers that are not in the gang."""
+        """The workers that are not in the trainer group."""
         return frozenset(worker for world in self.apart for worker in world)
 
 
@@ -73,18 +74,18 @@ def worlds_of(
         return Worlds(everyone)
     moving = {mfc.model for mfc in mfcs if mfc.kind != "inference"}
     together = [set(placement.workers) for placement in placements]
-    gang: set[int] = set(everyone).difference(*together)  # who holds nothing, if anybody does
+    trainer: set[int] = set(everyone).difference(*together)  # who holds nothing, if anybody does
     for placement in placements:
         if placement.role not in STATELESS_ROLES or placement.name in moving:
-            gang.update(placement.workers)
-    while near := [workers for workers in together if workers & gang and not workers <= gang]:
-        gang.update(*near)
+            trainer.update(placement.workers)
+    while near := [workers for workers in together if workers & trainer and not workers <= trainer]:
+        trainer.update(*near)
     apart: list[set[int]] = []
     for workers in together:
-        if not workers & gang:
+        if not workers & trainer:
             joined = [world for world in apart if world & workers]
             apart = [world for world in apart if not world & workers] + [workers.union(*joined)]
-    return Worlds(tuple(sorted(gang)), tuple(sorted(tuple(sorted(world)) for world in apart)))
+    return Worlds(tuple(sorted(trainer)), tuple(sorted(tuple(sorted(world)) for world in apart)))
 
 
 class WorldLife:

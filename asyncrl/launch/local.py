@@ -61,7 +61,7 @@ from asyncrl.launch.rundir import (
 )
 from asyncrl.launch.scaling import KIND as SERVER_KIND
 from asyncrl.launch.scaling import make_scaling
-from asyncrl.launch.supervision import GANG, GANG_KINDS, EndRun, FreezeWatch, Supervision
+from asyncrl.launch.supervision import TRAINER_GROUP, TRAINER_KINDS, EndRun, FreezeWatch, Supervision
 from asyncrl.launch.supervisor import (
     BeginAttempt,
     Cancel,
@@ -362,7 +362,7 @@ class Launch:
             FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s),
             frozen_after_s=runtime.frozen_after_s,
             stop_timeout_s=runtime.stop_timeout_s,
-            gang=lambda: ", ".join(spec.name for spec in self._specs.values() if spec.kind in GANG_KINDS),
+            trainer_group=lambda: ", ".join(spec.name for spec in self._specs.values() if spec.kind in TRAINER_KINDS),
             leaves=lambda child: self._scaling is not None and self._scaling.outlives(child),
         )
         self._hang_report = HangReport(self._run_dir, runtime.watchdog_after_s, view.notice, clock)
@@ -494,7 +494,7 @@ class Launch:
             count = self._supervisor.policy.count(spec.name)
             self._restarts.expect(spec.name, decision.how, attempt=self._attempt, count=count)
         start = f"goes on from step {checkpoint.step}" if checkpoint else "begins anew: there is no checkpoint yet"
-        self._view.notice(f"{GANG} {start}, as attempt {self._attempt}")
+        self._view.notice(f"{TRAINER_GROUP} {start}, as attempt {self._attempt}")
 
     def _start_again(self, name: str, lease: Lease, count: int) -> None:
         """Its pause is over, and it has its lease."""
@@ -542,7 +542,7 @@ class Launch:
             self._turn()
             if masters[0].is_done:
                 return 0
-            failed = any(child.in_trouble for child in self._pool.children if child.spec.kind in GANG_KINDS)
+            failed = any(child.in_trouble for child in self._pool.children if child.spec.kind in TRAINER_KINDS)
             if failed or (asked.done() and asked.exception() is not None):
                 break
         if there := list_checkpoints(self._run_dir):  # the schedule may have had this step's written just before

@@ -111,13 +111,13 @@ class StorageTracker:
     """id -> key -> the workers that have it. Pure.
 
     Fed by what the master learns or decides: trajectories that arrived, redistributions that it has sent out, keys that MFCs made,
-    data that was fetched, groups that it has cleared. In the gang a redistribution counts from the moment it is sent: workers
-    execute calls in the master's order, so that whatever is sent to them later finds the data. A worker of another world
+    data that was fetched, groups that it has cleared. In the trainer group a redistribution counts from the moment it is sent:
+    workers execute calls in the master's order, so that whatever is sent to them later finds the data. A worker of another world
     (dataflow/worlds.py) is in no such order: it asks those that have said that they have it.
     """
 
     def __init__(self, apart: Collection[int] = ()) -> None:
-        """apart: workers that are not in the gang's world."""
+        """apart: workers that are not in the trainer group's world."""
         self._apart = frozenset(apart)
         self._holders: dict[str, dict[str, set[int]]] = {}
         self._there: dict[str, dict[str, set[int]]] = {}
@@ -128,7 +128,7 @@ class StorageTracker:
 
     @property
     def holders(self) -> Holders:
-        """In the gang, what is on its way to them included."""
+        """In the trainer group, what is on its way to them included."""
         return self._holders
 
     @property

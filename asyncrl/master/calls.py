@@ -2,12 +2,12 @@
 
 What one life of such a world has left unanswered is done again in the next:
 
-    an MFC there: fetch its inputs from the gang -> execute -> the gang fetches its outputs
+    an MFC there: fetch its inputs from the trainer group -> execute -> the trainer group fetches its outputs
                   \\____________ one piece of work: whatever of it fails, all of it is done again ____________/
 
 So what such a world holds is never the only copy of anything but for the time of a piece of work, and a worker that dies takes
-nothing with it that the gang does not have, or does not have made again. Nothing there is trained: the same inputs give the same
-outputs, in whichever life. The gang waits for the outputs, as it would for a slow reference, and goes on.
+nothing with it that the trainer group does not have, or does not have made again. Nothing there is trained: the same inputs give
+the same outputs, in whichever life. The trainer group waits for the outputs, as it would for a slow reference, and goes on.
 
 How often a world is started again the launcher decides (launch/supervision.py). Here every wait has the limit of a call.
 """
@@ -167,8 +167,8 @@ class ApartWorlds:
         return replies
 
     async def fetch(self, what: str, life: Life, transfers: Sequence[Transfer], tracker: StorageTracker) -> float:
-        """Have data fetched by workers of a world from the gang, or by the gang from them. Returns the bytes that have come. Raises
-        UnfetchedError where not all has come, WorldEndedError where those that were to fetch have ended."""
+        """Have data fetched by workers of a world from the trainer group, or by the trainer group from them. Returns the bytes that
+        have come. Raises UnfetchedError where not all has come, WorldEndedError where those that were to fetch have ended."""
         parts: dict[int, list[FetchPart]] = {}
         for transfer in transfers:
             (target,) = transfer.targets

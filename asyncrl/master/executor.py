@@ -10,7 +10,7 @@ No deadlock: one master sends all calls, to all their workers without awaiting i
 they share in the same order, whatever meshes overlap.
 
 Between worlds (dataflow/worlds.py) nothing is sent: an MFC of a model that is apart has its inputs fetched when it runs, and the
-gang fetches its outputs before anybody hears of them (calls.py).
+trainer group fetches its outputs before anybody hears of them (calls.py).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Step:
         apart: Collection[int] = (),
     ) -> None:
         """recorders: by head, the worker that records the head's trajectories; none if nothing is recorded. apart: workers that
-        are not in the gang."""
+        are not in the trainer group."""
         self.version = version
         self.parts: dict[str, list[list[str]]] = {}  # model -> the ids of each data rank
         self.result = StepResult()
@@ -123,7 +123,7 @@ class _Step:
         for mfc in mfcs:
             self._reads.setdefault(mfc.model, []).extend(mfc.input_keys)
         self._apart = frozenset(apart)
-        self._gang = frozenset(w for placement in placements.values() for w in placement.workers) - self._apart
+        self._trainer_group = frozenset(w for placement in placements.values() for w in placement.workers) - self._apart
         self._heads = next(iter(placements.values())).heads
         self._came_to: dict[int, list[str]] = {}  # worker -> the groups that came to it
 
@@ -143,12 +143,13 @@ class _Step:
         return self._send(steps)
 
     def inputs(self, mfc: MFCDef) -> list[Transfer]:
-        """What workers of a model that is apart lack of the keys that an MFC reads: to be fetched from the gang."""
-        return plan_fetches(self._needed(mfc.model), mfc.input_keys, self.tracker.there, self._gang)
+        """What workers of a model that is apart lack of the keys that an MFC reads: to be fetched from the trainer group."""
+        return plan_fetches(self._needed(mfc.model), mfc.input_keys, self.tracker.there, self._trainer_group)
 
     def outputs(self, mfc: MFCDef) -> list[Transfer]:
-        """What the gang has to fetch of the keys that an MFC of a model that is apart has made: each where it is read or recorded,
-        and in any case where its group came to. So the gang has all of it, and another world can have it from there."""
+        """What the trainer group has to fetch of the keys that an MFC of a model that is apart has made: each where it is read or
+        recorded, and in any case where its group came to. So the trainer group has all of it, and another world can have it from
+        there."""
         needed = {worker: dict.fromkeys(ids) for worker, ids in self._came_to.items()}
         for model, reads in self._reads.items():
             if not self._is_apart(model) and _those_in(reads, mfc.output_keys):
@@ -374,7 +375,7 @@ class FunctionExecutor:
         return step.result
 
     async def _refresh(self, step: _Step, version: int) -> None:
-        """What follows the step that made this version: in the gang by collectives, elsewhere through the disk."""
+        """What follows the step that made this version: in the trainer group by collectives, elsewhere through the disk."""
         refresher, copies = self._refresher, self._hooks.after_step(version)
         elsewhere = [body for body in copies if refresher is not None and refresher.is_apart(body.target)]
         copied = step.copy_weights(body for body in copies if body not in elsewhere)

@@ -84,15 +84,15 @@ class ModelWorkers:
     async def load(self) -> None:
         """Wait until all have loaded their models."""
         await asyncio.gather(
-            self.caller.call("models to be loaded", list(self.worlds.gang), Ping()),
+            self.caller.call("models to be loaded", list(self.worlds.trainer), Ping()),
             *(self._load_apart(world) for world in self.worlds.apart),
         )
 
     async def load_checkpoint(self, path: Path, shared: Mapping[str, str]) -> None:
-        """At every worker of the gang, whatever its layout was when it was saved. shared: of Refresher.state: where weights are
-        that are in no checkpoint, or in one that only the gang has loaded."""
+        """At every worker of the trainer group, whatever its layout was when it was saved. shared: of Refresher.state: where
+        weights are that are in no checkpoint, or in one that only the trainer group has loaded."""
         load = LoadCheckpoint(folder=name_of(self._run_dir, path))
-        await self.caller.call(f"{path.name} to be loaded", list(self.worlds.gang), load)
+        await self.caller.call(f"{path.name} to be loaded", list(self.worlds.trainer), load)
         if self._refreshes_ref:
             refreshed = [name for name, model in self.models.items() if model.role == REF]
             await self.refresher.restore(shared, str(path), refreshed)

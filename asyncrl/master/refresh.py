@@ -78,7 +78,7 @@ class Refresher:
 
     async def restore(self, state: Mapping[str, str], checkpoint: str, refreshed: Sequence[str]) -> None:
         """Go on from a checkpoint, whatever layout it is of. state: what `state` gave; refreshed: models that are not for ever what
-        their paths hold. The gang has loaded what the checkpoint has of models in it."""
+        their paths hold. The trainer group has loaded what the checkpoint has of models in it."""
         for model in refreshed:
             placement, folder = self._placements[model], state.get(model) or state.get(self._placements[model].role, "")
             if not self.is_apart(model):
@@ -108,7 +108,7 @@ class Refresher:
         if folder:
             await self._take(life, model, folder, 1.0)
             return folder
-        # It was in the gang, or had not been refreshed yet
+        # It was in the trainer group, or had not been refreshed yet
         load = [LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))] * len(life.world)
         await self._apart.call(f"{model.name} of a checkpoint to be loaded", life, life.world, load)
         kept = f"{model.name}-a{self._attempt:04d}-begun-{life.number}"  # the checkpoint will be pruned
@@ -120,7 +120,7 @@ class Refresher:
         await self._apart.call(f"{target.name} to take weights", life, target.workers, bodies)
 
     async def _share(self, model: str, folder: str) -> None:
-        """A model of the gang."""
+        """A model of the trainer group."""
         workers, name = self._placements[model].workers, self._name(folder)
         body = ShareWeights(model=model, folder=name)
         replies = await self._caller.call(f"weights of {model} to be written", workers, body)

@@ -1,5 +1,5 @@
-"""The torch.distributed world of the gang's model workers, or of some that are apart (dataflow/worlds.py), in an attempt and a
-life.
+"""The torch.distributed world of the trainer group's model workers, or of some that are apart (dataflow/worlds.py), in an
+attempt and a life.
 
 Its first worker serves its store and publishes where that is; the others find it by name. In a run that authenticates nobody
 serves one: they meet in name resolve (name_store.py). Inside a world workers are known by their ranks: meshes, collectives,
@@ -41,7 +41,7 @@ class World:
         self._limit_s = limit_s
         self._store: Store | None = None  # the first member serves it; it must outlive the process group
         self.members = worlds.of(info.index)
-        self.is_apart = self.members != worlds.gang
+        self.is_apart = self.members != worlds.trainer
         self.rank, self.size = self.members.index(info.index), len(self.members)
 
     def rank_of(self, worker: int) -> int:

@@ -182,7 +182,7 @@ class NameResolvingRequestClient:
         return self._lives[tuple(world)].life
 
     def fail_all(self, error: Exception) -> None:
-        """The gang has ended: every unanswered call fails with this error, and so does every later one."""
+        """The trainer group has ended: every unanswered call fails with this error, and so does every later one."""
         self._failed = error
         for sender in self._senders:
             sender.fail_all(error)

@@ -111,7 +111,7 @@ class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     evaluating: bool = False  # these weights were to be evaluated, and had not been yet
     shared: dict[
         str, str
-    ] = {}  # of models in other worlds than the gang's: the folder in shared_dir with their weights
+    ] = {}  # of models in other worlds than the trainer group's: the folder in shared_dir with their weights
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

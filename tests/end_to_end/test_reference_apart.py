@@ -151,7 +151,7 @@ def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
     assert "model_worker/1 was killed by signal SIGKILL" in told
     assert "its world (model_worker/1, model_worker/2) is started again at once (1 of" in told
     assert "model_worker/2 froze" in told
-    assert "the training side" not in told
+    assert "the trainer group" not in told
     assert [folder.name for folder in sorted((run.run_dir / "logs").glob("attempt_*"))] == ["attempt_1"]
     found = audit(run.run_dir)
     assert (found.problems, found.complete, found.steps, found.trained) == ([], True, STEPS, STEPS * BATCH)
@@ -167,7 +167,7 @@ def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
     assert abs(one[-1]["kl/sequence_mean"]) > 1e-4, "the reference is another model than the actor by then"
 
 
-def test_a_moving_reference_has_the_same_weights_in_the_gang_and_apart_and_after_a_resume(
+def test_a_moving_reference_has_the_same_weights_in_the_trainer_group_and_apart_and_after_a_resume(
     start: Callable[..., RunHandle], folder: Path
 ) -> None:
     steps = "train.max_steps=12"

@@ -1,7 +1,7 @@
 """A run in a few lines around the parts that decide: the real ledger, server table, buffer, batch former and prompt progress.
 
 What is modelled is the world between them: rollout workers, ghosts of workers, messages that are late, doubled, lost and out of
-order, managers and gangs (master and heads) that die and are started again. A driver chooses what happens next; everything
+order, managers and trainer groups (master and heads) that die and are started again. A driver chooses what happens next; everything
 that must hold is asserted where it happens, and `check` says what must hold in between.
 
     worker --allocate, finish, heartbeat (HTTP: answered, or asked again)--> manager        one in flight of each kind and worker
@@ -380,7 +380,7 @@ class World:
             old.ghost = True
             self.ghosts = [*self.ghosts[-3:], old]
 
-    # ---------------------------------------------------------------------------------------------------------- the gang
+    # ---------------------------------------------------------------------------------------------------------- the trainer group
 
     def _new_master(self, checkpoint: Checkpoint) -> Master:
         progress = PromptProgress(self.num_prompts, self.num_epochs)
@@ -405,7 +405,7 @@ class World:
         if not self.master.step:
             self.checkpoint = self._take_checkpoint()
 
-    def restart_gang(self, *, zombie: bool) -> None:
+    def restart_trainer_group(self, *, zombie: bool) -> None:
         """Master and heads begin anew from the last checkpoint, as the next attempt: what came after it is void."""
         old = self.master
         self.attempt += 1

@@ -1,4 +1,4 @@
-"""A reference in a world of its own ends, at any moment of a step: the step comes to its end, and the gang has noticed nothing."""
+"""A reference in a world of its own ends, at any moment of a step: the step comes to its end, unnoticed by the trainer group."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class ManyWorlds(World):
         if isinstance(body, FetchData):
             return await self.fetch(body, me)
         if isinstance(body, Redistribute):
-            assert me in self.worlds.gang
+            assert me in self.worlds.trainer
             for step in body.steps:
                 await self.move(step, me)
         elif isinstance(body, ExecuteMFC):
-            assert me in self.worlds.gang or self.weights[me] == self.expected or self.expected is None
+            assert me in self.worlds.trainer or self.weights[me] == self.expected or self.expected is None
             result = await self.run(body, me)
             await self.moment_apart(COMPUTED, me)
             return result
@@ -209,7 +209,7 @@ class MasterOfWorlds(Master):
         result = await asyncio.wait_for(self.executor.execute_step(tickets, version), LIMIT_S)
         holding, body = self.tracker.drop(tickets), ClearData(ids=list(tickets))
         self.apart.tell_nowait("clear", [w for w in holding if w in self.world.worlds.all_apart], body)
-        await self.caller.call("clear", [w for w in holding if w in self.world.worlds.gang], body)
+        await self.caller.call("clear", [w for w in holding if w in self.world.worlds.trainer], body)
         for world in self.world.worlds.apart:  # so that it has been heard
             await self.apart.repeated(
                 "clear", world, lambda life: self.apart.call("-", life, life.world, [body] * len(life.world))
@@ -235,7 +235,7 @@ async def steps(world, master, count=2):
     assert (len(master.tracker), len(master.buffer)) == (0, 0)
 
 
-async def test_what_is_apart_fetches_its_inputs_and_the_gang_its_outputs():
+async def test_what_is_apart_fetches_its_inputs_and_the_trainer_group_its_outputs():
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
         await steps(world, master)
         assert set(num_calls(world).values()) == {2}  # a step each

@@ -51,14 +51,14 @@ def test_stateless_models_that_share_workers_are_one_world() -> None:
     assert worlds(*chain) == Worlds((0,), ((1, 2, 3, 4),))
 
 
-def test_whoever_shares_a_worker_with_training_is_of_the_gang_and_takes_others_with_him() -> None:
+def test_whoever_shares_a_worker_with_training_is_of_the_trainer_group_and_takes_others_with_him() -> None:
     assert worlds(placement("actor", 0, 1), placement("ref", 1)).apart == ()
     assert worlds(placement("actor", 0), placement("ref", 0, 1), placement("reward", 1, 2)).apart == ()
     mixed = worlds(placement("actor", 0), placement("reward", 3), placement("ref", 0, 1), placement("ref@1", 1, 2))
     assert mixed == Worlds((0, 1, 2), ((3,),))
 
 
-def test_what_is_trained_or_copied_is_of_the_gang_wherever_it_is() -> None:
+def test_what_is_trained_or_copied_is_of_the_trainer_group_wherever_it_is() -> None:
     apart = worlds(placement("actor", 0), placement("actor@1", 1), placement("critic", 2), placement("critic@1", 3))
     assert apart == Worlds((0, 1, 2, 3))
     trained = [node("actor", "train_step"), node("ref", "train_step")]
@@ -77,12 +77,12 @@ def test_worlds_part_the_workers_and_no_model(seed: int) -> None:
     placements = [placement(name, *sorted(rng.sample(range(7), rng.randint(1, 3)))) for name in names]
     nodes = [node(p.name, "train_step" if p.name in ("actor", "critic") else "inference") for p in placements]
     found = worlds_of(placements, nodes, num_workers=7, mode="async")
-    members = [worker for world in (found.gang, *found.apart) for worker in world]
+    members = [worker for world in (found.trainer, *found.apart) for worker in world]
     assert sorted(members) == list(range(7))
     for each in placements:
         of = {found.of(worker) for worker in each.workers}
         assert len(of) == 1
-        assert each.role in ("ref", "reward") or of == {found.gang}
+        assert each.role in ("ref", "reward") or of == {found.trainer}
     for world in found.apart:
         assert list(world) == sorted(world)
         assert any(set(each.workers) <= set(world) for each in placements)
@@ -156,7 +156,7 @@ def test_on_its_way_is_not_there() -> None:
     tracker.add(0, ["a"], ["tokens"])
     tracker.apply([RedistribStep("bcast", 0, [1], [["a"]], ["tokens"])])
     tracker.add(5, ["a"], ["tokens", "ref"])
-    assert tracker.holders == {"a": {"tokens": {0, 1}}}  # the gang's
+    assert tracker.holders == {"a": {"tokens": {0, 1}}}  # the trainer group's
     assert tracker.there == {"a": {"tokens": {0, 5}, "ref": {5}}}
     tracker.forget([5])
     assert tracker.there == {"a": {"tokens": {0}, "ref": set()}}
