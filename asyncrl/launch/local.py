@@ -41,7 +41,7 @@ from asyncrl.launch.program import (
     total_steps,
     with_absolute_paths,
     with_name_resolve,
-    worlds_of_run,
+    worker_groups_of_run,
     writes_checkpoints,
 )
 from asyncrl.launch.recovery import going_on, starting_point
@@ -345,7 +345,7 @@ class Launch:
         self._num_starts = 0  # of processes, in this launch
         self._next_publish = 0.0
         self._search: Future[Checkpoint | None] | None = None  # of the checkpoint that the next attempt goes on from
-        apart = [[f"model_worker/{worker}" for worker in world] for world in worlds_of_run(config).apart]
+        detached = [[f"model_worker/{worker}" for worker in group] for group in worker_groups_of_run(config).detached]
         self._restarts = Restarts(
             start=self._start_again, grant_lease_soon=service.grant_lease_soon, revoke=service.revoke, clock=clock
         )
@@ -358,7 +358,7 @@ class Launch:
             clock=clock,
         )
         self._supervisor = Supervisor(
-            Supervision(runtime.max_restarts, mode=config.mode, by_hand=config.debug.leave_out, apart=apart),
+            Supervision(runtime.max_restarts, mode=config.mode, by_hand=config.debug.leave_out, detached=detached),
             FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s),
             frozen_after_s=runtime.frozen_after_s,
             stop_timeout_s=runtime.stop_timeout_s,

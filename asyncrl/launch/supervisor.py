@@ -285,7 +285,7 @@ class Supervisor:
         if unit not in (TRAINER_GROUP, EVERYTHING):
             members, count = self.policy.members(child.name), self.policy.count(child.name)
             self._returning[unit] = _Return(members, how, now + pause_s, now, count)
-            subject = "it is" if unit == child.name else f"its world ({unit}) is"
+            subject = "it is" if unit == child.name else f"its worker group ({unit}) is"
             self._tell(f"{child.name} {how}; {subject} {again}")
             return
         self._returning.clear()

@@ -1,4 +1,4 @@
-"""Calls to several model workers at once, and to worlds that are apart (dataflow/worlds.py).
+"""Calls to several model workers at once, and to worlds that are apart (dataflow/worker_groups.py).
 
 What one life of such a world has left unanswered is done again in the next:
 
@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from asyncrl.dataflow.redistribution import Transfer
 from asyncrl.dataflow.topology import Handler
-from asyncrl.dataflow.worlds import Worlds
+from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
 from asyncrl.protocol.messages import CallBody, CallResult, FetchData, FetchPart
 from asyncrl.runtime.board import StatusBoard
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 0.5  # before data is fetched again in the same life
 
 
-class WorldEndedError(RuntimeError):
+class GroupEndedError(RuntimeError):
     """A life of a world is over, or about to be: what was asked of it is to be asked again in the next."""
 
 
@@ -101,7 +101,7 @@ class Repeats:
 
     def first_life(self, error: Exception, life: int, now: float) -> int:
         """The first life in which to try again after such a failure in this one. Raises the error where that is in vain."""
-        if isinstance(error, WorldEndedError):
+        if isinstance(error, GroupEndedError):
             return life + 1
         if self._life != life:
             self._life, self._since = life, now
@@ -110,7 +110,7 @@ class Repeats:
         return life
 
 
-class ApartWorlds:
+class DetachedGroups:
     """The master's dealings with worlds that are apart.
 
     consumes: pieces of work.  produces: what they give, once.
@@ -120,7 +120,7 @@ class ApartWorlds:
 
     def __init__(
         self,
-        worlds: Worlds,
+        worker_groups: WorkerGroups,
         client: NameResolvingRequestClient,
         caller: WorkerCaller,
         limit_s: float,
@@ -128,25 +128,25 @@ class ApartWorlds:
         prepare: Callable[[Life], Awaitable[None]],
     ) -> None:
         """prepare: precedes all work in a life, once."""
-        self.worlds = worlds
+        self.worker_groups = worker_groups
         self._client, self._caller, self._limit_s = client, caller, limit_s
         self._telling: set[asyncio.Task[None]] = set()
         self._prepare = prepare
-        self._preparing = {world: asyncio.Lock() for world in worlds.apart}
+        self._preparing = {group: asyncio.Lock() for group in worker_groups.detached}
         self._ready: dict[tuple[int, ...], int] = {}  # the life that a world has been prepared in
 
-    async def repeated(self, what: str, world: Sequence[int], work: Callable[[Life], Awaitable[T]]) -> T:
-        """What `work` gives in a life of the world; in the next where it raises WorldEndedError, and again in the same for a while
+    async def repeated(self, what: str, group: Sequence[int], work: Callable[[Life], Awaitable[T]]) -> T:
+        """What `work` gives in a life of the world; in the next where it raises GroupEndedError, and again in the same for a while
         where it raises UnfetchedError."""
         loop, repeats = asyncio.get_running_loop(), Repeats(self._limit_s)
         life = -1
         while True:  # as often as the launcher starts the world again; each turn is bounded
-            life = await self._in_life(what, world, life)
+            life = await self._in_life(what, group, life)
             try:
-                present = Life(tuple(world), life)
+                present = Life(tuple(group), life)
                 await self._prepared(present)
                 return await work(present)
-            except (WorldEndedError, UnfetchedError) as error:
+            except (GroupEndedError, UnfetchedError) as error:
                 again = repeats.first_life(error, life, loop.time())
                 logger.warning("%s is to be done again: %s", what, error)
                 if again == life:
@@ -156,19 +156,19 @@ class ApartWorlds:
     async def call(
         self, what: str, life: Life, handlers: Sequence[Handler], bodies: Sequence[CallBody]
     ) -> list[CallResult]:
-        """Call workers of a world in this life of it, and in no other. Raises WorldEndedError where that is over: a worker whose
+        """Call workers of a world in this life of it, and in no other. Raises GroupEndedError where that is over: a worker whose
         call has failed ends, and its world with it."""
         self._check(life)
         try:
             replies = await self._caller.start_each(what, handlers, bodies)
         except (ReceiverRestarted, RemoteCallError) as error:
-            raise WorldEndedError(str(error)) from error
+            raise GroupEndedError(str(error)) from error
         self._check(life)  # else what is said to be there has gone meanwhile
         return replies
 
     async def fetch(self, what: str, life: Life, transfers: Sequence[Transfer], tracker: StorageTracker) -> float:
         """Have data fetched by workers of a world from the trainer group, or by the trainer group from them. Returns the bytes that
-        have come. Raises UnfetchedError where not all has come, WorldEndedError where those that were to fetch have ended."""
+        have come. Raises UnfetchedError where not all has come, GroupEndedError where those that were to fetch have ended."""
         parts: dict[int, list[FetchPart]] = {}
         for transfer in transfers:
             (target,) = transfer.targets
@@ -191,7 +191,7 @@ class ApartWorlds:
     def tell_nowait(self, what: str, workers: Sequence[int], body: CallBody) -> None:
         """Something that need not be said again to a world that has ended meanwhile, and that nobody waits for."""
         for worker in workers:
-            if self._client.life_of(self.worlds.of(worker)) is not None:
+            if self._client.life_of(self.worker_groups.of(worker)) is not None:
                 task = asyncio.create_task(self._tell(what, worker, body))
                 self._telling.add(task)
                 task.add_done_callback(self._telling.discard)
@@ -210,9 +210,9 @@ class ApartWorlds:
 
     def _check(self, life: Life) -> None:
         if self._client.life_of(life.world) != life.number:
-            raise WorldEndedError(f"{life} is over")
+            raise GroupEndedError(f"{life} is over")
 
-    async def _in_life(self, what: str, world: Sequence[int], first: int) -> int:
-        names = ", ".join(f"model_worker/{worker}" for worker in world)
-        back = self._client.wait_for_life(world, after=first - 1)
+    async def _in_life(self, what: str, group: Sequence[int], first: int) -> int:
+        names = ", ".join(f"model_worker/{worker}" for worker in group)
+        back = self._client.wait_for_life(group, after=first - 1)
         return await self._caller.bounded(back, f"life {max(first, 0)}, for {what},", names)

@@ -1,4 +1,4 @@
-"""Weights of models that are apart (dataflow/worlds.py) and get the actor's every now and then: through the run's folder.
+"""Weights of models that are apart (dataflow/worker_groups.py) and get the actor's every now and then: through the run's folder.
 
     the actor's workers write theirs -> committed -> the model takes them -> share < 1: what it has become is written, committed
                                         \\________ a piece of work: done again in the next life, from what was before ________/
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.dataflow.topology import ModelPlacement
-from asyncrl.master.calls import ApartWorlds, Life, WorkerCaller
+from asyncrl.master.calls import DetachedGroups, Life, WorkerCaller
 from asyncrl.protocol.messages import (
     CallResult,
     CommitCheckpoint,
@@ -40,18 +40,18 @@ class Refresher:
     def __init__(
         self,
         placements: Mapping[str, ModelPlacement],
-        apart: ApartWorlds,
+        detached: DetachedGroups,
         caller: WorkerCaller,
         run_dir: Path,
         attempt: int,
     ) -> None:
-        self._placements, self._apart, self._caller = placements, apart, caller
+        self._placements, self._detached, self._caller = placements, detached, caller
         self._run_dir, self._folder, self._attempt = run_dir, shared_dir(run_dir), attempt
         self._taken: dict[str, str] = {}  # model -> the folder with the weights it has; none: those of its path
         self._named: frozenset[str] = frozenset()  # by the checkpoint begun last, which may not be there yet
 
-    def is_apart(self, model: str) -> bool:
-        return self._placements[model].workers[0] in self._apart.worlds.all_apart
+    def is_detached(self, model: str) -> bool:
+        return self._placements[model].workers[0] in self._detached.worker_groups.all_detached
 
     def state(self) -> dict[str, str]:
         """For a checkpoint: what its run has to know to go on."""
@@ -73,7 +73,7 @@ class Refresher:
             return kept
 
         what = f"{body.target} to take weights of {body.source}"
-        self._taken[body.target] = await self._apart.repeated(what, self._world(target), take)
+        self._taken[body.target] = await self._detached.repeated(what, self._worker_group(target), take)
         await asyncio.to_thread(self._prune)
 
     async def restore(self, state: Mapping[str, str], checkpoint: str, refreshed: Sequence[str]) -> None:
@@ -81,13 +81,13 @@ class Refresher:
         their paths hold. The trainer group has loaded what the checkpoint has of models in it."""
         for model in refreshed:
             placement, folder = self._placements[model], state.get(model) or state.get(self._placements[model].role, "")
-            if not self.is_apart(model):
+            if not self.is_detached(model):
                 if folder:
                     body = TakeWeights(model=model, folder=self._name(folder))
                     await self._caller.call(f"{model} to take its weights", placement.workers, body)
                 continue
             take = partial(self._begin, placement, folder, checkpoint)
-            self._taken[model] = await self._apart.repeated(f"{model} to go on", self._world(placement), take)
+            self._taken[model] = await self._detached.repeated(f"{model} to go on", self._worker_group(placement), take)
 
     async def prepare(self, life: Life) -> None:
         """A new life of a world: its models have been loaded from their paths."""
@@ -100,8 +100,8 @@ class Refresher:
     def _name(self, folder: str) -> str:
         return name_of(self._run_dir, self._folder / folder)
 
-    def _world(self, placement: ModelPlacement) -> tuple[int, ...]:
-        return self._apart.worlds.of(placement.workers[0])
+    def _worker_group(self, placement: ModelPlacement) -> tuple[int, ...]:
+        return self._detached.worker_groups.of(placement.workers[0])
 
     async def _begin(self, model: ModelPlacement, folder: str, checkpoint: str, life: Life) -> str:
         """Have a model as the run left it. Returns the folder that keeps these weights."""
@@ -110,14 +110,14 @@ class Refresher:
             return folder
         # It was in the trainer group, or had not been refreshed yet
         load = [LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))] * len(life.world)
-        await self._apart.call(f"{model.name} of a checkpoint to be loaded", life, life.world, load)
+        await self._detached.call(f"{model.name} of a checkpoint to be loaded", life, life.world, load)
         kept = f"{model.name}-a{self._attempt:04d}-begun-{life.number}"  # the checkpoint will be pruned
         await self._keep(life, model, kept)
         return kept
 
     async def _take(self, life: Life, target: ModelPlacement, folder: str, share: float) -> None:
         bodies = [TakeWeights(model=target.name, folder=self._name(folder), share=share)] * len(target.workers)
-        await self._apart.call(f"{target.name} to take weights", life, target.workers, bodies)
+        await self._detached.call(f"{target.name} to take weights", life, target.workers, bodies)
 
     async def _share(self, model: str, folder: str) -> None:
         """A model of the trainer group."""
@@ -130,8 +130,8 @@ class Refresher:
         """A model that is apart."""
         name, workers = self._name(folder), model.workers
         bodies = [ShareWeights(model=model.name, folder=name)] * len(workers)
-        replies = await self._apart.call(f"weights of {model.name} to be written", life, workers, bodies)
-        await self._apart.call(f"{folder} to be complete", life, workers[:1], [_commit_of(name, replies)])
+        replies = await self._detached.call(f"weights of {model.name} to be written", life, workers, bodies)
+        await self._detached.call(f"{folder} to be complete", life, workers[:1], [_commit_of(name, replies)])
 
     def _prune(self) -> None:
         """Remove what nobody has and no checkpoint names. On a thread."""

@@ -1,6 +1,6 @@
-"""Data between model workers of different worlds (worlds.py): over HTTP, because collectives end with a world.
+"""Data between model workers of different worker groups (worker_groups.py): over HTTP, as collectives end with a group.
 
-    HeldData, at each worker of a run with worlds apart -- POST /held_data: ids, keys --> as many of these groups as fit, raw
+    HeldData, at each worker of a run with detached groups -- POST /held_data: ids, keys --> as many of these groups as fit, raw
     master -- FetchData(parts) --> DataFetcher of a worker: asks, checks, stores copies
 
 Only what is asked for by the master moves, and it names the source's life: a worker that has been started again is asked under
@@ -176,7 +176,9 @@ class DataFetcher:
         while left:  # each turn takes an id at least, or fails
             answer, source = self._ask(part, left[:_MAX_IDS]), f"model_worker/{part.source}"
             try:
-                body = await self._board.bounded(answer, what="data of another world", on=source, limit_s=LIMIT_S)
+                body = await self._board.bounded(
+                    answer, what="data of another worker group", on=source, limit_s=LIMIT_S
+                )
                 sample = await asyncio.to_thread(partial(unpack_sample, body, max_bytes=self._limit_of_body))
             except WaitTimeoutError as error:
                 raise FetchError(str(error)) from error

@@ -540,7 +540,7 @@ class Redistribute(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HeldDataRequest(Struct, frozen=True, kw_only=True):
-    """POST /held_data (MessagePack), from a model worker to one of another world: these keys of these ids.
+    """POST /held_data (MessagePack), from a model worker to one of another worker group: these keys of these ids.
 
     The answer (model/fetching.py) has as many of the ids, in order, as fit into a message, and at least one.
     """
@@ -559,7 +559,7 @@ class FetchPart(Struct, frozen=True, array_like=True):
 
 
 class FetchData(Struct, frozen=True, kw_only=True, tag=True):
-    """Ask other worlds' workers for data, and store it (model/fetching.py). What could not be had is told in `unfetched`."""
+    """Ask workers of other groups for data, and store it (model/fetching.py). What could not be had is told in `unfetched`."""
 
     parts: list[FetchPart]
 
@@ -576,8 +576,8 @@ class Reallocate(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ShareWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Write a model's parameters for a model of another world, at every worker of it, in a checkpoint's format. The reply comes
-    when this worker's files are on disk, with `files`; CommitCheckpoint follows."""
+    """Write a model's parameters for a model of another worker group, at every worker of it, in a checkpoint's format. The reply
+    comes when this worker's files are on disk, with `files`; CommitCheckpoint follows."""
 
     model: str
     folder: str  # its name in the run (run_folder.py)

@@ -7,7 +7,7 @@ One channel for each worker. A call's sequence number in the channel is its per-
 order without gaps, so that all members of a mesh take part in collectives in the same order. The reply is the channel's
 verdict, and may come in any order: it completes a future, nothing is polled. A call is executed at most once: when a worker
 comes back as a new incarnation, the calls it had not answered fail with ReceiverRestarted. Workers of a world that is apart
-(dataflow/worlds.py) come back together, in its next life: with the first of them the calls of all have failed.
+(dataflow/worker_groups.py) come back together, in its next life: with the first of them the calls of all have failed.
 
 Start-up barrier: the client sends each worker a probe as soon as it finds its name, and `start` returns when all have answered.
 Entries of workers long gone, still published, do not answer and hence do not count.
@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.sequence import CodecError
-from asyncrl.dataflow.worlds import WorldLife
+from asyncrl.dataflow.worker_groups import GroupIncarnations
 from asyncrl.protocol.messages import DECODE_ERRORS, CallBody, CallResult
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel import ChannelSender, Delivery, PublishedReceiver
@@ -106,14 +106,14 @@ class NameResolvingRequestClient:
         incarnation: str,
         transport: Transport | None = None,
         attempt: int = 1,
-        apart: Sequence[Sequence[int]] = (),
-        on_new_life: Callable[[Sequence[int]], None] = lambda world: None,
+        detached: Sequence[Sequence[int]] = (),
+        on_new_life: Callable[[Sequence[int]], None] = lambda group: None,
     ) -> None:
-        """attempt: of the caller; workers of another one refuse its calls. apart: worlds that are started again alone.
+        """attempt: of the caller; workers of another one refuse its calls. detached: worker groups that are started again alone.
         on_new_life: told of such a world when a new life of it begins; what its workers held is gone."""
         self._attempt = attempt
-        self._lives = {tuple(world): WorldLife(world) for world in apart}
-        self._world_of = {worker: world for world in self._lives for worker in world}
+        self._lives = {tuple(group): GroupIncarnations(group) for group in detached}
+        self._group_of = {worker: group for group in self._lives for worker in group}
         self._on_new_life = on_new_life
         self._connected = asyncio.Event()  # set when a worker of one connects, and replaced
         for handler, index in handler_routing.items():
@@ -171,15 +171,15 @@ class NameResolvingRequestClient:
         self._next_global_seq += 1
         return [self._call(self._senders[index], header) for index, header in calls]
 
-    async def wait_for_life(self, world: Sequence[int], *, after: int = -1) -> int:
+    async def wait_for_life(self, group: Sequence[int], *, after: int = -1) -> int:
         """The life in which all workers of a world that is apart are, as soon as it is a later one. Bounded by the caller."""
-        while (life := self._lives[tuple(world)].life) is None or life <= after:
+        while (life := self._lives[tuple(group)].life) is None or life <= after:
             await self._connected.wait()
         return life
 
-    def life_of(self, world: Sequence[int]) -> int | None:
+    def life_of(self, group: Sequence[int]) -> int | None:
         """In which all workers of a world that is apart are; None while some are still to come."""
-        return self._lives[tuple(world)].life
+        return self._lives[tuple(group)].life
 
     def fail_all(self, error: Exception) -> None:
         """The trainer group has ended: every unanswered call fails with this error, and so does every later one."""
@@ -200,14 +200,14 @@ class NameResolvingRequestClient:
     # ------------------------------------------------------------------------------------------------------------- inside
 
     def _worker_connected(self, index: int, endpoint: Endpoint) -> None:
-        world = self._world_of.get(index)
-        if world is None:
+        group = self._group_of.get(index)
+        if group is None:
             return
-        if self._lives[world].connected(index, endpoint.life):
-            for worker in world:  # those that live on wait for one that does not
+        if self._lives[group].connected(index, endpoint.life):
+            for worker in group:  # those that live on wait for one that does not
                 error = ReceiverRestarted(f"{_worker_name(worker)}: its world has ended; life {endpoint.life} begins")
                 self._senders[worker].fail_all(error)
-            self._on_new_life(world)
+            self._on_new_life(group)
         connected, self._connected = self._connected, asyncio.Event()
         connected.set()
 

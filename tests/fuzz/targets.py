@@ -229,7 +229,7 @@ def _codec() -> Target:
 
 
 def _held_data() -> Iterator[Target]:
-    """What model workers of different worlds ask of and tell one another."""
+    """What model workers of different groups ask of and tell one another."""
 
     def run(data: bytes) -> None:
         sample = unpack_sample(data, max_bytes=MAX_BYTES)

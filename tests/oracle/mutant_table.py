@@ -290,9 +290,9 @@ MUTANTS = [
     ),
     *_of(
         "asyncrl/dataflow/redistribution.py",
-        "tests/unit/test_worlds.py",
+        "tests/unit/test_worker_groups.py",
         (
-            "a-worker-of-another-world-is-asked",
+            "a-worker-of-another-group-is-asked",
             "able = [source for source in have if source in sources]",
             "able = list(have)",
             "test_each_pair_is_fetched_once_from_one_who_has_it",

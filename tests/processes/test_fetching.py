@@ -1,4 +1,4 @@
-"""Data between workers of different worlds, over real HTTP: byte for byte, bounded, for the run's own processes only."""
+"""Data between workers of different groups, over real HTTP: byte for byte, bounded, for the run's own processes only."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ async def test_who_is_gone_costs_a_moment_and_who_says_nothing_the_limit(monkeyp
 
         async with answering(say_nothing) as url:
             pair.publish(url, life=2)
-            with pytest.raises(FetchError, match=r"waited 0\.3 s for data of another world from model_worker/0"):
+            with pytest.raises(FetchError, match=r"waited 0\.3 s for data of another worker group from model_worker/0"):
                 await pair.fetch(IDS, life=2)
             never.set()
         with pytest.raises(FetchError):  # nobody has published that life

@@ -39,11 +39,11 @@ from asyncrl.model import publishing
 from asyncrl.model.calls import Calls
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import make_interface
+from asyncrl.model.process_group import interface_of
 from asyncrl.model.publishing import take_share
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.worker import ModelWorker
-from asyncrl.model.world import interface_of
 from asyncrl.protocol.messages import (
     CallBody,
     CallResult,

@@ -68,7 +68,7 @@ class HTTPFaults:
 class Process:
     """One life of a process."""
 
-    world: World
+    world: SimulatedWorld
     name: str
     life: int
     loop: ProcessLoop = field(init=False)
@@ -108,7 +108,7 @@ def here() -> Process:
     return process
 
 
-class World:
+class SimulatedWorld:
     """Everything between processes."""
 
     scenario: Scenario

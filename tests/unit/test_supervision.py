@@ -99,9 +99,9 @@ def test_who_goes_with_whom(mode: str, name: str, unit: str) -> None:
     assert decision == (StartAgain(unit, 0.0) if unit else EndRun(f"{name} was killed, cause 0"))
 
 
-def test_worlds_that_are_apart_are_started_again_alone_each_as_a_whole() -> None:
-    apart = [["model_worker/1"], ["model_worker/2", "model_worker/3"]]
-    supervision = Supervision(2, apart=apart)
+def test_detached_groups_are_started_again_alone_each_as_a_whole() -> None:
+    detached = [["model_worker/1"], ["model_worker/2", "model_worker/3"]]
+    supervision = Supervision(2, detached=detached)
     assert decide(supervision, end("model_worker/1")) == StartAgain("model_worker/1", 0.0, 1)
     assert decide(supervision, end("model_worker/3")) == StartAgain("model_worker/2, model_worker/3", 0.0, 1)
     assert decide(supervision, end("model_worker/2")) == StartAgain("model_worker/2, model_worker/3", 1.0, 2)
@@ -110,7 +110,7 @@ def test_worlds_that_are_apart_are_started_again_alone_each_as_a_whole() -> None
     assert supervision.members("rollout_worker/0") == ("rollout_worker/0",)
     assert decide(supervision, end("model_worker/0")) == StartAgain(TRAINER_GROUP, 0.0, 1)  # has a budget of its own
     assert decide(supervision, end("model_worker/3")) == StartAgain(EVERYTHING, 2.0)
-    by_hand = Supervision(2, apart=apart, by_hand=["model_worker/3"])
+    by_hand = Supervision(2, detached=detached, by_hand=["model_worker/3"])
     assert isinstance(decide(by_hand, end("model_worker/2")), EndRun)
     assert decide(by_hand, end("model_worker/1")) == StartAgain("model_worker/1", 0.0, 1)
 

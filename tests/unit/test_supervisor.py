@@ -38,7 +38,7 @@ prompts: {path: p.jsonl}
 rollout: {tasks: {default: {reward: "rewards.py:reward"}}}
 train: {ppo: {kl_coef: 0.1}}
 """
-APART = "model_worker/2"
+DETACHED = "model_worker/2"
 STOP_S = 10.0
 
 
@@ -57,7 +57,7 @@ class World:
         self.specs: dict[str, ProcessSpec] = {spec.name: spec for spec in specs}
         self.leaving: set[str] = set()
         self.supervisor = Supervisor(
-            Supervision(max_restarts, apart=[[APART]]),
+            Supervision(max_restarts, detached=[[DETACHED]]),
             FreezeWatch(frozen_after_s, 100.0),
             frozen_after_s=frozen_after_s,
             stop_timeout_s=STOP_S,
@@ -148,22 +148,22 @@ def test_the_trainer_group_comes_back_as_the_next_attempt_when_all_of_it_is_gone
     assert [begin.concerns(kind) for kind in ("master", "model_worker", "rollout_worker")] == [True, True, False]
 
 
-def test_a_world_that_is_apart_comes_back_in_its_next_life(world: World) -> None:
-    world.die(APART)
-    assert world.kinds() == [f"Forget {APART}", f"StartLater {APART}"]
-    assert (world.supervisor.life_of(APART), world.supervisor.life_of("model_worker/0")) == (1, 0)
+def test_a_detached_group_comes_back_in_its_next_life(world: World) -> None:
+    world.die(DETACHED)
+    assert world.kinds() == [f"Forget {DETACHED}", f"StartLater {DETACHED}"]
+    assert (world.supervisor.life_of(DETACHED), world.supervisor.life_of("model_worker/0")) == (1, 0)
 
 
-def test_a_trainer_group_that_ends_takes_a_world_with_it_that_is_on_its_way_back(world: World) -> None:
-    world.die(APART)
+def test_a_trainer_group_that_ends_takes_a_detached_group_with_it_that_is_on_its_way_back(world: World) -> None:
+    world.die(DETACHED)
     world.die("master/0")
     decisions = world.kinds()
     assert decisions[0] == "Cancel"
-    assert f"StartLater {APART}" not in decisions
+    assert f"StartLater {DETACHED}" not in decisions
     world.turn()
     world.supervisor.checkpoint_found()
     assert world.kinds() == ["BeginAttempt"]
-    assert world.supervisor.life_of(APART) == 0  # it counts anew in the next attempt
+    assert world.supervisor.life_of(DETACHED) == 0  # it counts anew in the next attempt
 
 
 def test_too_often_starts_everything_once(tmp_path: Path) -> None:

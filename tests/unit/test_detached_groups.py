@@ -1,4 +1,4 @@
-"""A reference in a world of its own ends, at any moment of a step: the step comes to its end, unnoticed by the trainer group."""
+"""A detached reference ends, at any moment of a step: the step comes to its end, unnoticed by the trainer group."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from test_executor import DATASET, LIMIT_S, NAMES, RUNTIME, Master, World, mfc, 
 from asyncrl.config.schema import RefConfig, TrainConfig
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.topology import build_handler_routing
-from asyncrl.dataflow.worlds import Worlds
+from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
-from asyncrl.master.calls import ApartWorlds, WorldEndedError
+from asyncrl.master.calls import DetachedGroups, GroupEndedError
 from asyncrl.master.executor import FunctionExecutor, ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.protocol.messages import (
@@ -44,21 +44,21 @@ FETCHING, COMPUTED, FETCHED_FROM = "fetching", "computed", "fetched from"
 TAKEN, SHARED, COMMITTED = "taken", "shared", "committed"
 
 
-class ManyWorlds(World):
-    """Workers that also fetch; those of a world that is apart end and come back together, as the launcher has it."""
+class WorldOfGroups(World):
+    """Workers that also fetch; those of a detached group end and come back together, as the launcher has it."""
 
-    def __init__(self, graph, placements, num_workers, apart, rng, start):
+    def __init__(self, graph, placements, num_workers, detached, rng, start):
         super().__init__(graph, placements, num_workers, rng)
-        self.worlds = Worlds.of_config(num_workers, apart)
+        self.worker_groups = WorkerGroups.of_config(num_workers, detached)
         self.lives = [0] * num_workers
-        self.ends = set()  # (moment, life): when a world that is apart ends
-        self.fails = set()  # lives in which an MFC that is apart raises
-        self.stay_away = False  # nobody starts a world again
+        self.ends = set()  # (moment, life): when a detached group ends
+        self.fails = set()  # lives in which an MFC of a detached group raises
+        self.stay_away = False  # no group is started again
         self.beside = set()
         self.start = start
         self.serving, self.servers = {}, {}
         self.weights = [float(index) for index in range(num_workers)]  # of the model of each worker: a number
-        self.expected = None  # weights that an MFC that is apart is to be computed with
+        self.expected = None  # weights that an MFC of a detached group is to be computed with
         self.written, self.files = {}, {}  # folder -> worker -> weights; once committed
         self.run_dir = None  # where committed folders are made
 
@@ -69,7 +69,11 @@ class ManyWorlds(World):
             for _ in range(self.rng.randrange(4)):
                 await asyncio.sleep(0)
             result = await self.execute(call.body, me)
-            if isinstance(call.body, ExecuteMFC) and me in self.worlds.all_apart and self.lives[me] in self.fails:
+            if (
+                isinstance(call.body, ExecuteMFC)
+                and me in self.worker_groups.all_detached
+                and self.lives[me] in self.fails
+            ):
                 call.fail(RuntimeError("out of memory"))
                 await self.end_of(me)
             call.reply(result)
@@ -78,24 +82,24 @@ class ManyWorlds(World):
         if isinstance(body, FetchData):
             return await self.fetch(body, me)
         if isinstance(body, Redistribute):
-            assert me in self.worlds.trainer
+            assert me in self.worker_groups.trainer
             for step in body.steps:
                 await self.move(step, me)
         elif isinstance(body, ExecuteMFC):
-            assert me in self.worlds.trainer or self.weights[me] == self.expected or self.expected is None
+            assert me in self.worker_groups.trainer or self.weights[me] == self.expected or self.expected is None
             result = await self.run(body, me)
-            await self.moment_apart(COMPUTED, me)
+            await self.moment_detached(COMPUTED, me)
             return result
         elif isinstance(body, ShareWeights):
             self.written.setdefault(body.folder, {})[me] = self.weights[me]
-            await self.moment_apart(SHARED, me)
+            await self.moment_detached(SHARED, me)
         elif isinstance(body, CommitCheckpoint):
             self.commit(body.folder)
-            await self.moment_apart(COMMITTED, me)
+            await self.moment_detached(COMMITTED, me)
         elif isinstance(body, TakeWeights):
             (there,) = set(self.files[body.folder].values())
             self.weights[me] = body.share * there + (1 - body.share) * self.weights[me]
-            await self.moment_apart(TAKEN, me)
+            await self.moment_detached(TAKEN, me)
         elif isinstance(body, ClearData):
             self.held[me] = {pair for pair in self.held[me] if pair[0] not in body.ids}
         return CallResult()
@@ -106,10 +110,10 @@ class ManyWorlds(World):
         (self.run_dir / folder).mkdir(parents=True)
 
     async def fetch(self, body, me):
-        await self.moment_apart(FETCHING, me)
+        await self.moment_detached(FETCHING, me)
         for part in body.parts:
-            assert self.worlds.of(part.source) != self.worlds.of(me), "inside a world data is sent"
-            if part.source in self.worlds.all_apart and (FETCHED_FROM, part.life) in self.ends:
+            assert self.worker_groups.of(part.source) != self.worker_groups.of(me), "inside a group data is sent"
+            if part.source in self.worker_groups.all_detached and (FETCHED_FROM, part.life) in self.ends:
                 self.ends.remove((FETCHED_FROM, part.life))
                 self.begin_again(part.source)
             if part.life != self.lives[part.source]:
@@ -119,8 +123,8 @@ class ManyWorlds(World):
             self.held[me] |= pairs
         return CallResult(num_bytes=len(body.parts))
 
-    async def moment_apart(self, moment, me):
-        if me in self.worlds.all_apart and (moment, self.lives[me]) in self.ends:
+    async def moment_detached(self, moment, me):
+        if me in self.worker_groups.all_detached and (moment, self.lives[me]) in self.ends:
             self.ends.remove((moment, self.lives[me]))
             await self.end_of(me)
 
@@ -129,20 +133,20 @@ class ManyWorlds(World):
         await asyncio.Event().wait()  # it has ended: cancelled
 
     def begin_again(self, worker):
-        """All of its world end at once; they come back one by one."""
-        world = self.worlds.of(worker)
-        for member in world:
+        """All of its group end at once; they come back one by one."""
+        group = self.worker_groups.of(worker)
+        for member in group:
             self.lives[member] += 1
             self.held[member] = set()
-            self.weights[member] = float(world[0])  # as on disk
-        task = asyncio.create_task(self.bring_back(world, self.lives[worker]))
+            self.weights[member] = float(group[0])  # as on disk
+        task = asyncio.create_task(self.bring_back(group, self.lives[worker]))
         self.beside.add(task)
 
-    async def bring_back(self, world, life):
-        for member in world:
+    async def bring_back(self, group, life):
+        for member in group:
             self.serving[member].cancel()
             await self.servers[member].close()
-        for member in () if self.stay_away else self.rng.sample(world, len(world)):
+        for member in () if self.stay_away else self.rng.sample(group, len(group)):
             await asyncio.sleep(self.rng.random() / 50)
             if self.lives[member] == life:
                 await self.start(member)
@@ -150,7 +154,7 @@ class ManyWorlds(World):
 
 @contextlib.asynccontextmanager
 async def running(
-    graph, placements, num_workers, apart, *, rng=None, limit_s=LIMIT_S, train=None, run_dir=Path("/nowhere")
+    graph, placements, num_workers, detached, *, rng=None, limit_s=LIMIT_S, train=None, run_dir=Path("/nowhere")
 ):
     transport = MemoryTransport()
 
@@ -161,12 +165,12 @@ async def running(
         await server.start()
         world.serving[index] = asyncio.create_task(world.serve(server, index))
 
-    world = ManyWorlds(graph, placements, num_workers, apart, rng or Random(0), start)
+    world = WorldOfGroups(graph, placements, num_workers, detached, rng or Random(0), start)
     async with contextlib.AsyncExitStack() as stack:
         resolver = stack.enter_context(MemoryNameResolver(uuid.uuid4().hex))
         for index in range(num_workers):
             await start(index)
-        tracker = StorageTracker(world.worlds.all_apart)
+        tracker = StorageTracker(world.worker_groups.all_detached)
         client = NameResolvingRequestClient(
             resolver,
             NAMES,
@@ -175,12 +179,12 @@ async def running(
             runtime=RUNTIME,
             incarnation="master",
             transport=transport,
-            apart=world.worlds.apart,
+            detached=world.worker_groups.detached,
             on_new_life=tracker.forget,
         )
         stack.push_async_callback(client.close)
         await client.start()
-        yield world, MasterOfWorlds(world, client, tracker, limit_s, train or TrainConfig(), run_dir)
+        yield world, MasterOfGroups(world, client, tracker, limit_s, train or TrainConfig(), run_dir)
         ended = [task for task in world.serving.values() if task.done() and not task.cancelled()]
         for task in [*ended, *world.beside]:
             await task  # an assertion of theirs
@@ -191,28 +195,35 @@ async def running(
             await server.close()
 
 
-class MasterOfWorlds(Master):
+class MasterOfGroups(Master):
     def __init__(self, world, client, tracker, limit_s, train, run_dir):
         super().__init__(world, client, train, 64, limit_s)
         self.tracker = tracker
-        self.apart = ApartWorlds(
-            world.worlds, client, self.caller, limit_s, prepare=lambda life: self.refresher.prepare(life)
+        self.detached = DetachedGroups(
+            world.worker_groups, client, self.caller, limit_s, prepare=lambda life: self.refresher.prepare(life)
         )
         models = list(world.placements.values())
         hooks = ParameterHooks(world.graph.mfcs.values(), train)
-        self.refresher = Refresher(world.placements, self.apart, self.caller, run_dir, 1)
+        self.refresher = Refresher(world.placements, self.detached, self.caller, run_dir, 1)
         self.executor = FunctionExecutor(
-            world.graph, models, self.buffer, tracker, self.caller, hooks, apart=self.apart, refresher=self.refresher
+            world.graph,
+            models,
+            self.buffer,
+            tracker,
+            self.caller,
+            hooks,
+            detached=self.detached,
+            refresher=self.refresher,
         )
 
     async def step(self, tickets, version=0):
         result = await asyncio.wait_for(self.executor.execute_step(tickets, version), LIMIT_S)
         holding, body = self.tracker.drop(tickets), ClearData(ids=list(tickets))
-        self.apart.tell_nowait("clear", [w for w in holding if w in self.world.worlds.all_apart], body)
-        await self.caller.call("clear", [w for w in holding if w in self.world.worlds.trainer], body)
-        for world in self.world.worlds.apart:  # so that it has been heard
-            await self.apart.repeated(
-                "clear", world, lambda life: self.apart.call("-", life, life.world, [body] * len(life.world))
+        self.detached.tell_nowait("clear", [w for w in holding if w in self.world.worker_groups.all_detached], body)
+        await self.caller.call("clear", [w for w in holding if w in self.world.worker_groups.trainer], body)
+        for group in self.world.worker_groups.detached:  # so that it has been heard
+            await self.detached.repeated(
+                "clear", group, lambda life: self.detached.call("-", life, life.world, [body] * len(life.world))
             )
         return result
 
@@ -235,7 +246,7 @@ async def steps(world, master, count=2):
     assert (len(master.tracker), len(master.buffer)) == (0, 0)
 
 
-async def test_what_is_apart_fetches_its_inputs_and_the_trainer_group_its_outputs():
+async def test_a_detached_group_fetches_its_inputs_and_the_trainer_group_its_outputs():
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
         await steps(world, master)
         assert set(num_calls(world).values()) == {2}  # a step each
@@ -256,7 +267,7 @@ async def test_it_ends_and_is_asked_again_in_its_next_life(moment):
         assert set(calls.values()) == {2}, "nobody else was asked for anything twice"
 
 
-async def test_a_world_of_several_is_asked_again_when_all_are_back():
+async def test_a_group_of_several_is_asked_again_when_all_are_back():
     graph = DataflowGraph(
         [
             mfc("ref_inf", "ref", ["tokens"], ["ref"]),
@@ -324,13 +335,15 @@ async def test_every_wait_for_one_that_does_not_come_back_has_a_limit_and_a_name
         world.begin_again(2)
         await asyncio.gather(*world.beside)
         with pytest.raises(WaitTimeoutError, match=r"waited 0\.2 s for a ping from model workers"):
-            await master.apart.repeated("a ping", (2,), lambda life: master.apart.call("a ping", life, [2], [Ping()]))
+            await master.detached.repeated(
+                "a ping", (2,), lambda life: master.detached.call("a ping", life, [2], [Ping()])
+            )
 
         async def fail(life):
-            raise WorldEndedError("it has said so")
+            raise GroupEndedError("it has said so")
 
         with pytest.raises(WaitTimeoutError, match="for life 1, for a ping, from model_worker/2"):
-            await master.apart.repeated("a ping", (2,), fail)
+            await master.detached.repeated("a ping", (2,), fail)
 
 
 async def test_an_earlier_life_does_not_come_back():

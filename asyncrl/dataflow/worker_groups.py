@@ -1,14 +1,14 @@
-"""Which model workers form which torch.distributed world, and which of its lives a world is in. Pure.
+"""Which model workers form which worker group, and which incarnation a worker group is in. Pure.
 
-A world ends as a whole: who is in a collective with a rank that has died gets no further. So what a run cannot go on without, and
-what holds nothing that is not on disk, are not in one world:
+A worker group is one torch.distributed world. It ends as a whole: a rank in a collective with a rank that has died gets no further.
+So workers that a run cannot go on without, and workers that hold nothing that is not on disk, are in different groups:
 
-    trainer group  models that are trained, further layouts of their roles, and all that shares workers with one of these
-    apart          each connected set of workers that hold nothing but stateless roles (reference, reward model): a world of its own
+    trainer group    models that are trained, further layouts of their roles, and all that shares workers with one of these
+    detached groups  each connected set of workers that hold nothing but stateless roles (reference, reward model)
 
-A world that is apart is started again alone, in its next life, while the trainer group goes on. In its world a worker's rank is its
-place among the members. mode=async alone has worlds apart: elsewhere nobody starts anything again alone (train_only, rollout_only),
-or the trainer group generates, too (sync). A reference that is refreshed from the actor gets weights through the disk
+A detached group is started again alone, as its next incarnation, while the trainer group goes on. In its group a worker's rank is
+its place among the members. Only mode=async has detached groups: train_only and rollout_only restart no process alone, and with
+mode=sync the trainer group generates too. A reference that is refreshed from the actor gets weights through the disk
 (master/refresh.py).
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from asyncrl.dataflow.topology import ModelPlacement
 
 STATELESS_ROLES = (REF, REWARD)  # their models are as on disk
-MODES = ("async",)  # that have worlds apart
+MODES = ("async",)  # that have detached groups
 
 
 class PlacedNode(Protocol):
@@ -39,39 +39,39 @@ class PlacedNode(Protocol):
 
 
 @dataclass(frozen=True)
-class Worlds:
-    """Of the model workers of a run: workers in ascending order."""
+class WorkerGroups:
+    """Of a run: the model workers of each group, in ascending order."""
 
     trainer: tuple[int, ...]
-    apart: tuple[tuple[int, ...], ...] = ()
+    detached: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of_config(cls, num_workers: int, apart: Sequence[Sequence[int]]) -> Worlds:
+    def of_config(cls, num_workers: int, detached: Sequence[Sequence[int]]) -> WorkerGroups:
         """As the configs of processes hold it."""
-        elsewhere = {worker for world in apart for worker in world}
-        return cls(tuple(w for w in range(num_workers) if w not in elsewhere), tuple(map(tuple, apart)))
+        elsewhere = {worker for group in detached for worker in group}
+        return cls(tuple(w for w in range(num_workers) if w not in elsewhere), tuple(map(tuple, detached)))
 
     def of(self, worker: int) -> tuple[int, ...]:
-        """The world of a worker."""
-        return next((world for world in self.apart if worker in world), self.trainer)
+        """The group of a worker."""
+        return next((group for group in self.detached if worker in group), self.trainer)
 
     @property
-    def all_apart(self) -> frozenset[int]:
+    def all_detached(self) -> frozenset[int]:
         """The workers that are not in the trainer group."""
-        return frozenset(worker for world in self.apart for worker in world)
+        return frozenset(worker for group in self.detached for worker in group)
 
 
-def worlds_of(
+def worker_groups_of(
     placements: Sequence[ModelPlacement],
     mfcs: Iterable[PlacedNode],
     *,
     num_workers: int,
     mode: str,
-) -> Worlds:
+) -> WorkerGroups:
     """placements, mfcs: of the run."""
     everyone = tuple(range(num_workers))
     if mode not in MODES:
-        return Worlds(everyone)
+        return WorkerGroups(everyone)
     moving = {mfc.model for mfc in mfcs if mfc.kind != "inference"}
     together = [set(placement.workers) for placement in placements]
     trainer: set[int] = set(everyone).difference(*together)  # who holds nothing, if anybody does
@@ -80,16 +80,16 @@ def worlds_of(
             trainer.update(placement.workers)
     while near := [workers for workers in together if workers & trainer and not workers <= trainer]:
         trainer.update(*near)
-    apart: list[set[int]] = []
+    detached: list[set[int]] = []
     for workers in together:
         if not workers & trainer:
-            joined = [world for world in apart if world & workers]
-            apart = [world for world in apart if not world & workers] + [workers.union(*joined)]
-    return Worlds(tuple(sorted(trainer)), tuple(sorted(tuple(sorted(world)) for world in apart)))
+            joined = [group for group in detached if group & workers]
+            detached = [group for group in detached if not group & workers] + [workers.union(*joined)]
+    return WorkerGroups(tuple(sorted(trainer)), tuple(sorted(tuple(sorted(group)) for group in detached)))
 
 
-class WorldLife:
-    """In which life a world is, by what its workers say of themselves. Its members start again together, and come one by one."""
+class GroupIncarnations:
+    """Which incarnation a worker group is in, by what its workers report. Its members start again together, and come one by one."""
 
     def __init__(self, members: Sequence[int]) -> None:
         self._lives = dict.fromkeys(members, 0)
