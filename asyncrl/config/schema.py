@@ -629,7 +629,7 @@ class WorkerInfo:
     runtime: RuntimeConfig
     trace: bool = False
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    life: int = 0  # how often its worker group has been started again alone in this attempt
+    group_incarnation: int = 0  # how often its worker group has been started again alone in this attempt
     start: int = 0  # number of this start among all of its launcher's; 0: started by hand
 
     @property

@@ -92,20 +92,20 @@ class GroupIncarnations:
     """Which incarnation a worker group is in, by what its workers report. Its members start again together, and come one by one."""
 
     def __init__(self, members: Sequence[int]) -> None:
-        self._lives = dict.fromkeys(members, 0)
+        self._numbers = dict.fromkeys(members, 0)
         self._newest = Fence(0)
 
-    def connected(self, worker: int, life: int) -> bool:
-        """A worker is there, in this life. Whether that is the first word of a new life: the one before is over, for all."""
-        self._lives[worker] = max(life, self._lives[worker])
-        return self._newest.adopt(life)
+    def connected(self, worker: int, number: int) -> bool:
+        """A worker is there, in this incarnation. Whether that is the first word of a new one: the one before is over, for all."""
+        self._numbers[worker] = max(number, self._numbers[worker])
+        return self._newest.adopt(number)
 
     @property
-    def life(self) -> int | None:
-        """In which all members are. None: the newest has begun, and some are still to come."""
-        return self._newest.newest if set(self._lives.values()) == {self._newest.newest} else None
+    def number(self) -> int | None:
+        """The incarnation that all members are in. None: the newest has begun, and some members are still to come."""
+        return self._newest.newest if set(self._numbers.values()) == {self._newest.newest} else None
 
     @property
     def missing(self) -> list[int]:
         """Members that are still to come."""
-        return [worker for worker, life in self._lives.items() if self._newest.is_over(life)]
+        return [worker for worker, number in self._numbers.items() if self._newest.is_over(number)]

@@ -501,7 +501,7 @@ class Launch:
         kind, _, index = name.partition("/")
         spec = self._specs[name] if kind != SERVER_KIND else self._plans.server(int(index), self._attempt)
         if kind == "model_worker":
-            worker = replace(spec.config.worker, life=self._supervisor.life_of(name))
+            worker = replace(spec.config.worker, group_incarnation=self._supervisor.group_incarnation_of(name))
             spec = replace(spec, config=replace(spec.config, worker=worker))
         self._pool.start(self._numbered(spec), lease).restarts = count
 

@@ -136,7 +136,7 @@ class Supervisor:
         self._trainer_group, self._leaves = trainer_group, leaves
         self._renewal: _Renewal | None = None
         self._returning: dict[str, _Return] = {}  # by unit
-        self._lives: dict[str, int] = {}  # by process: how often its world was started again in this attempt
+        self._group_incarnations: dict[str, int] = {}  # by process: restarts of its worker group in this attempt
         self._failing: dict[str, float] = {}  # by unit of several: since when one of it is seen to have failed
         self._told_busy: frozenset[int] = frozenset()
         self._listens_until: float | None = None
@@ -157,9 +157,9 @@ class Supervisor:
     def starts_everything(self) -> bool:
         return self._renewal is not None and self._renewal.next.unit == EVERYTHING
 
-    def life_of(self, name: str) -> int:
-        """How often the world of a process was started again in this attempt."""
-        return self._lives.get(name, 0)
+    def group_incarnation_of(self, name: str) -> int:
+        """How often the worker group of a process was started again in this attempt."""
+        return self._group_incarnations.get(name, 0)
 
     def checkpoint_found(self) -> None:
         """The search that LookForCheckpoint began is over; there may be none."""
@@ -319,7 +319,7 @@ class Supervisor:
             del self._returning[unit]
             pause_s = max(0.0, returning.due - now)
             for name in returning.names:
-                self._lives[name] = self.life_of(name) + 1
+                self._group_incarnations[name] = self.group_incarnation_of(name) + 1
                 self._decisions.append(StartLater(name, returning.how, returning.count, pause_s))
 
     def _renew(self, now: float) -> None:
@@ -335,7 +335,7 @@ class Supervisor:
             self._decisions.append(LookForCheckpoint())
         if renewal.found and now >= renewal.due:
             self._renewal = None
-            self._lives.clear()
+            self._group_incarnations.clear()
             self._decisions.append(renewal.next)
 
     def _are_gone(self, members: Iterable[Child], how: str, since: float, now: float) -> bool:

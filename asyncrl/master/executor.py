@@ -25,7 +25,7 @@ from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
 from asyncrl.dataflow.topology import Handler, ModelPlacement, ModelShardID
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
-from asyncrl.master.calls import DetachedGroups, Life, WorkerCaller
+from asyncrl.master.calls import DetachedGroups, Incarnation, WorkerCaller
 from asyncrl.master.refresh import Refresher
 from asyncrl.protocol.messages import (
     CallResult,
@@ -313,12 +313,12 @@ class DetachedFunctionCall(ModelFunctionCall):
         await self._detached.repeated(f"MFC {self.mfc.name}", self._worker_group, partial(self._once, step, body))
         await self._buffer.amend_batch(body.ids, self.mfc.output_keys)
 
-    async def _once(self, step: _Step, body: ExecuteMFC, life: Life) -> None:
+    async def _once(self, step: _Step, body: ExecuteMFC, incarnation: Incarnation) -> None:
         mfc, detached = self.mfc, self._detached
-        num_bytes = await detached.fetch(f"inputs of MFC {mfc.name}", life, step.inputs(mfc), step.tracker)
-        replies = await detached.call(f"MFC {mfc.name}", life, self._handlers, [body] * len(self._handlers))
+        num_bytes = await detached.fetch(f"inputs of MFC {mfc.name}", incarnation, step.inputs(mfc), step.tracker)
+        replies = await detached.call(f"MFC {mfc.name}", incarnation, self._handlers, [body] * len(self._handlers))
         self._take_note(step, body, replies)
-        num_bytes += await detached.fetch(f"outputs of MFC {mfc.name}", life, step.outputs(mfc), step.tracker)
+        num_bytes += await detached.fetch(f"outputs of MFC {mfc.name}", incarnation, step.outputs(mfc), step.tracker)
         step.count_bytes(num_bytes)
 
 

@@ -73,7 +73,7 @@ class ModelWorkers:
             client,
             caller,
             config.train.call_timeout_s,
-            prepare=lambda life: self.refresher.prepare(life),
+            prepare=lambda incarnation: self.refresher.prepare(incarnation),
         )
         self.refresher = Refresher(self.models, self._detached, caller, self._run_dir, config.worker.attempt)
         self.executor = FunctionExecutor(
@@ -145,4 +145,6 @@ class ModelWorkers:
 
     async def _load_detached(self, group: Sequence[int]) -> None:
         what, pings = "models to be loaded", [Ping()] * len(group)
-        await self._detached.repeated(what, group, lambda life: self._detached.call(what, life, group, pings))
+        await self._detached.repeated(
+            what, group, lambda incarnation: self._detached.call(what, incarnation, group, pings)
+        )

@@ -160,7 +160,7 @@ class MasterWorker(Worker):
         config, info = self.config, self.info
 
         def begin_anew(group: Sequence[int]) -> None:
-            """A world that is apart is in another life: its workers' stores are empty."""
+            """A detached group has begun another incarnation: its workers' stores are empty."""
             tracker.forget(group)
             books.note("restarted", workers=[f"model_worker/{worker}" for worker in group])
 
@@ -174,7 +174,7 @@ class MasterWorker(Worker):
             incarnation=self.incarnation,
             attempt=info.attempt,
             detached=WorkerGroups.of_config(config.num_model_workers, config.detached).detached,
-            on_new_life=begin_anew,
+            on_new_incarnation=begin_anew,
         )
         opened.push_async_callback(client.close)
         async with self.board.waiting("model workers to connect", on="barrier", limit_s=info.runtime.start_timeout_s):

@@ -51,7 +51,7 @@ class ProcessGroup:
         """Where the store is. Returns once it is served and published."""
         info, runtime = self._info, self._info.runtime
         store = f"{STORE}_{self.members[0]}" if self.is_detached else STORE
-        key = directory.names.process_group(store, info.attempt, info.life)
+        key = directory.names.process_group(store, info.attempt, info.group_incarnation)
         if security.current() is not None:
             self._store = NameStore(directory.resolver, key, lease=directory.lease, limit_s=runtime.start_timeout_s)
             return ""

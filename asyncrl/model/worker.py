@@ -88,7 +88,7 @@ class ModelWorker(Worker):
             transport=self.system.transport,
             lease=directory.lease,
             attempt=info.attempt,
-            life=info.life,
+            group_incarnation=info.group_incarnation,
         )
         opened.push_async_callback(server.close)
         await server.start()
@@ -134,7 +134,7 @@ class ModelWorker(Worker):
         )
         if receiver is not None:
             self.tasks.spawn(receiver.run(), "take in")
-        detached = f", detached, in incarnation {info.life}" if process_group.is_detached else ""
+        detached = f", detached, in incarnation {info.group_incarnation}" if process_group.is_detached else ""
         models = ", ".join(engines) or "no model"
         self.logger.info("rank %d of %d%s on %s: %s", process_group.rank, process_group.size, detached, device, models)
         self.began()
@@ -176,7 +176,7 @@ class ModelWorker(Worker):
         if self.config.detached:
             held = HeldData(store, host=info.runtime.host, max_bytes=max_bytes)
             url = await opened.enter_async_context(held.serving())
-            await directory.publish(self.names.held_data(info.index, info.attempt, info.life), url)
+            await directory.publish(self.names.held_data(info.index, info.attempt, info.group_incarnation), url)
         return DataFetcher(session, store, directory, self.board, attempt=info.attempt, max_bytes=max_bytes)
 
     async def _open_sender(self, directory: Directory, opened: AsyncExitStack, device: torch.device) -> WeightSender:

@@ -550,10 +550,10 @@ class HeldDataRequest(Struct, frozen=True, kw_only=True):
 
 
 class FetchPart(Struct, frozen=True, array_like=True):
-    """Groups' keys that a worker of another world has, in one of its lives."""
+    """Keys of groups of responses that a worker of another worker group holds."""
 
     source: int
-    life: int
+    group_incarnation: int  # of the source's worker group
     ids: list[str]
     keys: list[str]
 
@@ -777,7 +777,7 @@ class WantedProcess(Struct, frozen=True, kw_only=True):
     agent: str  # incarnation of the agent that is meant: one that comes after it starts nothing of old
     attempt: int
     name: str
-    life: Annotated[int, msgspec.Meta(ge=1)]  # counts starts, of all processes: a higher one replaces a lower
+    incarnation: Annotated[int, msgspec.Meta(ge=1)]  # counts starts, of all processes: a higher one replaces a lower
     wish: Literal["run", "stop", "kill"] = "run"  # stop: it is asked to end
     config: str  # its resolved config, YAML
     env: dict[str, str] = {}
@@ -789,7 +789,7 @@ class ChildReport(Struct, frozen=True, kw_only=True):
     """A process on a host, as its agent sees it."""
 
     name: str
-    life: int
+    incarnation: int
     pid: int = 0  # 0: not forked yet
     log: str = ""
     status: WorkerStatus | None = None

@@ -215,7 +215,7 @@ MUTANTS = [
         "tests/unit/test_update_plan.py",
         (
             "the-outcome-of-an-earlier-process-counts",
-            "if running is not None and running.life == update.life:",
+            "if running is not None and running.incarnation == update.incarnation:",
             "if running is not None:",
             "test_a_server_that_dies_while_it_loads_is_left_and_its_successor_loads_at_once",
         ),

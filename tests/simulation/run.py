@@ -158,7 +158,7 @@ class SimulatedRun(SimulatedWorld):
     # ------------------------------------------------------------------------------------------------ what invariants ask
 
     def attempt_of(self, label: str) -> int:
-        """Of a life that goes on."""
+        """Of an incarnation that goes on."""
         return int(self.processes[label.partition("#")[0]].config.worker.attempt)
 
     def master_buffer(self, label: str) -> Any:

@@ -38,7 +38,7 @@ from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvin
 from asyncrl.runtime.transport import MemoryTransport
 from asyncrl.weights.checkpoints import shared_dir
 
-# Moments in the life of a reference: it is about to fetch its inputs, it has computed, its outputs are about to be fetched
+# When a reference ends: it is about to fetch its inputs, it has computed, its outputs are about to be fetched
 FETCHING, COMPUTED, FETCHED_FROM = "fetching", "computed", "fetched from"
 # And in that of one that is refreshed: it has taken weights, written what it has become, given that its name
 TAKEN, SHARED, COMMITTED = "taken", "shared", "committed"
@@ -50,9 +50,9 @@ class WorldOfGroups(World):
     def __init__(self, graph, placements, num_workers, detached, rng, start):
         super().__init__(graph, placements, num_workers, rng)
         self.worker_groups = WorkerGroups.of_config(num_workers, detached)
-        self.lives = [0] * num_workers
-        self.ends = set()  # (moment, life): when a detached group ends
-        self.fails = set()  # lives in which an MFC of a detached group raises
+        self.incarnations = [0] * num_workers
+        self.ends = set()  # (moment, incarnation): when a detached group ends
+        self.fails = set()  # incarnations in which an MFC of a detached group raises
         self.stay_away = False  # no group is started again
         self.beside = set()
         self.start = start
@@ -72,7 +72,7 @@ class WorldOfGroups(World):
             if (
                 isinstance(call.body, ExecuteMFC)
                 and me in self.worker_groups.all_detached
-                and self.lives[me] in self.fails
+                and self.incarnations[me] in self.fails
             ):
                 call.fail(RuntimeError("out of memory"))
                 await self.end_of(me)
@@ -113,10 +113,10 @@ class WorldOfGroups(World):
         await self.moment_detached(FETCHING, me)
         for part in body.parts:
             assert self.worker_groups.of(part.source) != self.worker_groups.of(me), "inside a group data is sent"
-            if part.source in self.worker_groups.all_detached and (FETCHED_FROM, part.life) in self.ends:
-                self.ends.remove((FETCHED_FROM, part.life))
+            if part.source in self.worker_groups.all_detached and (FETCHED_FROM, part.group_incarnation) in self.ends:
+                self.ends.remove((FETCHED_FROM, part.group_incarnation))
                 self.begin_again(part.source)
-            if part.life != self.lives[part.source]:
+            if part.group_incarnation != self.incarnations[part.source]:
                 return CallResult(unfetched=f"model_worker/{part.source} gives no data")
             pairs = {(group, key) for group in part.ids for key in part.keys}
             assert self.held[part.source] >= pairs, "who is asked has it"
@@ -124,8 +124,8 @@ class WorldOfGroups(World):
         return CallResult(num_bytes=len(body.parts))
 
     async def moment_detached(self, moment, me):
-        if me in self.worker_groups.all_detached and (moment, self.lives[me]) in self.ends:
-            self.ends.remove((moment, self.lives[me]))
+        if me in self.worker_groups.all_detached and (moment, self.incarnations[me]) in self.ends:
+            self.ends.remove((moment, self.incarnations[me]))
             await self.end_of(me)
 
     async def end_of(self, me):
@@ -136,19 +136,19 @@ class WorldOfGroups(World):
         """All of its group end at once; they come back one by one."""
         group = self.worker_groups.of(worker)
         for member in group:
-            self.lives[member] += 1
+            self.incarnations[member] += 1
             self.held[member] = set()
             self.weights[member] = float(group[0])  # as on disk
-        task = asyncio.create_task(self.bring_back(group, self.lives[worker]))
+        task = asyncio.create_task(self.bring_back(group, self.incarnations[worker]))
         self.beside.add(task)
 
-    async def bring_back(self, group, life):
+    async def bring_back(self, group, number):
         for member in group:
             self.serving[member].cancel()
             await self.servers[member].close()
         for member in () if self.stay_away else self.rng.sample(group, len(group)):
             await asyncio.sleep(self.rng.random() / 50)
-            if self.lives[member] == life:
+            if self.incarnations[member] == number:
                 await self.start(member)
 
 
@@ -160,7 +160,12 @@ async def running(
 
     async def start(index):
         server = world.servers[index] = NameResolvingReplyServer(
-            resolver, NAMES, index=index, runtime=RUNTIME, transport=transport, life=world.lives[index]
+            resolver,
+            NAMES,
+            index=index,
+            runtime=RUNTIME,
+            transport=transport,
+            group_incarnation=world.incarnations[index],
         )
         await server.start()
         world.serving[index] = asyncio.create_task(world.serve(server, index))
@@ -180,7 +185,7 @@ async def running(
             incarnation="master",
             transport=transport,
             detached=world.worker_groups.detached,
-            on_new_life=tracker.forget,
+            on_new_incarnation=tracker.forget,
         )
         stack.push_async_callback(client.close)
         await client.start()
@@ -200,7 +205,11 @@ class MasterOfGroups(Master):
         super().__init__(world, client, train, 64, limit_s)
         self.tracker = tracker
         self.detached = DetachedGroups(
-            world.worker_groups, client, self.caller, limit_s, prepare=lambda life: self.refresher.prepare(life)
+            world.worker_groups,
+            client,
+            self.caller,
+            limit_s,
+            prepare=lambda incarnation: self.refresher.prepare(incarnation),
         )
         models = list(world.placements.values())
         hooks = ParameterHooks(world.graph.mfcs.values(), train)
@@ -223,7 +232,11 @@ class MasterOfGroups(Master):
         await self.caller.call("clear", [w for w in holding if w in self.world.worker_groups.trainer], body)
         for group in self.world.worker_groups.detached:  # so that it has been heard
             await self.detached.repeated(
-                "clear", group, lambda life: self.detached.call("-", life, life.world, [body] * len(life.world))
+                "clear",
+                group,
+                lambda incarnation: self.detached.call(
+                    "-", incarnation, incarnation.group, [body] * len(incarnation.group)
+                ),
             )
         return result
 
@@ -257,11 +270,11 @@ async def test_a_detached_group_fetches_its_inputs_and_the_trainer_group_its_out
 
 
 @pytest.mark.parametrize("moment", [FETCHING, COMPUTED, FETCHED_FROM])
-async def test_it_ends_and_is_asked_again_in_its_next_life(moment):
+async def test_it_ends_and_is_asked_again_in_its_next_incarnation(moment):
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
         world.ends = {(moment, 0), (moment, 1)}
         await steps(world, master)
-        assert world.lives == [0, 0, 2, 0, 0]
+        assert world.incarnations == [0, 0, 2, 0, 0]
         calls = num_calls(world)
         assert calls.pop(("ref_inf", 2)) == (2 if moment == FETCHING else 4)
         assert set(calls.values()) == {2}, "nobody else was asked for anything twice"
@@ -280,18 +293,18 @@ async def test_a_group_of_several_is_asked_again_when_all_are_back():
     places = [placement("actor", "d2", [1, 4]), placement("ref", "d2m2", [0, 2, 3, 5]), placement("reward", "d1", [2])]
     for seed in range(8):
         async with running(graph, places, 6, [[0, 2, 3, 5]], rng=Random(seed)) as (world, master):
-            world.ends = {(Random(seed).choice((FETCHING, COMPUTED, FETCHED_FROM)), life) for life in range(3)}
+            world.ends = {(Random(seed).choice((FETCHING, COMPUTED, FETCHED_FROM)), number) for number in range(3)}
             await steps(world, master)
-            assert world.lives[1] == world.lives[4] == 0
-            assert len({world.lives[worker] for worker in (0, 2, 3, 5)}) == 1
-            assert world.lives[0] == 3
+            assert world.incarnations[1] == world.incarnations[4] == 0
+            assert len({world.incarnations[worker] for worker in (0, 2, 3, 5)}) == 1
+            assert world.incarnations[0] == 3
             of_ref = {count for (name, _), count in num_calls(world).items() if name == "ref_inf"}
             assert max(of_ref) - min(of_ref) <= 3  # those that died with a call unread
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("moment", [TAKEN, SHARED, COMMITTED, FETCHING, COMPUTED])
-async def test_a_refreshed_one_has_in_every_life_the_weights_that_it_had(moment, share, tmp_path):
+async def test_a_refreshed_one_has_in_every_incarnation_the_weights_that_it_had(moment, share, tmp_path):
     """Weights are numbers here: the actor's is its version, the reference's on disk is 2."""
     graph = DataflowGraph(
         [
@@ -305,7 +318,7 @@ async def test_a_refreshed_one_has_in_every_life_the_weights_that_it_had(moment,
     async with running(graph, places, 4, [[2, 3]], train=train, run_dir=tmp_path) as (world, master):
         world.weights = [0.0, 0.0, 2.0, 2.0]
         world.run_dir = tmp_path
-        world.ends = {(moment, life) for life in range(3)}
+        world.ends = {(moment, number) for number in range(3)}
         world.expected = 2.0
         for version in range(1, 9):
             ticket = f"t{version}"
@@ -316,17 +329,17 @@ async def test_a_refreshed_one_has_in_every_life_the_weights_that_it_had(moment,
                 world.expected = share * version + (1 - share) * world.expected
             if version in (3, 6):
                 world.begin_again(2)  # with nothing under way
-        assert world.lives[2] >= (2 if share == 1.0 and moment in (SHARED, COMMITTED) else 3)
+        assert world.incarnations[2] >= (2 if share == 1.0 and moment in (SHARED, COMMITTED) else 3)
         assert world.weights[2:] == [world.expected] * 2
         kept = {folder.name for folder in shared_dir(tmp_path).iterdir()}
         assert kept == set(master.refresher.state().values()), "what nobody needs is removed"
 
 
-async def test_an_error_there_ends_its_life_and_no_more():
+async def test_an_error_there_ends_its_incarnation_and_no_more():
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
         world.fails = {0}
         await steps(world, master)
-        assert world.lives == [0, 0, 1, 0, 0]
+        assert world.incarnations == [0, 0, 1, 0, 0]
 
 
 async def test_every_wait_for_one_that_does_not_come_back_has_a_limit_and_a_name():
@@ -336,21 +349,23 @@ async def test_every_wait_for_one_that_does_not_come_back_has_a_limit_and_a_name
         await asyncio.gather(*world.beside)
         with pytest.raises(WaitTimeoutError, match=r"waited 0\.2 s for a ping from model workers"):
             await master.detached.repeated(
-                "a ping", (2,), lambda life: master.detached.call("a ping", life, [2], [Ping()])
+                "a ping", (2,), lambda incarnation: master.detached.call("a ping", incarnation, [2], [Ping()])
             )
 
-        async def fail(life):
+        async def fail(incarnation):
             raise GroupEndedError("it has said so")
 
-        with pytest.raises(WaitTimeoutError, match="for life 1, for a ping, from model_worker/2"):
+        with pytest.raises(WaitTimeoutError, match="for incarnation 1, for a ping, from model_worker/2"):
             await master.detached.repeated("a ping", (2,), fail)
 
 
-async def test_an_earlier_life_does_not_come_back():
+async def test_an_earlier_incarnation_does_not_come_back():
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, _):
         world.begin_again(2)
         await asyncio.gather(*world.beside)
-        world.lives[2] = 0
-        with pytest.raises(FencedError, match="model_worker/2 in life 0 ends: life 1 has begun"):
+        world.incarnations[2] = 0
+        with pytest.raises(
+            FencedError, match="model_worker/2 in incarnation 0 ends: incarnation 1 of its worker group has begun"
+        ):
             await world.start(2)
-        world.lives[2] = 1
+        world.incarnations[2] = 1

@@ -148,10 +148,11 @@ def test_the_trainer_group_comes_back_as_the_next_attempt_when_all_of_it_is_gone
     assert [begin.concerns(kind) for kind in ("master", "model_worker", "rollout_worker")] == [True, True, False]
 
 
-def test_a_detached_group_comes_back_in_its_next_life(world: World) -> None:
+def test_a_detached_group_comes_back_as_its_next_incarnation(world: World) -> None:
     world.die(DETACHED)
     assert world.kinds() == [f"Forget {DETACHED}", f"StartLater {DETACHED}"]
-    assert (world.supervisor.life_of(DETACHED), world.supervisor.life_of("model_worker/0")) == (1, 0)
+    assert world.supervisor.group_incarnation_of(DETACHED) == 1
+    assert world.supervisor.group_incarnation_of("model_worker/0") == 0
 
 
 def test_a_trainer_group_that_ends_takes_a_detached_group_with_it_that_is_on_its_way_back(world: World) -> None:
@@ -163,7 +164,7 @@ def test_a_trainer_group_that_ends_takes_a_detached_group_with_it_that_is_on_its
     world.turn()
     world.supervisor.checkpoint_found()
     assert world.kinds() == ["BeginAttempt"]
-    assert world.supervisor.life_of(DETACHED) == 0  # it counts anew in the next attempt
+    assert world.supervisor.group_incarnation_of(DETACHED) == 0  # it counts anew in the next attempt
 
 
 def test_too_often_starts_everything_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which workers are one world, in which life a world is, what is fetched from whom, and what is done again. All of it pure."""
+"""Worker groups and their incarnations, what is fetched from whom, and what is done again. All of it pure."""
 
 from __future__ import annotations
 
@@ -110,44 +110,46 @@ def test_the_configs_of_a_run_name_the_detached_groups(tmp_path) -> None:
         load("allocation=transformers.d1+d2+ref_inf:d1")
 
 
-# ------------------------------------------------------------------------------------------------------------------- lives
+# ------------------------------------------------------------------------------------------------------------ incarnations
 
 
 def test_a_group_is_whole_when_all_have_come_in_its_newest_incarnation() -> None:
     group = GroupIncarnations([2, 3])
-    assert group.life == 0
+    assert group.number == 0
     assert not group.connected(2, 0)
-    assert group.connected(3, 1)  # the life before is over for both
-    assert (group.life, group.missing) == (None, [2])
+    assert group.connected(3, 1)  # the incarnation before is over for both
+    assert (group.number, group.missing) == (None, [2])
     assert not group.connected(2, 1)
-    assert (group.life, group.missing) == (1, [])
+    assert (group.number, group.missing) == (1, [])
     assert not group.connected(2, 0)  # a late word
-    assert group.life == 1
+    assert group.number == 1
 
 
 @given(st.lists(st.tuples(st.sampled_from([4, 5, 6]), st.integers(0, 4)), max_size=30))
-def test_each_life_begins_once_and_none_comes_back(words: list[tuple[int, int]]) -> None:
+def test_each_incarnation_begins_once_and_none_comes_back(words: list[tuple[int, int]]) -> None:
     group, begun, whole = GroupIncarnations([4, 5, 6]), [0], [0]
-    for worker, life in words:
-        if group.connected(worker, life):
-            begun.append(life)
-        if group.life is not None and group.life != whole[-1]:
-            whole.append(group.life)
+    for worker, number in words:
+        if group.connected(worker, number):
+            begun.append(number)
+        if group.number is not None and group.number != whole[-1]:
+            whole.append(group.number)
     assert begun == sorted(set(begun))
     assert whole == sorted(set(whole))
     assert set(whole) <= set(begun)
 
 
-def test_what_a_life_has_left_is_done_in_the_next_and_data_that_does_not_come_is_asked_for_within_a_limit() -> None:
+def test_what_an_incarnation_has_left_is_done_in_the_next_and_data_that_does_not_come_is_asked_for_within_a_limit() -> (
+    None
+):
     repeats = Repeats(10.0)
-    assert repeats.first_life(GroupEndedError(), 0, 0.0) == 1
-    assert repeats.first_life(UnfetchedError(), 1, 5.0) == 1
-    assert repeats.first_life(UnfetchedError(), 1, 15.0) == 1
-    assert repeats.first_life(UnfetchedError(), 2, 16.0) == 2  # in another life it has its time again
-    assert repeats.first_life(UnfetchedError(), 2, 26.0) == 2
+    assert repeats.first_incarnation(GroupEndedError(), 0, 0.0) == 1
+    assert repeats.first_incarnation(UnfetchedError(), 1, 5.0) == 1
+    assert repeats.first_incarnation(UnfetchedError(), 1, 15.0) == 1
+    assert repeats.first_incarnation(UnfetchedError(), 2, 16.0) == 2  # in another incarnation it has its time again
+    assert repeats.first_incarnation(UnfetchedError(), 2, 26.0) == 2
     with pytest.raises(UnfetchedError, match="the first cause"):
-        repeats.first_life(UnfetchedError("the first cause"), 2, 26.1)
-    assert repeats.first_life(GroupEndedError(), 2, 1000.0) == 3
+        repeats.first_incarnation(UnfetchedError("the first cause"), 2, 26.1)
+    assert repeats.first_incarnation(GroupEndedError(), 2, 1000.0) == 3
 
 
 # -------------------------------------------------------------------------------------------------------------- who holds what
