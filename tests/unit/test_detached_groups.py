@@ -40,7 +40,7 @@ from asyncrl.weights.checkpoints import shared_dir
 
 # When a reference ends: it is about to fetch its inputs, it has computed, its outputs are about to be fetched
 FETCHING, COMPUTED, FETCHED_FROM = "fetching", "computed", "fetched from"
-# And in that of one that is refreshed: it has taken weights, written what it has become, given that its name
+# And one that is refreshed: it has taken weights, written what it has become, given that its name
 TAKEN, SHARED, COMMITTED = "taken", "shared", "committed"
 
 
