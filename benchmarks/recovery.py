@@ -7,9 +7,10 @@ killed (SIGKILL) in turn, in mid-generation or in a train step, each when the ru
   rollout_worker      the next ticket that it is granted, and later pushes a trajectory of
   gserver_manager     the next ticket that it grants
   generation_server   the next token that it samples; `engine_start`: what the new process takes from its first line to serving
-  model_worker,       the start of the next train step: they end and begin again as one gang, and a whole batch is generated before
-  master              it; `gang_start`: from the first line of the first of them until they have met and loaded the model
-Two deaths of the gang in one run: the first one is started again at once, the second after 1 s, by design.
+  model_worker,       the start of the next train step: they end and begin again as one trainer group, and a whole batch is
+  master              generated before it; `trainer_group_start`: from the first line of the first of them until they have met and
+                      loaded the model
+Two deaths of the trainer group in one run: the first one is started again at once, the second after 1 s, by design.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _recovery(run: RunHandle, kind: str, name: str, struck: float) -> dict[str, 
     if kind == "generation_server":
         found["engine_start"] = between(run.run_dir, "generation_server", name, struck, r"serving at")
     elif kind == "master":
-        found["gang_start"] = between(run.run_dir, "model_worker", name, struck, "running")
+        found["trainer_group_start"] = between(run.run_dir, "model_worker", name, struck, "running")
     return found
 
 
@@ -135,8 +136,8 @@ def main() -> None:
     medians = {case: rounds.median("asyncrl", case) for case in rounds.cases("asyncrl")}
     beyond = {
         "generation_server": medians["engine_start"],
-        "model_worker": medians["gang_start"],
-        "master": medians["gang_start"],
+        "model_worker": medians["trainer_group_start"],
+        "master": medians["trainer_group_start"],
     }
     goals = {kind: goal + beyond.get(kind, 0.0) for kind, goal in GOALS.items()}
     rows = [

@@ -41,7 +41,7 @@ WEIGHTS = {
     "rollout_worker": 3.0,
     "generation_server": 3.0,
     "gserver_manager": 2.0,
-}  # the gang loses steps: half as often as these
+}  # the trainer group loses steps: half as often as these
 KINDS = ("kill", "stop")
 _LIMIT_S = 180.0
 _SAMPLE_S = 5.0

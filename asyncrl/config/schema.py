@@ -629,7 +629,7 @@ class WorkerInfo:
     runtime: RuntimeConfig
     trace: bool = False
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    life: int = 0  # how often its world has been started again alone in this attempt (worlds.py)
+    group_incarnation: int = 0  # how often its worker group has been started again alone in this attempt
     start: int = 0  # number of this start among all of its launcher's; 0: started by hand
 
     @property
@@ -699,7 +699,7 @@ class MasterWorkerConfig:
     num_replayed: int = 0  # train_only: groups to be replayed; they take the place of the prompts
     # record.trajectories: heads get what the MFCs make of their trajectories, wherever they make it
     records: bool = False
-    apart: list[list[int]] = field(default_factory=list)  # model workers in worlds of their own (worlds.Worlds.apart)
+    detached: list[list[int]] = field(default_factory=list)  # workers of detached groups (WorkerGroups.detached)
 
 
 @dataclass(frozen=True)
@@ -714,7 +714,7 @@ class ModelWorkerConfig:
     store_capacity: int  # groups this head may hold: (1 + eta) * batch size
     record: RecordConfig = field(default_factory=RecordConfig)  # max_bytes: of this head
     groups: GroupsConfig | None = None  # mode=sync
-    apart: list[list[int]] = field(default_factory=list)  # as the master's
+    detached: list[list[int]] = field(default_factory=list)  # as the master's
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What runs where, and what moves between: the graph of MFCs, layouts, worlds, redistribution. Pure."""
+"""What runs where, and what moves between: the graph of MFCs, layouts, worker groups, redistribution. Pure."""

@@ -8,8 +8,8 @@ missing there, and nothing else: exactly the pairs (id, key) that a worker needs
     scatter   one worker has what several need, each something else
     gather    one worker needs what several have
 
-Workers execute the steps in order (asyncrl/model/data_manager.py). Between worlds (dataflow/worlds.py) nobody sends: who lacks
-something asks for it (`plan_fetches`, asyncrl/model/fetching.py).
+Workers execute the steps in order (asyncrl/model/data_manager.py). Between worker groups nothing is sent: a worker that lacks
+something asks for it (worker_groups.py; `plan_fetches`, asyncrl/model/fetching.py).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _steps_to_one(keys: tuple[str, ...], pairs: Mapping[tuple[int, int], list[st
 def plan_fetches(
     needed: Mapping[int, Sequence[str]], keys: Sequence[str], there: Holders, sources: Collection[int]
 ) -> list[Transfer]:
-    """What each worker is to ask workers of other worlds for, so that it has these keys of the ids it needs: each pair from one of
+    """What each worker is to ask workers of other groups for, so that it has these keys of the ids it needs: each pair from one of
     `sources`, whichever is asked for the least so far (in pairs). Raises ValueError for a pair that none of them has.
 
     there: who has each pair by now; not who is only going to have it.

@@ -69,7 +69,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class _Ours:
     """A process that the launcher wanted here."""
 
-    life: int
+    incarnation: int
     child: Child | None  # None: it was never started
     report: ChildReport | None = None  # of one that was never started, or has ended
     asked: bool = False
@@ -160,7 +160,7 @@ class Agent:
 
     def _bring(self, wanted: Mapping[str, WantedProcess]) -> None:
         there = {
-            name: There(ours.life, ours.child is None or ours.child.returncode is not None, ours.asked)
+            name: There(ours.incarnation, ours.child is None or ours.child.returncode is not None, ours.asked)
             for name, ours in self._ours.items()
         }
         for action in list(decide(wanted, there)):
@@ -170,8 +170,10 @@ class Agent:
                 return  # all that are to be started were; the next turn does the rest
             if action.verb == "skip":
                 how = "was told to end before it was started"
-                report = ChildReport(name=name, life=wanted[name].life, returncode=0, ended=time.time(), how=how)
-                self._ours[name] = _Ours(wanted[name].life, None, report)
+                report = ChildReport(
+                    name=name, incarnation=wanted[name].incarnation, returncode=0, ended=time.time(), how=how
+                )
+                self._ours[name] = _Ours(wanted[name].incarnation, None, report)
                 continue
             ours = self._ours[name]
             if action.verb == "forget":
@@ -219,7 +221,7 @@ class Agent:
             except (LaunchError, OSError) as error:
                 self._could_not(wish, f"could not be started: {error}")
                 continue
-            self._ours[wish.name] = _Ours(wish.life, child)
+            self._ours[wish.name] = _Ours(wish.incarnation, child)
 
     def _spec_of(self, wish: WantedProcess) -> ProcessSpec:
         """Raises ValueError for a config that is none, or not of that process of this run."""
@@ -238,15 +240,15 @@ class Agent:
             folder.mkdir(parents=True, exist_ok=True)
 
     def _could_not(self, wish: WantedProcess, how: str) -> None:
-        report = ChildReport(name=wish.name, life=wish.life, returncode=1, ended=time.time(), how=how)
-        self._ours[wish.name] = _Ours(wish.life, None, report)
+        report = ChildReport(name=wish.name, incarnation=wish.incarnation, returncode=1, ended=time.time(), how=how)
+        self._ours[wish.name] = _Ours(wish.incarnation, None, report)
 
     def _report(self) -> HostReport:
         for name, ours in self._ours.items():
             if ours.report is None and ours.child is not None and ours.child.returncode is not None:
-                ours.report = _last_report(name, ours.life, ours.child)
+                ours.report = _last_report(name, ours.incarnation, ours.child)
         children = [
-            ours.report or _live_report(name, ours.life, ours.child)
+            ours.report or _live_report(name, ours.incarnation, ours.child)
             for name, ours in self._ours.items()
             if ours.report is not None or ours.child is not None
         ]
@@ -277,21 +279,23 @@ class Agent:
         self._stop_signal = number
 
 
-def _live_report(name: str, life: int, child: Child | None) -> ChildReport:
+def _live_report(name: str, incarnation: int, child: Child | None) -> ChildReport:
     assert child is not None
     pid = child.process.pid if child.process is not None else 0
     cpu_s = float(int(child.cpu_s()))
-    return ChildReport(name=name, life=life, pid=pid, log=str(child.log), status=child.status, cpu_s=cpu_s)
+    return ChildReport(
+        name=name, incarnation=incarnation, pid=pid, log=str(child.log), status=child.status, cpu_s=cpu_s
+    )
 
 
-def _last_report(name: str, life: int, child: Child) -> ChildReport:
+def _last_report(name: str, incarnation: int, child: Child) -> ChildReport:
     """Of a process that has ended: how, and the end of its log, which may be on this host only."""
     assert child.returncode is not None
     assert child.process is not None
     how = how_it_ended(child.returncode, child.log).split("; its log ends with", 1)[0]
     return ChildReport(
         name=name,
-        life=life,
+        incarnation=incarnation,
         pid=child.process.pid,
         log=str(child.log),
         status=child.status,

@@ -20,7 +20,7 @@ Verb = Literal["start", "stop", "kill", "skip", "forget"]
 class There:
     """A process that the agent has."""
 
-    life: int
+    incarnation: int
     ended: bool
     asked: bool  # to stop
 
@@ -37,9 +37,9 @@ def decide(wanted: Mapping[str, WantedProcess], there: Mapping[str, There]) -> I
     """What brings the processes that are there nearer to those that are wanted. Doing it twice changes nothing."""
     for name, process in there.items():
         wish = wanted.get(name)
-        if wish is None or wish.life > process.life:
+        if wish is None or wish.incarnation > process.incarnation:
             yield Action("forget" if process.ended else "kill", name)
-        elif wish.life == process.life and not process.ended:
+        elif wish.incarnation == process.incarnation and not process.ended:
             if wish.wish == "kill":
                 yield Action("kill", name)
             elif wish.wish == "stop" and not process.asked:

@@ -69,8 +69,8 @@ class ExternalProcess:
             self._news.append(msgspec.json.decode(event.value, type=WorkerStatus) if event.kind == "put" else None)
 
     def turn(self) -> None:
-        """Take in what was observed, all of it: a short life may be over between two turns. Raises LaunchError where it failed, or
-        did not come."""
+        """Take in what was observed, all of it: a process may start and end between two turns. Raises LaunchError where it
+        failed, or did not come."""
         for _ in range(len(self._news)):
             self._take_in(self._news.popleft())
         if self._status is None and self._clock.monotonic() - self._since > self._wait_s and not self.is_done:

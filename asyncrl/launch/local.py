@@ -41,7 +41,7 @@ from asyncrl.launch.program import (
     total_steps,
     with_absolute_paths,
     with_name_resolve,
-    worlds_of_run,
+    worker_groups_of_run,
     writes_checkpoints,
 )
 from asyncrl.launch.recovery import going_on, starting_point
@@ -61,7 +61,7 @@ from asyncrl.launch.rundir import (
 )
 from asyncrl.launch.scaling import KIND as SERVER_KIND
 from asyncrl.launch.scaling import make_scaling
-from asyncrl.launch.supervision import GANG, GANG_KINDS, EndRun, FreezeWatch, Supervision
+from asyncrl.launch.supervision import TRAINER_GROUP, TRAINER_KINDS, EndRun, FreezeWatch, Supervision
 from asyncrl.launch.supervisor import (
     BeginAttempt,
     Cancel,
@@ -345,7 +345,7 @@ class Launch:
         self._num_starts = 0  # of processes, in this launch
         self._next_publish = 0.0
         self._search: Future[Checkpoint | None] | None = None  # of the checkpoint that the next attempt goes on from
-        apart = [[f"model_worker/{worker}" for worker in world] for world in worlds_of_run(config).apart]
+        detached = [[f"model_worker/{worker}" for worker in group] for group in worker_groups_of_run(config).detached]
         self._restarts = Restarts(
             start=self._start_again, grant_lease_soon=service.grant_lease_soon, revoke=service.revoke, clock=clock
         )
@@ -358,11 +358,11 @@ class Launch:
             clock=clock,
         )
         self._supervisor = Supervisor(
-            Supervision(runtime.max_restarts, mode=config.mode, by_hand=config.debug.leave_out, apart=apart),
+            Supervision(runtime.max_restarts, mode=config.mode, by_hand=config.debug.leave_out, detached=detached),
             FreezeWatch(runtime.frozen_after_s, runtime.start_timeout_s),
             frozen_after_s=runtime.frozen_after_s,
             stop_timeout_s=runtime.stop_timeout_s,
-            gang=lambda: ", ".join(spec.name for spec in self._specs.values() if spec.kind in GANG_KINDS),
+            trainer_group=lambda: ", ".join(spec.name for spec in self._specs.values() if spec.kind in TRAINER_KINDS),
             leaves=lambda child: self._scaling is not None and self._scaling.outlives(child),
         )
         self._hang_report = HangReport(self._run_dir, runtime.watchdog_after_s, view.notice, clock)
@@ -494,14 +494,14 @@ class Launch:
             count = self._supervisor.policy.count(spec.name)
             self._restarts.expect(spec.name, decision.how, attempt=self._attempt, count=count)
         start = f"goes on from step {checkpoint.step}" if checkpoint else "begins anew: there is no checkpoint yet"
-        self._view.notice(f"{GANG} {start}, as attempt {self._attempt}")
+        self._view.notice(f"{TRAINER_GROUP} {start}, as attempt {self._attempt}")
 
     def _start_again(self, name: str, lease: Lease, count: int) -> None:
         """Its pause is over, and it has its lease."""
         kind, _, index = name.partition("/")
         spec = self._specs[name] if kind != SERVER_KIND else self._plans.server(int(index), self._attempt)
         if kind == "model_worker":
-            worker = replace(spec.config.worker, life=self._supervisor.life_of(name))
+            worker = replace(spec.config.worker, group_incarnation=self._supervisor.group_incarnation_of(name))
             spec = replace(spec, config=replace(spec.config, worker=worker))
         self._pool.start(self._numbered(spec), lease).restarts = count
 
@@ -542,7 +542,7 @@ class Launch:
             self._turn()
             if masters[0].is_done:
                 return 0
-            failed = any(child.in_trouble for child in self._pool.children if child.spec.kind in GANG_KINDS)
+            failed = any(child.in_trouble for child in self._pool.children if child.spec.kind in TRAINER_KINDS)
             if failed or (asked.done() and asked.exception() is not None):
                 break
         if there := list_checkpoints(self._run_dir):  # the schedule may have had this step's written just before

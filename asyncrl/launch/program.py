@@ -48,7 +48,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.dataflow.graph import DataflowGraph, build_dataflow, build_recording_dataflow
 from asyncrl.dataflow.topology import Allocation, ModelPlacement, allocation_of
-from asyncrl.dataflow.worlds import Worlds, worlds_of
+from asyncrl.dataflow.worker_groups import WorkerGroups, worker_groups_of
 from asyncrl.launch.redact import redact
 from asyncrl.protocol.names import ACTOR
 
@@ -139,7 +139,7 @@ class _Run:
         self.models = [_model(placement, self.mfcs, self.train, config.model_path) for placement in self.placements]
         self.heads = self.placements[0].heads if self.trains else (0,)  # they take trajectories
         self.store_capacity = (1 + self.eta) * self.train.batch_size
-        self.apart = [list(world) for world in worlds_of_run(config).apart]
+        self.detached = [list(group) for group in worker_groups_of_run(config).detached]
 
     def processes(self) -> list[ProcessConfig]:
         """In the order in which they are started."""
@@ -186,7 +186,7 @@ class _Run:
                 max_bytes=record.max_bytes // len(self.heads),
             ),
             groups=groups if config.mode == "sync" else None,
-            apart=self.apart,
+            detached=self.detached,
         )
 
     def recorder(self) -> RecorderConfig:
@@ -225,7 +225,7 @@ class _Run:
             first_step=config.replay.first_step,
             records=config.record.trajectories and trains,
             num_replayed=self.num_prompts if config.mode == "train_only" else 0,
-            apart=self.apart,
+            detached=self.detached,
         )
 
     def gserver_manager(self) -> GserverManagerConfig:
@@ -286,13 +286,13 @@ class _Run:
         )
 
 
-def worlds_of_run(config: ExperimentConfig) -> Worlds:
-    """Which of its model workers are started again together, and which apart from those."""
+def worker_groups_of_run(config: ExperimentConfig) -> WorkerGroups:
+    """Which of its model workers are started again together: the trainer group, and each detached group."""
     allocation = allocation_of(config)
     if config.mode == "rollout_only":
-        return Worlds((0,))
+        return WorkerGroups((0,))
     placements, mfcs = _place(allocation, build_dataflow(config.train, config.mode))
-    return worlds_of(
+    return worker_groups_of(
         placements,
         mfcs,
         num_workers=allocation.num_model_workers,

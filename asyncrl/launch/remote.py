@@ -64,10 +64,12 @@ class _RemotePid:
 class RemoteChild(Child):
     """A process under an agent."""
 
-    def __init__(self, spec: ProcessSpec, lease: Lease, *, run_dir: Path, life: int, agent: str, wish: _Wishes) -> None:
+    def __init__(
+        self, spec: ProcessSpec, lease: Lease, *, run_dir: Path, incarnation: int, agent: str, wish: _Wishes
+    ) -> None:
         log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
         super().__init__(spec, None, log, -1, lease)
-        self.life = life
+        self.incarnation = incarnation
         self.agent = agent  # incarnation of that which has it
         self._wish = wish
         self._how = ""
@@ -105,8 +107,8 @@ class RemoteChild(Child):
         return f"{self._how}; its log ends with\n\n{self.tail()}"
 
     def take_in(self, report: ChildReport) -> None:
-        """What its agent says. Of a life before: nothing that concerns this one."""
-        if report.life != self.life or self.returncode is not None:
+        """What its agent says. Of an incarnation before: nothing that concerns this one."""
+        if report.incarnation != self.incarnation or self.returncode is not None:
             return
         self._heard = time.monotonic()
         self._cpu_s = report.cpu_s
@@ -177,7 +179,7 @@ class RemoteCrew:
         self._known: dict[str, AgentRecord] = {}  # what was taken in
         self._noticed: dict[str, int] = {}  # by agent: number of its last notice
         self._placement = Placement([], own_host)
-        self._lives = 0
+        self._num_started = 0
         self._ended_at_once: deque[RemoteChild] = deque()
 
     # ------------------------------------------------------------------------------------------------------------- the start
@@ -247,8 +249,10 @@ class RemoteCrew:
         try:
             return self._start(spec, lease)
         except PlacementError as error:
-            self._lives += 1
-            child = RemoteChild(spec, lease, run_dir=self._run_dir, life=self._lives, agent="", wish=self._wishes)
+            self._num_started += 1
+            child = RemoteChild(
+                spec, lease, run_dir=self._run_dir, incarnation=self._num_started, agent="", wish=self._wishes
+            )
             child.refuse(f"has no place: {error}")
             self._ended_at_once.append(child)
             return child
@@ -318,9 +322,11 @@ class RemoteCrew:
     def _start(self, spec: ProcessSpec, lease: Lease) -> RemoteChild:
         place = self._placement.place(spec)
         here = placed(spec, place, with_gpus=self._placement.has_gpus)
-        self._lives += 1
+        self._num_started += 1
         agent = self._known[place.host.name].incarnation
-        child = RemoteChild(here, lease, run_dir=self._run_dir, life=self._lives, agent=agent, wish=self._wishes)
+        child = RemoteChild(
+            here, lease, run_dir=self._run_dir, incarnation=self._num_started, agent=agent, wish=self._wishes
+        )
         child.host = place.host.name
         self._wishes.want(child, "run")
         return child
@@ -457,7 +463,7 @@ class _Wishes:
             agent=child.agent,
             attempt=spec.config.worker.attempt,
             name=spec.name,
-            life=child.life,
+            incarnation=child.incarnation,
             wish=wish,  # type: ignore[arg-type]
             config=config_text(spec.config),
             env=dict(spec.env),

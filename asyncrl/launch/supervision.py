@@ -1,13 +1,13 @@
 """Who is started again when a process of a run has ended, how often and after which pause, and when the run ends (pure).
 
 A rollout worker, a generation server and the gserver manager hold nothing that a run needs, and are started again alone. So are
-model workers of a world that is apart (dataflow/worlds.py): those of one world together, in its next life. Master and the other
-model workers (the gang: one torch.distributed world, the books, the optimizer) are started again together, as the next attempt,
-from the newest checkpoint, and worlds that are apart with them. What ends too often within an hour has everything started again,
-once a launch; then the run ends, with the first cause on top. What could only end again ends the run at once: a process that fails
-by itself before any of its name has come through its start, an error that lies in what the user gave. A process that something
-else kills in its start is started again like any other. So does the first end of other processes (recorder,
-replayer), and of modes that have them.
+model workers of a detached group (dataflow/worker_groups.py): those of one group together, as its next incarnation. Master and the
+other model workers (the trainer group: the books, the optimizer) are started again together, as the next attempt, from the newest
+checkpoint, and detached groups with them. What ends too often within an hour has everything started again, once a launch;
+then the run ends, with the first cause on top. What could only end again ends the run at once: a process that fails by itself
+before any of its name has come through its start, an error that lies in what the user gave. A process that something else kills in
+its start is started again like any other. So does the first end of other processes (recorder, replayer), and of modes that have
+them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 WINDOW_S = 3600.0
-GANG = "the training side"
+TRAINER_GROUP = "the trainer group"
 EVERYTHING = "everything"
-GANG_KINDS = frozenset({"master", "model_worker"})
+TRAINER_KINDS = frozenset({"master", "model_worker"})
 _ALONE_KINDS = frozenset({"rollout_worker", "generation_server", "gserver_manager"})
-_MODES_WITH_GANG = frozenset({"async", "sync"})  # the others have no checkpoint to go on from
+_MODES_WITH_TRAINER_GROUP = frozenset({"async", "sync"})  # the others have no checkpoint to go on from
 _FIRST_PAUSE_S = 1.0  # of a second end in a row: the first one is started again at once, as one death says nothing
 _LONGEST_PAUSE_S = 30.0
 CALM_S = 60.0  # who has lived so long since its start died of something else than the one before: a row begins anew
@@ -58,7 +58,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class StartAgain:
-    unit: str  # the name of a process, that of a world that is apart, GANG or EVERYTHING
+    unit: str  # the name of a process, that of a detached group, TRAINER_GROUP or EVERYTHING
     pause_s: float
     number: int = 1  # how many restarts of it there were within WINDOW_S, this one included
 
@@ -123,13 +123,13 @@ class Supervision:
         *,
         mode: str = "async",
         by_hand: Collection[str] = (),
-        apart: Iterable[Collection[str]] = (),
+        detached: Iterable[Collection[str]] = (),
     ) -> None:
         """limit: runtime.max_restarts. by_hand: processes that somebody else starts (debug.leave_out): what has them among its
-        processes cannot be started again. apart: the processes of each world that is started again alone."""
+        processes cannot be started again. detached: the processes of each worker group that is started again alone."""
         self.limit = limit
-        self._apart = {name: tuple(sorted(world)) for world in apart for name in world}
-        self._has_gang = mode in _MODES_WITH_GANG
+        self._detached = {name: tuple(sorted(group)) for group in detached for name in group}
+        self._has_trainer_group = mode in _MODES_WITH_TRAINER_GROUP
         self._by_hand = frozenset(by_hand)
         self._budget = RestartBudget(limit)
         self._ran: set[str] = set()
@@ -143,17 +143,17 @@ class Supervision:
         self._ran.add(name)
 
     def unit_of(self, name: str) -> str:
-        """Who is started again if a process of this name ends: it alone, its world, or GANG; "" if nobody is."""
+        """Who is started again if a process of this name ends: it alone, its detached group, or TRAINER_GROUP; "" if nobody is."""
         kind = _kind(name)
-        if (world := self._apart.get(name)) is not None:
-            return "" if self._by_hand.intersection(world) else world_unit(world)
-        if kind in GANG_KINDS and self._has_gang:
-            return "" if any(_kind(other) in GANG_KINDS for other in self._by_hand) else GANG
+        if (group := self._detached.get(name)) is not None:
+            return "" if self._by_hand.intersection(group) else group_unit(group)
+        if kind in TRAINER_KINDS and self._has_trainer_group:
+            return "" if any(_kind(other) in TRAINER_KINDS for other in self._by_hand) else TRAINER_GROUP
         return name if kind in _ALONE_KINDS else ""
 
     def members(self, name: str) -> tuple[str, ...]:
-        """The processes that are started again with one of this name, itself included, where it is not of the gang."""
-        return self._apart.get(name, (name,))
+        """The processes that are started again with one of this name, itself included, where it is not of the trainer group."""
+        return self._detached.get(name, (name,))
 
     def outlives(self, name: str, *, fatal: bool = False, struck: bool = False) -> bool:
         """Whether the run may go on after the end of such a process; else nothing is to be waited for."""
@@ -186,7 +186,7 @@ class Supervision:
                 (now, f"{at} {end.name} {end.how}: {unit} started again ({len(recent)} of {self.limit})")
             )
             return StartAgain(unit, pause, len(recent))
-        if self._everything is None and self._has_gang and not self._by_hand:
+        if self._everything is None and self._has_trainer_group and not self._by_hand:
             self._everything = now, recent[0]
             self._tried.append((now, f"{at} {end.name} {end.how}: everything started again"))
             return StartAgain(EVERYTHING, pause_s(self.limit))
@@ -203,9 +203,9 @@ class Supervision:
         return tuple(text for when, text in self._tried if now - when <= WINDOW_S)
 
 
-def world_unit(world: Collection[str]) -> str:
-    """What a world that is apart is called, given its processes: as the one process that it mostly is."""
-    return ", ".join(sorted(world))
+def group_unit(group: Collection[str]) -> str:
+    """The name of a detached group, given its processes. With one process, the usual case, it is that process's name."""
+    return ", ".join(sorted(group))
 
 
 def _kind(name: str) -> str:

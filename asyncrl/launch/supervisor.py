@@ -16,8 +16,8 @@ from asyncrl.launch.children import Child, first_cause, first_failed, short_end
 from asyncrl.launch.supervision import (
     BUSY_LIMITS,
     EVERYTHING,
-    GANG,
-    GANG_KINDS,
+    TRAINER_GROUP,
+    TRAINER_KINDS,
     WINDOW_S,
     End,
     EndRun,
@@ -55,10 +55,10 @@ class Forget:
 class Cancel:
     """These do not start again as planned: they start with others, later."""
 
-    gang_only: bool
+    trainer_only: bool
 
     def concerns(self, name: str) -> bool:
-        return not self.gang_only or name.partition("/")[0] in GANG_KINDS
+        return not self.trainer_only or name.partition("/")[0] in TRAINER_KINDS
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class LookForCheckpoint:
 class BeginAttempt:
     """The next attempt, with these processes new."""
 
-    unit: str  # GANG or EVERYTHING
+    unit: str  # TRAINER_GROUP or EVERYTHING
     how: str  # it came to that
 
     def concerns(self, kind: str) -> bool:
-        return self.unit == EVERYTHING or kind in GANG_KINDS
+        return self.unit == EVERYTHING or kind in TRAINER_KINDS
 
 
 Decision: TypeAlias = Notice | Kill | Forget | Cancel | StartLater | LookForCheckpoint | BeginAttempt | EndRun
@@ -125,18 +125,18 @@ class Supervisor:
         *,
         frozen_after_s: float,
         stop_timeout_s: float,
-        gang: Callable[[], str],
+        trainer_group: Callable[[], str],
         leaves: Callable[[Child], bool] = lambda child: False,
     ) -> None:
-        """frozen_after_s, stop_timeout_s: of the config's runtime. gang: gives the names of the training side, for notices. leaves:
-        whether the run goes on without a child and without another in its place."""
+        """frozen_after_s, stop_timeout_s: of the config's runtime. trainer_group: gives the names of its processes, for notices.
+        leaves: whether the run goes on without a child and without another in its place."""
         self.policy = policy
         self._freezes = freezes
         self._frozen_after_s, self._stop_timeout_s = frozen_after_s, stop_timeout_s
-        self._gang, self._leaves = gang, leaves
+        self._trainer_group, self._leaves = trainer_group, leaves
         self._renewal: _Renewal | None = None
         self._returning: dict[str, _Return] = {}  # by unit
-        self._lives: dict[str, int] = {}  # by process: how often its world was started again in this attempt
+        self._group_incarnations: dict[str, int] = {}  # by process: restarts of its worker group in this attempt
         self._failing: dict[str, float] = {}  # by unit of several: since when one of it is seen to have failed
         self._told_busy: frozenset[int] = frozenset()
         self._listens_until: float | None = None
@@ -157,9 +157,9 @@ class Supervisor:
     def starts_everything(self) -> bool:
         return self._renewal is not None and self._renewal.next.unit == EVERYTHING
 
-    def life_of(self, name: str) -> int:
-        """How often the world of a process was started again in this attempt."""
-        return self._lives.get(name, 0)
+    def group_incarnation_of(self, name: str) -> int:
+        """How often the worker group of a process was started again in this attempt."""
+        return self._group_incarnations.get(name, 0)
 
     def checkpoint_found(self) -> None:
         """The search that LookForCheckpoint began is over; there may be none."""
@@ -227,7 +227,7 @@ class Supervisor:
         for child in troubled:
             units.setdefault(self.policy.unit_of(child.name), []).append(child)
         self._failing = {unit: since for unit, since in self._failing.items() if unit in units}
-        for unit in sorted(units, key=lambda unit: unit != GANG):  # which takes others with it
+        for unit in sorted(units, key=lambda unit: unit != TRAINER_GROUP):  # which takes others with it
             failed = [child for child in units[unit] if self._matters(child)]  # still
             if failed and not self._see_to_unit(unit, failed, now, wall_time):
                 return False
@@ -282,16 +282,16 @@ class Supervisor:
         unit, limit, pause_s = decision.unit, self.policy.limit, decision.pause_s
         when = f"in {pause_s:g} s" if pause_s else "at once"
         again = f"started again {when} ({decision.number} of {limit}); see {child.log}"
-        if unit not in (GANG, EVERYTHING):
+        if unit not in (TRAINER_GROUP, EVERYTHING):
             members, count = self.policy.members(child.name), self.policy.count(child.name)
             self._returning[unit] = _Return(members, how, now + pause_s, now, count)
-            subject = "it is" if unit == child.name else f"its world ({unit}) is"
+            subject = "it is" if unit == child.name else f"its worker group ({unit}) is"
             self._tell(f"{child.name} {how}; {subject} {again}")
             return
         self._returning.clear()
-        self._decisions.append(Cancel(gang_only=unit == GANG))
-        if unit == GANG:
-            self._tell(f"{child.name} {how}; {GANG} ({self._gang()}) is {again}")
+        self._decisions.append(Cancel(trainer_only=unit == TRAINER_GROUP))
+        if unit == TRAINER_GROUP:
+            self._tell(f"{child.name} {how}; {TRAINER_GROUP} ({self._trainer_group()}) is {again}")
         else:
             self._tell(
                 f"{child.name} {how}, after {limit} restarts within {WINDOW_S / 60:.0f} minutes; everything is started again "
@@ -319,7 +319,7 @@ class Supervisor:
             del self._returning[unit]
             pause_s = max(0.0, returning.due - now)
             for name in returning.names:
-                self._lives[name] = self.life_of(name) + 1
+                self._group_incarnations[name] = self.group_incarnation_of(name) + 1
                 self._decisions.append(StartLater(name, returning.how, returning.count, pause_s))
 
     def _renew(self, now: float) -> None:
@@ -335,7 +335,7 @@ class Supervisor:
             self._decisions.append(LookForCheckpoint())
         if renewal.found and now >= renewal.due:
             self._renewal = None
-            self._lives.clear()
+            self._group_incarnations.clear()
             self._decisions.append(renewal.next)
 
     def _are_gone(self, members: Iterable[Child], how: str, since: float, now: float) -> bool:

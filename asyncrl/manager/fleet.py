@@ -190,7 +190,7 @@ class Fleet:
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
-        self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # one a life of a server at a time
+        self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # one an incarnation of a server at a time
         self._from_disk: set[str] = set()  # servers whose last broadcast failed; that was told
         self._mismatches: Counter[str] = Counter()  # in a row, by server
         self._fatal: RunEndedError | None = None
@@ -247,9 +247,9 @@ class Fleet:
         """A server was announced in name resolve."""
         self._logger.info("%s is at %s", name, url)
         known = self.table.servers.get(name)
-        life, now = known.life if known is not None else None, self._clock.monotonic()
+        incarnation, now = known.incarnation if known is not None else None, self._clock.monotonic()
         self.table.announce(name, url, now)
-        if self.table.servers[name].life != life:  # another process, or one that was given up
+        if self.table.servers[name].incarnation != incarnation:  # another process, or one that was given up
             self.plan.silent(name)
         self.plan.answers(name, now)
         self._changed()
@@ -400,7 +400,7 @@ class Fleet:
                 await asyncio.sleep(self._probe_every_s / len(parts))
 
     def _begin_probe(self, server: Server) -> None:
-        key = server.name, server.life
+        key = server.name, server.incarnation
         if key not in self._probes and server.listed and server.state is not ServerState.UPDATING:
             self._probes[key] = asyncio.create_task(self._probe(server), name=f"probe {server.name}")
             self._probes[key].add_done_callback(partial(self._probed, key))
@@ -412,33 +412,33 @@ class Fleet:
 
     async def _probe(self, server: Server) -> None:
         """One that has not answered by probe_limit_s is suspect; one that answers later all the same is slow, and alive."""
-        before = (server.state, server.life, server.slow)
-        life, num_updates, began = server.life, server.num_updates, self._clock.monotonic()
+        before = (server.state, server.incarnation, server.slow)
+        incarnation, num_updates, began = server.incarnation, server.num_updates, self._clock.monotonic()
         give_up = began + self.table.dead_after_s
         if server.state is ServerState.HEALTHY:  # it had to wait for its turn, which is no reason to find its end later
             give_up = min(give_up, server.last_answer + self._probe_every_s + self.table.dead_after_s)
         asking = asyncio.ensure_future(self._ask(server))
         try:
             await asyncio.wait({asking}, timeout=self._probe_limit_s)
-            if not asking.done() and server.life == life:
+            if not asking.done() and server.incarnation == incarnation:
                 self.table.silent(server.name, f"no answer for {self._probe_limit_s:g} s", self._clock.monotonic())
                 self.plan.silent(server.name)
                 self._changed()
             async with asyncio.timeout(max(0.0, give_up - self._clock.monotonic())):
                 info = await asking
         except _FAILURES as error:
-            if server.life == life:
+            if server.incarnation == incarnation:
                 self.table.silent(server.name, f"probe failed: {error!r}", self._clock.monotonic())
                 self.plan.silent(server.name)
         else:
             now = self._clock.monotonic()
-            if server.life == life and server.num_updates == num_updates and server.listed:
+            if server.incarnation == incarnation and server.num_updates == num_updates and server.listed:
                 self.table.answered(server.name, info.weight_version, now, paused=info.paused, took_s=now - began)
                 if self.plan.answers(server.name, now):
                     self._wake.set()
         finally:
             asking.cancel()
-        if before != (server.state, server.life, server.slow):
+        if before != (server.state, server.incarnation, server.slow):
             self._changed()
 
     async def _ask(self, server: Server) -> ModelInfo:

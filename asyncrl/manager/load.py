@@ -76,20 +76,24 @@ class LoadPoller:
         task.add_done_callback(lambda _: self._asked.pop(server.name, None))
 
     async def _ask(self, session: aiohttp.ClientSession, server: Server) -> None:
-        life, promised = server.life, server.promised_tokens
+        incarnation, promised = server.incarnation, server.promised_tokens
         try:
             timeout = aiohttp.ClientTimeout(total=self._limit_s)
             async with session.get(f"{server.url}/v1/loads?include=core", timeout=timeout) as response:
                 response.raise_for_status()
                 loads = _DECODER.decode(await response.read()).loads
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
-            if server.life == life and server.state is ServerState.HEALTHY and server.name not in self._said:
+            if (
+                server.incarnation == incarnation
+                and server.state is ServerState.HEALTHY
+                and server.name not in self._said
+            ):
                 self._said.add(server.name)
                 self._logger.warning(
                     "%s does not say how loaded it is (%r): its groups are all that is counted", server.name, error
                 )
             return
-        if server.life != life:
+        if server.incarnation != incarnation:
             return
         self._said.discard(server.name)
         used = sum(load.num_total_tokens for load in loads)

@@ -86,7 +86,7 @@ class Server:
     state: ServerState = ServerState.STALE
     version: WeightVersion | None = None  # verified and echoed; None while STALE, UPDATING or DEAD
     loading: WeightVersion | None = None  # while UPDATING
-    life: int = 0  # grows when the server is announced anew or dies: what was begun with an older life is void
+    incarnation: int = 0  # grows when the server is announced anew or dies: outcomes of an older one are void
     listed: bool = True  # in name resolve
     reason: str = ""  # why it is in a state other than HEALTHY
     running: int = 0  # groups it was given and that have not ended
@@ -169,7 +169,7 @@ class ServerTable:
             self._come_back(server, "announced again", now)
         server.url = url
         self._told_dead = None
-        server.life += 1
+        server.incarnation += 1
         server.last_answer = now
 
     def withdraw(self, name: str) -> None:
@@ -262,7 +262,7 @@ class ServerTable:
 
     def _drain(self, server: Server, now: float) -> None:
         if server.state is ServerState.UPDATING:
-            server.life += 1
+            server.incarnation += 1
             server.version = None
         self._move(server, ServerState.DRAINING, "leaves the run")
         server.drains_since, server.num_requests = now, None
@@ -281,17 +281,17 @@ class ServerTable:
     # ------------------------------------------------------------------------------------------------- updates
 
     def begin_update(self, name: str, version: WeightVersion) -> int:
-        """Take the server out of service to load; returns its life, which the outcome must name."""
+        """Take the server out of service to load; returns its incarnation, which the outcome must name."""
         server = self.servers[name]
         self._move(server, ServerState.UPDATING, f"loads {version}")
         server.loading = version
         server.num_updates += 1
-        return server.life
+        return server.incarnation
 
-    def loaded(self, name: str, life: int, version: WeightVersion, now: float, took_s: float = 0.0) -> bool:
+    def loaded(self, name: str, incarnation: int, version: WeightVersion, now: float, took_s: float = 0.0) -> bool:
         """It has loaded and echoed a verified version, in took_s. False: void (it died meanwhile, or the attempt is over)."""
         server = self.servers[name]
-        if server.life != life or server.state is not ServerState.UPDATING:
+        if server.incarnation != incarnation or server.state is not ServerState.UPDATING:
             return False
         server.last_answer = now
         if not self.attempts.is_current(version.attempt):
@@ -322,10 +322,10 @@ class ServerTable:
         """How long awaits_companions may hold from now on."""
         return max(0.0, self._companions_until - now)
 
-    def load_failed(self, name: str, life: int, reason: str) -> bool:
+    def load_failed(self, name: str, incarnation: int, reason: str) -> bool:
         """What it holds now is unknown: no traffic until a load succeeds. False: void."""
         server = self.servers[name]
-        if server.life != life or server.state is not ServerState.UPDATING:
+        if server.incarnation != incarnation or server.state is not ServerState.UPDATING:
             return False
         self._move(server, ServerState.STALE, reason)
         server.failed_load = True
@@ -434,7 +434,7 @@ class ServerTable:
         assert state in _NEXT[server.state], f"{server.name}: no way from {server.state.name} to {state.name}"
         if state is ServerState.DEAD:
             server.pace, server.late_answer = Pace(), ""
-            server.life += 1
+            server.incarnation += 1
             self._dead_urls[server.url] = None
             self._dead_urls.move_to_end(server.url)
             while len(self._dead_urls) > _MAX_DEAD_URLS:

@@ -31,7 +31,7 @@ class Update:
 
     server: str
     url: str
-    life: int
+    incarnation: int
     version: WeightVersion
     limit_s: float
     broadcast: bool = False  # from the trainer's memory, else from disk
@@ -40,7 +40,7 @@ class Update:
 
 @dataclass
 class _Running:
-    life: int
+    incarnation: int
     since: float
     took_from_service: bool  # it was healthy: counts in the wave
 
@@ -127,7 +127,9 @@ class UpdatePlan:
         if self.target is None:
             return []
         servers = self._table.servers
-        for name in [name for name, running in self._running.items() if running.life != servers[name].life]:
+        for name in [
+            name for name, running in self._running.items() if running.incarnation != servers[name].incarnation
+        ]:
             del self._running[name]  # that process is gone; its update ends by itself, and is void
         away = (ServerState.DEAD, ServerState.DRAINING)
         alive = sum(server.state not in away for server in servers.values())
@@ -148,9 +150,9 @@ class UpdatePlan:
                 continue
             room -= serving
             is_new = server.is_new
-            life = self._table.begin_update(name, version)
-            self._running[name] = _Running(life, now, serving)
-            updates.append(Update(name, server.url, life, version, self.limit_s, broadcast, is_new))
+            incarnation = self._table.begin_update(name, version)
+            self._running[name] = _Running(incarnation, now, serving)
+            updates.append(Update(name, server.url, incarnation, version, self.limit_s, broadcast, is_new))
         return updates
 
     def _source(self, server: Server) -> tuple[WeightVersion | None, bool]:
@@ -176,7 +178,7 @@ class UpdatePlan:
             distrust.from_disk -= 1
             if update.broadcast:
                 del self._distrusted[update.server]
-        return self._table.loaded(update.server, update.life, update.version, now, took_s)
+        return self._table.loaded(update.server, update.incarnation, update.version, now, took_s)
 
     def failed(self, update: Update, reason: str, now: float) -> float:
         """It has not (refused, silent, slow, wrong echo). Returns after how many seconds it is tried again."""
@@ -186,7 +188,7 @@ class UpdatePlan:
         count = self._failures[update.server].count + 1 if update.server in self._failures else 1
         pause = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(count - 1, 16))
         self._failures[update.server] = _Failures(count, now + pause)
-        self._table.load_failed(update.server, update.life, reason)
+        self._table.load_failed(update.server, update.incarnation, reason)
         return pause
 
     def _failed_in_broadcast(self, update: Update, reason: str) -> float:
@@ -194,7 +196,7 @@ class UpdatePlan:
         failures = self._distrusted[update.server].failures + 1 if update.server in self._distrusted else 1
         from_disk = min(2 ** min(failures, 16) - 1, _MOST_FROM_DISK)
         self._distrusted[update.server] = _Distrust(failures, from_disk, update.version)
-        self._table.load_failed(update.server, update.life, reason)
+        self._table.load_failed(update.server, update.incarnation, reason)
         return 0.0
 
     def silent(self, server: str) -> None:
@@ -225,7 +227,7 @@ class UpdatePlan:
 
     def _end(self, update: Update) -> None:
         running = self._running.get(update.server)
-        if running is not None and running.life == update.life:
+        if running is not None and running.incarnation == update.incarnation:
             del self._running[update.server]
 
     def _last_to_trust(self, name: str) -> tuple[int, str]:

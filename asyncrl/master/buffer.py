@@ -111,14 +111,14 @@ class StorageTracker:
     """id -> key -> the workers that have it. Pure.
 
     Fed by what the master learns or decides: trajectories that arrived, redistributions that it has sent out, keys that MFCs made,
-    data that was fetched, groups that it has cleared. In the gang a redistribution counts from the moment it is sent: workers
-    execute calls in the master's order, so that whatever is sent to them later finds the data. A worker of another world
-    (dataflow/worlds.py) is in no such order: it asks those that have said that they have it.
+    data that was fetched, groups that it has cleared. In the trainer group a redistribution counts from the moment it is sent:
+    workers execute calls in the master's order, so that whatever is sent to them later finds the data. A worker of another
+    worker group (dataflow/worker_groups.py) is in no such order: it asks workers that have reported that they have it.
     """
 
-    def __init__(self, apart: Collection[int] = ()) -> None:
-        """apart: workers that are not in the gang's world."""
-        self._apart = frozenset(apart)
+    def __init__(self, detached: Collection[int] = ()) -> None:
+        """detached: workers that are not in the trainer group."""
+        self._detached = frozenset(detached)
         self._holders: dict[str, dict[str, set[int]]] = {}
         self._there: dict[str, dict[str, set[int]]] = {}
 
@@ -128,19 +128,19 @@ class StorageTracker:
 
     @property
     def holders(self) -> Holders:
-        """In the gang, what is on its way to them included."""
+        """In the trainer group, what is on its way to them included."""
         return self._holders
 
     @property
     def there(self) -> Holders:
-        """In all worlds, nothing that is on its way."""
+        """In all worker groups, nothing that is on its way."""
         return self._there
 
     def add(self, worker: int, ids: Iterable[str], keys: Iterable[str]) -> None:
         """A worker has these keys of these ids, and has said so."""
         ids, keys = list(ids), list(keys)
         _add(self._there, worker, ids, keys)
-        if worker not in self._apart:
+        if worker not in self._detached:
             _add(self._holders, worker, ids, keys)
 
     def apply(self, steps: Iterable[RedistribStep]) -> None:
@@ -156,7 +156,7 @@ class StorageTracker:
         return sum(worker not in held.get(key, ()) for worker in workers for key in keys)
 
     def forget(self, workers: Collection[int]) -> None:
-        """What these workers, of a world that is apart, held has gone with them."""
+        """What these workers, of a detached group, held has gone with them."""
         for held in self._there.values():
             for having in held.values():
                 having.difference_update(workers)

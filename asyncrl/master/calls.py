@@ -1,15 +1,15 @@
-"""Calls to several model workers at once, and to worlds that are apart (dataflow/worlds.py).
+"""Calls to several model workers at once, and to detached groups (dataflow/worker_groups.py).
 
-What one life of such a world has left unanswered is done again in the next:
+What one incarnation of a detached group leaves unanswered is done again in the next:
 
-    an MFC there: fetch its inputs from the gang -> execute -> the gang fetches its outputs
+    an MFC there: fetch its inputs from the trainer group -> execute -> the trainer group fetches its outputs
                   \\____________ one piece of work: whatever of it fails, all of it is done again ____________/
 
-So what such a world holds is never the only copy of anything but for the time of a piece of work, and a worker that dies takes
-nothing with it that the gang does not have, or does not have made again. Nothing there is trained: the same inputs give the same
-outputs, in whichever life. The gang waits for the outputs, as it would for a slow reference, and goes on.
+So a detached group holds the only copy of something at most during a piece of work. When one of its workers dies, the trainer group
+has everything that the worker held, or has it computed again. Nothing there is trained: the same inputs give the same outputs in
+every incarnation. The trainer group waits for the outputs, as it would for a slow reference, and goes on.
 
-How often a world is started again the launcher decides (launch/supervision.py). Here every wait has the limit of a call.
+The launcher decides how often a group is started again (launch/supervision.py). Here every wait has the limit of a call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from asyncrl.dataflow.redistribution import Transfer
 from asyncrl.dataflow.topology import Handler
-from asyncrl.dataflow.worlds import Worlds
+from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
 from asyncrl.protocol.messages import CallBody, CallResult, FetchData, FetchPart
 from asyncrl.runtime.board import StatusBoard
@@ -65,121 +65,123 @@ class WorkerCaller:
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 0.5  # before data is fetched again in the same life
+_PAUSE_S = 0.5  # before data is fetched again in the same incarnation
 
 
-class WorldEndedError(RuntimeError):
-    """A life of a world is over, or about to be: what was asked of it is to be asked again in the next."""
+class GroupEndedError(RuntimeError):
+    """An incarnation of a detached group is over, or about to be: its calls are to be sent again to the next."""
 
 
 class UnfetchedError(RuntimeError):
-    """Data did not come from one world to the other. Both may be well, or one of them is about to be found dead."""
+    """Data did not come from one worker group to the other. Both may be well, or one of them is about to be found dead."""
 
 
 @dataclass(frozen=True)
-class Life:
-    """One life of a world that is apart."""
+class Incarnation:
+    """One incarnation of a detached group."""
 
-    world: tuple[int, ...]
+    group: tuple[int, ...]
     number: int
 
     def __str__(self) -> str:
-        return f"life {self.number} of {', '.join(f'model_worker/{worker}' for worker in self.world)}"
+        return f"incarnation {self.number} of {', '.join(f'model_worker/{worker}' for worker in self.group)}"
 
 
 class Repeats:
     """Decides what follows a failure of a piece of work. Pure.
 
-    A life that has ended: another try in the next. Data that did not come: in the same life if that goes on, but not for ever:
-    all failures in one life within the limit.
+    After an incarnation has ended, the next one tries again. After data did not come, the same incarnation tries again, as long as
+    all its failures are within the limit.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._life = -1
+        self._number = -1
         self._since = 0.0
 
-    def first_life(self, error: Exception, life: int, now: float) -> int:
-        """The first life in which to try again after such a failure in this one. Raises the error where that is in vain."""
-        if isinstance(error, WorldEndedError):
-            return life + 1
-        if self._life != life:
-            self._life, self._since = life, now
+    def first_incarnation(self, error: Exception, number: int, now: float) -> int:
+        """The first incarnation that tries again after such a failure in this one. Raises the error where none does."""
+        if isinstance(error, GroupEndedError):
+            return number + 1
+        if self._number != number:
+            self._number, self._since = number, now
         if now - self._since > self._limit_s:
             raise error
-        return life
+        return number
 
 
-class ApartWorlds:
-    """The master's dealings with worlds that are apart.
+class DetachedGroups:
+    """The master's calls to detached groups.
 
     consumes: pieces of work.  produces: what they give, once.
-    waits for: replies; for the next life of a world that has ended. Both at most the limit of a call.
-    unblocked by: the world's workers; their successors.
+    waits for: replies; for the next incarnation of a group that has ended. Both at most the limit of a call.
+    unblocked by: the group's workers; their successors.
     """
 
     def __init__(
         self,
-        worlds: Worlds,
+        worker_groups: WorkerGroups,
         client: NameResolvingRequestClient,
         caller: WorkerCaller,
         limit_s: float,
         *,
-        prepare: Callable[[Life], Awaitable[None]],
+        prepare: Callable[[Incarnation], Awaitable[None]],
     ) -> None:
-        """prepare: precedes all work in a life, once."""
-        self.worlds = worlds
+        """prepare: precedes all work in an incarnation, once."""
+        self.worker_groups = worker_groups
         self._client, self._caller, self._limit_s = client, caller, limit_s
         self._telling: set[asyncio.Task[None]] = set()
         self._prepare = prepare
-        self._preparing = {world: asyncio.Lock() for world in worlds.apart}
-        self._ready: dict[tuple[int, ...], int] = {}  # the life that a world has been prepared in
+        self._preparing = {group: asyncio.Lock() for group in worker_groups.detached}
+        self._ready: dict[tuple[int, ...], int] = {}  # by group: the incarnation that has been prepared
 
-    async def repeated(self, what: str, world: Sequence[int], work: Callable[[Life], Awaitable[T]]) -> T:
-        """What `work` gives in a life of the world; in the next where it raises WorldEndedError, and again in the same for a while
-        where it raises UnfetchedError."""
+    async def repeated(self, what: str, group: Sequence[int], work: Callable[[Incarnation], Awaitable[T]]) -> T:
+        """What `work` gives in an incarnation of the group. Repeats it in the next one where it raises GroupEndedError, and for a
+        while in the same one where it raises UnfetchedError."""
         loop, repeats = asyncio.get_running_loop(), Repeats(self._limit_s)
-        life = -1
-        while True:  # as often as the launcher starts the world again; each turn is bounded
-            life = await self._in_life(what, world, life)
+        number = -1
+        while True:  # as often as the launcher starts the group again; each turn is bounded
+            number = await self._in_incarnation(what, group, number)
             try:
-                present = Life(tuple(world), life)
-                await self._prepared(present)
-                return await work(present)
-            except (WorldEndedError, UnfetchedError) as error:
-                again = repeats.first_life(error, life, loop.time())
+                incarnation = Incarnation(tuple(group), number)
+                await self._prepared(incarnation)
+                return await work(incarnation)
+            except (GroupEndedError, UnfetchedError) as error:
+                again = repeats.first_incarnation(error, number, loop.time())
                 logger.warning("%s is to be done again: %s", what, error)
-                if again == life:
+                if again == number:
                     await asyncio.sleep(_PAUSE_S)
-                life = again
+                number = again
 
     async def call(
-        self, what: str, life: Life, handlers: Sequence[Handler], bodies: Sequence[CallBody]
+        self, what: str, incarnation: Incarnation, handlers: Sequence[Handler], bodies: Sequence[CallBody]
     ) -> list[CallResult]:
-        """Call workers of a world in this life of it, and in no other. Raises WorldEndedError where that is over: a worker whose
-        call has failed ends, and its world with it."""
-        self._check(life)
+        """Call workers of a group in this incarnation of it, and in no other. Raises GroupEndedError where that is over: a worker
+        whose call has failed ends, and its group with it."""
+        self._check(incarnation)
         try:
             replies = await self._caller.start_each(what, handlers, bodies)
         except (ReceiverRestarted, RemoteCallError) as error:
-            raise WorldEndedError(str(error)) from error
-        self._check(life)  # else what is said to be there has gone meanwhile
+            raise GroupEndedError(str(error)) from error
+        self._check(incarnation)  # else what is said to be there has gone meanwhile
         return replies
 
-    async def fetch(self, what: str, life: Life, transfers: Sequence[Transfer], tracker: StorageTracker) -> float:
-        """Have data fetched by workers of a world from the gang, or by the gang from them. Returns the bytes that have come. Raises
-        UnfetchedError where not all has come, WorldEndedError where those that were to fetch have ended."""
+    async def fetch(
+        self, what: str, incarnation: Incarnation, transfers: Sequence[Transfer], tracker: StorageTracker
+    ) -> float:
+        """Have workers of a detached group fetch data from the trainer group, or the trainer group from them. Returns the bytes
+        that have come. Raises UnfetchedError where not all has come, GroupEndedError where the fetching workers have ended."""
         parts: dict[int, list[FetchPart]] = {}
         for transfer in transfers:
             (target,) = transfer.targets
-            number = life.number if transfer.source in life.world else 0
+            number = incarnation.number if transfer.source in incarnation.group else 0
             part = FetchPart(transfer.source, number, list(transfer.ids), list(transfer.keys))
             parts.setdefault(target, []).append(part)
         if not parts:
             return 0.0
         workers, bodies = list(parts), [FetchData(parts=of) for of in parts.values()]
-        if workers[0] in life.world:
-            replies = await self.call(what, life, workers, bodies)
+        if workers[0] in incarnation.group:
+            replies = await self.call(what, incarnation, workers, bodies)
         else:
             replies = await self._caller.start_each(what, workers, bodies)
         if unfetched := next((reply.unfetched for reply in replies if reply.unfetched), ""):
@@ -189,9 +191,9 @@ class ApartWorlds:
         return float(sum(reply.num_bytes for reply in replies))
 
     def tell_nowait(self, what: str, workers: Sequence[int], body: CallBody) -> None:
-        """Something that need not be said again to a world that has ended meanwhile, and that nobody waits for."""
+        """Sends what need not be sent again to a group that has ended meanwhile. No call waits for the replies."""
         for worker in workers:
-            if self._client.life_of(self.worlds.of(worker)) is not None:
+            if self._client.group_incarnation_of(self.worker_groups.of(worker)) is not None:
                 task = asyncio.create_task(self._tell(what, worker, body))
                 self._telling.add(task)
                 task.add_done_callback(self._telling.discard)
@@ -202,17 +204,17 @@ class ApartWorlds:
         except (ChannelError, RemoteCallError) as error:
             logger.info("%s: %s", what, error)
 
-    async def _prepared(self, life: Life) -> None:
-        async with self._preparing[life.world]:
-            if self._ready.get(life.world) != life.number:
-                await self._prepare(life)
-            self._ready[life.world] = life.number
+    async def _prepared(self, incarnation: Incarnation) -> None:
+        async with self._preparing[incarnation.group]:
+            if self._ready.get(incarnation.group) != incarnation.number:
+                await self._prepare(incarnation)
+            self._ready[incarnation.group] = incarnation.number
 
-    def _check(self, life: Life) -> None:
-        if self._client.life_of(life.world) != life.number:
-            raise WorldEndedError(f"{life} is over")
+    def _check(self, incarnation: Incarnation) -> None:
+        if self._client.group_incarnation_of(incarnation.group) != incarnation.number:
+            raise GroupEndedError(f"{incarnation} is over")
 
-    async def _in_life(self, what: str, world: Sequence[int], first: int) -> int:
-        names = ", ".join(f"model_worker/{worker}" for worker in world)
-        back = self._client.wait_for_life(world, after=first - 1)
-        return await self._caller.bounded(back, f"life {max(first, 0)}, for {what},", names)
+    async def _in_incarnation(self, what: str, group: Sequence[int], first: int) -> int:
+        names = ", ".join(f"model_worker/{worker}" for worker in group)
+        back = self._client.wait_for_group_incarnation(group, after=first - 1)
+        return await self._caller.bounded(back, f"incarnation {max(first, 0)}, for {what},", names)

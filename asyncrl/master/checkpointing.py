@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config.schema import MasterWorkerConfig
-from asyncrl.dataflow.worlds import Worlds
+from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.books import Books
 from asyncrl.master.calls import WorkerCaller
 from asyncrl.master.files import MasterFiles
@@ -53,8 +53,8 @@ class Checkpointer:
         self._config, self._books, self._caller, self._files, self._tasks = config, books, caller, files, tasks
         self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
         self._run_dir = Path(config.worker.run_dir)
-        gang = Worlds.of_config(config.num_model_workers, config.apart).gang
-        self._everyone = list(gang)  # others have nothing to save
+        trainer_group = WorkerGroups.of_config(config.num_model_workers, config.detached).trainer
+        self._everyone = list(trainer_group)  # others have nothing to save
         self._due = False
         self._newest: int | None = None  # step of the newest checkpoint that was begun
         self._task: asyncio.Task[None] | None = None

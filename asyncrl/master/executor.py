@@ -9,8 +9,8 @@ disjoint meshes run at the same time, and none waits for a worker that computes 
 No deadlock: one master sends all calls, to all their workers without awaiting in between. So all workers have the calls that
 they share in the same order, whatever meshes overlap.
 
-Between worlds (dataflow/worlds.py) nothing is sent: an MFC of a model that is apart has its inputs fetched when it runs, and the
-gang fetches its outputs before anybody hears of them (calls.py).
+Between worker groups (dataflow/worker_groups.py) nothing is sent. The workers of a detached model fetch the inputs of its MFC when
+it runs, and the trainer group fetches the outputs before the MFC counts as done (calls.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncrl.dataflow.graph import TRAIN_MFC, DataflowGraph, MFCDef
 from asyncrl.dataflow.redistribution import Transfer, assign, members, plan_fetches, plan_redistribution
 from asyncrl.dataflow.topology import Handler, ModelPlacement, ModelShardID
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
-from asyncrl.master.calls import ApartWorlds, Life, WorkerCaller
+from asyncrl.master.calls import DetachedGroups, Incarnation, WorkerCaller
 from asyncrl.master.refresh import Refresher
 from asyncrl.protocol.messages import (
     CallResult,
@@ -106,10 +106,10 @@ class _Step:
         tracker: StorageTracker,
         caller: WorkerCaller,
         recorders: Sequence[int],
-        apart: Collection[int] = (),
+        detached: Collection[int] = (),
     ) -> None:
-        """recorders: by head, the worker that records the head's trajectories; none if nothing is recorded. apart: workers that
-        are not in the gang."""
+        """recorders: by head, the worker that records the head's trajectories; none if nothing is recorded. detached: workers that
+        are not in the trainer group."""
         self.version = version
         self.parts: dict[str, list[list[str]]] = {}  # model -> the ids of each data rank
         self.result = StepResult()
@@ -122,8 +122,10 @@ class _Step:
         self._reads: dict[str, list[str]] = {}  # model -> the keys that its MFCs read
         for mfc in mfcs:
             self._reads.setdefault(mfc.model, []).extend(mfc.input_keys)
-        self._apart = frozenset(apart)
-        self._gang = frozenset(w for placement in placements.values() for w in placement.workers) - self._apart
+        self._detached = frozenset(detached)
+        self._trainer_group = (
+            frozenset(w for placement in placements.values() for w in placement.workers) - self._detached
+        )
         self._heads = next(iter(placements.values())).heads
         self._came_to: dict[int, list[str]] = {}  # worker -> the groups that came to it
 
@@ -143,15 +145,16 @@ class _Step:
         return self._send(steps)
 
     def inputs(self, mfc: MFCDef) -> list[Transfer]:
-        """What workers of a model that is apart lack of the keys that an MFC reads: to be fetched from the gang."""
-        return plan_fetches(self._needed(mfc.model), mfc.input_keys, self.tracker.there, self._gang)
+        """What workers of a detached model lack of the keys that an MFC reads: to be fetched from the trainer group."""
+        return plan_fetches(self._needed(mfc.model), mfc.input_keys, self.tracker.there, self._trainer_group)
 
     def outputs(self, mfc: MFCDef) -> list[Transfer]:
-        """What the gang has to fetch of the keys that an MFC of a model that is apart has made: each where it is read or recorded,
-        and in any case where its group came to. So the gang has all of it, and another world can have it from there."""
+        """What the trainer group has to fetch of the keys that an MFC of a detached model has made: each where it is read or
+        recorded, and in any case at the head that its group of responses came to. So the trainer group has all of it, and another
+        worker group can fetch it from there."""
         needed = {worker: dict.fromkeys(ids) for worker, ids in self._came_to.items()}
         for model, reads in self._reads.items():
-            if not self._is_apart(model) and _those_in(reads, mfc.output_keys):
+            if not self._is_detached(model) and _those_in(reads, mfc.output_keys):
                 for worker, ids in self._needed(model).items():
                     needed.setdefault(worker, {}).update(dict.fromkeys(ids))
         wanted = {worker: list(ids) for worker, ids in needed.items()}
@@ -174,16 +177,16 @@ class _Step:
         return [rank for rank in ranks if missing[rank] == min(missing)]
 
     def _plan(self, model: str, keys: Sequence[str]) -> list[RedistribStep]:
-        """Counts as done: what is planned next may build on it. Nothing for a model that is apart."""
-        return [] if self._is_apart(model) else self._plan_for(self._needed(model), keys)
+        """Counts as done: what is planned next may build on it. Nothing for a detached model."""
+        return [] if self._is_detached(model) else self._plan_for(self._needed(model), keys)
 
     def _needed(self, model: str) -> dict[int, list[str]]:
         """The ids that each worker of a model computes on."""
         placement = self._placements[model]
         return {w: part for rank, part in enumerate(self.parts[model]) for w in placement.replica(rank)}
 
-    def _is_apart(self, model: str) -> bool:
-        return self._placements[model].workers[0] in self._apart
+    def _is_detached(self, model: str) -> bool:
+        return self._placements[model].workers[0] in self._detached
 
     def _plan_for(self, needed: Mapping[int, Sequence[str]], keys: Sequence[str]) -> list[RedistribStep]:
         steps = plan_redistribution(needed, keys, self.tracker.holders) if keys else []
@@ -287,8 +290,8 @@ class ModelFunctionCall:
         step.result.seconds[mfc.name] = max(reply.seconds for reply in replies)
 
 
-class ApartFunctionCall(ModelFunctionCall):
-    """An MFC of a model in a world that is apart.
+class DetachedFunctionCall(ModelFunctionCall):
+    """An MFC of a model in a detached group.
 
     waits for: as ever; and for its workers to be back, should they end (calls.py).
     """
@@ -300,22 +303,22 @@ class ApartFunctionCall(ModelFunctionCall):
         buffer: AsyncIOSequenceBuffer,
         caller: WorkerCaller,
         hooks: ParameterHooks,
-        apart: ApartWorlds,
+        detached: DetachedGroups,
     ) -> None:
         super().__init__(mfc, placement, buffer, caller, hooks)
-        self._apart, self._world = apart, apart.worlds.of(placement.workers[0])
+        self._detached, self._worker_group = detached, detached.worker_groups.of(placement.workers[0])
 
     async def run(self, step: _Step) -> None:
         body = await self._ready(step)
-        await self._apart.repeated(f"MFC {self.mfc.name}", self._world, partial(self._once, step, body))
+        await self._detached.repeated(f"MFC {self.mfc.name}", self._worker_group, partial(self._once, step, body))
         await self._buffer.amend_batch(body.ids, self.mfc.output_keys)
 
-    async def _once(self, step: _Step, body: ExecuteMFC, life: Life) -> None:
-        mfc, apart = self.mfc, self._apart
-        num_bytes = await apart.fetch(f"inputs of MFC {mfc.name}", life, step.inputs(mfc), step.tracker)
-        replies = await apart.call(f"MFC {mfc.name}", life, self._handlers, [body] * len(self._handlers))
+    async def _once(self, step: _Step, body: ExecuteMFC, incarnation: Incarnation) -> None:
+        mfc, detached = self.mfc, self._detached
+        num_bytes = await detached.fetch(f"inputs of MFC {mfc.name}", incarnation, step.inputs(mfc), step.tracker)
+        replies = await detached.call(f"MFC {mfc.name}", incarnation, self._handlers, [body] * len(self._handlers))
         self._take_note(step, body, replies)
-        num_bytes += await apart.fetch(f"outputs of MFC {mfc.name}", life, step.outputs(mfc), step.tracker)
+        num_bytes += await detached.fetch(f"outputs of MFC {mfc.name}", incarnation, step.outputs(mfc), step.tracker)
         step.count_bytes(num_bytes)
 
 
@@ -332,11 +335,11 @@ class FunctionExecutor:
         hooks: ParameterHooks,
         *,
         recorders: Sequence[int] = (),
-        apart: ApartWorlds | None = None,
+        detached: DetachedGroups | None = None,
         refresher: Refresher | None = None,
     ) -> None:
-        """recorders: by head, the worker that records trajectories with what the MFCs make of them. apart, refresher: None: all
-        workers are in one world."""
+        """recorders: by head, the worker that records trajectories with what the MFCs make of them. detached, refresher: None: all
+        workers are in one worker group."""
         self._buffer, self._tracker, self._caller, self._hooks = buffer, tracker, caller, hooks
         self._recorders = recorders
         self._placements = {placement.name: placement for placement in placements}
@@ -344,13 +347,13 @@ class FunctionExecutor:
         homeless = [f"{mfc.name} on {mfc.model!r}" for mfc in mfcs if mfc.model not in self._placements]
         if homeless:
             raise ValueError(f"MFCs run on models that are nowhere: {homeless}; there are {list(self._placements)}")
-        self._apart = apart.worlds.all_apart if apart is not None else frozenset()
+        self._detached = detached.worker_groups.all_detached if detached is not None else frozenset()
         self._refresher = refresher
         self._calls: list[ModelFunctionCall] = []
         for mfc in mfcs:
             about = mfc, self._placements[mfc.model], buffer, caller, hooks
-            if apart is not None and self._placements[mfc.model].workers[0] in self._apart:
-                self._calls.append(ApartFunctionCall(*about, apart))
+            if detached is not None and self._placements[mfc.model].workers[0] in self._detached:
+                self._calls.append(DetachedFunctionCall(*about, detached))
             else:
                 self._calls.append(ModelFunctionCall(*about))
 
@@ -359,7 +362,7 @@ class FunctionExecutor:
         left_out = self._hooks.left_out(version)
         calls = [call for call in self._calls if call.mfc.name not in left_out]
         mfcs = [call.mfc for call in calls]
-        step = _Step(version, mfcs, self._placements, self._tracker, self._caller, self._recorders, self._apart)
+        step = _Step(version, mfcs, self._placements, self._tracker, self._caller, self._recorders, self._detached)
         await self._buffer.begin_batch(tickets)
         moved = step.begin(self._buffer.metas(tickets), self._buffer.common_keys(tickets))
         tasks = [moved, *(asyncio.ensure_future(call.run(step)) for call in calls)]
@@ -374,9 +377,9 @@ class FunctionExecutor:
         return step.result
 
     async def _refresh(self, step: _Step, version: int) -> None:
-        """What follows the step that made this version: in the gang by collectives, elsewhere through the disk."""
+        """What follows the step that made this version: in the trainer group by collectives, elsewhere through the disk."""
         refresher, copies = self._refresher, self._hooks.after_step(version)
-        elsewhere = [body for body in copies if refresher is not None and refresher.is_apart(body.target)]
+        elsewhere = [body for body in copies if refresher is not None and refresher.is_detached(body.target)]
         copied = step.copy_weights(body for body in copies if body not in elsewhere)
         await asyncio.gather(*copied)
         if refresher is not None:

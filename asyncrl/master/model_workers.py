@@ -11,9 +11,9 @@ from pathlib import Path
 from asyncrl.config.schema import CRITIC, REF, MasterWorkerConfig
 from asyncrl.dataflow.graph import MFCDef, without_generation
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
-from asyncrl.dataflow.worlds import Worlds
+from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, StorageTracker
-from asyncrl.master.calls import ApartWorlds, WorkerCaller
+from asyncrl.master.calls import DetachedGroups, WorkerCaller
 from asyncrl.master.executor import FunctionExecutor, ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.protocol.messages import (
@@ -56,7 +56,10 @@ class ModelWorkers:
         *,
         logger: logging.Logger,
     ) -> None:
-        self.models, self.worlds = placements_of(config), Worlds.of_config(config.num_model_workers, config.apart)
+        self.models, self.worker_groups = (
+            placements_of(config),
+            WorkerGroups.of_config(config.num_model_workers, config.detached),
+        )
         self.heads = next(iter(self.models.values())).heads  # workers that take trajectories, by head
         self.caller, self.tracker = caller, tracker
         mfcs = [MFCDef.of(mfc) for mfc in config.mfcs]
@@ -65,10 +68,14 @@ class ModelWorkers:
         self._refreshes_ref = config.train.ref.update_interval > 0
         self._logger = logger
         self.refresher: Refresher
-        self._apart = ApartWorlds(
-            self.worlds, client, caller, config.train.call_timeout_s, prepare=lambda life: self.refresher.prepare(life)
+        self._detached = DetachedGroups(
+            self.worker_groups,
+            client,
+            caller,
+            config.train.call_timeout_s,
+            prepare=lambda incarnation: self.refresher.prepare(incarnation),
         )
-        self.refresher = Refresher(self.models, self._apart, caller, self._run_dir, config.worker.attempt)
+        self.refresher = Refresher(self.models, self._detached, caller, self._run_dir, config.worker.attempt)
         self.executor = FunctionExecutor(
             without_generation([mfc if mfc.model else replace(mfc, model=ACTOR) for mfc in mfcs]),
             list(self.models.values()),
@@ -77,22 +84,22 @@ class ModelWorkers:
             caller,
             self.hooks,
             recorders=self.heads if config.records else (),
-            apart=self._apart,
+            detached=self._detached,
             refresher=self.refresher,
         )
 
     async def load(self) -> None:
         """Wait until all have loaded their models."""
         await asyncio.gather(
-            self.caller.call("models to be loaded", list(self.worlds.gang), Ping()),
-            *(self._load_apart(world) for world in self.worlds.apart),
+            self.caller.call("models to be loaded", list(self.worker_groups.trainer), Ping()),
+            *(self._load_detached(group) for group in self.worker_groups.detached),
         )
 
     async def load_checkpoint(self, path: Path, shared: Mapping[str, str]) -> None:
-        """At every worker of the gang, whatever its layout was when it was saved. shared: of Refresher.state: where weights are
-        that are in no checkpoint, or in one that only the gang has loaded."""
+        """At every worker of the trainer group, whatever its layout was when it was saved. shared: of Refresher.state: where
+        weights are that are in no checkpoint, or in one that only the trainer group has loaded."""
         load = LoadCheckpoint(folder=name_of(self._run_dir, path))
-        await self.caller.call(f"{path.name} to be loaded", list(self.worlds.gang), load)
+        await self.caller.call(f"{path.name} to be loaded", list(self.worker_groups.trainer), load)
         if self._refreshes_ref:
             refreshed = [name for name, model in self.models.items() if model.role == REF]
             await self.refresher.restore(shared, str(path), refreshed)
@@ -101,8 +108,12 @@ class ModelWorkers:
     def forget(self, tickets: Sequence[str]) -> asyncio.Task[list[CallResult]]:
         """Have all workers that hold something of these groups forget it."""
         workers, body, what = self.tracker.drop(tickets), ClearData(ids=list(tickets)), "forgetting groups"
-        self._apart.tell_nowait(what, [worker for worker in workers if worker in self.worlds.all_apart], body)
-        return self.caller.start(what, [worker for worker in workers if worker not in self.worlds.all_apart], body)
+        self._detached.tell_nowait(
+            what, [worker for worker in workers if worker in self.worker_groups.all_detached], body
+        )
+        return self.caller.start(
+            what, [worker for worker in workers if worker not in self.worker_groups.all_detached], body
+        )
 
     def start(self, model: str, what: str, body: CallBody) -> asyncio.Task[list[CallResult]]:
         """Call all workers of a model."""
@@ -132,6 +143,8 @@ class ModelWorkers:
         )
         await self.caller.call(f"{body.folder} to be complete", self.models[body.role].workers[:1], commit)
 
-    async def _load_apart(self, world: Sequence[int]) -> None:
-        what, pings = "models to be loaded", [Ping()] * len(world)
-        await self._apart.repeated(what, world, lambda life: self._apart.call(what, life, world, pings))
+    async def _load_detached(self, group: Sequence[int]) -> None:
+        what, pings = "models to be loaded", [Ping()] * len(group)
+        await self._detached.repeated(
+            what, group, lambda incarnation: self._detached.call(what, incarnation, group, pings)
+        )

@@ -1,11 +1,11 @@
-"""Weights of models that are apart (dataflow/worlds.py) and get the actor's every now and then: through the run's folder.
+"""Weights of detached models (dataflow/worker_groups.py) that are refreshed from the actor: through the run's folder.
 
     the actor's workers write theirs -> committed -> the model takes them -> share < 1: what it has become is written, committed
-                                        \\________ a piece of work: done again in the next life, from what was before ________/
+                                        \\________ a piece of work: done again in the next incarnation, from what was before __/
 
-In a world they share, weights are copied by collectives (model/reallocate.py): with the same numbers, in float32. What a model has
-taken stays on disk until it has taken something else, and as long as a checkpoint names it: a new life begins with it, and so does
-a run that goes on. Files are those of a checkpoint (model/checkpoint.py): complete or absent, verified when they are read.
+Within a worker group, weights are copied by collectives (model/reallocate.py): with the same numbers, in float32. What a model has
+taken stays on disk until it has taken something else, and as long as a checkpoint names it. A new incarnation begins with it, and
+so does a run that goes on. Files are those of a checkpoint (model/checkpoint.py): complete or absent, verified when they are read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.dataflow.topology import ModelPlacement
-from asyncrl.master.calls import ApartWorlds, Life, WorkerCaller
+from asyncrl.master.calls import DetachedGroups, Incarnation, WorkerCaller
 from asyncrl.protocol.messages import (
     CallResult,
     CommitCheckpoint,
@@ -40,18 +40,18 @@ class Refresher:
     def __init__(
         self,
         placements: Mapping[str, ModelPlacement],
-        apart: ApartWorlds,
+        detached: DetachedGroups,
         caller: WorkerCaller,
         run_dir: Path,
         attempt: int,
     ) -> None:
-        self._placements, self._apart, self._caller = placements, apart, caller
+        self._placements, self._detached, self._caller = placements, detached, caller
         self._run_dir, self._folder, self._attempt = run_dir, shared_dir(run_dir), attempt
         self._taken: dict[str, str] = {}  # model -> the folder with the weights it has; none: those of its path
         self._named: frozenset[str] = frozenset()  # by the checkpoint begun last, which may not be there yet
 
-    def is_apart(self, model: str) -> bool:
-        return self._placements[model].workers[0] in self._apart.worlds.all_apart
+    def is_detached(self, model: str) -> bool:
+        return self._placements[model].workers[0] in self._detached.worker_groups.all_detached
 
     def state(self) -> dict[str, str]:
         """For a checkpoint: what its run has to know to go on."""
@@ -64,74 +64,74 @@ class Refresher:
         source = f"{body.target}-a{self._attempt:04d}-v{version:08d}"
         await self._share(body.source, source)
 
-        async def take(life: Life) -> str:
-            await self._take(life, target, source, body.share)
+        async def take(incarnation: Incarnation) -> str:
+            await self._take(incarnation, target, source, body.share)
             if body.share == 1.0:
                 return source
-            kept = f"{source}-taken-{life.number}"  # a life before may have got as far as this
-            await self._keep(life, target, kept)
+            kept = f"{source}-taken-{incarnation.number}"  # an incarnation before may have written some of it
+            await self._keep(incarnation, target, kept)
             return kept
 
         what = f"{body.target} to take weights of {body.source}"
-        self._taken[body.target] = await self._apart.repeated(what, self._world(target), take)
+        self._taken[body.target] = await self._detached.repeated(what, self._worker_group(target), take)
         await asyncio.to_thread(self._prune)
 
     async def restore(self, state: Mapping[str, str], checkpoint: str, refreshed: Sequence[str]) -> None:
         """Go on from a checkpoint, whatever layout it is of. state: what `state` gave; refreshed: models that are not for ever what
-        their paths hold. The gang has loaded what the checkpoint has of models in it."""
+        their paths hold. The trainer group has loaded what the checkpoint has of models in it."""
         for model in refreshed:
             placement, folder = self._placements[model], state.get(model) or state.get(self._placements[model].role, "")
-            if not self.is_apart(model):
+            if not self.is_detached(model):
                 if folder:
                     body = TakeWeights(model=model, folder=self._name(folder))
                     await self._caller.call(f"{model} to take its weights", placement.workers, body)
                 continue
             take = partial(self._begin, placement, folder, checkpoint)
-            self._taken[model] = await self._apart.repeated(f"{model} to go on", self._world(placement), take)
+            self._taken[model] = await self._detached.repeated(f"{model} to go on", self._worker_group(placement), take)
 
-    async def prepare(self, life: Life) -> None:
-        """A new life of a world: its models have been loaded from their paths."""
+    async def prepare(self, incarnation: Incarnation) -> None:
+        """For a new incarnation of a detached group, whose models have been loaded from their paths."""
         for model, folder in list(self._taken.items()):
-            if self._placements[model].workers[0] in life.world:
-                await self._take(life, self._placements[model], folder, 1.0)
+            if self._placements[model].workers[0] in incarnation.group:
+                await self._take(incarnation, self._placements[model], folder, 1.0)
 
     # ------------------------------------------------------------------------------------------------------------- inside
 
     def _name(self, folder: str) -> str:
         return name_of(self._run_dir, self._folder / folder)
 
-    def _world(self, placement: ModelPlacement) -> tuple[int, ...]:
-        return self._apart.worlds.of(placement.workers[0])
+    def _worker_group(self, placement: ModelPlacement) -> tuple[int, ...]:
+        return self._detached.worker_groups.of(placement.workers[0])
 
-    async def _begin(self, model: ModelPlacement, folder: str, checkpoint: str, life: Life) -> str:
+    async def _begin(self, model: ModelPlacement, folder: str, checkpoint: str, incarnation: Incarnation) -> str:
         """Have a model as the run left it. Returns the folder that keeps these weights."""
         if folder:
-            await self._take(life, model, folder, 1.0)
+            await self._take(incarnation, model, folder, 1.0)
             return folder
-        # It was in the gang, or had not been refreshed yet
-        load = [LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))] * len(life.world)
-        await self._apart.call(f"{model.name} of a checkpoint to be loaded", life, life.world, load)
-        kept = f"{model.name}-a{self._attempt:04d}-begun-{life.number}"  # the checkpoint will be pruned
-        await self._keep(life, model, kept)
+        # It was in the trainer group, or had not been refreshed yet
+        load = [LoadCheckpoint(folder=name_of(self._run_dir, Path(checkpoint)))] * len(incarnation.group)
+        await self._detached.call(f"{model.name} of a checkpoint to be loaded", incarnation, incarnation.group, load)
+        kept = f"{model.name}-a{self._attempt:04d}-begun-{incarnation.number}"  # the checkpoint will be pruned
+        await self._keep(incarnation, model, kept)
         return kept
 
-    async def _take(self, life: Life, target: ModelPlacement, folder: str, share: float) -> None:
+    async def _take(self, incarnation: Incarnation, target: ModelPlacement, folder: str, share: float) -> None:
         bodies = [TakeWeights(model=target.name, folder=self._name(folder), share=share)] * len(target.workers)
-        await self._apart.call(f"{target.name} to take weights", life, target.workers, bodies)
+        await self._detached.call(f"{target.name} to take weights", incarnation, target.workers, bodies)
 
     async def _share(self, model: str, folder: str) -> None:
-        """A model of the gang."""
+        """A model of the trainer group."""
         workers, name = self._placements[model].workers, self._name(folder)
         body = ShareWeights(model=model, folder=name)
         replies = await self._caller.call(f"weights of {model} to be written", workers, body)
         await self._caller.call(f"{folder} to be complete", workers[:1], _commit_of(name, replies))
 
-    async def _keep(self, life: Life, model: ModelPlacement, folder: str) -> None:
-        """A model that is apart."""
+    async def _keep(self, incarnation: Incarnation, model: ModelPlacement, folder: str) -> None:
+        """A detached model."""
         name, workers = self._name(folder), model.workers
         bodies = [ShareWeights(model=model.name, folder=name)] * len(workers)
-        replies = await self._apart.call(f"weights of {model.name} to be written", life, workers, bodies)
-        await self._apart.call(f"{folder} to be complete", life, workers[:1], [_commit_of(name, replies)])
+        replies = await self._detached.call(f"weights of {model.name} to be written", incarnation, workers, bodies)
+        await self._detached.call(f"{folder} to be complete", incarnation, workers[:1], [_commit_of(name, replies)])
 
     def _prune(self) -> None:
         """Remove what nobody has and no checkpoint names. On a thread."""

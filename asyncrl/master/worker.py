@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 
 from asyncrl.config.schema import MasterWorkerConfig
 from asyncrl.dataflow.topology import build_handler_routing
-from asyncrl.dataflow.worlds import Worlds
+from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.books import Books
 from asyncrl.master.buffer import AsyncIOSequenceBuffer, Grants, StorageTracker
 from asyncrl.master.calls import WorkerCaller
@@ -67,7 +67,7 @@ class MasterWorker(Worker):
         )
         capacity = (1 + config.max_head_offpolicyness) * config.train.batch_size
         buffer = AsyncIOSequenceBuffer(books.progress, capacity=capacity, attempt=info.attempt)
-        tracker = StorageTracker(Worlds.of_config(config.num_model_workers, config.apart).all_apart)
+        tracker = StorageTracker(WorkerGroups.of_config(config.num_model_workers, config.detached).all_detached)
         if config.mode != "sync":
             await self._open_intake(directory, opened, books, buffer, tracker)
         caller, workers = await self._meet_workers(directory, opened, books, buffer, tracker)
@@ -158,10 +158,10 @@ class MasterWorker(Worker):
     ) -> tuple[WorkerCaller, ModelWorkers]:
         config, info = self.config, self.info
 
-        def begin_anew(world: Sequence[int]) -> None:
-            """A world that is apart is in another life: its workers' stores are empty."""
-            tracker.forget(world)
-            books.note("restarted", workers=[f"model_worker/{worker}" for worker in world])
+        def begin_anew(group: Sequence[int]) -> None:
+            """A detached group has begun another incarnation: its workers' stores are empty."""
+            tracker.forget(group)
+            books.note("restarted", workers=[f"model_worker/{worker}" for worker in group])
 
         client = NameResolvingRequestClient(
             directory.resolver,
@@ -172,8 +172,8 @@ class MasterWorker(Worker):
             transport=self.system.transport,
             incarnation=self.incarnation,
             attempt=info.attempt,
-            apart=Worlds.of_config(config.num_model_workers, config.apart).apart,
-            on_new_life=begin_anew,
+            detached=WorkerGroups.of_config(config.num_model_workers, config.detached).detached,
+            on_new_incarnation=begin_anew,
         )
         opened.push_async_callback(client.close)
         async with self.board.waiting("model workers to connect", on="barrier", limit_s=info.runtime.start_timeout_s):

@@ -19,11 +19,11 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.fetching import DataFetcher, FetchError
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import Interface
+from asyncrl.model.process_group import ProcessGroup
 from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
-from asyncrl.model.world import World
 from asyncrl.protocol.messages import (
     CallResult,
     ClearData,
@@ -63,7 +63,7 @@ class Calls:
     def __init__(
         self,
         config: ModelWorkerConfig,
-        world: World,
+        process_group: ProcessGroup,
         engines: Mapping[str, TrainEngine],
         interfaces: Mapping[str, Interface],
         store: DataStore,
@@ -83,7 +83,7 @@ class Calls:
         """engines: by model, interfaces: by MFC; those of this worker. receiver: at heads. group_maker: of a worker with the MFC
         that generates."""
         self.store, self.engines = store, engines
-        self._config, self._info, self._world = config, config.worker, world
+        self._config, self._info, self._process_group = config, config.worker, process_group
         self._receiver, self._group_maker, self._data, self._fetcher = receiver, group_maker, data, fetcher
         self._publisher, self._recorder, self._compute = publisher, recorder, compute
         self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
@@ -135,7 +135,7 @@ class Calls:
             try:
                 with self._trace.overlapping("fetch data", kind="data"):
                     num_bytes = await self._fetcher.fetch(body.parts)
-            except FetchError as error:  # of another world: this one goes on
+            except FetchError as error:  # of another worker group: this one goes on
                 unfetched = str(error)
                 self._logger.warning("%s", error)
             self._board.set_queue("store", len(self.store))
@@ -242,7 +242,7 @@ class Calls:
 
     def _reallocate(self, body: Reallocate) -> int:
         workers = {*self._placements[body.source].workers, *self._placements[body.target].workers}
-        ranks = sorted(map(self._world.rank_of, workers))
+        ranks = sorted(map(self._process_group.rank_of, workers))
         source, target = self.engines.get(body.source), self.engines.get(body.target)
         with self._trace.span("copy weights", track="compute", source=body.source, target=body.target):
             return reallocate(source, target, workers=ranks, share=body.share)
@@ -258,7 +258,7 @@ class Calls:
         }
 
     def _load_checkpoint(self, path: Path) -> None:
-        state = checkpoint.load(path, self._checkpointed, workers=range(self._world.size), or_as_is=(REF,))
+        state = checkpoint.load(path, self._checkpointed, workers=range(self._process_group.size), or_as_is=(REF,))
         for mfc, interface in self._interfaces.items():
             interface.restore({key.partition("/")[2]: x for key, x in state.items() if key.partition("/")[0] == mfc})
 

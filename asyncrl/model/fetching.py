@@ -1,11 +1,11 @@
-"""Data between model workers of different worlds (worlds.py): over HTTP, because collectives end with a world.
+"""Data between model workers of different worker groups (worker_groups.py): over HTTP, as collectives end with a group.
 
-    HeldData, at each worker of a run with worlds apart -- POST /held_data: ids, keys --> as many of these groups as fit, raw
+    HeldData, at each worker of a run with detached groups -- POST /held_data: ids, keys --> as many of these ids as fit, raw
     master -- FetchData(parts) --> DataFetcher of a worker: asks, checks, stores copies
 
-Only what is asked for by the master moves, and it names the source's life: a worker that has been started again is asked under
-its own URL, and one that is gone gives no answer. A fetch that fails changes nothing, ends nobody, and is told to the master, who
-has it done again (master/calls.py).
+Only what the master asks for moves. The master names the incarnation of the source's worker group: a worker that has been started
+again is asked under its own URL, and one that is gone gives no answer. A fetch that fails changes nothing and ends no process. Its
+reply tells the master, which has it done again (master/calls.py).
 
 An answer is a number of sizes, the sizes, then the header and the frames of data/sequence.py: dtypes stay what they are, nothing is
 unpickled, and who asks checks that it got what it asked for.
@@ -159,7 +159,7 @@ class DataFetcher:
         """max_bytes: of a message (runtime.max_message_bytes)."""
         self._session, self._store, self._directory, self._board = session, store, directory, board
         self._attempt, self._max_bytes = attempt, max_bytes
-        self._urls: dict[tuple[int, int], str] = {}  # by worker and life
+        self._urls: dict[tuple[int, int], str] = {}  # by worker and incarnation of its group
 
     async def fetch(self, parts: Sequence[FetchPart]) -> int:
         """Have all of them stored. Returns the bytes received. Raises FetchError; then some may have been stored."""
@@ -176,7 +176,9 @@ class DataFetcher:
         while left:  # each turn takes an id at least, or fails
             answer, source = self._ask(part, left[:_MAX_IDS]), f"model_worker/{part.source}"
             try:
-                body = await self._board.bounded(answer, what="data of another world", on=source, limit_s=LIMIT_S)
+                body = await self._board.bounded(
+                    answer, what="data of another worker group", on=source, limit_s=LIMIT_S
+                )
                 sample = await asyncio.to_thread(partial(unpack_sample, body, max_bytes=self._limit_of_body))
             except WaitTimeoutError as error:
                 raise FetchError(str(error)) from error
@@ -200,7 +202,7 @@ class DataFetcher:
         return 2 * self._max_bytes + MAX_HEADER_BYTES
 
     async def _ask(self, part: FetchPart, ids: Sequence[str]) -> bytes:
-        url = await self._url_of(part.source, part.life)
+        url = await self._url_of(part.source, part.group_incarnation)
         request = _encode_request(HeldDataRequest(ids=list(ids), keys=part.keys))
         async with self._session.post(url + PATH, data=request) as response:
             if response.status != 200:
@@ -213,11 +215,11 @@ class DataFetcher:
                     raise FetchError(f"model_worker/{part.source} answers with more than {self._limit_of_body} bytes")
             return bytes(body)
 
-    async def _url_of(self, source: int, life: int) -> str:
-        """Published before its worker answered the first call of this life; it stays the same as long as that."""
-        if (source, life) not in self._urls:
-            key = self._directory.names.held_data(source, self._attempt, life)
+    async def _url_of(self, source: int, group_incarnation: int) -> str:
+        """Published before its worker answered the first call in this incarnation; it stays the same as long as that."""
+        if (source, group_incarnation) not in self._urls:
+            key = self._directory.names.held_data(source, self._attempt, group_incarnation)
             url = await asyncio.to_thread(self._directory.resolver.wait, key, LIMIT_S)
             self._urls = {known: there for known, there in self._urls.items() if known[0] != source}
-            self._urls[source, life] = url
-        return self._urls[source, life]
+            self._urls[source, group_incarnation] = url
+        return self._urls[source, group_incarnation]

@@ -537,7 +537,8 @@ class PPOActorInterface(Interface):
     """One train step of PPO: minibatches, each of them one optimizer step.
 
     Consumes the groups of this rank with the keys of `actor_train`; produces new weights in the engine and the statistics of
-    the step. Waits, in collective calls, for the other ranks; a rank that fails is noticed by the master, which ends the gang.
+    the step. Waits, in collective calls, for the other ranks; a rank that fails is noticed by the master, which ends the
+    trainer group.
     """
 
     def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int) -> None:

@@ -1,8 +1,9 @@
 """Where a rank is in the grid of a model, and the process groups of its neighbours.
 
-Every model worker is a rank of a torch.distributed world (world.py). A model's grid covers some of them, in training order (pipe,
-data, tensor; the last varies fastest). Making a mesh makes process groups, which is collective over the whole world: every worker
-makes the meshes of all its models, in the same order, also of those it holds nothing of. A placement's workers are ranks here.
+Every model worker is a rank of a torch.distributed world (process_group.py). A model's grid covers some of them, in training
+order (pipe, data, tensor; the last varies fastest). Making a mesh makes process groups, which is collective over the whole world:
+every worker makes the meshes of all its models, in the same order, also of those it holds nothing of. A placement's workers are
+ranks here.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ class Publisher:
         self._begin(self._checkpoints, call, "write checkpoint", path, write, state)
 
     async def share(self, call: Call, body: ShareWeights, engine: TrainEngine) -> None:
-        """Like write_checkpoint, of a model's parameters alone: for a model of another world."""
+        """Like write_checkpoint, of a model's parameters alone: for a model of another worker group."""
         path = self._path(body.folder)
         await self._end_of_writing(self._checkpoints)
         part = await self._snapshot(partial(checkpoint.snapshot, {SHARED: engine}, moments=False), body.model)

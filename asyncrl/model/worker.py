@@ -4,7 +4,7 @@
                                                                                       made here, in the first of the MFCs)
     master -- calls --> [reply server] -> compute thread: MFCs, data and weights on their way between workers, snapshots
                                           writer thread: snapshots to disk
-    workers of other worlds <-- data --> [held data, fetcher]      (where the run has worlds apart: worlds.py)
+    workers of other groups <-- data --> [held data, fetcher]      (where the run has detached groups: worker_groups.py)
     gserver manager -- /broadcast_weights --> [sender, on the first model's first rank]: snapshots to generation servers
 
 Sockets live on the event loop; everything that touches a tensor runs on one compute thread, one call after another in the
@@ -27,7 +27,7 @@ from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.trajectories import BackgroundRecorder, recording_dir
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
-from asyncrl.dataflow.worlds import Worlds
+from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.model.broadcast import WeightSender
 from asyncrl.model.calls import Calls, trajectory_files
 from asyncrl.model.compute import Compute
@@ -37,11 +37,11 @@ from asyncrl.model.fetching import DataFetcher, HeldData
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
+from asyncrl.model.process_group import ProcessGroup, choose_device
 from asyncrl.model.publishing import Publisher
 from asyncrl.model.sending import ServerClient
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
-from asyncrl.model.world import World, choose_device
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_client import open_session
@@ -52,7 +52,7 @@ from asyncrl.runtime.worker import Worker
 
 
 class ModelWorker(Worker):
-    """One rank of a world, with a shard of each model that is placed here.
+    """One rank of a process group, with a shard of each model that is placed here.
 
     consumes: trajectories (from rollout workers), calls (from the master, in order).
     produces: metadata of trajectories, results of calls, files of weight versions.
@@ -88,13 +88,13 @@ class ModelWorker(Worker):
             transport=self.system.transport,
             lease=directory.lease,
             attempt=info.attempt,
-            life=info.life,
+            group_incarnation=info.group_incarnation,
         )
         opened.push_async_callback(server.close)
         await server.start()
         device = choose_device(index, tf32=bool(config.train.tf32))
-        world = World(info, Worlds.of_config(info.count, config.apart), limit_s=limit_s)
-        meshes = await self._meet(world, directory, compute, device) if world.size > 1 else {}
+        process_group = ProcessGroup(info, WorkerGroups.of_config(info.count, config.detached), limit_s=limit_s)
+        meshes = await self._meet(process_group, directory, compute, device) if process_group.size > 1 else {}
         engines = {
             model.name: await self._load(model, compute, device, meshes.get(model.name))
             for model in config.models
@@ -105,7 +105,7 @@ class ModelWorker(Worker):
             if mfc.kind == "generate" and mfc.model in engines:
                 group_maker = GroupMaker(config, engines[mfc.model], self.board, self.logger, clock=self.system.clock)
                 opened.callback(group_maker.close)
-        data = DataManager(store, worker=index, limit_s=limit_s, rank_of=world.rank_of)
+        data = DataManager(store, worker=index, limit_s=limit_s, rank_of=process_group.rank_of)
         opened.callback(data.close)
         sender = None
         if index == self._first.workers[0] and config.weights.transport == "broadcast":
@@ -116,7 +116,7 @@ class ModelWorker(Worker):
         opened.callback(publisher.close)
         calls = Calls(
             config,
-            world,
+            process_group,
             engines,
             interfaces,
             store,
@@ -134,9 +134,9 @@ class ModelWorker(Worker):
         )
         if receiver is not None:
             self.tasks.spawn(receiver.run(), "take in")
-        apart = f", apart, in life {info.life}" if world.is_apart else ""
+        detached = f", detached, in incarnation {info.group_incarnation}" if process_group.is_detached else ""
         models = ", ".join(engines) or "no model"
-        self.logger.info("rank %d of %d%s on %s: %s", world.rank, world.size, apart, device, models)
+        self.logger.info("rank %d of %d%s on %s: %s", process_group.rank, process_group.size, detached, device, models)
         self.began()
         await self.serve(calls, server)
 
@@ -170,13 +170,13 @@ class ModelWorker(Worker):
         return await opened.enter_async_context(opening)
 
     async def _open_fetcher(self, directory: Directory, opened: AsyncExitStack, store: DataStore) -> DataFetcher:
-        """And, in a run with worlds apart, its counterpart for the others."""
+        """And, in a run with detached groups, its counterpart for the others."""
         info, max_bytes = self.info, self.info.runtime.max_message_bytes
         session = await opened.enter_async_context(open_session(max_connections=8))
-        if self.config.apart:
+        if self.config.detached:
             held = HeldData(store, host=info.runtime.host, max_bytes=max_bytes)
             url = await opened.enter_async_context(held.serving())
-            await directory.publish(self.names.held_data(info.index, info.attempt, info.life), url)
+            await directory.publish(self.names.held_data(info.index, info.attempt, info.group_incarnation), url)
         return DataFetcher(session, store, directory, self.board, attempt=info.attempt, max_bytes=max_bytes)
 
     async def _open_sender(self, directory: Directory, opened: AsyncExitStack, device: torch.device) -> WeightSender:
@@ -206,13 +206,13 @@ class ModelWorker(Worker):
         return recorder
 
     async def _meet(
-        self, world: World, directory: Directory, compute: Compute, device: torch.device
+        self, process_group: ProcessGroup, directory: Directory, compute: Compute, device: torch.device
     ) -> dict[str, ModelMesh | None]:
         """The meshes of all models."""
         limit_s = self.info.runtime.start_timeout_s
-        join = partial(world.join, await world.rendezvous(directory), device)
-        await compute(join, f"the {world.size} workers to meet", limit_s=limit_s)
-        make = partial(world.meshes, list(self._placements.values()), device)
+        join = partial(process_group.join, await process_group.rendezvous(directory), device)
+        await compute(join, f"the {process_group.size} workers to meet", limit_s=limit_s)
+        make = partial(process_group.meshes, list(self._placements.values()), device)
         return await compute(make, "process groups of the models", limit_s=limit_s)
 
     async def _load(

@@ -1,7 +1,8 @@
 """The fence (pure): a receiver remembers the newest place that it has seen, refuses what is earlier, and adopts what is later.
 
-A place is what only grows while a run goes on: the attempt of the training side, (attempt, life) of a receiver, a WeightVersion, or
-a process's incarnation. Processes that were frozen or cut off speak after their successors; none of them may take a receiver back.
+A place is what only grows while a run goes on: the attempt of the trainer group, (attempt, group incarnation) of a receiver, a
+WeightVersion, or a process's incarnation. Processes that were frozen or cut off speak after their successors; none of them may take
+a receiver back.
 """
 
 from __future__ import annotations

@@ -540,7 +540,7 @@ class Redistribute(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HeldDataRequest(Struct, frozen=True, kw_only=True):
-    """POST /held_data (MessagePack), from a model worker to one of another world: these keys of these ids.
+    """POST /held_data (MessagePack), from a model worker to one of another worker group: these keys of these ids.
 
     The answer (model/fetching.py) has as many of the ids, in order, as fit into a message, and at least one.
     """
@@ -550,16 +550,16 @@ class HeldDataRequest(Struct, frozen=True, kw_only=True):
 
 
 class FetchPart(Struct, frozen=True, array_like=True):
-    """Groups' keys that a worker of another world has, in one of its lives."""
+    """Keys of groups of responses that a worker of another worker group holds."""
 
     source: int
-    life: int
+    group_incarnation: int  # of the source's worker group
     ids: list[str]
     keys: list[str]
 
 
 class FetchData(Struct, frozen=True, kw_only=True, tag=True):
-    """Ask other worlds' workers for data, and store it (model/fetching.py). What could not be had is told in `unfetched`."""
+    """Ask workers of other groups for data, and store it (model/fetching.py). What could not be had is told in `unfetched`."""
 
     parts: list[FetchPart]
 
@@ -576,8 +576,8 @@ class Reallocate(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ShareWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Write a model's parameters for a model of another world, at every worker of it, in a checkpoint's format. The reply comes
-    when this worker's files are on disk, with `files`; CommitCheckpoint follows."""
+    """Write a model's parameters for a model of another worker group, at every worker of it, in a checkpoint's format. The reply
+    comes when this worker's files are on disk, with `files`; CommitCheckpoint follows."""
 
     model: str
     folder: str  # its name in the run (run_folder.py)
@@ -777,7 +777,7 @@ class WantedProcess(Struct, frozen=True, kw_only=True):
     agent: str  # incarnation of the agent that is meant: one that comes after it starts nothing of old
     attempt: int
     name: str
-    life: Annotated[int, msgspec.Meta(ge=1)]  # counts starts, of all processes: a higher one replaces a lower
+    incarnation: Annotated[int, msgspec.Meta(ge=1)]  # counts starts, of all processes: a higher one replaces a lower
     wish: Literal["run", "stop", "kill"] = "run"  # stop: it is asked to end
     config: str  # its resolved config, YAML
     env: dict[str, str] = {}
@@ -789,7 +789,7 @@ class ChildReport(Struct, frozen=True, kw_only=True):
     """A process on a host, as its agent sees it."""
 
     name: str
-    life: int
+    incarnation: int
     pid: int = 0  # 0: not forked yet
     log: str = ""
     status: WorkerStatus | None = None

@@ -27,17 +27,17 @@ def _check(part: str, what: str) -> str:
 
 
 def incarnation(name: str, *, attempt: int = 0, start: int = 0, unique: str = "") -> str:
-    """One life of a process. Counters, not clocks, tell which of two lives of a name is the later one.
+    """Identifies one process among those of its name. Counters, not clocks, tell which of two incarnations is the later one.
 
-    attempt: of the run. start: number of this start within its launcher; 0: not known, and then neither life is the earlier one.
-    unique: no other life has it; default: this process's number and eight random hex digits.
+    attempt: of the run. start: number of this start within its launcher; 0: not known, and then neither is the earlier one.
+    unique: no other incarnation has it; default: this process's number and eight random hex digits.
     """
     order = attempt * _STARTS_PER_ATTEMPT + start if start else 0
     return f"{name}.{order:019d}.{unique or f'{os.getpid()}.{uuid.uuid4().hex[:8]}'}"
 
 
 def is_earlier(incarnation: str, other: str) -> bool:
-    """Whether a life began before another of the same name. False where that is not known."""
+    """Whether an incarnation began before another of the same name. False where that is not known."""
     if incarnation == other:  # nearly always: who reports is who was here before
         return False
     one, two = _INCARNATION.search(incarnation), _INCARNATION.search(other)
@@ -119,13 +119,13 @@ class Names:
         """Address of a channel's receiving socket (`puller0`, `master_meta`, `request_reply/3`, ...)."""
         return f"{self.root}/stream/{stream_name}"
 
-    def process_group(self, role: str, attempt: int, life: int = 0) -> str:
-        """host:port of the torch.distributed store of a role's mesh, in one attempt and one life of its world."""
-        return f"{self.root}/process_group/{role}/{attempt}" + (f".{life}" if life else "")
+    def process_group(self, role: str, attempt: int, group_incarnation: int = 0) -> str:
+        """host:port of the torch.distributed store of a role's mesh, in one attempt and one incarnation of its worker group."""
+        return f"{self.root}/process_group/{role}/{attempt}" + (f".{group_incarnation}" if group_incarnation else "")
 
-    def held_data(self, worker: int, attempt: int, life: int) -> str:
-        """URL at which a model worker gives out what its data store holds; of one life, so that it never is another's."""
-        return f"{self.root}/held_data/{worker}/{attempt}.{life}"
+    def held_data(self, worker: int, attempt: int, group_incarnation: int) -> str:
+        """URL at which a model worker gives out what its data store holds. Each incarnation of its worker group has another one."""
+        return f"{self.root}/held_data/{worker}/{attempt}.{group_incarnation}"
 
     def statuses(self) -> str:
         """Subtree: one WorkerStatus a worker."""

@@ -241,7 +241,7 @@ class ChannelSender:
             return
         if self._places.is_over(endpoint.place):
             logger.warning(
-                "%s: %s of attempt %d, life %d is ignored: it is over",
+                "%s: %s of attempt %d, incarnation %d of its worker group, is ignored: it is over",
                 self.name,
                 endpoint.incarnation,
                 *endpoint.place,
@@ -253,7 +253,9 @@ class ChannelSender:
         if self._link is not None:
             logger.info("%s: %s is now %s", self.name, self.peer, endpoint.incarnation)
             self._link.push.close()
-        restarted = before is not None and (self._window.answered or endpoint.life > before.life)
+        restarted = before is not None and (
+            self._window.answered or endpoint.group_incarnation > before.group_incarnation
+        )
         self._places.adopt(endpoint.place)
         self._link = link = _Link(endpoint, push, self._pull.address)
         self._answered.clear()
@@ -711,11 +713,11 @@ class PublishedReceiver(ABC, Generic[T]):
         lease: int | None = None,
         transport: Transport | None = None,
         attempt: int = 1,
-        life: int = 0,
+        group_incarnation: int = 0,
     ) -> None:
         self._resolver = resolver
         self._attempts = Fence(attempt)  # this one for good
-        self._life = life
+        self._group_incarnation = group_incarnation
         self._key = names.stream(stream)
         self._label = label  # what it is called in refusals
         self._lease = lease
@@ -725,10 +727,12 @@ class PublishedReceiver(ABC, Generic[T]):
     async def start(self) -> None:
         """Bind, then publish: whoever finds the name finds a bound socket.
 
-        Raises FencedError where a later attempt, or a later life in this one, has the name.
+        Raises FencedError where a later attempt, or a later incarnation of its worker group, has the name.
         """
         await asyncio.to_thread(self._check_name)
-        endpoint = msgspec.structs.replace(await self._receiver.start(), attempt=self._attempts.newest, life=self._life)
+        endpoint = msgspec.structs.replace(
+            await self._receiver.start(), attempt=self._attempts.newest, group_incarnation=self._group_incarnation
+        )
         value = msgspec.json.encode(endpoint).decode()
         await asyncio.to_thread(
             self._resolver.publish, self._key, value, lease=self._lease, limit_s=self._start_timeout_s
@@ -749,13 +753,16 @@ class PublishedReceiver(ABC, Generic[T]):
         except (NameEntryNotFound, *DECODE_ERRORS):
             return
         attempt = self._attempts.newest
-        if not Fence(there.place).is_over((attempt, self._life)):
+        if not Fence(there.place).is_over((attempt, self._group_incarnation)):
             return
         if there.attempt > attempt:
             raise FencedError(
                 f"{self._label} of attempt {attempt} ends: attempt {there.attempt} has begun ({there.incarnation})"
             )
-        raise FencedError(f"{self._label} in life {self._life} ends: life {there.life} has begun ({there.incarnation})")
+        raise FencedError(
+            f"{self._label} in incarnation {self._group_incarnation} ends: incarnation {there.group_incarnation} of its worker"
+            f" group has begun ({there.incarnation})"
+        )
 
     async def _next(self) -> T:
         """The next message that can be read. A cancelled wait changes nothing."""

@@ -89,12 +89,12 @@ class Endpoint(Struct, frozen=True):
     incarnation: str
     max_message_bytes: int
     attempt: int = 1  # of the training side that it belongs to; senders do not go back to a lower one
-    life: int = 0  # in that attempt, of a receiver that is started again alone: nor to a lower one of these
+    group_incarnation: int = 0  # in that attempt, of a receiver in a detached group: nor to a lower one of these
 
     @property
     def place(self) -> tuple[int, int]:
         """What only grows."""
-        return self.attempt, self.life
+        return self.attempt, self.group_incarnation
 
 
 class Data(Struct, frozen=True, array_like=True, tag="data"):

@@ -6,8 +6,8 @@
 One channel for each worker. A call's sequence number in the channel is its per-worker sequence: workers get calls in that
 order without gaps, so that all members of a mesh take part in collectives in the same order. The reply is the channel's
 verdict, and may come in any order: it completes a future, nothing is polled. A call is executed at most once: when a worker
-comes back as a new incarnation, the calls it had not answered fail with ReceiverRestarted. Workers of a world that is apart
-(dataflow/worlds.py) come back together, in its next life: with the first of them the calls of all have failed.
+comes back as a new incarnation, the calls it had not answered fail with ReceiverRestarted. Workers of a detached group
+(dataflow/worker_groups.py) come back together, as its next incarnation: when the first of them connects, the calls of all fail.
 
 Start-up barrier: the client sends each worker a probe as soon as it finds its name, and `start` returns when all have answered.
 Entries of workers long gone, still published, do not answer and hence do not count.
@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from asyncrl.config.schema import RuntimeConfig
 from asyncrl.data.sequence import CodecError
-from asyncrl.dataflow.worlds import WorldLife
+from asyncrl.dataflow.worker_groups import GroupIncarnations
 from asyncrl.protocol.messages import DECODE_ERRORS, CallBody, CallResult
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.channel import ChannelSender, Delivery, PublishedReceiver
@@ -90,8 +90,8 @@ class NameResolvingRequestClient:
     """Calls workers.
 
     consumes: call_nowait.  produces: one future a call.
-    waits for: in `start` for all workers, at most start_timeout_s; in `wait_for_life` for those of a world. Calls do not wait;
-    bound the wait for their futures.
+    waits for: in `start` for all workers, at most start_timeout_s; in `wait_for_group_incarnation` for those of a group. Calls do
+    not wait; bound the wait for their futures.
     unblocked by: replies; a worker's restart (ReceiverRestarted); fail_all.
     """
 
@@ -106,15 +106,15 @@ class NameResolvingRequestClient:
         incarnation: str,
         transport: Transport | None = None,
         attempt: int = 1,
-        apart: Sequence[Sequence[int]] = (),
-        on_new_life: Callable[[Sequence[int]], None] = lambda world: None,
+        detached: Sequence[Sequence[int]] = (),
+        on_new_incarnation: Callable[[Sequence[int]], None] = lambda group: None,
     ) -> None:
-        """attempt: of the caller; workers of another one refuse its calls. apart: worlds that are started again alone.
-        on_new_life: told of such a world when a new life of it begins; what its workers held is gone."""
+        """attempt: of the caller; workers of another one refuse its calls. detached: worker groups that are started again alone.
+        on_new_incarnation: told of such a group when a new incarnation of it begins; what its workers held is gone."""
         self._attempt = attempt
-        self._lives = {tuple(world): WorldLife(world) for world in apart}
-        self._world_of = {worker: world for world in self._lives for worker in world}
-        self._on_new_life = on_new_life
+        self._incarnations = {tuple(group): GroupIncarnations(group) for group in detached}
+        self._group_of = {worker: group for group in self._incarnations for worker in group}
+        self._on_new_incarnation = on_new_incarnation
         self._connected = asyncio.Event()  # set when a worker of one connects, and replaced
         for handler, index in handler_routing.items():
             if not 0 <= index < num_workers:
@@ -171,18 +171,18 @@ class NameResolvingRequestClient:
         self._next_global_seq += 1
         return [self._call(self._senders[index], header) for index, header in calls]
 
-    async def wait_for_life(self, world: Sequence[int], *, after: int = -1) -> int:
-        """The life in which all workers of a world that is apart are, as soon as it is a later one. Bounded by the caller."""
-        while (life := self._lives[tuple(world)].life) is None or life <= after:
+    async def wait_for_group_incarnation(self, group: Sequence[int], *, after: int = -1) -> int:
+        """The incarnation that all workers of a detached group are in, as soon as it is a later one. Bounded by the caller."""
+        while (number := self._incarnations[tuple(group)].number) is None or number <= after:
             await self._connected.wait()
-        return life
+        return number
 
-    def life_of(self, world: Sequence[int]) -> int | None:
-        """In which all workers of a world that is apart are; None while some are still to come."""
-        return self._lives[tuple(world)].life
+    def group_incarnation_of(self, group: Sequence[int]) -> int | None:
+        """The incarnation that all workers of a detached group are in; None while some are still to come."""
+        return self._incarnations[tuple(group)].number
 
     def fail_all(self, error: Exception) -> None:
-        """The gang has ended: every unanswered call fails with this error, and so does every later one."""
+        """The trainer group has ended: every unanswered call fails with this error, and so does every later one."""
         self._failed = error
         for sender in self._senders:
             sender.fail_all(error)
@@ -200,14 +200,16 @@ class NameResolvingRequestClient:
     # ------------------------------------------------------------------------------------------------------------- inside
 
     def _worker_connected(self, index: int, endpoint: Endpoint) -> None:
-        world = self._world_of.get(index)
-        if world is None:
+        group = self._group_of.get(index)
+        if group is None:
             return
-        if self._lives[world].connected(index, endpoint.life):
-            for worker in world:  # those that live on wait for one that does not
-                error = ReceiverRestarted(f"{_worker_name(worker)}: its world has ended; life {endpoint.life} begins")
+        if self._incarnations[group].connected(index, endpoint.group_incarnation):
+            for worker in group:  # those that live on wait for one that does not
+                error = ReceiverRestarted(
+                    f"{_worker_name(worker)}: its worker group has ended; incarnation {endpoint.group_incarnation} begins"
+                )
                 self._senders[worker].fail_all(error)
-            self._on_new_life(world)
+            self._on_new_incarnation(group)
         connected, self._connected = self._connected, asyncio.Event()
         connected.set()
 
@@ -291,9 +293,10 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
         transport: Transport | None = None,
         worker: str = "",
         attempt: int = 1,
-        life: int = 0,
+        group_incarnation: int = 0,
     ) -> None:
-        """worker: what callers are told it is called; by default the model worker of this index. life: of its world."""
+        """worker: what callers are told it is called; by default the model worker of this index.
+        group_incarnation: of its worker group."""
         super().__init__(
             resolver,
             names,
@@ -305,7 +308,7 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
             lease=lease,
             transport=transport or transport_of(runtime.faults, f"replies of {_worker_name(index)}"),
             attempt=attempt,
-            life=life,
+            group_incarnation=group_incarnation,
         )
 
     async def receive(self) -> Call:

@@ -1,4 +1,4 @@
-"""Worker base: the life of every process but the launcher.
+"""Worker base: what every process but the launcher does from start to end.
 
 starting -> running -> stopping -> done, or stopped if it was told to, or error from anywhere. A worker is an asyncio program on
 the main thread; what computes runs on one extra thread. The launcher keeps a lease alive for the worker (so no worker that computes
@@ -88,7 +88,7 @@ class Worker:
         self.logger.info("running")
 
     async def main(self) -> None:
-        """The life of the process. Raises the error that made the worker fail."""
+        """All that the process does, from start to end. Raises the error that made the worker fail."""
         loop = asyncio.get_running_loop()
         for signum in _STOP_SIGNALS:
             with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):  # not on the main thread: a test
@@ -119,18 +119,18 @@ class Worker:
         opened = AsyncExitStack()
         stop = asyncio.create_task(self.stopping.wait(), name=f"{self.name}:stop")
         failed = asyncio.create_task(self.tasks.failed.wait(), name=f"{self.name}:failed")
-        life = asyncio.create_task(self._open_and_run(opened), name=f"{self.name}:life")
+        running = asyncio.create_task(self._open_and_run(opened), name=f"{self.name}:run")
         try:
-            ends: set[asyncio.Task[Any]] = {stop, failed, life}
+            ends: set[asyncio.Task[Any]] = {stop, failed, running}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             self.board.enter("stopping")
             if self.tasks.failure is not None:
                 raise self.tasks.failure
-            if life.done():
-                life.result()
-            return life.done()
+            if running.done():
+                running.result()
+            return running.done()
         finally:
-            await self._shut_down({stop, failed, life, *self.tasks.running}, opened)
+            await self._shut_down({stop, failed, running, *self.tasks.running}, opened)
 
     async def _open_and_run(self, opened: AsyncExitStack) -> None:
         http_client.suffer(self.info.runtime.faults, self.name)

@@ -109,9 +109,7 @@ class MasterState(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     wall_s: float = 0.0  # since the run began, without the time in which nobody worked at it
     evaluating: bool = False  # these weights were to be evaluated, and had not been yet
-    shared: dict[
-        str, str
-    ] = {}  # of models in other worlds than the gang's: the folder in shared_dir with their weights
+    shared: dict[str, str] = {}  # of detached models: the folder in shared_dir with their weights
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +139,7 @@ def recover_dir(run_dir: str | Path) -> Path:
 
 
 def shared_dir(run_dir: str | Path) -> Path:
-    """Where weights are that go from one world to another (asyncrl/master/refresh.py)."""
+    """Where weights are that go from one worker group to another (asyncrl/master/refresh.py)."""
     return Path(run_dir) / "checkpoints" / "shared"
 
 

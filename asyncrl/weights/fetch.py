@@ -52,7 +52,7 @@ _MAX_DAMAGED = 3  # times that a file arrives with another checksum
 _MAX_MANIFEST_BYTES = 16_000_000
 _LOCK_POLL_S = 0.05
 _ROOM_LEFT_BYTES = 64 << 20  # of the memory that versions are fetched into
-_LIFE = "in_use.lock"
+_IN_USE_LOCK = "in_use.lock"
 _WRITING = ".writing"
 
 
@@ -127,7 +127,7 @@ class WeightFetcher:
         base = folder / f"asyncrl-{os.getuid()}"
         self._root = base / run
         self._closed = False
-        self._life: BinaryIO | None = None
+        self._in_use: BinaryIO | None = None
         self.fetched_bytes = 0
         _make_private(base)
         self._sweep(base)
@@ -170,11 +170,11 @@ class WeightFetcher:
     def close(self) -> None:
         """The last one on this host takes the files with it. What is being fetched in another thread is broken off."""
         self._closed = True
-        life, self._life = self._life, None
-        if life is None:
+        in_use, self._in_use = self._in_use, None
+        if in_use is None:
             return
-        with life:
-            if _try_lock(life, fcntl.LOCK_EX):
+        with in_use:
+            if _try_lock(in_use, fcntl.LOCK_EX):
                 shutil.rmtree(self._root, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------------------------- one version
@@ -256,20 +256,20 @@ class WeightFetcher:
         while True:
             self._root.mkdir(mode=0o700, exist_ok=True)
             try:
-                life = (self._root / _LIFE).open("ab")
+                in_use = (self._root / _IN_USE_LOCK).open("ab")
             except FileNotFoundError:
                 continue
-            if _try_lock(life, fcntl.LOCK_SH) and _is_file(life, self._root / _LIFE):
-                self._life = life
+            if _try_lock(in_use, fcntl.LOCK_SH) and _is_file(in_use, self._root / _IN_USE_LOCK):
+                self._in_use = in_use
                 return
-            life.close()
+            in_use.close()
             self._clock.sleep(_LOCK_POLL_S)
 
     def _sweep(self, base: Path) -> None:
         """Remove what runs have left whose servers were killed."""
         for folder in base.iterdir():
-            with contextlib.suppress(OSError), (folder / _LIFE).open("ab") as life:
-                if folder != self._root and _try_lock(life, fcntl.LOCK_EX):
+            with contextlib.suppress(OSError), (folder / _IN_USE_LOCK).open("ab") as in_use:
+                if folder != self._root and _try_lock(in_use, fcntl.LOCK_EX):
                     shutil.rmtree(folder, ignore_errors=True)
                     self._logger.info("removed weights that %s had left", folder.name)
 

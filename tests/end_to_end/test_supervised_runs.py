@@ -116,9 +116,9 @@ def test_whoever_is_killed_or_frozen_the_run_goes_on(
     goes_on(run, gate)
     others = {name: run.worker(name).pid for name in WORKERS if name.startswith(("gener", "gserver", "rollout"))}
 
-    gang = {name: run.worker(name).pid for name in ("master/0", "model_worker/0", "model_worker/1")}
-    os.kill(gang["model_worker/1"], signal.SIGKILL)
-    for name, pid in gang.items():
+    trainer_group = {name: run.worker(name).pid for name in ("master/0", "model_worker/0", "model_worker/1")}
+    os.kill(trainer_group["model_worker/1"], signal.SIGKILL)
+    for name, pid in trainer_group.items():
         is_replaced(run, name, pid)
     goes_on(run, gate)
     assert {name: run.worker(name).pid for name in others} == others
@@ -136,8 +136,8 @@ def test_whoever_is_killed_or_frozen_the_run_goes_on(
     assert run.wait(LIMIT_S) == 0, run.output()
 
     told = " ".join(run.output().split())
-    assert told.count("the training side (model_worker/0, model_worker/1, master/0) is started again") == 2
-    assert "the training side goes on from step" in told
+    assert told.count("the trainer group (model_worker/0, model_worker/1, master/0) is started again") == 2
+    assert "the trainer group goes on from step" in told
     second = r"gserver_manager/0 ended before the run was over; it is started again (at once|in 1 s) \(2 of 5\)"
     assert re.search(second, told)  # which of both: whether it had lived for a minute
     assert newest_step(run) == STEPS

@@ -229,7 +229,7 @@ def _codec() -> Target:
 
 
 def _held_data() -> Iterator[Target]:
-    """What model workers of different worlds ask of and tell one another."""
+    """What model workers of different groups ask of and tell one another."""
 
     def run(data: bytes) -> None:
         sample = unpack_sample(data, max_bytes=MAX_BYTES)
@@ -471,7 +471,7 @@ def _name_resolve() -> Iterator[Target]:
     wanted = WantedProcess(
         name="rollout_worker/0",
         attempt=1,
-        life=1,
+        incarnation=1,
         launcher="l",
         agent="a",
         wish="run",
@@ -481,7 +481,7 @@ def _name_resolve() -> Iterator[Target]:
         lease=1,
     )
     status = WorkerStatus(worker="w/0", pid=1, attempt=1, state="running", time=1.0, progress=1)
-    child = ChildReport(name="w/0", life=1, pid=1, status=status)
+    child = ChildReport(name="w/0", incarnation=1, pid=1, status=status)
     for value in (
         Endpoint("tcp://127.0.0.1:1", "i", 100),
         wanted,

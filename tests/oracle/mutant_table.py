@@ -215,7 +215,7 @@ MUTANTS = [
         "tests/unit/test_update_plan.py",
         (
             "the-outcome-of-an-earlier-process-counts",
-            "if running is not None and running.life == update.life:",
+            "if running is not None and running.incarnation == update.incarnation:",
             "if running is not None:",
             "test_a_server_that_dies_while_it_loads_is_left_and_its_successor_loads_at_once",
         ),
@@ -290,9 +290,9 @@ MUTANTS = [
     ),
     *_of(
         "asyncrl/dataflow/redistribution.py",
-        "tests/unit/test_worlds.py",
+        "tests/unit/test_worker_groups.py",
         (
-            "a-worker-of-another-world-is-asked",
+            "a-worker-of-another-group-is-asked",
             "able = [source for source in have if source in sources]",
             "able = list(have)",
             "test_each_pair_is_fetched_once_from_one_who_has_it",

@@ -91,7 +91,7 @@ async def serve(run_dir: Path, tokenizer: Any = None) -> AsyncIterator[Served]:
             torch_threads=1,
         )
     )
-    life = asyncio.create_task(server.main())
+    main = asyncio.create_task(server.main())
     resolver = open_name_resolver(name_resolve)
     try:
         url = await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), 60.0)
@@ -100,7 +100,7 @@ async def serve(run_dir: Path, tokenizer: Any = None) -> AsyncIterator[Served]:
         yield made
     finally:
         server.stopping.set()
-        await asyncio.wait_for(life, 60)
+        await asyncio.wait_for(main, 60)
         resolver.close()
 
 

@@ -58,7 +58,7 @@ class Bench:
         self.names = Names("agents", "t0")
         self.resolver = open_name_resolver(NameResolveConfig(endpoints=[self.etcd.endpoint]))
         self.log = (folder / "agent.log").open("w+")
-        self.life = 0
+        self.incarnation = 0
         self.agent = self.start_agent()
 
     def start_agent(self, *overrides, **env):
@@ -80,9 +80,9 @@ class Bench:
         record = LauncherRecord(incarnation=launcher, host=HOST, run_dir="/r", attempt=1, start=start, ends=ends)
         self.resolver.add(self.names.launcher(), msgspec.json.encode(record).decode(), replace=True)
 
-    def want(self, launcher, *, wish="run", life=None, agent=None):
-        if life is None:
-            life = self.life = self.life + 1
+    def want(self, launcher, *, wish="run", incarnation=None, agent=None):
+        if incarnation is None:
+            incarnation = self.incarnation = self.incarnation + 1
         lease = self.resolver.grant_lease(30.0)
         spec = next(spec for spec in plan(self.config, attempt=1, num_prompts=100) if spec.name == NAME)
         wanted = WantedProcess(
@@ -90,7 +90,7 @@ class Bench:
             agent=agent or self.record().incarnation,
             attempt=1,
             name=NAME,
-            life=life,
+            incarnation=incarnation,
             wish=wish,
             config=config_text(spec.config),
             env=dict(spec.env),
@@ -102,7 +102,8 @@ class Bench:
 
     def child(self):
         report = self.read(self.names.children_of(HOST), HostReport)
-        return next((child for child in report.children if child.life == self.life), None) if report else None
+        children = report.children if report else []
+        return next((child for child in children if child.incarnation == self.incarnation), None)
 
     def running(self):
         """The process, once it has come through its start."""
@@ -161,9 +162,9 @@ def test_an_agent_brings_about_what_its_launcher_wants_and_ends_it_when_that_is_
     )
     assert "running" in end.tail  # of its log
 
-    bench.want(launcher)  # the next life
+    bench.want(launcher)  # the next incarnation
     second = bench.running()
-    bench.want(earlier, life=99)  # an old launcher's wish takes it away from nobody else, and starts nothing
+    bench.want(earlier, incarnation=99)  # an old launcher's wish takes it away from nobody else, and starts nothing
     wait_for(lambda: gone(second), "what nobody wants any more has ended")
     bench.want(launcher)
     third = bench.running()
@@ -173,7 +174,7 @@ def test_an_agent_brings_about_what_its_launcher_wants_and_ends_it_when_that_is_
     assert third.is_running()
     bench.etcd.start()
     bench.lead(launcher)
-    bench.want(launcher, life=bench.life, wish="stop")
+    bench.want(launcher, incarnation=bench.incarnation, wish="stop")
     assert bench.ended().returncode == 0
 
     bench.want(launcher)

@@ -140,7 +140,7 @@ class Client:
 async def served(model_path: Path) -> AsyncIterator[Client]:
     """A server in this process, with version 0."""
     server, resolve = make_server(model_path, f"broadcast-{next(_spaces)}")
-    life = asyncio.create_task(server.main())
+    main = asyncio.create_task(server.main())
     resolver = open_name_resolver(resolve)
     try:
         url = await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), LIMIT_S)
@@ -150,7 +150,7 @@ async def served(model_path: Path) -> AsyncIterator[Client]:
             yield client
     finally:
         server.stopping.set()
-        await asyncio.wait_for(life, LIMIT_S)
+        await asyncio.wait_for(main, LIMIT_S)
         resolver.close()
 
 
@@ -160,10 +160,10 @@ def be_server(model_path: Path, pipe: Connection) -> None:
     server, resolve = make_server(model_path, "process")
 
     async def live() -> None:
-        life = asyncio.create_task(server.main())
+        main = asyncio.create_task(server.main())
         resolver = open_name_resolver(resolve)
         pipe.send(await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(0), START_LIMIT_S))
-        await life
+        await main
 
     asyncio.run(live())
 

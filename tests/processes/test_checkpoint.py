@@ -21,16 +21,16 @@ from asyncrl.model.publishing import take_whole
 from asyncrl.protocol.messages import WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights.versions import WeightsError
-from tests.support.gang import Gang, GangError
+from tests.support.rank_processes import RankError, RankProcesses
 
 STATE = {"kl_coef": 0.125, "value_norm": {"mean": [1.0, 2.5], "count": 7}, "cursor": [3, 4]}
 DRAWS = 3
 
 
 @pytest.fixture(scope="module")
-def gang():
-    with Gang(8, limit_s=120.0) as gang:
-        yield gang
+def ranks():
+    with RankProcesses(8, limit_s=120.0) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +42,15 @@ def model_path(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def saved(gang, model_path, tmp_path_factory) -> Path:
+def saved(ranks, model_path, tmp_path_factory) -> Path:
     """Of d2p2m2, after two steps, with a frozen reference on d2."""
     path = tmp_path_factory.mktemp("checkpoints") / "step-2"
-    save_all(gang, model_path, "d2p2m2", path)
+    save_all(ranks, model_path, "d2p2m2", path)
     return path
 
 
-def save_all(gang: Gang, model_path: str, grid: str, path: Path) -> list[Any]:
-    answers = gang.run(save, model_path, grid, str(path), num_ranks=None)
+def save_all(ranks: RankProcesses, model_path: str, grid: str, path: Path) -> list[Any]:
+    answers = ranks.run(save, model_path, grid, str(path), num_ranks=None)
     checkpoint.commit(path, [file for files, _ in answers for file in files], state=STATE, fsync=False)
     return [drawn for _, drawn in answers]
 
@@ -121,9 +121,9 @@ def whole(model: TrainEngine | None) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("grid", "ref_grid"), [("d1", "d1"), ("d3", "m2"), ("p2m2", "p2"), ("d2p2", "d2m2"), ("d2p2m2", "d2")]
 )
-def test_training_goes_on_in_another_layout(gang, model_path, saved, grid, ref_grid):
+def test_training_goes_on_in_another_layout(ranks, model_path, saved, grid, ref_grid):
     size = max(placement("a", grid).grid.size, placement("a", ref_grid).grid.size)
-    actors, refs, states, _ = zip(*gang.run(load, model_path, grid, ref_grid, str(saved), size), strict=True)
+    actors, refs, states, _ = zip(*ranks.run(load, model_path, grid, ref_grid, str(saved), size), strict=True)
     expected = shard(model_path, None, change=0.1)
     for _ in range(3):
         step(expected)
@@ -135,9 +135,9 @@ def test_training_goes_on_in_another_layout(gang, model_path, saved, grid, ref_g
     assert list(states[:size]) == [STATE] * size
 
 
-def test_random_numbers_go_on_where_they_were(gang, model_path, tmp_path):
-    drawn = save_all(gang, model_path, "d2p2m2", tmp_path / "c")
-    again = gang.run(load, model_path, "d2p2m2", "d2", str(tmp_path / "c"), 8)
+def test_random_numbers_go_on_where_they_were(ranks, model_path, tmp_path):
+    drawn = save_all(ranks, model_path, "d2p2m2", tmp_path / "c")
+    again = ranks.run(load, model_path, "d2p2m2", "d2", str(tmp_path / "c"), 8)
     assert [numbers for *_, numbers in again] == drawn
     assert len({tuple(numbers) for numbers in drawn}) == 8
 
@@ -172,25 +172,25 @@ def test_one_process_without_a_world(model_path, tmp_path):
             assert torch.equal(other.named_parameters()[name], tensor), name
 
 
-def test_what_a_died_attempt_left_goes(gang, model_path, tmp_path):
+def test_what_a_died_attempt_left_goes(ranks, model_path, tmp_path):
     left = tmp_path / "c.writing"
     left.mkdir()
     (left / "part-00007-00003.safetensors").write_bytes(b"torn")
     (left / "state-00099.json").write_bytes(b"{")
-    save_all(gang, model_path, "d2", tmp_path / "c")
+    save_all(ranks, model_path, "d2", tmp_path / "c")
     checkpoint.verify(tmp_path / "c")
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
     assert not (tmp_path / "c" / "state-00099.json").exists()
 
 
-def test_a_missing_part_makes_no_checkpoint(gang, model_path, tmp_path):
+def test_a_missing_part_makes_no_checkpoint(ranks, model_path, tmp_path):
     path = tmp_path / "c"
-    files = [file for files, _ in gang.run(save, model_path, "d2", str(path)) for file in files]
+    files = [file for files, _ in ranks.run(save, model_path, "d2", str(path)) for file in files]
     lacking = [file for file in files if not file.name.startswith("part-00001")]
     with pytest.raises(CheckpointError, match=r"of tensor actor\..* there are \d+ of \d+ elements"):
         checkpoint.commit(path, lacking, state={})
     assert list(tmp_path.iterdir()) == []
-    files = [file for files, _ in gang.run(save, model_path, "d2", str(path)) for file in files]
+    files = [file for files, _ in ranks.run(save, model_path, "d2", str(path)) for file in files]
     (tmp_path / "c.writing" / files[0].name).write_bytes(b"short")
     with pytest.raises(WeightsError, match=r"has 5 bytes; the worker that wrote it reported \d+ bytes"):
         checkpoint.commit(path, files, state={})
@@ -211,14 +211,14 @@ def test_a_missing_part_makes_no_checkpoint(gang, model_path, tmp_path):
     ],
     ids=["no manifest", "torn manifest", "no part", "flipped", "flipped state"],
 )
-def test_a_torn_checkpoint_is_refused_by_all(gang, model_path, saved, tmp_path, damage, message):
+def test_a_torn_checkpoint_is_refused_by_all(ranks, model_path, saved, tmp_path, damage, message):
     path = tmp_path / "torn"
     shutil.copytree(saved, path)
     damage(path)
     with pytest.raises(CheckpointError, match=message):
         checkpoint.verify(path)
-    with pytest.raises(GangError, match=message) as caught:
-        gang.run(load, model_path, "d2", "d1", str(path), 2, grace_s=120.0)
+    with pytest.raises(RankError, match=message) as caught:
+        ranks.run(load, model_path, "d2", "d1", str(path), 2, grace_s=120.0)
     errors = caught.value.errors
     assert [type(errors[rank]) for rank in sorted(errors)] == [CheckpointError] * 2
 

@@ -13,7 +13,7 @@ from asyncrl.dataflow.redistribution import plan_redistribution, transfers
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.store import DataStore
 from asyncrl.protocol.messages import RedistribStep
-from tests.support.gang import Gang, GangError
+from tests.support.rank_processes import RankError, RankProcesses
 
 NUM_WORKERS = 4
 LIMIT_S = 60.0
@@ -21,9 +21,9 @@ SHORT_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def gang():
-    with Gang(NUM_WORKERS, limit_s=100.0) as gang:
-        yield gang
+def ranks():
+    with RankProcesses(NUM_WORKERS, limit_s=100.0) as ranks:
+        yield ranks
 
 
 def make_group(ticket: str) -> SequenceSample:
@@ -89,9 +89,9 @@ def move_and_compare(rank: int, seeds: list[int]) -> list[int]:
     return sent
 
 
-def test_what_is_needed_arrives_as_it_was(gang):
+def test_what_is_needed_arrives_as_it_was(ranks):
     seeds = list(range(25))
-    sent = np.array(gang.run(move_and_compare, seeds)).sum(0)
+    sent = np.array(ranks.run(move_and_compare, seeds)).sum(0)
     for seed, num_bytes in zip(seeds, sent, strict=True):
         holders, needed = random_holders(seed)
         least = sum(
@@ -120,8 +120,8 @@ def send_to_one_who_is_busy(rank: int) -> None:
         assert same_bytes(store.whole("t"), make_group("t"))
 
 
-def test_a_sender_waits_for_nobody(gang):
-    gang.run(send_to_one_who_is_busy)
+def test_a_sender_waits_for_nobody(ranks):
+    ranks.run(send_to_one_who_is_busy)
 
 
 def relay(rank: int) -> bool:
@@ -134,8 +134,8 @@ def relay(rank: int) -> bool:
     return same_bytes(store.whole("t"), make_group("t"))
 
 
-def test_steps_build_on_one_another(gang):
-    assert gang.run(relay) == [True] * NUM_WORKERS
+def test_steps_build_on_one_another(ranks):
+    assert ranks.run(relay) == [True] * NUM_WORKERS
 
 
 def nobody_sends(rank: int) -> None:
@@ -181,9 +181,9 @@ def too_many_copies(rank: int) -> None:
         (nobody_sends, r"rank 1: (.|\n)*waited for 1 groups' .* from model_worker/0"),  # last: it closes the connection
     ],
 )
-def test_what_goes_wrong_is_told_in_time(gang, what, told):
-    with pytest.raises(GangError, match=told):
-        gang.run(what)
+def test_what_goes_wrong_is_told_in_time(ranks, what, told):
+    with pytest.raises(RankError, match=told):
+        ranks.run(what)
 
 
 def test_the_plans_of_these_tests_have_all_kinds_of_steps():

@@ -90,10 +90,10 @@ async def server_url(model_path: Path, tmp_path: Path, resolver: NameResolver) -
             torch_threads=1,
         )
     )
-    life = asyncio.create_task(server.main())
+    main = asyncio.create_task(server.main())
     yield await asyncio.to_thread(resolver.wait, NAMES.generation_server(0), 60.0)
     server.stopping.set()
-    await asyncio.wait_for(life, 60)
+    await asyncio.wait_for(main, 60)
 
 
 @pytest.fixture

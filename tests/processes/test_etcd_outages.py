@@ -129,14 +129,14 @@ def test_leases_entries_and_watches_come_back_from_lost_data(
     restored = {f"{root}/freed": "2", f"{root}/held": "1", f"{root}/swapped": "9", f"{root}/used": "2"}
     assert recorder.state == restored
     told = list(recorder.events)
-    for life in ("second", "third"):
+    for value in ("second", "third"):
         lose_data(server)
-        holder.add(f"{root}/new", life, replace=True, lease=lease.id)  # at once: it need not wait for the keeper
-        told.append(put(f"{root}/new", life))
+        holder.add(f"{root}/new", value, replace=True, lease=lease.id)  # at once: it need not wait for the keeper
+        told.append(put(f"{root}/new", value))
         recorder.wait_for(*told)  # what comes back is no news, and neither is that it was gone
         for key, value in restored.items():
             assert other.wait(key, LIMIT_S) == value
-        assert other.get_subtree(root) == dict(sorted((restored | {f"{root}/new": life}).items()))
+        assert other.get_subtree(root) == dict(sorted((restored | {f"{root}/new": value}).items()))
     assert lease.alive
     lease.revoke()
     recorder.wait_for_state({f"{root}/freed": "2"})

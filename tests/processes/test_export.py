@@ -21,7 +21,7 @@ from asyncrl.model.publishing import checkpoint_tensors, commit_model, take_shar
 from asyncrl.protocol.messages import WeightVersion, WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights.versions import commit_version, tensor_files, verify_version, write_part
-from tests.support.gang import Gang
+from tests.support.rank_processes import RankProcesses
 
 V1 = WeightVersion(1, 1)
 GRIDS = ["d2", "m2", "p2", "d3", "d2m2", "p2m2", "d2p2", "d2p2m2"]
@@ -29,9 +29,9 @@ MAX_BYTES = 3000  # on the way at a rank: many rounds, tensors in pieces
 
 
 @pytest.fixture(scope="module")
-def gang():
-    with Gang(8, limit_s=120.0) as gang:
-        yield gang
+def ranks():
+    with RankProcesses(8, limit_s=120.0) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -133,9 +133,9 @@ def measure(rank: int, path: str, grid: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_files_are_bit_equal_to_the_parameters(gang, tmp_path, model_path, grid):
+def test_files_are_bit_equal_to_the_parameters(ranks, tmp_path, model_path, grid):
     path, wanted = tmp_path / str(V1), expected(model_path, torch.bfloat16)
-    answers = gang.run(write, str(model_path), grid, str(path), torch.bfloat16, 20_000)
+    answers = ranks.run(write, str(model_path), grid, str(path), torch.bfloat16, 20_000)
     size = placement("actor", grid).grid.size
     assert all(answers[:size])  # every rank has written some of it
     files = [file for answer in answers for file in answer]
@@ -157,10 +157,10 @@ def test_files_are_bit_equal_to_the_parameters(gang, tmp_path, model_path, grid)
     equal({name: tensor.detach() for name, tensor in loaded.named_parameters()}, wanted)
 
 
-def test_shares_are_even_and_nobody_has_the_whole_model(gang, model_path):
+def test_shares_are_even_and_nobody_has_the_whole_model(ranks, model_path):
     """Counted, not estimated: all tensor memory that a snapshot makes."""
     whole = sum(tensor.nbytes for tensor in expected(model_path, torch.float32).values())
-    shares, peaks, _ = zip(*gang.run(measure, str(model_path), "d2p2m2"), strict=True)
+    shares, peaks, _ = zip(*ranks.run(measure, str(model_path), "d2p2m2"), strict=True)
     assert sum(shares) == whole
     largest = max(tensor.nbytes for tensor in expected(model_path, torch.float32).values())
     assert (
@@ -172,16 +172,16 @@ def test_shares_are_even_and_nobody_has_the_whole_model(gang, model_path):
 
 
 @pytest.mark.parametrize("grid", ["d1", "d2p2m2"])
-def test_one_rank_has_all_for_the_network(gang, model_path, grid):
-    first, *others = gang.run(hold, str(model_path), grid)
+def test_one_rank_has_all_for_the_network(ranks, model_path, grid):
+    first, *others = ranks.run(hold, str(model_path), grid)
     equal(first, expected(model_path, torch.bfloat16))
     assert not any(others)
 
 
-def test_a_model_for_the_user(gang, tmp_path, model_path):
+def test_a_model_for_the_user(ranks, tmp_path, model_path):
     path = tmp_path / "final"
     (path / "of an earlier save").mkdir(parents=True)
-    answers = gang.run(write, str(model_path), "d2p2", str(path), torch.bfloat16, 10**9)
+    answers = ranks.run(write, str(model_path), "d2p2", str(path), torch.bfloat16, 10**9)
     files = [file for answer in answers for file in answer]
     config = shard(str(model_path), None).config
     commit_model(

@@ -1,4 +1,4 @@
-"""Data between workers of different worlds, over real HTTP: byte for byte, bounded, for the run's own processes only."""
+"""Data between workers of different groups, over real HTTP: byte for byte, bounded, for the run's own processes only."""
 
 from __future__ import annotations
 
@@ -46,11 +46,13 @@ class Both:
         """store: the fetcher's."""
         self.fetcher, self.store, self.url, self.directory = fetcher, store, url, directory
 
-    def publish(self, url: str, life: int = 0, source: int = SOURCE) -> None:
-        self.directory.resolver.add(self.directory.names.held_data(source, 1, life), url, replace=True)
+    def publish(self, url: str, group_incarnation: int = 0, source: int = SOURCE) -> None:
+        self.directory.resolver.add(self.directory.names.held_data(source, 1, group_incarnation), url, replace=True)
 
-    async def fetch(self, ids: list[str], keys: tuple[str, ...] = KEYS, life: int = 0, source: int = SOURCE) -> int:
-        return await self.fetcher.fetch([FetchPart(source, life, ids, list(keys))])
+    async def fetch(
+        self, ids: list[str], keys: tuple[str, ...] = KEYS, group_incarnation: int = 0, source: int = SOURCE
+    ) -> int:
+        return await self.fetcher.fetch([FetchPart(source, group_incarnation, ids, list(keys))])
 
 
 @contextlib.asynccontextmanager
@@ -144,10 +146,10 @@ async def test_what_is_not_there_is_told(ids, keys, told):
 
 async def test_who_is_gone_costs_a_moment_and_who_says_nothing_the_limit(monkeypatch):
     async with both() as pair:
-        pair.publish("http://127.0.0.1:9", life=1)
+        pair.publish("http://127.0.0.1:9", group_incarnation=1)
         began = time.monotonic()
         with pytest.raises(FetchError, match="model_worker/0 gives no data: ClientConnectorError"):
-            await pair.fetch(IDS, life=1)
+            await pair.fetch(IDS, group_incarnation=1)
         assert time.monotonic() - began < fetching.LIMIT_S / 2
         monkeypatch.setattr(fetching, "LIMIT_S", 0.3)
         never = asyncio.Event()
@@ -156,12 +158,12 @@ async def test_who_is_gone_costs_a_moment_and_who_says_nothing_the_limit(monkeyp
             await never.wait()
 
         async with answering(say_nothing) as url:
-            pair.publish(url, life=2)
-            with pytest.raises(FetchError, match=r"waited 0\.3 s for data of another world from model_worker/0"):
-                await pair.fetch(IDS, life=2)
+            pair.publish(url, group_incarnation=2)
+            with pytest.raises(FetchError, match=r"waited 0\.3 s for data of another worker group from model_worker/0"):
+                await pair.fetch(IDS, group_incarnation=2)
             never.set()
-        with pytest.raises(FetchError):  # nobody has published that life
-            await pair.fetch(IDS, life=3)
+        with pytest.raises(FetchError):  # nobody has published that incarnation
+            await pair.fetch(IDS, group_incarnation=3)
         assert len(pair.store) == 0
 
 
@@ -175,8 +177,8 @@ async def test_a_lost_connection_is_tried_again():
         return web.Response(body=pack_sample(make_group("g0")))
 
     async with both() as pair, answering(lose_the_first) as url:
-        pair.publish(url, life=1)
-        await pair.fetch(["g0"], life=1)
+        pair.publish(url, group_incarnation=1)
+        await pair.fetch(["g0"], group_incarnation=1)
         assert same_bytes(pair.store.whole("g0"), make_group("g0"))
 
 
@@ -195,9 +197,9 @@ async def test_an_answer_to_another_question_is_not_believed(body, told):
         return web.Response(body=body)
 
     async with both() as pair, answering(lie) as url:
-        pair.publish(url, life=1)
+        pair.publish(url, group_incarnation=1)
         with pytest.raises(FetchError, match=told):
-            await pair.fetch(["g0"], life=1)
+            await pair.fetch(["g0"], group_incarnation=1)
         assert len(pair.store) == 0
 
 

@@ -35,7 +35,7 @@ from asyncrl.model.publishing import take_share
 from asyncrl.protocol.messages import Locator, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import training_side
-from tests.support.gang import Gang
+from tests.support.rank_processes import RankProcesses
 
 EOS = 0
 TRAIN = TrainConfig(
@@ -189,9 +189,9 @@ def batch_sizes(sampler: Sampler, lengths: list[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def gang():
-    with Gang(2, limit_s=60.0) as gang:
-        yield gang
+def ranks():
+    with RankProcesses(2, limit_s=60.0) as ranks:
+        yield ranks
 
 
 @cache
@@ -212,9 +212,9 @@ def sample_and_train(rank: int, path: str, dtype: str):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_that_data_ranks_have_parts_of(gang, model_path, dtype):
+def test_weights_that_data_ranks_have_parts_of(ranks, model_path, dtype):
     plain = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).eval()
-    for rank, (first, again, kinds, _) in enumerate(gang.run(sample_and_train, model_path, dtype)):
+    for rank, (first, again, kinds, _) in enumerate(ranks.run(sample_and_train, model_path, dtype)):
         mine = PROMPTS[:3] if rank == 0 else PROMPTS[3:]
         assert first == again
         if dtype == "float32":
@@ -229,8 +229,8 @@ def make_stage_sampler(rank: int, path: str) -> str:
     return str(error.value)
 
 
-def test_a_stage_cannot_generate(gang, model_path):
-    assert all("not a stage of it" in text for text in gang.run(make_stage_sampler, model_path))
+def test_a_stage_cannot_generate(ranks, model_path):
+    assert all("not a stage of it" in text for text in ranks.run(make_stage_sampler, model_path))
 
 
 # ---------------------------------------------------------------------------------------------------------- model workers

@@ -100,7 +100,7 @@ async def served(model_path: Path, run_dir: Path, version: WeightVersion | None 
             generation=GENERATION, torch_threads=1,
         )
     )  # fmt: skip
-    life = asyncio.create_task(server.main())
+    main = asyncio.create_task(server.main())
     resolver = open_name_resolver(resolve)
     try:
         url = await asyncio.to_thread(resolver.wait, Names("e", "t").generation_server(1), 30.0)
@@ -112,11 +112,11 @@ async def served(model_path: Path, run_dir: Path, version: WeightVersion | None 
             yield client
     finally:
         server.stopping.set()
-        await asyncio.wait_for(life, 30)
+        await asyncio.wait_for(main, 30)
         resolver.close()
 
 
-async def test_a_life(model_path: Path, tmp_path: Path) -> None:
+async def test_a_server_from_start_to_stop(model_path: Path, tmp_path: Path) -> None:
     """No version: 503. Then v0, a request, a pause with everything that belongs to it, v1."""
     async with served(model_path, tmp_path, None) as client:
         told = {"model_path": str(model_path), "weight_version": "", "paused": False}

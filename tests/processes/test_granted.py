@@ -37,7 +37,7 @@ async def test_only_granted_tickets_are_stored(tmp_path: Path, caplog: pytest.Lo
         elsewhere = TicketSeal(make_key(tmp_path / "another run")).seal(structs.replace(name, nonce="ab12_1"))
         master = make_master(setup, tmp_path / "prompts")
         head = MetaPusher(setup.resolver, setup.names, head=0, runtime=setup.info.runtime, incarnation="h")
-        life = asyncio.create_task(master.main())
+        main = asyncio.create_task(master.main())
         await head.start()
         try:
             for ticket in (forged, elsewhere, "a1-e0-p1-i1-v0-h0-x"):
@@ -56,7 +56,7 @@ async def test_only_granted_tickets_are_stored(tmp_path: Path, caplog: pytest.Lo
         finally:
             await head.close()
             master.stopping.set()
-            await asyncio.wait_for(life, LIMIT_S)
+            await asyncio.wait_for(main, LIMIT_S)
 
 
 async def test_tickets_of_a_worker_that_lies_begin_no_attempt(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_a_standstill_is_reported_and_all_stacks_are_in_the_logs(tmp_path, capsy
         assert "watch_over" in working["launcher"]["threads"]
         for name in WORKERS:
             assert f"Task {name}:status" in working[name]["tasks"]
-            assert f"Task {name}:life" in working[name]["tasks"]
+            assert f"Task {name}:run" in working[name]["tasks"]
 
         server = run.worker("generation_server/0")
         server.suspend()

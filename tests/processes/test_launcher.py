@@ -289,7 +289,7 @@ def test_etcd_comes_back_and_a_killed_worker_is_the_first_cause(start):
 
 @pytest.mark.parametrize("name", ["model_worker/0", "gserver_manager/0"])
 def test_a_worker_that_is_killed_in_its_start_is_started_again(start, tmp_path, name):
-    """When it reads its config, and only in its first life."""
+    """When it reads its config, and only in its first incarnation."""
     killed, log_name = tmp_path / "killed", name.replace("/", "_")
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"

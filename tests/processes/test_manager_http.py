@@ -809,7 +809,7 @@ async def test_a_manager_whose_place_is_taken_ends(setup: Setup) -> None:
 
 
 async def test_a_new_attempt_begins_with_its_weights_and_may_go_back(setup: Setup) -> None:
-    """The gang was started again from a checkpoint: the manager, the servers and the rollout workers are as they were."""
+    """The trainer group was started again from a checkpoint: the manager, the servers and the rollout workers are as they were."""
     (server,) = setup.servers
     for version in (1, 2):
         setup.publish(version)

@@ -24,7 +24,7 @@ from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.testing.tiny import make_tiny_model
-from tests.support.gang import Gang
+from tests.support.rank_processes import RankProcesses
 
 KINDS = {"actor": "lm", "ref": "lm", "critic": "value", "reward": "reward"}
 OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=0, schedule="constant", grad_clip=1.0, eps=1e-4)
@@ -198,15 +198,15 @@ def run_in_layout(rank: int, path: str, grid: str, steps: int) -> tuple[dict[str
 
 
 @pytest.fixture(scope="module")
-def gang() -> Iterator[Gang]:
-    with Gang(4, limit_s=120.0) as gang:
-        yield gang
+def ranks() -> Iterator[RankProcesses]:
+    with RankProcesses(4, limit_s=120.0) as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("grid", ["p2", "m2", "d2", "d4", "d2p2"])
-def test_all_mfcs_in_any_layout(grid: str, tiny: Path, gang: Gang) -> None:
-    (expected, expected_stats), *_ = gang.run(run_in_layout, str(tiny), "d1", 2)
-    results = gang.run(run_in_layout, str(tiny), grid, 2)
+def test_all_mfcs_in_any_layout(grid: str, tiny: Path, ranks: RankProcesses) -> None:
+    (expected, expected_stats), *_ = ranks.run(run_in_layout, str(tiny), "d1", 2)
+    results = ranks.run(run_in_layout, str(tiny), grid, 2)
     found = {key: array for made, _ in results for key, array in made.items()}
     assert found.keys() == expected.keys()
     for key, array in expected.items():

@@ -39,11 +39,11 @@ from asyncrl.model import publishing
 from asyncrl.model.calls import Calls
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.interfaces import make_interface
+from asyncrl.model.process_group import interface_of
 from asyncrl.model.publishing import take_share
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.worker import ModelWorker
-from asyncrl.model.world import interface_of
 from asyncrl.protocol.messages import (
     CallBody,
     CallResult,
@@ -252,12 +252,12 @@ class SeenWorker(ModelWorker):
 async def worker_here(config: ModelWorkerConfig) -> AsyncIterator[tuple[SeenWorker, Outside]]:
     """One model worker on this event loop, over name resolve in memory."""
     worker = SeenWorker(config)
-    life = asyncio.create_task(worker.main())
+    main = asyncio.create_task(worker.main())
     with open_name_resolver(config.worker.name_resolve) as resolver:
         async with outside(resolver, 1) as world:
             yield worker, world
         worker.stopping.set()
-        await asyncio.wait_for(asyncio.gather(life, return_exceptions=True), LIMIT_S)
+        await asyncio.wait_for(asyncio.gather(main, return_exceptions=True), LIMIT_S)
 
 
 @pytest.fixture
@@ -421,13 +421,13 @@ async def test_training_goes_on_from_a_checkpoint(memory, tmp_path, model_path):
 
 async def test_a_call_that_fails_is_answered_and_ends_the_worker(memory, tmp_path, model_path):
     worker = ModelWorker(worker_config(memory, tmp_path, model_path))
-    life = asyncio.create_task(worker.main())
+    main = asyncio.create_task(worker.main())
     with open_name_resolver(memory) as resolver:
         async with outside(resolver, 1) as world:
             with pytest.raises(RemoteCallError, match=r"such as \['nowhere'\]; master and workers disagree"):
                 await world.call(ExecuteMFC(mfc="actor_inf", version=0, ids=["nowhere"], parts=[["nowhere"]]))
             with pytest.raises(ValueError, match="disagree"):
-                await asyncio.wait_for(life, LIMIT_S)
+                await asyncio.wait_for(main, LIMIT_S)
 
 
 @pytest.mark.parametrize("folder", ["../precious", "link"])
@@ -446,13 +446,13 @@ async def test_a_call_that_names_a_folder_outside_the_run_changes_nothing(memory
         LoadCheckpoint(folder=folder),
         SaveBatch(folder=folder, version=0, metas=[]),
     ):
-        life = asyncio.create_task(ModelWorker(worker_config(memory, run_dir, model_path)).main())
+        main = asyncio.create_task(ModelWorker(worker_config(memory, run_dir, model_path)).main())
         with open_name_resolver(memory) as resolver:
             async with outside(resolver, 1) as world:
                 with pytest.raises(RemoteCallError, match="OutsideRunError"):
                     await world.call(body)
                 with pytest.raises(OutsideRunError):
-                    await asyncio.wait_for(life, LIMIT_S)
+                    await asyncio.wait_for(main, LIMIT_S)
     assert [path.name for path in tmp_path.iterdir() if path != run_dir] == ["precious"]
     assert [path.read_text() for path in precious.iterdir()] == ["years of work"]
 

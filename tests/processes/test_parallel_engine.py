@@ -1,6 +1,6 @@
 """The training engine on several ranks: the same batch gives the same update in every layout of data, pipeline and tensor ranks.
 
-All cells run in one gang of eight; a cell on the first ranks of it, with meshes that all have made together.
+All cells run in eight rank processes; a cell in the first of them, with meshes that all have made together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncrl.model import sharding
 from asyncrl.model.engine import TrainEngine
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
-from tests.support.gang import Gang
+from tests.support.rank_processes import RankProcesses
 
 GRIDS = ("d1", "d2", "d4", "m2", "p2", "d2m2", "d2p2", "p2m2", "d2p2m2")
 OTHER_GRIDS = ("p3", "m4", "p4")
@@ -169,9 +169,9 @@ def run_cells(rank: int, grid: str, cells: list[Cell]) -> list[Outcome]:
 
 
 @pytest.fixture(scope="module")
-def gang():
-    with Gang(8, limit_s=100) as gang:
-        yield gang
+def ranks():
+    with RankProcesses(8, limit_s=100) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -198,10 +198,12 @@ def paths(tmp_path_factory):
     return made
 
 
-def run(gang: Gang, grid: str, cells: list[Cell]) -> list[list[Outcome]]:
+def run(ranks: RankProcesses, grid: str, cells: list[Cell]) -> list[list[Outcome]]:
     """Outcomes of each cell on each rank."""
-    gang.run(make_meshes)
-    return list(map(list, zip(*gang.run(run_cells, grid, cells, num_ranks=ParallelGrid.parse(grid).size), strict=True)))
+    ranks.run(make_meshes)
+    return list(
+        map(list, zip(*ranks.run(run_cells, grid, cells, num_ranks=ParallelGrid.parse(grid).size), strict=True))
+    )
 
 
 def assert_same_outcome(found: list[Outcome], expected: Outcome, grid: str) -> None:
@@ -249,9 +251,9 @@ def expected(paths):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_every_layout_gives_the_same_update(gang, paths, expected, grid):
+def test_every_layout_gives_the_same_update(ranks, paths, expected, grid):
     cells = [Cell(paths[model], **settings) for model, settings in VARIANTS.values()]
-    for name, outcomes in zip(VARIANTS, run(gang, grid, cells), strict=True):
+    for name, outcomes in zip(VARIANTS, run(ranks, grid, cells), strict=True):
         print(grid, name, expected[name].steps, outcomes[-1].steps)
         assert_same_outcome(outcomes, expected[name], grid)
 
@@ -259,29 +261,29 @@ def test_every_layout_gives_the_same_update(gang, paths, expected, grid):
 # ------------------------------------------------------------------------------------------------------ what else may differ
 
 
-def compare(gang: Gang, cell: Cell, grids: tuple[str, ...]) -> None:
+def compare(ranks: RankProcesses, cell: Cell, grids: tuple[str, ...]) -> None:
     expected = run_cell(0, "", cell)
     for grid in grids:
-        assert_same_outcome(run(gang, grid, [cell])[0], expected, grid)
+        assert_same_outcome(run(ranks, grid, [cell])[0], expected, grid)
 
 
-def test_heads_with_norms_of_their_own(gang, paths):
+def test_heads_with_norms_of_their_own(ranks, paths):
     """Of Qwen3: every tensor rank has q_norm and uses it on its own heads, so that its gradient is a sum over them."""
-    compare(gang, Cell(paths["qwen3"]), ("m2", "d2p2m2"))
+    compare(ranks, Cell(paths["qwen3"]), ("m2", "d2p2m2"))
 
 
-def test_a_vocabulary_that_does_not_divide(gang, tmp_path_factory):
+def test_a_vocabulary_that_does_not_divide(ranks, tmp_path_factory):
     """65 words over 2 tensor ranks, and their parts over 2 data ranks."""
     for tied in (True, False):
         path = str(tmp_path_factory.mktemp("odd"))
         tokenizer = make_char_tokenizer(None, ALPHABET + "#")
         make_tiny_model(path, tokenizer=tokenizer, hidden_size=32, intermediate_size=64, tie_embeddings=tied)
-        compare(gang, Cell(path), ("d2m2", "p2m2"))
+        compare(ranks, Cell(path), ("d2m2", "p2m2"))
 
 
-def test_ranks_in_the_middle_of_a_larger_world(gang, paths):
+def test_ranks_in_the_middle_of_a_larger_world(ranks, paths):
     """Ranks 3 to 6 are a model of their own; the others hold nothing of it."""
-    outcomes = gang.run(run_in_the_middle, Cell(paths["tied"]))
+    outcomes = ranks.run(run_in_the_middle, Cell(paths["tied"]))
     assert [outcome is None for outcome in outcomes] == [True] * 3 + [False] * 4 + [True]
     assert_same_outcome(outcomes[3:7], run_cell(0, "", Cell(paths["tied"])), "d2p2")
 
@@ -292,14 +294,14 @@ def run_in_the_middle(rank: int, cell: Cell) -> Outcome | None:
     return None if mesh is None else run_cell(rank, "middle", cell)
 
 
-def test_gradient_checkpointing(gang, paths):
+def test_gradient_checkpointing(ranks, paths):
     train = replace(MICRO, gradient_checkpointing=True)
-    compare(gang, Cell(paths["llama"], train=train), ("d2m2", "p2m2"))
+    compare(ranks, Cell(paths["llama"], train=train), ("d2m2", "p2m2"))
 
 
-def test_more_stages_than_two(gang, paths):
+def test_more_stages_than_two(ranks, paths):
     """The first and the last add their gradients of a tied embedding, past those between them."""
-    compare(gang, Cell(paths["tied"], train=MICRO), ("p3",))
+    compare(ranks, Cell(paths["tied"], train=MICRO), ("p3",))
 
 
 def run_in_units(rank: int, grid: str, cell: Cell) -> Outcome:
@@ -311,13 +313,13 @@ def run_in_units(rank: int, grid: str, cell: Cell) -> Outcome:
         sharding.UNIT_ELEMENTS = whole
 
 
-def test_large_models_are_gathered_in_units(gang, paths):
+def test_large_models_are_gathered_in_units(ranks, paths):
     """Here every layer is one."""
-    gang.run(make_meshes)
+    ranks.run(make_meshes)
     cell = Cell(paths["untied"], train=replace(MICRO, gradient_checkpointing=True))
     for grid in ("d2", "d2p2"):
         size = ParallelGrid.parse(grid).size
-        assert_same_outcome(gang.run(run_in_units, grid, cell, num_ranks=size), run_cell(0, "", cell), grid)
+        assert_same_outcome(ranks.run(run_in_units, grid, cell, num_ranks=size), run_cell(0, "", cell), grid)
 
 
 class CountedReductions(TorchDispatchMode):
@@ -338,16 +340,16 @@ def count_reductions(rank: int, grid: str, cell: Cell) -> int:
     return calls.count
 
 
-def test_gradients_are_summed_after_each_micro_batch_unless_they_may_add_up(gang, paths):
+def test_gradients_are_summed_after_each_micro_batch_unless_they_may_add_up(ranks, paths):
     """Until they are summed each rank holds those of all parameters."""
-    gang.run(make_meshes)
-    once = gang.run(count_reductions, "d2", Cell(paths["untied"]), num_ranks=2)
-    each = gang.run(count_reductions, "d2", Cell(paths["untied"], train=MICRO), num_ranks=2)
+    ranks.run(make_meshes)
+    once = ranks.run(count_reductions, "d2", Cell(paths["untied"]), num_ranks=2)
+    each = ranks.run(count_reductions, "d2", Cell(paths["untied"], train=MICRO), num_ranks=2)
     train = replace(MICRO, accumulate_unsharded=True)
-    at_last = gang.run(count_reductions, "d2", Cell(paths["untied"], train=train), num_ranks=2)
+    at_last = ranks.run(count_reductions, "d2", Cell(paths["untied"], train=train), num_ranks=2)
     assert once == at_last
     assert each[0] == each[1] >= 2 * once[0] > 0
-    compare(gang, Cell(paths["untied"], train=train), ("d2", "d2p2m2"))
+    compare(ranks, Cell(paths["untied"], train=train), ("d2", "d2p2m2"))
 
 
 def graphs_left(rank: int, grid: str, cell: Cell) -> int:
@@ -363,32 +365,32 @@ def graphs_left(rank: int, grid: str, cell: Cell) -> int:
     return count() - before
 
 
-def test_no_recomputed_graph_outlives_the_step(gang, paths):
+def test_no_recomputed_graph_outlives_the_step(ranks, paths):
     """Recomputation breaks a layer's forward off as soon as it has what backward needs."""
-    gang.run(make_meshes)
+    ranks.run(make_meshes)
     cell = Cell(paths["untied"], train=replace(TRAIN, gradient_checkpointing=True))
-    assert gang.run(graphs_left, "m2", cell, num_ranks=2) == [0, 0]
+    assert ranks.run(graphs_left, "m2", cell, num_ranks=2) == [0, 0]
 
 
 @pytest.mark.parametrize("grid", ["d2", "p2m2"])
-def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(gang, paths, grid):
-    outcomes = run(gang, grid, [Cell(paths["tied"], poison=0)])[0]
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(ranks, paths, grid):
+    outcomes = run(ranks, grid, [Cell(paths["tied"], poison=0)])[0]
     assert [[step["skipped_steps"] for step in outcome.steps] for outcome in outcomes] == [[1.0, 0.0]] * len(outcomes)
     expected = run_cell(0, "", Cell(paths["tied"], poison=0))
     assert_same_outcome(outcomes, expected, grid)
 
 
 @pytest.mark.parametrize("grid", ["d2", "p2m2"])
-def test_the_loss_function_can_stop_the_step_everywhere(gang, paths, grid):
-    outcomes = run(gang, grid, [Cell(paths["tied"], stop=0)])[0]
+def test_the_loss_function_can_stop_the_step_everywhere(ranks, paths, grid):
+    outcomes = run(ranks, grid, [Cell(paths["tied"], stop=0)])[0]
     assert [[step["stopped_steps"] for step in outcome.steps] for outcome in outcomes] == [[1.0, 0.0]] * len(outcomes)
     assert_same_outcome(outcomes, run_cell(0, "", Cell(paths["tied"], stop=0)), grid)
 
 
-def test_bfloat16_stays_near_float32(gang, paths):
+def test_bfloat16_stays_near_float32(ranks, paths):
     exact = run_cell(0, "", Cell(paths["tied"]))
     for grid in ("d2", "p2m2"):
-        outcomes = run(gang, grid, [Cell(paths["tied"], train=replace(TRAIN, dtype="bfloat16"))])[0]
+        outcomes = run(ranks, grid, [Cell(paths["tied"], train=replace(TRAIN, dtype="bfloat16"))])[0]
         last = outcomes[-1]
         assert all(array.dtype == np.float32 for array in last.parameters.values())
         assert last.steps[0]["grad_norm"] == pytest.approx(exact.steps[0]["grad_norm"], rel=0.03)
@@ -427,19 +429,19 @@ def largest_load(rank: int, grid: str, path: str) -> tuple[int, int]:
     return most, sum(parameter.numel() for parameter in engine.named_parameters().values())
 
 
-def test_whole_parameters_are_on_a_rank_for_no_longer_than_it_takes_to_shard_their_unit(gang, paths):
-    gang.run(make_meshes)
-    for most, total in gang.run(largest_load, "d2", paths["untied"], num_ranks=2):
+def test_whole_parameters_are_on_a_rank_for_no_longer_than_it_takes_to_shard_their_unit(ranks, paths):
+    ranks.run(make_meshes)
+    for most, total in ranks.run(largest_load, "d2", paths["untied"], num_ranks=2):
         assert 0 < most < 0.6 * total
 
 
 @pytest.mark.parametrize("kind", ["lm", "value"])
 @pytest.mark.parametrize("grid", ["m2", "d2p2m2"])
-def test_every_rank_loads_its_pieces_under_the_names_of_the_checkpoint(gang, paths, grid, kind):
+def test_every_rank_loads_its_pieces_under_the_names_of_the_checkpoint(ranks, paths, grid, kind):
     expected, sizes = weights_of(0, "", paths["untied"], kind)
-    gang.run(make_meshes)
+    ranks.run(make_meshes)
     count = ParallelGrid.parse(grid).size
-    found = gang.run(weights_of, grid, paths["untied"], kind, num_ranks=count)
+    found = ranks.run(weights_of, grid, paths["untied"], kind, num_ranks=count)
     for name, value in expected.items():
         holders = [parameters[name] for parameters, _ in found if name in parameters]
         assert holders
@@ -451,12 +453,12 @@ def test_every_rank_loads_its_pieces_under_the_names_of_the_checkpoint(gang, pat
             assert sum(local.get(name, 0) for _, local in found) == sizes[name]
 
 
-def test_a_checkpoint_with_other_names_is_loaded_too(gang, paths, tmp_path):
+def test_a_checkpoint_with_other_names_is_loaded_too(ranks, paths, tmp_path):
     """Of the backbone alone: transformers knows what is meant."""
     AutoModel.from_pretrained(paths["tied"]).save_pretrained(tmp_path)
     expected, _ = weights_of(0, "", paths["tied"], "lm")
-    gang.run(make_meshes)
-    found = gang.run(weights_of, "d2p2m2", str(tmp_path), "lm", num_ranks=8)
+    ranks.run(make_meshes)
+    found = ranks.run(weights_of, "d2p2m2", str(tmp_path), "lm", num_ranks=8)
     for parameters, _ in found:
         for name, value in parameters.items():
             np.testing.assert_array_equal(value, expected[name])
@@ -474,7 +476,7 @@ def test_a_checkpoint_with_other_names_is_loaded_too(gang, paths, tmp_path):
     ],
     ids=["tensor missing", "nan", "other shape"],
 )
-def test_a_broken_checkpoint_is_told_on_every_rank(gang, paths, tmp_path, damage, reason):
+def test_a_broken_checkpoint_is_told_on_every_rank(ranks, paths, tmp_path, damage, reason):
     shutil.copytree(paths["tied"], tmp_path, dirs_exist_ok=True)
     tensors = {name: damage(name, tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     save_file(
@@ -482,8 +484,8 @@ def test_a_broken_checkpoint_is_told_on_every_rank(gang, paths, tmp_path, damage
         tmp_path / "model.safetensors",
         metadata={"format": "pt"},
     )
-    gang.run(make_meshes)
-    for told in gang.run(refusal, "p2m2", str(tmp_path), num_ranks=4):
+    ranks.run(make_meshes)
+    for told in ranks.run(refusal, "p2m2", str(tmp_path), num_ranks=4):
         assert re.match(f"model_path='{tmp_path}': .*({reason})", told, re.DOTALL), told
 
 
@@ -494,13 +496,13 @@ def scores_of(rank: int, grid: str, path: str) -> tuple[list[str], np.ndarray | 
     return list(part.ids), engine.scores(part)
 
 
-def test_scores_in_any_layout(gang, paths, tmp_path):
+def test_scores_in_any_layout(ranks, paths, tmp_path):
     config = AutoConfig.from_pretrained(paths["tied"], num_labels=1)
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_pretrained(paths["tied"], config=config).save_pretrained(tmp_path)
     _, expected = scores_of(0, "", str(tmp_path))
-    gang.run(make_meshes)
-    found = gang.run(scores_of, "d2p2m2", str(tmp_path), num_ranks=8)
+    ranks.run(make_meshes)
+    found = ranks.run(scores_of, "d2p2m2", str(tmp_path), num_ranks=8)
     for rank, (ids, scores) in enumerate(found):
         if rank < 4:
             assert scores is None
@@ -519,9 +521,9 @@ def overwrite(rank: int, grid: str, path: str) -> tuple[np.ndarray | None, np.nd
     return before, engine.logprobs(sample, temperature=1.0)
 
 
-def test_what_is_written_into_the_parameters_counts_at_once(gang, paths):
-    gang.run(make_meshes)
-    for before, after in gang.run(overwrite, "d2", paths["tied"], num_ranks=2):
+def test_what_is_written_into_the_parameters_counts_at_once(ranks, paths):
+    ranks.run(make_meshes)
+    for before, after in ranks.run(overwrite, "d2", paths["tied"], num_ranks=2):
         first = np.cumsum([0, *LENGTHS])[:-1]
         assert np.delete(before, first).std() > 0.1
         np.testing.assert_allclose(np.delete(after, first), -math.log(64), rtol=1e-6)
@@ -545,9 +547,9 @@ def refusal(rank: int, grid: str, path: str) -> str:
         ("p4", "has 3 layers, fewer .*; use at most p3"),
     ],
 )
-def test_a_grid_that_the_model_does_not_fit_is_refused_with_one_that_would(gang, paths, grid, reason):
-    gang.run(make_meshes)
-    for told in gang.run(refusal, grid, paths["tied"], num_ranks=4):
+def test_a_grid_that_the_model_does_not_fit_is_refused_with_one_that_would(ranks, paths, grid, reason):
+    ranks.run(make_meshes)
+    for told in ranks.run(refusal, grid, paths["tied"], num_ranks=4):
         assert told.startswith(f"model_path={paths['tied']!r}: ")
         assert re.search(reason, told), told
 
@@ -561,14 +563,14 @@ def test_a_grid_that_the_model_does_not_fit_is_refused_with_one_that_would(gang,
         ("olmo2", {}, "m2", "splits .*q_proj as 'colwise_gather_output', which is not supported; use m1"),
     ],
 )
-def test_an_architecture_that_cannot_be_split_is_refused(gang, tmp_path, architecture, more, grid, reason):
+def test_an_architecture_that_cannot_be_split_is_refused(ranks, tmp_path, architecture, more, grid, reason):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model(
         architecture, vocab_size=64, pad_token_id=None, **(more if "n_embd" in more else sizes | more)
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    gang.run(make_meshes)
-    for told in gang.run(refusal, grid, str(tmp_path), num_ranks=2):
+    ranks.run(make_meshes)
+    for told in ranks.run(refusal, grid, str(tmp_path), num_ranks=2):
         assert re.search(reason, told), told
 
 

@@ -11,7 +11,7 @@ from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.probe import LogprobProbe
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import Probe
-from tests.support.gang import Gang
+from tests.support.rank_processes import RankProcesses
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,10 @@ def measure(rank: int, path: str, grid: str) -> list[Probe]:
 
 
 def test_every_rank_of_every_layout_has_the_same(model_path):
-    with Gang(8, limit_s=120.0) as gang:
-        (expected, *_) = gang.run(measure, model_path, "d1", num_ranks=1)
+    with RankProcesses(8, limit_s=120.0) as ranks:
+        (expected, *_) = ranks.run(measure, model_path, "d1", num_ranks=1)
         for grid in ("d2", "m2", "d2p2m2"):
-            answers = gang.run(measure, model_path, grid)
+            answers = ranks.run(measure, model_path, grid)
             found = [answer for answer in answers if answer]
             assert len(found) == placement("actor", grid).grid.size
             assert all(answer == found[0] for answer in found)

@@ -11,15 +11,15 @@ from asyncrl.model.publishing import take_whole
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.shards import ShardError
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
-from tests.support.gang import Gang, GangError
+from tests.support.rank_processes import RankError, RankProcesses
 
 MAX_BYTES = 3000
 
 
 @pytest.fixture(scope="module")
-def gang():
-    with Gang(8, limit_s=120.0) as gang:
-        yield gang
+def ranks():
+    with RankProcesses(8, limit_s=120.0) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def first(answers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     ],
     ids=lambda at: f"{at[0]} on {at[1]}",
 )
-def test_a_copy_has_the_same_bits(gang, model_path, source, target):
-    targets, sources, sent = zip(*gang.run(move, (model_path,) * 2, source, target, 1.0, 1), strict=True)
+def test_a_copy_has_the_same_bits(ranks, model_path, source, target):
+    targets, sources, sent = zip(*ranks.run(move, (model_path,) * 2, source, target, 1.0, 1), strict=True)
     wanted = weights(model_path, 0.1)
     for found in (first(targets), first(sources)):  # and the source is as it was
         assert set(found) == set(wanted)
@@ -89,18 +89,18 @@ def test_a_copy_has_the_same_bits(gang, model_path, source, target):
     )  # norms and tied tensors are on several ranks
 
 
-def test_the_least_is_sent(gang, model_path):
+def test_the_least_is_sent(ranks, model_path):
     """The same layout on the same workers: nothing. On others: every rank its own part, once."""
     grid = ("d2", [0, 1])
-    *_, sent = zip(*gang.run(move, (model_path,) * 2, grid, grid, 1.0, 1), strict=True)
+    *_, sent = zip(*ranks.run(move, (model_path,) * 2, grid, grid, 1.0, 1), strict=True)
     assert sum(sent) == 0
-    *_, sent = zip(*gang.run(move, (model_path,) * 2, grid, ("d2", [2, 3]), 1.0, 1), strict=True)
+    *_, sent = zip(*ranks.run(move, (model_path,) * 2, grid, ("d2", [2, 3]), 1.0, 1), strict=True)
     assert sum(sent) == sum(tensor.nbytes for tensor in weights(model_path, 0.1).values())
 
 
 @pytest.mark.parametrize("target", [("d2m2", [4, 5, 6, 7]), ("d1", [1])], ids=str)
-def test_a_moving_average(gang, model_path, target):
-    targets, sources, _ = zip(*gang.run(move, (model_path,) * 2, ("p2", [0, 1]), target, 0.25, 2), strict=True)
+def test_a_moving_average(ranks, model_path, target):
+    targets, sources, _ = zip(*ranks.run(move, (model_path,) * 2, ("p2", [0, 1]), target, 0.25, 2), strict=True)
     ours, theirs = weights(model_path, 0.1), weights(model_path, 0.2)
     for name, tensor in ours.items():
         assert torch.equal(first(sources)[name], tensor)
@@ -108,12 +108,12 @@ def test_a_moving_average(gang, model_path, target):
         torch.testing.assert_close(first(targets)[name], wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_another_model_is_refused_everywhere(gang, model_path, tmp_path):
+def test_another_model_is_refused_everywhere(ranks, model_path, tmp_path):
     make_tiny_model(tmp_path, hidden_size=24, intermediate_size=54, num_layers=3)
     with pytest.raises(
-        GangError, match=r"tensor model\.embed_tokens\.weight has the shape \(63, 24\) in the source, \(64, 24\)"
+        RankError, match=r"tensor model\.embed_tokens\.weight has the shape \(63, 24\) in the source, \(64, 24\)"
     ) as caught:
-        gang.run(move, (model_path, str(tmp_path)), ("d2", [0, 1]), ("m2", [1, 2]), 1.0, 1, grace_s=120.0)
+        ranks.run(move, (model_path, str(tmp_path)), ("d2", [0, 1]), ("m2", [1, 2]), 1.0, 1, grace_s=120.0)
     assert [type(error) for _, error in sorted(caught.value.errors.items())] == [ShardError] * 3
 
 

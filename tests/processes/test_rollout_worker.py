@@ -114,7 +114,7 @@ class Stage:
         )
         self.worker: SeenWorker
         self.prompts: PromptSource
-        self.life: asyncio.Task[None] | None = None
+        self.main: asyncio.Task[None] | None = None
         self._pulling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -143,7 +143,7 @@ class Stage:
                 heartbeat_s=0.05,
             )
         )
-        self.life = asyncio.create_task(self.worker.main())
+        self.main = asyncio.create_task(self.worker.main())
 
     def start_pulling(self) -> None:
         async def pull() -> None:
@@ -179,12 +179,12 @@ class Stage:
 
     async def results(self, count: int) -> dict[str, tuple[str, str]]:
         """Outcome and reason by ticket, once there are so many; a worker that fails meanwhile fails the test."""
-        assert self.life is not None
+        assert self.main is not None
         waiting = asyncio.ensure_future(self.manager.wait_for_results(count))
-        await asyncio.wait({waiting, self.life}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waiting, self.main}, return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
             waiting.cancel()
-            self.life.result()
+            self.main.result()
             raise AssertionError("the worker ended early")
         waiting.result()
         return {ticket_id: (result.outcome, result.reason) for ticket_id, result in self.manager.results.items()}
@@ -194,19 +194,19 @@ class Stage:
 
     async def end(self, how: Literal["finished", "stop"] = "finished") -> None:
         """Let the worker end by itself, or stop it; its errors come out here."""
-        assert self.life is not None
+        assert self.main is not None
         if how == "finished":
             self.manager.finished = True
             await self.manager.notify()
         else:
             self.worker.stopping.set()
-        await asyncio.wait_for(self.life, LIMIT_S)
+        await asyncio.wait_for(self.main, LIMIT_S)
 
     async def close(self) -> None:
-        if self.life is not None and not self.life.done():
+        if self.main is not None and not self.main.done():
             self.server.hold.set()
             self.worker.stopping.set()
-            await asyncio.wait({self.life}, timeout=10)
+            await asyncio.wait({self.main}, timeout=10)
         await self.stop_pulling()
         await self.puller.close()
         await self.manager.stop()
@@ -467,14 +467,14 @@ async def test_an_error_of_the_worker_itself_ends_it(stage: Stage, caplog: pytes
     await stage.start()
     with caplog.at_level(logging.CRITICAL):
         await stage.grant(stage.ticket(99))  # there is no such prompt: manager and worker disagree on the data
-        assert stage.life is not None
+        assert stage.main is not None
         with pytest.raises(ValueError, match="there is no prompt at epoch 0, position 99"):
-            await asyncio.wait_for(stage.life, LIMIT_S)
+            await asyncio.wait_for(stage.main, LIMIT_S)
 
 
 async def test_a_worker_whose_place_is_taken_ends(stage: Stage) -> None:
     stage.manager.refusal = "superseded"
     await stage.start()
-    assert stage.life is not None
+    assert stage.main is not None
     with pytest.raises(RuntimeError, match="another process runs as rollout_worker/0"):
-        await asyncio.wait_for(stage.life, LIMIT_S)
+        await asyncio.wait_for(stage.main, LIMIT_S)

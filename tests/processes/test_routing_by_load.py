@@ -59,10 +59,10 @@ async def serving(setup: Setup, model_path: Path, **options: int) -> AsyncIterat
         )
         for index in range(2)
     ]
-    lives: list[asyncio.Task[None]] = []
+    mains: list[asyncio.Task[None]] = []
     try:
         for index, server in enumerate(servers):  # one at a time: transformers loads no two models of a process at once
-            lives.append(asyncio.create_task(server.main()))
+            mains.append(asyncio.create_task(server.main()))
             await asyncio.to_thread(setup.resolver.wait, setup.names.generation_server(index), 60.0)
         tensors = make_tiny_model(None, hidden_size=32, intermediate_size=64, num_layers=1).named_parameters()
         version = WeightVersion(1, 0)
@@ -74,7 +74,7 @@ async def serving(setup: Setup, model_path: Path, **options: int) -> AsyncIterat
     finally:
         for server in servers:
             server.stopping.set()
-        await asyncio.wait_for(asyncio.gather(*lives), 30)
+        await asyncio.wait_for(asyncio.gather(*mains), 30)
 
 
 async def both_serve(setup: Setup) -> None:

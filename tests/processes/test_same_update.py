@@ -1,7 +1,7 @@
 """The same batch gives the same update in any layout: PPO with critic and reference, through the real calls.
 
-One gang of eight model workers holds an actor and a critic in every layout, each twice: for whole batches, and for batches cut
-into micro-batches. The executor of the master takes the same trajectories through each of them, over etcd, ZeroMQ and
+One trainer group of eight model workers holds an actor and a critic in every layout, each twice: for whole batches, and for batches
+cut into micro-batches. The executor of the master takes the same trajectories through each of them, over etcd, ZeroMQ and
 torch.distributed: pushed to the heads, moved to who needs them, trained on, weights exported by the ranks that hold them. What
 comes of it is compared with an engine in this process that knows no ranks.
 
@@ -144,12 +144,12 @@ def expected(paths: dict[str, Path], train: TrainConfig) -> dict[str, Update]:
 def found(
     paths: dict[str, Path], train: TrainConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str, str], Update]:
-    """By cell: through a gang of model workers for each budget."""
+    """By cell: through a trainer group of model workers for each budget."""
     updates = {}
     for budget, max_tokens in BUDGETS.items():
         cells = [Cell(*cell) for cell in CELLS if cell[1] == budget]
         of_budget = replace(train, max_tokens_per_mb=max_tokens)
-        updates |= asyncio.run(train_all(cells, paths, of_budget, tmp_path_factory.mktemp("gang")))
+        updates |= asyncio.run(train_all(cells, paths, of_budget, tmp_path_factory.mktemp("trainer_group")))
     return updates
 
 

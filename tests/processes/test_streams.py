@@ -326,13 +326,13 @@ def server(resolver, index, attempt=1):
 
 
 @pytest.fixture
-async def gang(resolver, opened):
+async def client_and_servers(resolver, opened):
     servers = [await opened(server(resolver, i)) for i in range(2)]
     return await opened(client(resolver)), servers
 
 
-async def test_routing_sequences_and_order(gang):
-    calls, servers = gang
+async def test_routing_sequences_and_order(client_and_servers):
+    calls, servers = client_and_servers
     futures = []
     for step in range(50):
         futures += calls.call_nowait(MESH, [ExecuteMFC(mfc="m", version=step, ids=["a", "b"])] * 2)
@@ -350,8 +350,8 @@ async def test_routing_sequences_and_order(gang):
     assert calls.num_pending == 0
 
 
-async def test_errors_travel_with_their_traceback(gang):
-    calls, servers = gang
+async def test_errors_travel_with_their_traceback(client_and_servers):
+    calls, servers = client_and_servers
     future, other = calls.call_nowait([0, 1], [Ping(), Ping()])
     call = await servers[0].receive()
     try:
@@ -371,8 +371,8 @@ class Unknown(msgspec.Struct, tag="Unknown"):
     """A call of another release."""
 
 
-async def test_a_call_that_cannot_be_read_is_refused_and_does_not_hold_up_the_next(gang):
-    calls, servers = gang
+async def test_a_call_that_cannot_be_read_is_refused_and_does_not_hold_up_the_next(client_and_servers):
+    calls, servers = client_and_servers
     (junk,) = calls.call_nowait([0], [Unknown()])
     (good,) = calls.call_nowait([0], [Ping()])
     (await servers[0].receive()).reply(CallResult())
@@ -445,8 +445,8 @@ async def test_nobody_goes_back_to_a_receiver_whose_attempt_is_over(resolver, op
         await MetaPuller(resolver, NAMES, runtime=RUNTIME, attempt=2).start()
 
 
-async def test_fail_all(gang):
-    calls, servers = gang
+async def test_fail_all(client_and_servers):
+    calls, servers = client_and_servers
     futures = calls.call_nowait(MESH, [Ping(), Ping()])
     late = await servers[0].receive()
     calls.fail_all(RuntimeError("model_worker/1 died"))
@@ -473,8 +473,8 @@ async def test_unanswered_calls_fail_when_the_worker_restarts(resolver, opened):
     await answered
 
 
-async def test_calls_are_sent_to_all_or_to_none(gang):
-    calls, servers = gang
+async def test_calls_are_sent_to_all_or_to_none(client_and_servers):
+    calls, servers = client_and_servers
     with pytest.raises(ValueError, match="no worker handles 'nobody'"):
         calls.call_nowait([0, "nobody"], [Ping(), Ping()])
     futures = [calls.call_nowait(["__data1__"], [Ping()])[0] for _ in range(CALL_CREDIT_ITEMS)]
@@ -493,8 +493,8 @@ async def test_calls_are_sent_to_all_or_to_none(gang):
     assert all(isinstance(result, ChannelClosed) for result in results)
 
 
-async def test_a_cancelled_wait_for_a_reply_does_no_harm(gang):
-    calls, servers = gang
+async def test_a_cancelled_wait_for_a_reply_does_no_harm(client_and_servers):
+    calls, servers = client_and_servers
     futures = calls.call_nowait([0, 0], [Ping(), Ping()])
     futures[0].cancel()
     for _ in range(2):

@@ -446,7 +446,7 @@ async def test_a_whole_generation_server_in_front(
             torch_threads=1,
         )
     )
-    life = asyncio.create_task(server.main())
+    main = asyncio.create_task(server.main())
     key = Names("e", "t").generation_server(0)
     url = await asyncio.to_thread(open_name_resolver(name_resolve).wait, key, LIMIT_S)
     async with aiohttp.ClientSession() as session:
@@ -475,7 +475,7 @@ async def test_a_whole_generation_server_in_front(
         async with session.get(f"{url}/get_server_info") as answer:
             assert (await answer.json())["pause_modes"] == ["abort", "retract", "wait"]
     server.stopping.set()
-    await within(life)
+    await within(main)
     journal = read_json_lines(store.root / "run" / "journal" / "generation_server_0.jsonl")
     by_version = {
         str(version): sum(line["tokens"] for line in journal if line["version"] == str(version)) for version in (V0, V1)

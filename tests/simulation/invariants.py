@@ -35,8 +35,8 @@ class Invariants:
         self.capacity = (1 + run.scenario.eta) * run.scenario.batch_size
         self.violation = ""
         self.oldest: dict[str, WeightVersion] = {}  # of a stored ticket's tokens
-        self.echoed: dict[str, dict[int, int]] = {}  # by server's life: newest that it said it serves, by attempt
-        self.loaded: dict[str, WeightVersion] = {}  # by server's life
+        self.echoed: dict[str, dict[int, int]] = {}  # by server's incarnation and attempt: newest it said it serves
+        self.loaded: dict[str, WeightVersion] = {}  # by server's incarnation
         self.published: WeightVersion | None = None
         self.answers: dict[
             tuple[str, str, str], frozenset[str]

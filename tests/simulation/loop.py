@@ -186,7 +186,7 @@ class Scheduler:
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):
-    """The event loop of one life of a simulated process. No threads, no sockets: what would need them is the world's."""
+    """The event loop of one incarnation of a simulated process. No threads, no sockets: what would need them is the world's."""
 
     def __init__(
         self, scheduler: Scheduler, name: str, process: Any, on_error: Callable[[dict[str, Any]], None]

@@ -1,8 +1,8 @@
 """Name resolve's twin: what etcd promises, in memory, with the world's delays and outages.
 
 Entries, leases and watches are the store's, which outlives processes; a SimNameResolver is one process's session. The base classes
-do what the memory store does in tests of one process. `asyncio.to_thread(resolver.add, ...)` comes here through World.on_thread,
-which waits for the way there and back, and through an outage for as long as a real resolver tries.
+do what the memory store does in tests of one process. `asyncio.to_thread(resolver.add, ...)` comes here through
+SimulatedWorld.on_thread, which waits for the way there and back, and through an outage for as long as a real resolver tries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.runtime.names.interface import (
 from asyncrl.runtime.names.memory import MemoryNameResolver, MemoryStore
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Process, World
+    from tests.simulation.world import Process, SimulatedWorld
 
 _TRIES_S = 5.0  # NameResolveConfig.timeout_s
 
@@ -51,7 +51,7 @@ class SimWatch(Watch):
 class NameStore(MemoryStore):
     """etcd."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         super().__init__()
         self._world = world
         self.watches: dict[int, SimWatch] = {}
@@ -119,7 +119,7 @@ class SimNameResolver(MemoryNameResolver):
 
     # ------------------------------------------------------------------------------------------------- on a thread
 
-    async def on_thread(self, world: World, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def on_thread(self, world: SimulatedWorld, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a thread that calls the resolver would see."""
         if call.__name__ == "wait":
             return await self._wait_until(world, *args, **kwargs)
@@ -131,7 +131,7 @@ class SimNameResolver(MemoryNameResolver):
         await asyncio.sleep(world.draw_delay())
         return result
 
-    async def _reach(self, world: World, limit_s: float) -> None:
+    async def _reach(self, world: SimulatedWorld, limit_s: float) -> None:
         await asyncio.sleep(world.draw_delay())
         if self._store.down:
             await asyncio.sleep(min(self._store.down_until - world.now, limit_s))
@@ -141,7 +141,9 @@ class SimNameResolver(MemoryNameResolver):
         if self._store.down:
             raise NameResolveTimeout(f"name resolve did not answer within {_TRIES_S:g} s")
 
-    async def _publish(self, world: World, name: str, value: str, *, lease: int | None = None, limit_s: float) -> None:
+    async def _publish(
+        self, world: SimulatedWorld, name: str, value: str, *, lease: int | None = None, limit_s: float
+    ) -> None:
         """As NameResolver.publish, whose pauses are a thread's."""
         deadline = world.now + limit_s
         while True:
@@ -155,7 +157,7 @@ class SimNameResolver(MemoryNameResolver):
                     raise
             await asyncio.sleep(0.2)
 
-    async def _wait_until(self, world: World, name: str, timeout_s: float) -> str:
+    async def _wait_until(self, world: SimulatedWorld, name: str, timeout_s: float) -> str:
         found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def tell(event: WatchEvent) -> None:

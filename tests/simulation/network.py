@@ -21,7 +21,7 @@ from asyncrl.runtime.transport import PullSocket, PushSocket, Transport
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from tests.simulation.world import Process, World
+    from tests.simulation.world import Process, SimulatedWorld
 
 _SHORTEST = 1e-6
 
@@ -31,7 +31,7 @@ _SHORTEST = 1e-6
 class SimTransport(Transport):
     """Sockets of one process."""
 
-    def __init__(self, world: World, process: Process) -> None:
+    def __init__(self, world: SimulatedWorld, process: Process) -> None:
         self.world, self.process = world, process
 
     def new_id(self) -> str:
@@ -208,7 +208,7 @@ class SimResponse:
 class SimSession:
     """As aiohttp.ClientSession, as far as the clients in asyncrl use it."""
 
-    def __init__(self, world: World, process: Process, options: dict[str, Any]) -> None:
+    def __init__(self, world: SimulatedWorld, process: Process, options: dict[str, Any]) -> None:
         self._world, self._process = world, process
         timeout = options.get("timeout")
         self._total_s: float | None = timeout.total if timeout is not None else 300.0
@@ -246,7 +246,7 @@ class _Exchange:
     """One request and its answer. `async with` it at the client."""
 
     def __init__(
-        self, world: World, client: Process, method: str, url: str, body: bytes, total_s: float | None
+        self, world: SimulatedWorld, client: Process, method: str, url: str, body: bytes, total_s: float | None
     ) -> None:
         self._world, self._client = world, client
         self._method, self._url, self._body, self._total_s = method, url, body, total_s

@@ -31,7 +31,7 @@ from tests.simulation.network import SimPull
 from tests.simulation.processes import SimEngines, SimModelWorker, Weights
 from tests.simulation.scenario import Scenario
 from tests.simulation.supervisor import Supervisor
-from tests.simulation.world import Event, Process, World
+from tests.simulation.world import Event, Process, SimulatedWorld
 
 _MAKERS: dict[str, Callable[[Any, System], Worker]] = {
     "generation_server": lambda config, system: GenerationServer(config, system, SimEngines(config)),
@@ -56,7 +56,7 @@ class Outcome:
     events: tuple[Event, ...] = ()
 
 
-class SimulatedRun(World):
+class SimulatedRun(SimulatedWorld):
     """The world of one scenario: its processes, its faults, and who looks."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -158,7 +158,7 @@ class SimulatedRun(World):
     # ------------------------------------------------------------------------------------------------ what invariants ask
 
     def attempt_of(self, label: str) -> int:
-        """Of a life that goes on."""
+        """Of an incarnation that goes on."""
         return int(self.processes[label.partition("#")[0]].config.worker.attempt)
 
     def master_buffer(self, label: str) -> Any:

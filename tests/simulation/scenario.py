@@ -203,8 +203,8 @@ def _with_faults(scenario: Scenario, draw: random.Random) -> Scenario:
 def _draw_fault(scenario: Scenario, draw: random.Random) -> Fault:
     kind = draw.choice(
         (
-            "gang",
-            "gang",
+            "trainer_group",
+            "trainer_group",
             "power",
             "torn",
             "kill",
@@ -227,7 +227,7 @@ def _draw_fault(scenario: Scenario, draw: random.Random) -> Fault:
     ]
     training = ["master/0", *(f"model_worker/{i}" for i in range(scenario.num_heads))]
     target, lasts_s, strength = "", 0.0, 0.0
-    if kind == "gang":
+    if kind == "trainer_group":
         kind, target = "kill", draw.choice(training)
     elif kind == "power":
         lasts_s = draw.choice((0.5, 5.0))

@@ -39,12 +39,12 @@ from asyncrl.weights.checkpoints import DataIdentity, MasterState
 from asyncrl.weights.versions import role_dir, version_dir
 from tests.simulation import processes
 from tests.simulation.network import SimSession
-from tests.simulation.world import Process, World, here
+from tests.simulation.world import Process, SimulatedWorld, here
 
 _STATUS_INTERVAL_S = 1.0
 
 
-def use(world: World) -> None:
+def use(world: SimulatedWorld) -> None:
     """From here on time is this world's."""
     time.monotonic = world.scheduler.monotonic
     time.time = world.scheduler.time

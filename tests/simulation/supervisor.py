@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.launch.supervision import EVERYTHING, GANG_KINDS, End, EndRun, FreezeWatch, Supervision
+from asyncrl.launch.supervision import EVERYTHING, TRAINER_KINDS, End, EndRun, FreezeWatch, Supervision
 from tests.simulation.world import Event, Process
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Supervisor:
 
     def _concerns(self, name: str) -> bool:
         """Whether it is started again with others already."""
-        return self._renewing == EVERYTHING or (bool(self._renewing) and name.partition("/")[0] in GANG_KINDS)
+        return self._renewing == EVERYTHING or (bool(self._renewing) and name.partition("/")[0] in TRAINER_KINDS)
 
     def _see_to(self, process: Process, how: str, launch: int) -> None:
         run = self._run

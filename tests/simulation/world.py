@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened, in whose process (name#life)."""
+    """Something that happened, in whose process (name#incarnation)."""
 
     time: float
     process: str
@@ -66,11 +66,11 @@ class HTTPFaults:
 
 @dataclass
 class Process:
-    """One life of a process."""
+    """One incarnation of a process."""
 
-    world: World
+    world: SimulatedWorld
     name: str
-    life: int
+    incarnation: int
     loop: ProcessLoop = field(init=False)
     transport: SimTransport = field(init=False)
     resolver: SimNameResolver = field(init=False)
@@ -86,12 +86,12 @@ class Process:
     ended: bool = False  # by itself
     thawed_at: float = 0.0  # on the monotonic clock
     started_at: float = 0.0
-    number: int = 0  # of all lives of all processes
+    number: int = 0  # of all incarnations of all processes
     label: str = field(init=False)
     kind: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.label, self.kind = f"{self.name}#{self.life}", self.name.partition("/")[0]
+        self.label, self.kind = f"{self.name}#{self.incarnation}", self.name.partition("/")[0]
         # of asyncio's loop only what has no sockets is there
         self.loop = ProcessLoop(self.world.scheduler, self.name, self, self._failed)  # type: ignore[abstract]
         self.transport = SimTransport(self.world, self)
@@ -108,7 +108,7 @@ def here() -> Process:
     return process
 
 
-class World:
+class SimulatedWorld:
     """Everything between processes."""
 
     scenario: Scenario
@@ -122,8 +122,8 @@ class World:
         self.disk = Disk()
         self.pulls: dict[str, SimPull] = {}
         self.sites: dict[str, Site] = {}
-        self.urls: dict[str, str] = {}  # of all sites that ever were -> the life that listened there
-        self.processes: dict[str, Process] = {}  # the newest life of each
+        self.urls: dict[str, str] = {}  # of all sites that ever were -> the incarnation that listened there
+        self.processes: dict[str, Process] = {}  # the newest incarnation of each
         self.graveyard: list[Process] = []
         self.partitions: dict[frozenset[str], float] = {}  # two processes -> until when
         self.partition_loses = False  # what is sent meanwhile is lost; else it comes afterwards
@@ -136,7 +136,7 @@ class World:
         self.events: list[Event] = []
         self.listeners: list[Callable[[Event], None]] = []
         self.count: Counter[str] = Counter()
-        self._num_lives: Counter[str] = Counter()
+        self._num_incarnations: Counter[str] = Counter()
         self._num_sites = 0
         self.num_pulls = 0
 
@@ -178,11 +178,11 @@ class World:
     # ------------------------------------------------------------------------------------------------------- processes
 
     def start(self, name: str, config: Any, make: Callable[[Process], Worker]) -> Process:
-        """A new life of this name."""
-        self._num_lives[name] += 1
-        process = Process(self, name, self._num_lives[name], config=config, started_at=self.now)
+        """A new incarnation of this name."""
+        self._num_incarnations[name] += 1
+        process = Process(self, name, self._num_incarnations[name], config=config, started_at=self.now)
         process.lease = self.names.grant_kept(30.0)
-        process.number = sum(self._num_lives.values())
+        process.number = sum(self._num_incarnations.values())
         self.processes[name] = process
         self.note(process, "started")
         process.loop.call_soon(self._boot, process, make)

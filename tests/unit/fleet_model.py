@@ -122,7 +122,7 @@ class Servers:
                 and not process.paused
             ):
                 work.update = Update(
-                    update.server, update.url, update.life, serves, update.limit_s, update.broadcast, is_new=True
+                    update.server, update.url, update.incarnation, serves, update.limit_s, update.broadcast, is_new=True
                 )
                 return self.succeed(work)
             work.stage = "pause"
@@ -221,7 +221,7 @@ class Servers:
             work
             for work in self.works
             if work.took_from_service
-            and work.update.life == self.table.servers[work.update.server].life
+            and work.update.incarnation == self.table.servers[work.update.server].incarnation
             and self.now < work.since + SLOW_AFTER_S
         ]
         assert len(out) <= max(1, int(self.fraction * max(alive, len(self.table.servers))))

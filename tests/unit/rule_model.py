@@ -1,7 +1,7 @@
 """A run in a few lines around the parts that decide: the real ledger, server table, buffer, batch former and prompt progress.
 
 What is modelled is the world between them: rollout workers, ghosts of workers, messages that are late, doubled, lost and out of
-order, managers and gangs (master and heads) that die and are started again. A driver chooses what happens next; everything
+order, managers and trainer groups (master and heads) that die and are started again. A driver chooses what happens next; everything
 that must hold is asserted where it happens, and `check` says what must hold in between.
 
     worker --allocate, finish, heartbeat (HTTP: answered, or asked again)--> manager        one in flight of each kind and worker
@@ -79,7 +79,7 @@ class Worker:
     """A rollout worker's process. A ghost goes on after its successor has begun."""
 
     name: str
-    life: int
+    start: int
     ghost: bool = False
     knows: int = 0  # the manager it speaks to
     held: dict[str, Rollout] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Worker:
 
     @property
     def incarnation(self) -> str:
-        return f"{self.name}.{self.life:019d}.1.00000000"
+        return f"{self.name}.{self.start:019d}.1.00000000"
 
 
 @dataclass
@@ -193,10 +193,10 @@ class World:
         server = self.table.servers[SERVER]
         if server.version == self.published or (server.version is not None and server.version > self.published):
             return
-        life = self.table.begin_update(SERVER, self.published)
+        incarnation = self.table.begin_update(SERVER, self.published)
         assert self.serves <= self.published, "the server goes back"
         self.serves = self.published
-        assert self.table.loaded(SERVER, life, self.published, self.now)
+        assert self.table.loaded(SERVER, incarnation, self.published, self.now)
 
     def expire(self) -> None:
         self.ledger.expire(self.now)
@@ -375,12 +375,12 @@ class World:
         """ghost: the old process was frozen, not killed, and goes on."""
         old = self.workers[index]
         self.num_lost += len(old.held) + sum(call.what == "allocate" for call in old.calls.values()) * 1000
-        self.workers[index] = Worker(old.name, old.life + 1, knows=self.generation)
+        self.workers[index] = Worker(old.name, old.start + 1, knows=self.generation)
         if ghost:
             old.ghost = True
             self.ghosts = [*self.ghosts[-3:], old]
 
-    # ---------------------------------------------------------------------------------------------------------- the gang
+    # ---------------------------------------------------------------------------------------------------------- the trainer group
 
     def _new_master(self, checkpoint: Checkpoint) -> Master:
         progress = PromptProgress(self.num_prompts, self.num_epochs)
@@ -405,7 +405,7 @@ class World:
         if not self.master.step:
             self.checkpoint = self._take_checkpoint()
 
-    def restart_gang(self, *, zombie: bool) -> None:
+    def restart_trainer_group(self, *, zombie: bool) -> None:
         """Master and heads begin anew from the last checkpoint, as the next attempt: what came after it is void."""
         old = self.master
         self.attempt += 1

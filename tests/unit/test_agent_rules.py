@@ -8,14 +8,22 @@ from asyncrl.protocol.messages import LauncherRecord, WantedProcess
 from asyncrl.runtime.names.interface import WatchEvent
 
 
-def wanted(name="rollout_worker/0", life=1, wish="run", launcher="l", agent="a"):
+def wanted(name="rollout_worker/0", incarnation=1, wish="run", launcher="l", agent="a"):
     return WantedProcess(
-        launcher=launcher, agent=agent, attempt=1, name=name, life=life, wish=wish, config="", lease=1, computes=False
+        launcher=launcher,
+        agent=agent,
+        attempt=1,
+        name=name,
+        incarnation=incarnation,
+        wish=wish,
+        config="",
+        lease=1,
+        computes=False,
     )
 
 
-def there(life=1, ended=False, asked=False):
-    return There(life, ended, asked)
+def there(incarnation=1, ended=False, asked=False):
+    return There(incarnation, ended, asked)
 
 
 NAME = "rollout_worker/0"
@@ -34,9 +42,9 @@ NAME = "rollout_worker/0"
         (wanted(), there(ended=True), []),  # who is started again decides the launcher
         (None, there(), ["kill"]),
         (None, there(ended=True), ["forget"]),
-        (wanted(life=2), there(life=1), ["kill"]),  # the next life waits for the end of this one
-        (wanted(life=2), there(life=1, ended=True), ["forget"]),
-        (wanted(life=1), there(life=2), []),  # an older wish, late
+        (wanted(incarnation=2), there(incarnation=1), ["kill"]),  # the next incarnation waits for the end of this one
+        (wanted(incarnation=2), there(incarnation=1, ended=True), ["forget"]),
+        (wanted(incarnation=1), there(incarnation=2), []),  # an older wish, late
     ],
 )
 def test_decisions(wish, process, verbs):

@@ -54,7 +54,7 @@ class Rollout:
 @dataclass
 class Worker:
     name: str
-    life: int = 0
+    start: int = 0
     held: dict[str, Rollout] = field(default_factory=dict)
     last_request: AllocateRequest | None = None
     frozen: bool = False
@@ -62,7 +62,7 @@ class Worker:
 
     @property
     def incarnation(self) -> str:
-        return f"{self.name}-{self.life}"
+        return f"{self.name}-{self.start}"
 
 
 class Run:
@@ -137,8 +137,8 @@ class Run:
     def serve(self) -> None:
         """The server loads the newest published version; running rollouts go on under it."""
         version = WeightVersion(1, self.published)
-        life = self.table.begin_update("generation_server/0", version)
-        assert self.table.loaded("generation_server/0", life, version, self.now)
+        incarnation = self.table.begin_update("generation_server/0", version)
+        assert self.table.loaded("generation_server/0", incarnation, version, self.now)
 
     # ------------------------------------------------------------------------------------------- rollout workers
 
@@ -195,7 +195,7 @@ class Run:
     def kill(self, worker: Worker) -> None:
         self.num_faults += len(worker.held)
         worker.held.clear()
-        worker.life += 1
+        worker.start += 1
         worker.last_request = None
 
     # ------------------------------------------------------------------------------------------------- the master

@@ -48,7 +48,7 @@ def test_useful_work_is_what_came_after_the_death(module, tmp_path):
     assert useful(tmp_path, "model_worker", "model_worker/0", 14.5) is None
 
 
-def test_the_life_that_came_after_is_measured(module, tmp_path):
+def test_the_incarnation_that_came_after_is_measured(module, tmp_path):
     recovery = module("recovery")
     folder = tmp_path / "logs" / "attempt_1"
     folder.mkdir(parents=True)

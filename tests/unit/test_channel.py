@@ -230,8 +230,8 @@ def test_any_schedule_settles_everything_and_delivers_once(seed):
     """Both sides' state over a network that does as it likes, with receivers that restart, on a clock of its own."""
     random = Random(seed)
     sender: SendWindow[int] = SendWindow(credit_items=5, credit_bytes=1000, resend_after_s=1.0)
-    receiver, life, now = PeerLedger(0), 0, 0.0
-    net: list[tuple[str, int, object]] = []  # kind, receiver's life, content
+    receiver, incarnation, now = PeerLedger(0), 0, 0.0
+    net: list[tuple[str, int, object]] = []  # kind, receiver's incarnation, content
     delivered: set[tuple[int, int]] = set()
     held: list[int] = []
     settled: list[int] = []
@@ -242,41 +242,41 @@ def test_any_schedule_settles_everything_and_delivers_once(seed):
         if len(settled) < wanted and sender.can_admit(10) and admitted < wanted:
             out = sender.admit(admitted, 10, now)
             admitted += 1
-            net.append(("data", life, (out.seq, sender.low)))
+            net.append(("data", incarnation, (out.seq, sender.low)))
         if (seqs := sender.probe(now)) is not None:
-            net.append(("probe", life, (seqs, sender.low)))
+            net.append(("probe", incarnation, (seqs, sender.low)))
         if held and random.random() < 0.5:
             seq = held.pop(random.randrange(len(held)))
             if receiver.settle(seq, Verdict(False, b"")):
-                net.append(("report", life, ([seq], [])))
+                net.append(("report", incarnation, ([seq], [])))
         if faulty and random.random() < 0.01:
-            life, receiver, held = life + 1, PeerLedger(sender.low), []
-            net += [("data", life, (out.seq, sender.low)) for out in sender.new_receiver(now)]
+            incarnation, receiver, held = incarnation + 1, PeerLedger(sender.low), []
+            net += [("data", incarnation, (out.seq, sender.low)) for out in sender.new_receiver(now)]
         if net and random.random() < 0.8:
             index = random.randrange(len(net)) if faulty else 0
             kind, target, content = net[index]
             if not (faulty and random.random() < 0.2):  # else it comes again
                 del net[index]
-            if (faulty and random.random() < 0.2) or target != life:  # lost, or for an earlier life
+            if (faulty and random.random() < 0.2) or target != incarnation:  # lost, or for an earlier incarnation
                 continue
             if kind == "report":
                 settled += [seq for seq in content[0] if sender.settle(seq, now) is not None]
                 sender.heard()
                 again, lost = sender.missing(content[1], now)
                 assert not lost
-                net += [("data", life, (out.seq, sender.low)) for out in again]
+                net += [("data", incarnation, (out.seq, sender.low)) for out in again]
             elif kind == "probe":
                 verdicts, missing = receiver.asked(*content)
-                net.append(("report", life, ([seq for seq, _ in verdicts], missing)))
+                net.append(("report", incarnation, ([seq for seq, _ in verdicts], missing)))
             else:
                 seq, low = content
                 arrival = receiver.arrive(seq, low)
                 if arrival == "new":
-                    assert (life, seq) not in delivered
-                    delivered.add((life, seq))
+                    assert (incarnation, seq) not in delivered
+                    delivered.add((incarnation, seq))
                     held.append(seq)
                 elif isinstance(arrival, Verdict):
-                    net.append(("report", life, ([seq], [])))
+                    net.append(("report", incarnation, ([seq], [])))
         assert sender.num_pending <= 5
         assert len(receiver) <= wanted
         if len(settled) == wanted:
@@ -570,13 +570,13 @@ async def test_messages_for_an_earlier_holder_of_the_address_are_not_delivered(n
 async def test_a_restarted_sender_begins_anew(net):
     receiver, endpoint = await net.receiver()
     consumer = await running(settle_all(receiver, seen := []))
-    for life in range(3):
+    for start in range(3):
         sender = await net.sender(endpoint)
         for i in range(3):
-            await sender.send(b"%d.%d" % (life, i), timeout_s=60, what="it")
+            await sender.send(b"%d.%d" % (start, i), timeout_s=60, what="it")
         await sender.close()
     await stop(consumer)
-    assert [body for _, body in seen] == [b"%d.%d" % (life, i) for life in range(3) for i in range(3)]
+    assert [body for _, body in seen] == [b"%d.%d" % (start, i) for start in range(3) for i in range(3)]
 
 
 async def test_fail_on_restart(net):

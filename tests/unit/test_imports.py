@@ -28,7 +28,7 @@ TORCHLESS = [
     "asyncrl.weights.checkpoints",
     "asyncrl.dataflow.graph",
     "asyncrl.dataflow.topology",
-    "asyncrl.dataflow.worlds",
+    "asyncrl.dataflow.worker_groups",
     "asyncrl.rollout.worker",
     "asyncrl.rollout.replayer",
     "asyncrl.model.recorder",

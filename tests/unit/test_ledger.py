@@ -52,8 +52,8 @@ class Desk:
     def serve(self, version: int, *names: str, attempt: int = 1) -> None:
         for name in names or tuple(self.table.servers):
             loaded = WeightVersion(attempt, version)
-            life = self.table.begin_update(name, loaded)
-            assert self.table.loaded(name, life, loaded, self.now)
+            incarnation = self.table.begin_update(name, loaded)
+            assert self.table.loaded(name, incarnation, loaded, self.now)
 
     def report(self, newest_attempt: int | None = None, **fields: Any) -> LedgerView:
         defaults = {
@@ -69,11 +69,11 @@ class Desk:
         return self.ledger.view(self.now)
 
     def ask(
-        self, count: int = 1, worker: str = "rollout_worker/0", request_id: str = "", life: str = "a"
+        self, count: int = 1, worker: str = "rollout_worker/0", request_id: str = "", incarnation: str = "a"
     ) -> AllocateReply:
         self._requests += 1
         request_id = request_id or f"r{self._requests}"
-        request = AllocateRequest(request_id=request_id, worker=worker, incarnation=life, count=count)
+        request = AllocateRequest(request_id=request_id, worker=worker, incarnation=incarnation, count=count)
         return self.ledger.allocate([request], self.now)[0]
 
     def take(self, count: int = 1, **more: Any) -> list[Ticket]:
@@ -86,16 +86,18 @@ class Desk:
         *tickets: Ticket,
         outcome: Any = "stored",
         worker: str = "rollout_worker/0",
-        life: str = "a",
+        incarnation: str = "a",
         **more: Any,
     ) -> list[str]:
         results = [RolloutResult(ticket_id=ticket.ticket_id, outcome=outcome, **more) for ticket in tickets]
-        request = FinishRequest(worker=worker, incarnation=life, results=results)
+        request = FinishRequest(worker=worker, incarnation=incarnation, results=results)
         return self.ledger.finish(request, self.now).unknown
 
-    def beat(self, *held: Ticket, worker: str = "rollout_worker/0", life: str = "a", after_s: float = 2.0) -> list[str]:
+    def beat(
+        self, *held: Ticket, worker: str = "rollout_worker/0", incarnation: str = "a", after_s: float = 2.0
+    ) -> list[str]:
         self.now += after_s
-        request = HeartbeatRequest(worker=worker, incarnation=life, held=[ticket.ticket_id for ticket in held])
+        request = HeartbeatRequest(worker=worker, incarnation=incarnation, held=[ticket.ticket_id for ticket in held])
         return self.ledger.heartbeat(request, self.now).revoked
 
 
@@ -447,27 +449,27 @@ def test_listing_it_again_in_between_keeps_a_ticket() -> None:
 
 def test_a_restarted_worker_loses_what_it_held_and_its_ghost_is_told() -> None:
     desk = Desk()
-    (ticket,) = desk.take(1, life="a")
-    assert desk.beat(life="b") == []
+    (ticket,) = desk.take(1, incarnation="a")
+    assert desk.beat(incarnation="b") == []
     assert desk.ledger.num_live == 0
-    assert desk.beat(ticket, life="a") == ids([ticket])
-    assert desk.ask(life="a").refusal == "superseded"
-    assert len(desk.ask(life="b").tickets) == 1
+    assert desk.beat(ticket, incarnation="a") == ids([ticket])
+    assert desk.ask(incarnation="a").refusal == "superseded"
+    assert len(desk.ask(incarnation="b").tickets) == 1
 
 
 def test_the_ghost_of_a_worker_cannot_take_its_place_again() -> None:
     """Not even at a new manager, which hears the worker first, and then the process that was frozen since before."""
     ghost = incarnation("rollout_worker/0", attempt=1, start=9)
-    (old,) = Desk().take(1, life=ghost)
+    (old,) = Desk().take(1, incarnation=ghost)
     worker = incarnation("rollout_worker/0", attempt=1, start=10)
     desk = successor(num_workers=1, nonce="y")
-    assert desk.beat(life=worker) == []
+    assert desk.beat(incarnation=worker) == []
     desk.report(full=True)
-    (ticket,) = desk.take(1, life=worker)
-    assert desk.beat(old, life=ghost) == ids([old])
-    assert desk.ask(life=ghost).refusal == "superseded"
-    assert desk.finish(old, ticket, life=ghost) == ids([old, ticket])
-    assert desk.beat(ticket, life=worker) == []
+    (ticket,) = desk.take(1, incarnation=worker)
+    assert desk.beat(old, incarnation=ghost) == ids([old])
+    assert desk.ask(incarnation=ghost).refusal == "superseded"
+    assert desk.finish(old, ticket, incarnation=ghost) == ids([old, ticket])
+    assert desk.beat(ticket, incarnation=worker) == []
     assert is_earlier(ghost, worker)
     assert not is_earlier(worker, ghost)
     assert not is_earlier("a", "b")
@@ -498,12 +500,12 @@ def test_a_worker_that_is_started_after_the_clock_went_back_is_no_ghost(monkeypa
     monkeypatch.setattr(time, "time", lambda: now / 1e9 - 2 * 3600)
     after = started(5)
     desk = Desk()
-    desk.take(1, life=before)
-    assert desk.ask(life=after).tickets
-    assert desk.ask(life=before).refusal == "superseded"
+    desk.take(1, incarnation=before)
+    assert desk.ask(incarnation=after).tickets
+    assert desk.ask(incarnation=before).refusal == "superseded"
 
 
-def test_which_life_is_the_earlier_one_is_not_known_where_one_was_started_by_hand() -> None:
+def test_which_incarnation_is_the_earlier_one_is_not_known_where_one_was_started_by_hand() -> None:
     by_hand, second = (incarnation("rollout_worker/0", attempt=1, start=start) for start in (0, 2))
     next_attempt = incarnation("rollout_worker/0", attempt=2, start=1)
     assert not is_earlier(by_hand, second)
@@ -681,8 +683,8 @@ def test_a_ticket_that_nobody_else_can_serve_stays_until_somebody_can() -> None:
     desk.table.leave(ticket.server, 0.0)
     assert desk.ledger.move_leavers(1.0) == 0
     assert moved_of(desk, ticket) == {}
-    life = desk.table.servers[other].life
-    assert desk.table.loaded(other, life, WeightVersion(1, 1), 1.0)
+    incarnation = desk.table.servers[other].incarnation
+    assert desk.table.loaded(other, incarnation, WeightVersion(1, 1), 1.0)
     assert desk.ledger.move_leavers(2.0) == 1
     assert moved_of(desk, ticket) == {ticket.ticket_id: other}
 

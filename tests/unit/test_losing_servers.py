@@ -91,9 +91,9 @@ def test_workers_are_told_where_nothing_more_comes_from() -> None:
 
 def test_workers_leave_a_server_that_stays_interrupted_after_a_failed_load() -> None:
     desk = Desk(num_servers=2)
-    life = desk.table.begin_update(NAME, WeightVersion(1, 1))
+    incarnation = desk.table.begin_update(NAME, WeightVersion(1, 1))
     assert dead(desk) == []  # interrupted for a moment
-    desk.table.load_failed(NAME, life, "refused")
+    desk.table.load_failed(NAME, incarnation, "refused")
     assert dead(desk) == [URL]
     desk.serve(1, NAME)
     assert dead(desk) == []

@@ -139,7 +139,7 @@ class Source:
 
 
 async def live(config: MasterWorkerConfig, opened: AsyncExitStack, state: MasterState | None) -> list[str]:
-    """A master's life up to its last step, between model workers and a manager that listen. Returns what they were told."""
+    """Runs a master up to its last step, between model workers and a manager that listen. Returns what they were told."""
     manager, caller = PlayedManager(), PlayedWorkers()
     manager.may_end.set()
     parts = MasterParts(config, opened, manager=manager, caller=caller, state=state, source=Source)

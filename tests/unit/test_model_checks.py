@@ -35,7 +35,7 @@ def checks(num_examples: int, num_steps: int = 50) -> settings:
 
 
 class AnythingFails(RuleBasedStateMachine):
-    """Messages late, doubled, out of order and lost; workers, managers and gangs that die, and those thought dead that speak."""
+    """Messages late, doubled, out of order and lost; workers, managers and trainer groups die, and those thought dead speak."""
 
     world: World
 
@@ -174,12 +174,12 @@ class AnythingFails(RuleBasedStateMachine):
         self.world.save()
 
     @rule(zombie=st.booleans(), speaks=st.booleans(), turns=st.integers(0, 2))
-    def the_gang_dies(self, zombie: bool, speaks: bool, turns: int) -> None:
+    def the_trainer_group_dies(self, zombie: bool, speaks: bool, turns: int) -> None:
         """speaks: the old master, once more, after so many turns of its successor."""
         old = self.world.master
         if speaks:
             self.world.report(old)
-        self.world.restart_gang(zombie=zombie)
+        self.world.restart_trainer_group(zombie=zombie)
         for _ in range(turns):
             self.world.turn()
         if zombie and old.call is not None:
@@ -385,7 +385,7 @@ class UpdatesOfServers(RuleBasedStateMachine):
         process.frozen = not process.frozen
 
     @rule(back=st.integers(0, 3))
-    def the_gang_dies(self, back: int) -> None:
+    def the_trainer_group_dies(self, back: int) -> None:
         self.servers.begin_attempt(back)
 
     @rule(behind=st.integers(0, 1), turns=st.integers(0, 2))

@@ -94,8 +94,8 @@ class Moves(RuleBasedStateMachine):
     @rule(name=SERVERS)
     def load(self, name: str) -> None:
         if self.table.servers[name].state is ServerState.STALE:
-            life = self.table.begin_update(name, WeightVersion(1, 0))
-            assert self.table.loaded(name, life, WeightVersion(1, 0), self.desk.now)
+            incarnation = self.table.begin_update(name, WeightVersion(1, 0))
+            assert self.table.loaded(name, incarnation, WeightVersion(1, 0), self.desk.now)
 
     @invariant()
     def every_ticket_is_at_one_server(self) -> None:

@@ -429,7 +429,7 @@ class TestResume:
         )
         for attempt in (1, 2):
             save_config(with_absolute_paths(config), configs_dir(run_dir, attempt) / EXPERIMENT_FILE)
-        (configs_dir(run_dir, 3)).mkdir()  # of a gang that was started again
+        (configs_dir(run_dir, 3)).mkdir()  # of a trainer group that was started again
         kept = newest_experiment(run_dir)
         assert kept == configs_dir(run_dir, 2) / EXPERIMENT_FILE
         assert stat.S_IMODE(kept.stat().st_mode) == 0o600

@@ -150,10 +150,10 @@ def test_views_tell_for_how_long_servers_were_interrupted(table: ServerTable) ->
 
 
 def test_what_a_leaving_server_loads_is_void(table: ServerTable) -> None:
-    life = table.begin_update(NAMES[1], v(1))
+    incarnation = table.begin_update(NAMES[1], v(1))
     table.leave(NAMES[1], 1.0)
-    assert not table.loaded(NAMES[1], life, v(1), 2.0)
-    assert not table.load_failed(NAMES[1], life, "late")
+    assert not table.loaded(NAMES[1], incarnation, v(1), 2.0)
+    assert not table.load_failed(NAMES[1], incarnation, "late")
     assert table.servers[NAMES[1]].state is ServerState.DRAINING
     assert table.served == 0
 
@@ -249,11 +249,11 @@ def test_a_server_that_has_never_served_dies_of_silence_too(table: ServerTable) 
 
 def test_a_new_process_of_a_server_must_load_whatever_the_old_one_did(table: ServerTable) -> None:
     server = table.servers[NAMES[0]]
-    life = table.begin_update(NAMES[0], v(1))
+    incarnation = table.begin_update(NAMES[0], v(1))
     table.announce(NAMES[0], "http://elsewhere", 1.0)
     assert (server.state, server.url) == (ServerState.STALE, "http://elsewhere")
-    assert not table.loaded(NAMES[0], life, v(1), 2.0)
-    assert not table.load_failed(NAMES[0], life, "late")
+    assert not table.loaded(NAMES[0], incarnation, v(1), 2.0)
+    assert not table.load_failed(NAMES[0], incarnation, "late")
     assert server.state is ServerState.STALE
     assert table.served == 0
 
@@ -269,11 +269,11 @@ def test_the_same_announcement_again_changes_nothing(table: ServerTable) -> None
 
 
 def test_a_new_attempt_makes_all_stale_and_voids_loads(table: ServerTable) -> None:
-    life = table.begin_update(NAMES[0], v(1))
+    incarnation = table.begin_update(NAMES[0], v(1))
     table.silent(NAMES[2], "no answer", 0.0)
     table.begin_attempt(2)
     assert table.served == -1
-    assert not table.loaded(NAMES[0], life, v(1), 1.0)
+    assert not table.loaded(NAMES[0], incarnation, v(1), 1.0)
     assert {server.state for server in table.servers.values()} == {ServerState.STALE}
     load(table, NAMES[1], v(1, attempt=2))
     assert table.served == 1
@@ -284,24 +284,24 @@ def test_a_new_attempt_makes_all_stale_and_voids_loads(table: ServerTable) -> No
 def test_there_is_no_way_from_dead_to_healthy_but_through_stale_and_a_load() -> None:
     """Over all sequences of four events after a death."""
     events = {
-        "announce": lambda table, life: table.announce("s", "http://s", 1.0),
-        "announce elsewhere": lambda table, life: table.announce("s", "http://t", 1.0),
-        "withdraw": lambda table, life: table.withdraw("s"),
-        "answered": lambda table, life: table.answered("s", str(v(0)), 1.0),
-        "silent": lambda table, life: table.silent("s", "no answer", 1.0),
-        "late load": lambda table, life: table.loaded("s", life, v(0), 1.0),
-        "new attempt": lambda table, life: table.begin_attempt(table.attempt + 1),
-        "leave": lambda table, life: table.leave("s", 1.0),
-        "stay": lambda table, life: table.stay("s"),
+        "announce": lambda table, incarnation: table.announce("s", "http://s", 1.0),
+        "announce elsewhere": lambda table, incarnation: table.announce("s", "http://t", 1.0),
+        "withdraw": lambda table, incarnation: table.withdraw("s"),
+        "answered": lambda table, incarnation: table.answered("s", str(v(0)), 1.0),
+        "silent": lambda table, incarnation: table.silent("s", "no answer", 1.0),
+        "late load": lambda table, incarnation: table.loaded("s", incarnation, v(0), 1.0),
+        "new attempt": lambda table, incarnation: table.begin_attempt(table.attempt + 1),
+        "leave": lambda table, incarnation: table.leave("s", 1.0),
+        "stay": lambda table, incarnation: table.stay("s"),
     }
     for sequence in itertools.product(events, repeat=4):
         table = ServerTable()
         table.announce("s", "http://s", 0.0)
         load(table, "s", v(0))
-        life = table.begin_update("s", v(0))
+        incarnation = table.begin_update("s", v(0))
         table.withdraw("s")
         for event in sequence:
-            events[event](table, life)
+            events[event](table, incarnation)
             assert table.servers["s"].state in (ServerState.DEAD, ServerState.STALE, ServerState.DRAINING), sequence
             assert table.pick(0) is None
 

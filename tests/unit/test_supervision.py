@@ -1,4 +1,4 @@
-"""Who is started again how: alone, as a gang, everything once, or nobody any more. And who is frozen."""
+"""Who is started again how: alone, with its group, everything once, or nobody any more. And who is frozen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.launch.remote import RemoteChild
 from asyncrl.launch.supervision import (
     CALM_S,
     EVERYTHING,
-    GANG,
+    TRAINER_GROUP,
     WINDOW_S,
     Decision,
     End,
@@ -40,7 +40,7 @@ NAMES = [
     "rollout_worker/0",
     "rollout_worker/1",
 ]
-UNITS = {GANG if name.startswith(("master", "model_worker")) else name for name in NAMES}
+UNITS = {TRAINER_GROUP if name.startswith(("master", "model_worker")) else name for name in NAMES}
 
 
 def end(name: str, number: int = 0, *, could_run: bool = True, fatal: bool = False) -> End:
@@ -82,9 +82,9 @@ def test_who_has_worked_for_a_while_is_started_again_at_once() -> None:
         ("async", "rollout_worker/1", "rollout_worker/1"),
         ("async", "generation_server/0", "generation_server/0"),
         ("async", "gserver_manager/0", "gserver_manager/0"),
-        ("async", "master/0", GANG),
-        ("async", "model_worker/7", GANG),
-        ("sync", "model_worker/0", GANG),
+        ("async", "master/0", TRAINER_GROUP),
+        ("async", "model_worker/7", TRAINER_GROUP),
+        ("sync", "model_worker/0", TRAINER_GROUP),
         ("rollout_only", "rollout_worker/0", "rollout_worker/0"),
         ("rollout_only", "master/0", ""),
         ("rollout_only", "recorder/0", ""),
@@ -99,27 +99,27 @@ def test_who_goes_with_whom(mode: str, name: str, unit: str) -> None:
     assert decision == (StartAgain(unit, 0.0) if unit else EndRun(f"{name} was killed, cause 0"))
 
 
-def test_worlds_that_are_apart_are_started_again_alone_each_as_a_whole() -> None:
-    apart = [["model_worker/1"], ["model_worker/2", "model_worker/3"]]
-    supervision = Supervision(2, apart=apart)
+def test_detached_groups_are_started_again_alone_each_as_a_whole() -> None:
+    detached = [["model_worker/1"], ["model_worker/2", "model_worker/3"]]
+    supervision = Supervision(2, detached=detached)
     assert decide(supervision, end("model_worker/1")) == StartAgain("model_worker/1", 0.0, 1)
     assert decide(supervision, end("model_worker/3")) == StartAgain("model_worker/2, model_worker/3", 0.0, 1)
     assert decide(supervision, end("model_worker/2")) == StartAgain("model_worker/2, model_worker/3", 1.0, 2)
     assert (supervision.count("model_worker/2"), supervision.count("model_worker/3")) == (2, 2)
     assert supervision.members("model_worker/2") == ("model_worker/2", "model_worker/3")
     assert supervision.members("rollout_worker/0") == ("rollout_worker/0",)
-    assert decide(supervision, end("model_worker/0")) == StartAgain(GANG, 0.0, 1)  # has a budget of its own
+    assert decide(supervision, end("model_worker/0")) == StartAgain(TRAINER_GROUP, 0.0, 1)  # has a budget of its own
     assert decide(supervision, end("model_worker/3")) == StartAgain(EVERYTHING, 2.0)
-    by_hand = Supervision(2, apart=apart, by_hand=["model_worker/3"])
+    by_hand = Supervision(2, detached=detached, by_hand=["model_worker/3"])
     assert isinstance(decide(by_hand, end("model_worker/2")), EndRun)
     assert decide(by_hand, end("model_worker/1")) == StartAgain("model_worker/1", 0.0, 1)
 
 
-def test_the_gang_has_one_budget_and_everybody_else_an_own_one() -> None:
+def test_the_trainer_group_has_one_budget_and_everybody_else_an_own_one() -> None:
     supervision = Supervision(2)
-    assert decide(supervision, end("master/0")) == StartAgain(GANG, 0.0, 1)
+    assert decide(supervision, end("master/0")) == StartAgain(TRAINER_GROUP, 0.0, 1)
     assert decide(supervision, end("rollout_worker/0")) == StartAgain("rollout_worker/0", 0.0, 1)
-    assert decide(supervision, end("model_worker/1")) == StartAgain(GANG, 1.0, 2)
+    assert decide(supervision, end("model_worker/1")) == StartAgain(TRAINER_GROUP, 1.0, 2)
     assert (supervision.count("master/0"), supervision.count("rollout_worker/0")) == (2, 1)
     assert decide(supervision, end("model_worker/0")) == StartAgain(EVERYTHING, 2.0)
     assert (supervision.count("master/0"), supervision.count("rollout_worker/1")) == (3, 1)
@@ -144,7 +144,7 @@ def test_what_came_much_later_has_a_cause_of_its_own() -> None:
     for number in range(2):
         decide(supervision, end("rollout_worker/0", number))
     later = 2 * WINDOW_S
-    assert decide(supervision, end("master/0", 2), later) == StartAgain(GANG, 0.0, 1)
+    assert decide(supervision, end("master/0", 2), later) == StartAgain(TRAINER_GROUP, 0.0, 1)
     last = decide(supervision, end("master/0", 3), later + 1.0)
     assert isinstance(last, EndRun)  # everything is started again once a launch
     assert last.cause == "master/0 was killed, cause 2"
@@ -317,9 +317,9 @@ def test_a_process_that_was_lost_with_its_host_counts_as_one_that_could_run(tmp_
         'rollout: {tasks: {default: {reward: "r:r"}}}\n'
     )
     spec = next(spec for spec in plan(load_experiment(file), attempt=1, num_prompts=9) if spec.name == "model_worker/0")
-    child = RemoteChild(spec, cast(Any, None), run_dir=tmp_path, life=1, agent="a", wish=cast(Any, None))
+    child = RemoteChild(spec, cast(Any, None), run_dir=tmp_path, incarnation=1, agent="a", wish=cast(Any, None))
     assert not child.could_run
-    child.take_in(ChildReport(name=child.name, life=1, pid=5, cpu_s=7.0))
+    child.take_in(ChildReport(name=child.name, incarnation=1, pid=5, cpu_s=7.0))
     assert child.cpu_s() == 7.0  # its host daemon's: here nothing is known of it
     child.lose("was lost with its host n2")
     supervision = Supervision(3)

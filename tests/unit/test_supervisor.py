@@ -13,7 +13,7 @@ import pytest
 from asyncrl.launch.children import Child, Forked
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import ProcessSpec, plan
-from asyncrl.launch.supervision import EVERYTHING, GANG, EndRun, FreezeWatch, Supervision
+from asyncrl.launch.supervision import EVERYTHING, TRAINER_GROUP, EndRun, FreezeWatch, Supervision
 from asyncrl.launch.supervisor import (
     KILL_LIMIT_S,
     LAST_WORDS_S,
@@ -38,7 +38,7 @@ prompts: {path: p.jsonl}
 rollout: {tasks: {default: {reward: "rewards.py:reward"}}}
 train: {ppo: {kl_coef: 0.1}}
 """
-APART = "model_worker/2"
+DETACHED = "model_worker/2"
 STOP_S = 10.0
 
 
@@ -57,11 +57,11 @@ class World:
         self.specs: dict[str, ProcessSpec] = {spec.name: spec for spec in specs}
         self.leaving: set[str] = set()
         self.supervisor = Supervisor(
-            Supervision(max_restarts, apart=[[APART]]),
+            Supervision(max_restarts, detached=[[DETACHED]]),
             FreezeWatch(frozen_after_s, 100.0),
             frozen_after_s=frozen_after_s,
             stop_timeout_s=STOP_S,
-            gang=lambda: "the gang",
+            trainer_group=lambda: "its names",
             leaves=lambda child: child.name in self.leaving,
         )
         self.children: list[Child] = []
@@ -130,10 +130,12 @@ def test_a_rollout_worker_comes_back_alone(world: World) -> None:
     assert world.turn() == []
 
 
-def test_the_gang_comes_back_as_the_next_attempt_when_all_of_it_is_gone_and_the_search_is_over(world: World) -> None:
+def test_the_trainer_group_comes_back_as_the_next_attempt_when_all_of_it_is_gone_and_the_search_is_over(
+    world: World,
+) -> None:
     world.die("model_worker/0")
     assert world.kinds() == ["Cancel", "Kill model_worker/1", "Kill model_worker/2", "Kill master/0"]
-    assert "the training side (the gang) is started again at once (1 of 3)" in world.told[0]
+    assert "the trainer group (its names) is started again at once (1 of 3)" in world.told[0]
     members = ["model_worker/0", "model_worker/1", "model_worker/2", "master/0"]
     assert world.kinds() == [*(f"Forget {name}" for name in members), "LookForCheckpoint"]
     assert world.turn(100.0) == []
@@ -141,27 +143,28 @@ def test_the_gang_comes_back_as_the_next_attempt_when_all_of_it_is_gone_and_the_
     world.supervisor.checkpoint_found()
     (begin,) = world.turn()
     assert isinstance(begin, BeginAttempt)
-    assert begin.unit == GANG
+    assert begin.unit == TRAINER_GROUP
     assert not world.supervisor.begins_attempt
     assert [begin.concerns(kind) for kind in ("master", "model_worker", "rollout_worker")] == [True, True, False]
 
 
-def test_a_world_that_is_apart_comes_back_in_its_next_life(world: World) -> None:
-    world.die(APART)
-    assert world.kinds() == [f"Forget {APART}", f"StartLater {APART}"]
-    assert (world.supervisor.life_of(APART), world.supervisor.life_of("model_worker/0")) == (1, 0)
+def test_a_detached_group_comes_back_as_its_next_incarnation(world: World) -> None:
+    world.die(DETACHED)
+    assert world.kinds() == [f"Forget {DETACHED}", f"StartLater {DETACHED}"]
+    assert world.supervisor.group_incarnation_of(DETACHED) == 1
+    assert world.supervisor.group_incarnation_of("model_worker/0") == 0
 
 
-def test_a_gang_that_ends_takes_a_world_with_it_that_is_on_its_way_back(world: World) -> None:
-    world.die(APART)
+def test_a_trainer_group_that_ends_takes_a_detached_group_with_it_that_is_on_its_way_back(world: World) -> None:
+    world.die(DETACHED)
     world.die("master/0")
     decisions = world.kinds()
     assert decisions[0] == "Cancel"
-    assert f"StartLater {APART}" not in decisions
+    assert f"StartLater {DETACHED}" not in decisions
     world.turn()
     world.supervisor.checkpoint_found()
     assert world.kinds() == ["BeginAttempt"]
-    assert world.supervisor.life_of(APART) == 0  # it counts anew in the next attempt
+    assert world.supervisor.group_incarnation_of(DETACHED) == 0  # it counts anew in the next attempt
 
 
 def test_too_often_starts_everything_once(tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_too_often_starts_everything_once(tmp_path: Path) -> None:
     world.start("rollout_worker/0")
     world.die("rollout_worker/0")
     decisions = world.turn()
-    assert decisions[0] == Cancel(gang_only=False)
+    assert decisions[0] == Cancel(trainer_only=False)
     assert world.supervisor.starts_everything
     assert sum(isinstance(decision, Kill) for decision in decisions) == len(world.specs) - 1
     assert world.kinds()[-1] == "LookForCheckpoint"
@@ -186,7 +189,7 @@ def test_the_peers_of_one_that_was_killed_are_not_the_cause(world: World) -> Non
     world.fail("model_worker/1", "RuntimeError: the connection was closed by its peer")
     assert world.turn() == []  # others may have been first
     world.die("model_worker/0")
-    assert Cancel(gang_only=True) in world.turn()
+    assert Cancel(trainer_only=True) in world.turn()
     assert world.told[0].startswith("model_worker/0 was killed by signal SIGKILL")
 
 
@@ -195,7 +198,7 @@ def test_an_error_that_was_passed_on_waits_for_the_words_of_the_first(world: Wor
     assert world.turn(LAST_WORDS_S + 0.1) == []
     assert world.turn(LAST_WORDS_S + 0.1) == []  # that one has said nothing yet
     world.fail("model_worker/1", "ValueError: a loss")
-    assert world.turn(STOP_S)[0] == Cancel(gang_only=True)
+    assert world.turn(STOP_S)[0] == Cancel(trainer_only=True)
     assert world.told[0].startswith("model_worker/1 failed: ValueError: a loss")
 
 

@@ -38,7 +38,7 @@ def make_info(**runtime):
 
 
 class Recorder(Worker):
-    """Writes down the stations of its life; what it does in run is given."""
+    """Records the states that it passes through; what it does in run is given."""
 
     def __init__(self, work, status_interval_s=0.5, **runtime):
         super().__init__(make_info(**runtime), System(status_interval_s=status_interval_s))
@@ -54,7 +54,7 @@ class Recorder(Worker):
         await self._work(self)
 
 
-async def test_a_life_from_setup_to_done():
+async def test_a_worker_from_setup_to_done():
     async def nothing(worker):
         pass
 

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
-from asyncrl.launch.supervision import GANG_KINDS
+from asyncrl.launch.supervision import TRAINER_KINDS
 from asyncrl.protocol.tickets import TicketId
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.testing.faults.injector import FAULTS_JOURNAL
@@ -151,8 +151,8 @@ def stages_of(
 
 def _ready(name: str, struck: float, noticed: float, began: Sequence[tuple[float, str]]) -> float:
     """When the process that took another's place ran; of a trainer group: when all of it ran."""
-    gang = name.partition("/")[0] in GANG_KINDS
-    names = {other for _, other in began if other.partition("/")[0] in GANG_KINDS} if gang else {name}
+    trains = name.partition("/")[0] in TRAINER_KINDS
+    names = {other for _, other in began if other.partition("/")[0] in TRAINER_KINDS} if trains else {name}
     first = [min((at for at, other in began if other == member and at > struck), default=noticed) for member in names]
     return max([noticed, *first])
 

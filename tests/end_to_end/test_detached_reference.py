@@ -29,7 +29,7 @@ STEPS, BATCH, LIMIT_S = 40, 4, 400.0
 # be struck, and has steps left to go on with.
 ALLOWED = (12, 22, 32, 38, STEPS)
 TRAINERS = ("master/0", "model_worker/0")
-REFERENCE = ("model_worker/1", "model_worker/2")  # one world of two ranks
+REFERENCE = ("model_worker/1", "model_worker/2")  # one group of two ranks
 EXACT = [
     "prompts.shuffle=false",
     "rollout.reward_timeout_s=1000",
@@ -67,7 +67,7 @@ def reward(prompt, completion, answer):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("apart")
+    return tmp_path_factory.mktemp("detached")
 
 
 def allow(folder: Path, num_steps: int) -> None:
@@ -149,9 +149,9 @@ def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
 
     told = " ".join(run.output().split())
     assert "model_worker/1 was killed by signal SIGKILL" in told
-    assert "its world (model_worker/1, model_worker/2) is started again at once (1 of" in told
+    assert "its worker group (model_worker/1, model_worker/2) is started again at once (1 of" in told
     assert "model_worker/2 froze" in told
-    assert "the training side" not in told
+    assert "the trainer group" not in told
     assert [folder.name for folder in sorted((run.run_dir / "logs").glob("attempt_*"))] == ["attempt_1"]
     found = audit(run.run_dir)
     assert (found.problems, found.complete, found.steps, found.trained) == ([], True, STEPS, STEPS * BATCH)
@@ -167,16 +167,16 @@ def test_it_comes_back_alone_and_the_weights_are_those_of_an_undisturbed_run(
     assert abs(one[-1]["kl/sequence_mean"]) > 1e-4, "the reference is another model than the actor by then"
 
 
-def test_a_moving_reference_has_the_same_weights_in_the_gang_and_apart_and_after_a_resume(
+def test_a_moving_reference_has_the_same_weights_in_the_trainer_group_and_detached_and_after_a_resume(
     start: Callable[..., RunHandle], folder: Path
 ) -> None:
     steps = "train.max_steps=12"
     allow(folder, 12)
     together = start(*MOVING, "trial=together", "allocation=transformers.d1+d1", steps)
     assert together.wait(LIMIT_S) == 0, together.output()
-    apart = [*MOVING, "trial=resumed", "allocation=transformers.d1+d1+ref_inf:d1", "checkpoint.every_steps=3", steps]
+    detached = [*MOVING, "trial=resumed", "allocation=transformers.d1+d1+ref_inf:d1", "checkpoint.every_steps=3", steps]
     allow(folder, 9)
-    run = start(*apart)
+    run = start(*detached)
     run.wait_until(checkpoint_dir(run.run_dir, 1, 6).exists, "the second checkpoint", LIMIT_S)
     run.close()
     allow(folder, 12)

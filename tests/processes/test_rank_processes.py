@@ -1,4 +1,4 @@
-"""A gang of ranks for tests: results in order, failures with their tracebacks, bounded waits, and a new start after the worst."""
+"""Rank processes for tests: results in order, failures with their tracebacks, bounded waits, and a new start after the worst."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.gang import Gang, GangError
+from tests.support.rank_processes import RankError, RankProcesses
 
 counts: dict[str, int] = {}
 
@@ -42,32 +42,32 @@ def sleep(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def gang():
-    with Gang(3) as gang:
-        yield gang
+def ranks():
+    with RankProcesses(3) as ranks:
+        yield ranks
 
 
-def test_results_come_in_the_order_of_the_ranks(gang):
-    assert gang.run(summed, 2.0) == [9.0] * 3
-    assert len(gang.run(count_calls, num_ranks=2)) == 2
+def test_results_come_in_the_order_of_the_ranks(ranks):
+    assert ranks.run(summed, 2.0) == [9.0] * 3
+    assert len(ranks.run(count_calls, num_ranks=2)) == 2
 
 
-def test_what_a_call_leaves_is_there_for_the_next(gang):
-    first = gang.run(count_calls)[0]
-    assert gang.run(count_calls)[0] == first + 1
+def test_what_a_call_leaves_is_there_for_the_next(ranks):
+    first = ranks.run(count_calls)[0]
+    assert ranks.run(count_calls)[0] == first + 1
 
 
-def test_an_error_of_all_that_are_called_leaves_the_gang_as_it_is(gang):
-    first = gang.run(count_calls)[0]
-    with pytest.raises(GangError, match=r"(?s)failed\nrank [02]: Traceback") as caught:
-        gang.run(fail_where, [0, 2], False, grace_s=60.0)
+def test_an_error_of_all_that_are_called_leaves_the_processes_as_they_are(ranks):
+    first = ranks.run(count_calls)[0]
+    with pytest.raises(RankError, match=r"(?s)failed\nrank [02]: Traceback") as caught:
+        ranks.run(fail_where, [0, 2], False, grace_s=60.0)
     told = dict(text.split(": ", 1) for text in str(caught.value).split("\nrank ")[1:])
     for rank in ("0", "2"):  # told in the order in which they came
         assert told[rank].startswith("Traceback")
         assert told[rank].rstrip().endswith(f"LookupError: nothing at {rank}")
     assert isinstance(caught.value.__cause__, LookupError)
     assert set(caught.value.errors) == {0, 2}
-    assert gang.run(count_calls)[0] == first + 1
+    assert ranks.run(count_calls)[0] == first + 1
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_an_error_of_all_that_are_called_leaves_the_gang_as_it_is(gang):
     ],
     ids=["fails", "dies", "is late"],
 )
-def test_a_rank_that_the_others_wait_for_in_vain_ends_the_call(gang, function, arguments, limit_s, told):
-    gang.run(summed, 0.0)  # the processes are there
+def test_a_rank_that_the_others_wait_for_in_vain_ends_the_call(ranks, function, arguments, limit_s, told):
+    ranks.run(summed, 0.0)  # the processes are there
     start = time.monotonic()
-    with pytest.raises(GangError, match=told):
-        gang.run(function, *arguments, limit_s=limit_s)
+    with pytest.raises(RankError, match=told):
+        ranks.run(function, *arguments, limit_s=limit_s)
     assert time.monotonic() - start < 40
-    assert gang.run(summed, 0.0) == [3.0] * 3
+    assert ranks.run(summed, 0.0) == [3.0] * 3

@@ -1,4 +1,4 @@
-"""Which workers are one world, in which life a world is, what is fetched from whom, and what is done again. All of it pure."""
+"""Worker groups and their incarnations, what is fetched from whom, and what is done again. All of it pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.dataflow.redistribution import plan_fetches
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
-from asyncrl.dataflow.worlds import WorldLife, Worlds, worlds_of
+from asyncrl.dataflow.worker_groups import GroupIncarnations, WorkerGroups, worker_groups_of
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.program import plan, worlds_of_run
+from asyncrl.launch.program import plan, worker_groups_of_run
 from asyncrl.master.buffer import StorageTracker
-from asyncrl.master.calls import Repeats, UnfetchedError, WorldEndedError
+from asyncrl.master.calls import GroupEndedError, Repeats, UnfetchedError
 from asyncrl.protocol.messages import RedistribStep
 
 
@@ -28,68 +28,70 @@ def node(model: str, kind: str = "inference") -> MFCDef:
     return MFCDef(f"{model}_{kind}", model.partition("@")[0], kind, "x:y", ("tokens",), (), model)
 
 
-def worlds(*placements: ModelPlacement, mode: str = "async", mfcs: list[MFCDef] | None = None) -> Worlds:
+def groups(*placements: ModelPlacement, mode: str = "async", mfcs: list[MFCDef] | None = None) -> WorkerGroups:
     nodes = mfcs or [node(p.name, "train_step" if p.name in ("actor", "critic") else "inference") for p in placements]
     num_workers = 1 + max(worker for p in placements for worker in p.workers)
-    return worlds_of(placements, nodes, num_workers=num_workers, mode=mode)
+    return worker_groups_of(placements, nodes, num_workers=num_workers, mode=mode)
 
 
 # ------------------------------------------------------------------------------------------------------------- who with whom
 
 
-def test_a_reference_and_a_reward_model_on_workers_of_their_own_are_apart() -> None:
-    assert worlds(placement("actor", 0, 1), placement("ref", 2)) == Worlds((0, 1), ((2,),))
-    assert worlds(placement("actor", 1, 2), placement("ref", 0)) == Worlds((1, 2), ((0,),))
-    both = worlds(placement("actor", 0), placement("ref", 1, 2), placement("reward", 3))
-    assert both == Worlds((0,), ((1, 2), (3,)))
-    assert (both.of(0), both.of(2), both.of(3), both.all_apart) == ((0,), (1, 2), (3,), {1, 2, 3})
+def test_a_reference_and_a_reward_model_on_workers_of_their_own_are_detached() -> None:
+    assert groups(placement("actor", 0, 1), placement("ref", 2)) == WorkerGroups((0, 1), ((2,),))
+    assert groups(placement("actor", 1, 2), placement("ref", 0)) == WorkerGroups((1, 2), ((0,),))
+    both = groups(placement("actor", 0), placement("ref", 1, 2), placement("reward", 3))
+    assert both == WorkerGroups((0,), ((1, 2), (3,)))
+    assert (both.of(0), both.of(2), both.of(3), both.all_detached) == ((0,), (1, 2), (3,), {1, 2, 3})
 
 
-def test_stateless_models_that_share_workers_are_one_world() -> None:
-    assert worlds(placement("actor", 0), placement("ref", 1, 2), placement("reward", 2)) == Worlds((0,), ((1, 2),))
+def test_stateless_models_that_share_workers_are_one_group() -> None:
+    assert groups(placement("actor", 0), placement("ref", 1, 2), placement("reward", 2)) == WorkerGroups(
+        (0,), ((1, 2),)
+    )
     chain = [placement("actor", 0), placement("ref", 1, 2), placement("ref@1", 3, 4), placement("reward", 2, 3)]
-    assert worlds(*chain) == Worlds((0,), ((1, 2, 3, 4),))
+    assert groups(*chain) == WorkerGroups((0,), ((1, 2, 3, 4),))
 
 
-def test_whoever_shares_a_worker_with_training_is_of_the_gang_and_takes_others_with_him() -> None:
-    assert worlds(placement("actor", 0, 1), placement("ref", 1)).apart == ()
-    assert worlds(placement("actor", 0), placement("ref", 0, 1), placement("reward", 1, 2)).apart == ()
-    mixed = worlds(placement("actor", 0), placement("reward", 3), placement("ref", 0, 1), placement("ref@1", 1, 2))
-    assert mixed == Worlds((0, 1, 2), ((3,),))
+def test_a_model_that_shares_a_worker_with_training_is_of_the_trainer_group_and_takes_others_with_it() -> None:
+    assert groups(placement("actor", 0, 1), placement("ref", 1)).detached == ()
+    assert groups(placement("actor", 0), placement("ref", 0, 1), placement("reward", 1, 2)).detached == ()
+    mixed = groups(placement("actor", 0), placement("reward", 3), placement("ref", 0, 1), placement("ref@1", 1, 2))
+    assert mixed == WorkerGroups((0, 1, 2), ((3,),))
 
 
-def test_what_is_trained_or_copied_is_of_the_gang_wherever_it_is() -> None:
-    apart = worlds(placement("actor", 0), placement("actor@1", 1), placement("critic", 2), placement("critic@1", 3))
-    assert apart == Worlds((0, 1, 2, 3))
+def test_what_is_trained_or_copied_is_of_the_trainer_group_wherever_it_is() -> None:
+    found = groups(placement("actor", 0), placement("actor@1", 1), placement("critic", 2), placement("critic@1", 3))
+    assert found == WorkerGroups((0, 1, 2, 3))
     trained = [node("actor", "train_step"), node("ref", "train_step")]
-    assert worlds(placement("actor", 0), placement("ref", 1), mfcs=trained).apart == ()
+    assert groups(placement("actor", 0), placement("ref", 1), mfcs=trained).detached == ()
 
 
 @pytest.mark.parametrize("mode", ["sync", "train_only"])
-def test_one_world_where_nobody_is_started_again_alone(mode: str) -> None:
-    assert worlds(placement("actor", 0), placement("ref", 1), mode=mode) == Worlds((0, 1))
+def test_one_group_in_modes_that_restart_no_worker_alone(mode: str) -> None:
+    assert groups(placement("actor", 0), placement("ref", 1), mode=mode) == WorkerGroups((0, 1))
 
 
 @given(st.integers(0, 10_000))
-def test_worlds_part_the_workers_and_no_model(seed: int) -> None:
+def test_groups_part_the_workers_and_no_model(seed: int) -> None:
     rng = Random(seed)
     names = ["actor", *rng.sample(["ref", "ref@1", "reward", "reward@1", "critic", "actor@1"], rng.randint(0, 6))]
     placements = [placement(name, *sorted(rng.sample(range(7), rng.randint(1, 3)))) for name in names]
     nodes = [node(p.name, "train_step" if p.name in ("actor", "critic") else "inference") for p in placements]
-    found = worlds_of(placements, nodes, num_workers=7, mode="async")
-    members = [worker for world in (found.gang, *found.apart) for worker in world]
+    found = worker_groups_of(placements, nodes, num_workers=7, mode="async")
+    members = [worker for group in (found.trainer, *found.detached) for worker in group]
     assert sorted(members) == list(range(7))
     for each in placements:
         of = {found.of(worker) for worker in each.workers}
         assert len(of) == 1
-        assert each.role in ("ref", "reward") or of == {found.gang}
-    for world in found.apart:
-        assert list(world) == sorted(world)
-        assert any(set(each.workers) <= set(world) for each in placements)
-    assert Worlds.of_config(7, [list(world) for world in found.apart]) == found
+        assert each.role in ("ref", "reward") or of == {found.trainer}
+    for group in found.detached:
+        assert list(group) == sorted(group)
+        assert any(set(each.workers) <= set(group) for each in placements)
+    assert WorkerGroups.of_config(7, [list(group) for group in found.detached]) == found
 
 
-def test_the_configs_of_a_run_say_who_is_apart(tmp_path) -> None:
+def test_the_configs_of_a_run_name_the_detached_groups(tmp_path) -> None:
     def load(*overrides: str) -> ExperimentConfig:
         config = tmp_path / "c.yaml"
         config.write_text(
@@ -99,64 +101,66 @@ def test_the_configs_of_a_run_say_who_is_apart(tmp_path) -> None:
         return load_experiment(config, overrides)
 
     config = load("allocation=transformers.d1+d2+ref_inf:d1", "train.ppo.kl_coef=0.1")
-    assert worlds_of_run(config) == Worlds((0, 1), ((2,),))
+    assert worker_groups_of_run(config) == WorkerGroups((0, 1), ((2,),))
     for spec in plan(config, attempt=1, num_prompts=8):
         if spec.kind in ("master", "model_worker"):
-            assert spec.config.apart == [[2]]
-    assert worlds_of_run(load("allocation=transformers.d1+d2", "train.ppo.kl_coef=0.1")).apart == ()
+            assert spec.config.detached == [[2]]
+    assert worker_groups_of_run(load("allocation=transformers.d1+d2", "train.ppo.kl_coef=0.1")).detached == ()
     with pytest.raises(ConfigError):
         load("allocation=transformers.d1+d2+ref_inf:d1")
 
 
-# ------------------------------------------------------------------------------------------------------------------- lives
+# ------------------------------------------------------------------------------------------------------------ incarnations
 
 
-def test_a_world_is_whole_when_all_have_come_into_its_newest_life() -> None:
-    world = WorldLife([2, 3])
-    assert world.life == 0
-    assert not world.connected(2, 0)
-    assert world.connected(3, 1)  # the life before is over for both
-    assert (world.life, world.missing) == (None, [2])
-    assert not world.connected(2, 1)
-    assert (world.life, world.missing) == (1, [])
-    assert not world.connected(2, 0)  # a late word
-    assert world.life == 1
+def test_a_group_is_whole_when_all_have_come_in_its_newest_incarnation() -> None:
+    group = GroupIncarnations([2, 3])
+    assert group.number == 0
+    assert not group.connected(2, 0)
+    assert group.connected(3, 1)  # the incarnation before is over for both
+    assert (group.number, group.missing) == (None, [2])
+    assert not group.connected(2, 1)
+    assert (group.number, group.missing) == (1, [])
+    assert not group.connected(2, 0)  # a late word
+    assert group.number == 1
 
 
 @given(st.lists(st.tuples(st.sampled_from([4, 5, 6]), st.integers(0, 4)), max_size=30))
-def test_each_life_begins_once_and_none_comes_back(words: list[tuple[int, int]]) -> None:
-    world, begun, whole = WorldLife([4, 5, 6]), [0], [0]
-    for worker, life in words:
-        if world.connected(worker, life):
-            begun.append(life)
-        if world.life is not None and world.life != whole[-1]:
-            whole.append(world.life)
+def test_each_incarnation_begins_once_and_none_comes_back(words: list[tuple[int, int]]) -> None:
+    group, begun, whole = GroupIncarnations([4, 5, 6]), [0], [0]
+    for worker, number in words:
+        if group.connected(worker, number):
+            begun.append(number)
+        if group.number is not None and group.number != whole[-1]:
+            whole.append(group.number)
     assert begun == sorted(set(begun))
     assert whole == sorted(set(whole))
     assert set(whole) <= set(begun)
 
 
-def test_what_a_life_has_left_is_done_in_the_next_and_data_that_does_not_come_is_asked_for_within_a_limit() -> None:
+def test_what_an_incarnation_has_left_is_done_in_the_next_and_data_that_does_not_come_is_asked_for_within_a_limit() -> (
+    None
+):
     repeats = Repeats(10.0)
-    assert repeats.first_life(WorldEndedError(), 0, 0.0) == 1
-    assert repeats.first_life(UnfetchedError(), 1, 5.0) == 1
-    assert repeats.first_life(UnfetchedError(), 1, 15.0) == 1
-    assert repeats.first_life(UnfetchedError(), 2, 16.0) == 2  # in another life it has its time again
-    assert repeats.first_life(UnfetchedError(), 2, 26.0) == 2
+    assert repeats.first_incarnation(GroupEndedError(), 0, 0.0) == 1
+    assert repeats.first_incarnation(UnfetchedError(), 1, 5.0) == 1
+    assert repeats.first_incarnation(UnfetchedError(), 1, 15.0) == 1
+    assert repeats.first_incarnation(UnfetchedError(), 2, 16.0) == 2  # in another incarnation it has its time again
+    assert repeats.first_incarnation(UnfetchedError(), 2, 26.0) == 2
     with pytest.raises(UnfetchedError, match="the first cause"):
-        repeats.first_life(UnfetchedError("the first cause"), 2, 26.1)
-    assert repeats.first_life(WorldEndedError(), 2, 1000.0) == 3
+        repeats.first_incarnation(UnfetchedError("the first cause"), 2, 26.1)
+    assert repeats.first_incarnation(GroupEndedError(), 2, 1000.0) == 3
 
 
 # -------------------------------------------------------------------------------------------------------------- who holds what
 
 
 def test_on_its_way_is_not_there() -> None:
-    tracker = StorageTracker(apart=[5])
+    tracker = StorageTracker(detached=[5])
     tracker.add(0, ["a"], ["tokens"])
     tracker.apply([RedistribStep("bcast", 0, [1], [["a"]], ["tokens"])])
     tracker.add(5, ["a"], ["tokens", "ref"])
-    assert tracker.holders == {"a": {"tokens": {0, 1}}}  # the gang's
+    assert tracker.holders == {"a": {"tokens": {0, 1}}}  # the trainer group's
     assert tracker.there == {"a": {"tokens": {0, 5}, "ref": {5}}}
     tracker.forget([5])
     assert tracker.there == {"a": {"tokens": {0}, "ref": set()}}

@@ -1,9 +1,8 @@
-"""The torch.distributed world of the gang's model workers, or of some that are apart (dataflow/worlds.py), in an attempt and a
-life.
+"""The torch.distributed process group of a worker group (dataflow/worker_groups.py), in one attempt and one incarnation of it.
 
-Its first worker serves its store and publishes where that is; the others find it by name. In a run that authenticates nobody
-serves one: they meet in name resolve (name_store.py). Inside a world workers are known by their ranks: meshes, collectives,
-reallocation. What is said to and by the master has the workers' numbers.
+Its first worker serves the rendezvous store and publishes its address; the others find it by name. In a run that authenticates,
+no worker serves a store: they meet in name resolve (name_store.py). Inside a process group workers are known by their ranks:
+meshes, collectives, reallocation. Messages from and to the master have the workers' numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from asyncrl.config.schema import WorkerInfo
 from asyncrl.dataflow.topology import ModelPlacement
-from asyncrl.dataflow.worlds import Worlds
+from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.name_store import NameStore
 from asyncrl.runtime import security
@@ -29,30 +28,30 @@ from asyncrl.weights.update_group import serve_store, store_at
 STORE = "model_workers"  # names.process_group of this
 
 
-class World:
+class ProcessGroup:
     """Rank of a worker: its place among the members. With one member there is no process group, and no mesh.
 
     waits for: the first member to serve, all to come (runtime.start_timeout_s); in a collective for the others, at most limit_s.
     unblocked by: the others' arrival, or the loss of their connection.
     """
 
-    def __init__(self, info: WorkerInfo, worlds: Worlds, *, limit_s: float) -> None:
+    def __init__(self, info: WorkerInfo, worker_groups: WorkerGroups, *, limit_s: float) -> None:
         self._info = info
         self._limit_s = limit_s
         self._store: Store | None = None  # the first member serves it; it must outlive the process group
-        self.members = worlds.of(info.index)
-        self.is_apart = self.members != worlds.gang
+        self.members = worker_groups.of(info.index)
+        self.is_detached = self.members != worker_groups.trainer
         self.rank, self.size = self.members.index(info.index), len(self.members)
 
     def rank_of(self, worker: int) -> int:
-        """Raises ValueError for a worker of another world."""
+        """Raises ValueError for a worker of another group."""
         return self.members.index(worker)
 
     async def rendezvous(self, directory: Directory) -> str:
         """Where the store is. Returns once it is served and published."""
         info, runtime = self._info, self._info.runtime
-        store = f"{STORE}_{self.members[0]}" if self.is_apart else STORE
-        key = directory.names.process_group(store, info.attempt, info.life)
+        store = f"{STORE}_{self.members[0]}" if self.is_detached else STORE
+        key = directory.names.process_group(store, info.attempt, info.group_incarnation)
         if security.current() is not None:
             self._store = NameStore(directory.resolver, key, lease=directory.lease, limit_s=runtime.start_timeout_s)
             return ""
@@ -82,7 +81,7 @@ class World:
         dist.all_reduce(torch.zeros(1, device=device))
 
     def meshes(self, placements: list[ModelPlacement], device: torch.device) -> dict[str, ModelMesh | None]:
-        """Of all models of this world, by name, given those of all worlds. Collective over the world."""
+        """Of all models of this group, by name, given those of all groups. Collective over the group."""
         made: dict[str, ModelMesh | None] = {}
         for placement in placements:
             if set(placement.workers) <= set(self.members):

@@ -1,11 +1,11 @@
-"""A gang: N processes that are the ranks of one torch.distributed world, kept for many calls. For tests of several ranks.
+"""N processes that are the ranks of one torch.distributed world, kept for many calls. For tests of several ranks.
 
-    with Gang(8) as gang:
-        results = gang.run(function, argument)                # function(rank, argument) on every rank; results in rank order
-        results = gang.run(function, argument, num_ranks=2)   # on the first two
+    with RankProcesses(8) as ranks:
+        results = ranks.run(function, argument)                # function(rank, argument) on every rank; results in rank order
+        results = ranks.run(function, argument, num_ranks=2)   # on the first two
 
 Processes are forked from a server that has torch and the training engine loaded, so that eight ranks are there in seconds.
-Functions are sent by name: module-level, in a module that can be imported; a script that makes a gang guards its main. What a
+Functions are sent by name: module-level, in a module that can be imported; a script that makes them guards its main. What a
 function leaves in module globals is there for the next call.
 """
 
@@ -32,7 +32,7 @@ _END_LIMIT_S = 30.0  # of a process whose pipe has ended
 _GRACE_S = 2.0  # after the first failure: time for the other ranks to fail too, before they are taken to be stuck
 
 
-class GangError(RuntimeError):
+class RankError(RuntimeError):
     """A call failed: what each failed rank said. `errors` holds their exceptions, where those could be sent."""
 
     def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
@@ -40,10 +40,10 @@ class GangError(RuntimeError):
         self.errors = errors
 
 
-class Gang:
-    """N ranks. A call waits for them at most its limit; if a rank fails, dies or is late, the call raises GangError.
+class RankProcesses:
+    """N ranks. A call waits for them at most its limit; if a rank fails, dies or is late, the call raises RankError.
 
-    Where every rank has answered, also with errors, the gang goes on. Else those that wait in a collective for a rank that will
+    Where every rank has answered, also with errors, the processes go on. Else those that wait in a collective for a rank that will
     not come are killed, and the next call starts new processes.
     """
 
@@ -60,7 +60,7 @@ class Gang:
         self._connections: list[Connection] = []
         self._store: Any = None
 
-    def __enter__(self) -> Gang:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(
@@ -82,7 +82,7 @@ class Gang:
                 target=_serve,
                 args=(theirs, rank, self.num_ranks, self._store.port, self.backend, self.limit_s),
                 daemon=True,
-                name=f"gang-{rank}",
+                name=f"rank-{rank}",
             )
             process.start()
             theirs.close()
@@ -141,7 +141,7 @@ class Gang:
             if waiting:
                 texts.append(f"no answer from ranks {sorted(waiting)}" + ("" if told else f" within {limit_s:g} s"))
             name = f"{function.__module__}.{function.__qualname__}"
-            raise GangError("\n".join([f"{name} failed", *texts]), errors) from next(iter(errors.values()), None)
+            raise RankError("\n".join([f"{name} failed", *texts]), errors) from next(iter(errors.values()), None)
         return [results[rank] for rank in range(count)]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A reference in a world of its own ends, at any moment of a step: the step comes to its end, and the gang has noticed nothing."""
+"""A detached reference ends, at any moment of a step: the step comes to its end, unnoticed by the trainer group."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from test_executor import DATASET, LIMIT_S, NAMES, RUNTIME, Master, World, mfc, 
 from asyncrl.config.schema import RefConfig, TrainConfig
 from asyncrl.dataflow.graph import DataflowGraph
 from asyncrl.dataflow.topology import build_handler_routing
-from asyncrl.dataflow.worlds import Worlds
+from asyncrl.dataflow.worker_groups import WorkerGroups
 from asyncrl.master.buffer import StorageTracker
-from asyncrl.master.calls import ApartWorlds, WorldEndedError
+from asyncrl.master.calls import DetachedGroups, GroupEndedError
 from asyncrl.master.executor import FunctionExecutor, ParameterHooks
 from asyncrl.master.refresh import Refresher
 from asyncrl.protocol.messages import (
@@ -38,27 +38,27 @@ from asyncrl.runtime.request_reply import NameResolvingReplyServer, NameResolvin
 from asyncrl.runtime.transport import MemoryTransport
 from asyncrl.weights.checkpoints import shared_dir
 
-# Moments in the life of a reference: it is about to fetch its inputs, it has computed, its outputs are about to be fetched
+# When a reference ends: it is about to fetch its inputs, it has computed, its outputs are about to be fetched
 FETCHING, COMPUTED, FETCHED_FROM = "fetching", "computed", "fetched from"
-# And in that of one that is refreshed: it has taken weights, written what it has become, given that its name
+# And one that is refreshed: it has taken weights, written what it has become, given that its name
 TAKEN, SHARED, COMMITTED = "taken", "shared", "committed"
 
 
-class ManyWorlds(World):
-    """Workers that also fetch; those of a world that is apart end and come back together, as the launcher has it."""
+class WorldOfGroups(World):
+    """Workers that also fetch; those of a detached group end and come back together, as the launcher has it."""
 
-    def __init__(self, graph, placements, num_workers, apart, rng, start):
+    def __init__(self, graph, placements, num_workers, detached, rng, start):
         super().__init__(graph, placements, num_workers, rng)
-        self.worlds = Worlds.of_config(num_workers, apart)
-        self.lives = [0] * num_workers
-        self.ends = set()  # (moment, life): when a world that is apart ends
-        self.fails = set()  # lives in which an MFC that is apart raises
-        self.stay_away = False  # nobody starts a world again
+        self.worker_groups = WorkerGroups.of_config(num_workers, detached)
+        self.incarnations = [0] * num_workers
+        self.ends = set()  # (moment, incarnation): when a detached group ends
+        self.fails = set()  # incarnations in which an MFC of a detached group raises
+        self.stay_away = False  # no group is started again
         self.beside = set()
         self.start = start
         self.serving, self.servers = {}, {}
         self.weights = [float(index) for index in range(num_workers)]  # of the model of each worker: a number
-        self.expected = None  # weights that an MFC that is apart is to be computed with
+        self.expected = None  # weights that an MFC of a detached group is to be computed with
         self.written, self.files = {}, {}  # folder -> worker -> weights; once committed
         self.run_dir = None  # where committed folders are made
 
@@ -69,7 +69,11 @@ class ManyWorlds(World):
             for _ in range(self.rng.randrange(4)):
                 await asyncio.sleep(0)
             result = await self.execute(call.body, me)
-            if isinstance(call.body, ExecuteMFC) and me in self.worlds.all_apart and self.lives[me] in self.fails:
+            if (
+                isinstance(call.body, ExecuteMFC)
+                and me in self.worker_groups.all_detached
+                and self.incarnations[me] in self.fails
+            ):
                 call.fail(RuntimeError("out of memory"))
                 await self.end_of(me)
             call.reply(result)
@@ -78,24 +82,24 @@ class ManyWorlds(World):
         if isinstance(body, FetchData):
             return await self.fetch(body, me)
         if isinstance(body, Redistribute):
-            assert me in self.worlds.gang
+            assert me in self.worker_groups.trainer
             for step in body.steps:
                 await self.move(step, me)
         elif isinstance(body, ExecuteMFC):
-            assert me in self.worlds.gang or self.weights[me] == self.expected or self.expected is None
+            assert me in self.worker_groups.trainer or self.weights[me] == self.expected or self.expected is None
             result = await self.run(body, me)
-            await self.moment_apart(COMPUTED, me)
+            await self.moment_detached(COMPUTED, me)
             return result
         elif isinstance(body, ShareWeights):
             self.written.setdefault(body.folder, {})[me] = self.weights[me]
-            await self.moment_apart(SHARED, me)
+            await self.moment_detached(SHARED, me)
         elif isinstance(body, CommitCheckpoint):
             self.commit(body.folder)
-            await self.moment_apart(COMMITTED, me)
+            await self.moment_detached(COMMITTED, me)
         elif isinstance(body, TakeWeights):
             (there,) = set(self.files[body.folder].values())
             self.weights[me] = body.share * there + (1 - body.share) * self.weights[me]
-            await self.moment_apart(TAKEN, me)
+            await self.moment_detached(TAKEN, me)
         elif isinstance(body, ClearData):
             self.held[me] = {pair for pair in self.held[me] if pair[0] not in body.ids}
         return CallResult()
@@ -106,22 +110,22 @@ class ManyWorlds(World):
         (self.run_dir / folder).mkdir(parents=True)
 
     async def fetch(self, body, me):
-        await self.moment_apart(FETCHING, me)
+        await self.moment_detached(FETCHING, me)
         for part in body.parts:
-            assert self.worlds.of(part.source) != self.worlds.of(me), "inside a world data is sent"
-            if part.source in self.worlds.all_apart and (FETCHED_FROM, part.life) in self.ends:
-                self.ends.remove((FETCHED_FROM, part.life))
+            assert self.worker_groups.of(part.source) != self.worker_groups.of(me), "inside a group data is sent"
+            if part.source in self.worker_groups.all_detached and (FETCHED_FROM, part.group_incarnation) in self.ends:
+                self.ends.remove((FETCHED_FROM, part.group_incarnation))
                 self.begin_again(part.source)
-            if part.life != self.lives[part.source]:
+            if part.group_incarnation != self.incarnations[part.source]:
                 return CallResult(unfetched=f"model_worker/{part.source} gives no data")
             pairs = {(group, key) for group in part.ids for key in part.keys}
             assert self.held[part.source] >= pairs, "who is asked has it"
             self.held[me] |= pairs
         return CallResult(num_bytes=len(body.parts))
 
-    async def moment_apart(self, moment, me):
-        if me in self.worlds.all_apart and (moment, self.lives[me]) in self.ends:
-            self.ends.remove((moment, self.lives[me]))
+    async def moment_detached(self, moment, me):
+        if me in self.worker_groups.all_detached and (moment, self.incarnations[me]) in self.ends:
+            self.ends.remove((moment, self.incarnations[me]))
             await self.end_of(me)
 
     async def end_of(self, me):
@@ -129,44 +133,49 @@ class ManyWorlds(World):
         await asyncio.Event().wait()  # it has ended: cancelled
 
     def begin_again(self, worker):
-        """All of its world end at once; they come back one by one."""
-        world = self.worlds.of(worker)
-        for member in world:
-            self.lives[member] += 1
+        """All of its group end at once; they come back one by one."""
+        group = self.worker_groups.of(worker)
+        for member in group:
+            self.incarnations[member] += 1
             self.held[member] = set()
-            self.weights[member] = float(world[0])  # as on disk
-        task = asyncio.create_task(self.bring_back(world, self.lives[worker]))
+            self.weights[member] = float(group[0])  # as on disk
+        task = asyncio.create_task(self.bring_back(group, self.incarnations[worker]))
         self.beside.add(task)
 
-    async def bring_back(self, world, life):
-        for member in world:
+    async def bring_back(self, group, number):
+        for member in group:
             self.serving[member].cancel()
             await self.servers[member].close()
-        for member in () if self.stay_away else self.rng.sample(world, len(world)):
+        for member in () if self.stay_away else self.rng.sample(group, len(group)):
             await asyncio.sleep(self.rng.random() / 50)
-            if self.lives[member] == life:
+            if self.incarnations[member] == number:
                 await self.start(member)
 
 
 @contextlib.asynccontextmanager
 async def running(
-    graph, placements, num_workers, apart, *, rng=None, limit_s=LIMIT_S, train=None, run_dir=Path("/nowhere")
+    graph, placements, num_workers, detached, *, rng=None, limit_s=LIMIT_S, train=None, run_dir=Path("/nowhere")
 ):
     transport = MemoryTransport()
 
     async def start(index):
         server = world.servers[index] = NameResolvingReplyServer(
-            resolver, NAMES, index=index, runtime=RUNTIME, transport=transport, life=world.lives[index]
+            resolver,
+            NAMES,
+            index=index,
+            runtime=RUNTIME,
+            transport=transport,
+            group_incarnation=world.incarnations[index],
         )
         await server.start()
         world.serving[index] = asyncio.create_task(world.serve(server, index))
 
-    world = ManyWorlds(graph, placements, num_workers, apart, rng or Random(0), start)
+    world = WorldOfGroups(graph, placements, num_workers, detached, rng or Random(0), start)
     async with contextlib.AsyncExitStack() as stack:
         resolver = stack.enter_context(MemoryNameResolver(uuid.uuid4().hex))
         for index in range(num_workers):
             await start(index)
-        tracker = StorageTracker(world.worlds.all_apart)
+        tracker = StorageTracker(world.worker_groups.all_detached)
         client = NameResolvingRequestClient(
             resolver,
             NAMES,
@@ -175,12 +184,12 @@ async def running(
             runtime=RUNTIME,
             incarnation="master",
             transport=transport,
-            apart=world.worlds.apart,
-            on_new_life=tracker.forget,
+            detached=world.worker_groups.detached,
+            on_new_incarnation=tracker.forget,
         )
         stack.push_async_callback(client.close)
         await client.start()
-        yield world, MasterOfWorlds(world, client, tracker, limit_s, train or TrainConfig(), run_dir)
+        yield world, MasterOfGroups(world, client, tracker, limit_s, train or TrainConfig(), run_dir)
         ended = [task for task in world.serving.values() if task.done() and not task.cancelled()]
         for task in [*ended, *world.beside]:
             await task  # an assertion of theirs
@@ -191,28 +200,43 @@ async def running(
             await server.close()
 
 
-class MasterOfWorlds(Master):
+class MasterOfGroups(Master):
     def __init__(self, world, client, tracker, limit_s, train, run_dir):
         super().__init__(world, client, train, 64, limit_s)
         self.tracker = tracker
-        self.apart = ApartWorlds(
-            world.worlds, client, self.caller, limit_s, prepare=lambda life: self.refresher.prepare(life)
+        self.detached = DetachedGroups(
+            world.worker_groups,
+            client,
+            self.caller,
+            limit_s,
+            prepare=lambda incarnation: self.refresher.prepare(incarnation),
         )
         models = list(world.placements.values())
         hooks = ParameterHooks(world.graph.mfcs.values(), train)
-        self.refresher = Refresher(world.placements, self.apart, self.caller, run_dir, 1)
+        self.refresher = Refresher(world.placements, self.detached, self.caller, run_dir, 1)
         self.executor = FunctionExecutor(
-            world.graph, models, self.buffer, tracker, self.caller, hooks, apart=self.apart, refresher=self.refresher
+            world.graph,
+            models,
+            self.buffer,
+            tracker,
+            self.caller,
+            hooks,
+            detached=self.detached,
+            refresher=self.refresher,
         )
 
     async def step(self, tickets, version=0):
         result = await asyncio.wait_for(self.executor.execute_step(tickets, version), LIMIT_S)
         holding, body = self.tracker.drop(tickets), ClearData(ids=list(tickets))
-        self.apart.tell_nowait("clear", [w for w in holding if w in self.world.worlds.all_apart], body)
-        await self.caller.call("clear", [w for w in holding if w in self.world.worlds.gang], body)
-        for world in self.world.worlds.apart:  # so that it has been heard
-            await self.apart.repeated(
-                "clear", world, lambda life: self.apart.call("-", life, life.world, [body] * len(life.world))
+        self.detached.tell_nowait("clear", [w for w in holding if w in self.world.worker_groups.all_detached], body)
+        await self.caller.call("clear", [w for w in holding if w in self.world.worker_groups.trainer], body)
+        for group in self.world.worker_groups.detached:  # so that it has been heard
+            await self.detached.repeated(
+                "clear",
+                group,
+                lambda incarnation: self.detached.call(
+                    "-", incarnation, incarnation.group, [body] * len(incarnation.group)
+                ),
             )
         return result
 
@@ -235,7 +259,7 @@ async def steps(world, master, count=2):
     assert (len(master.tracker), len(master.buffer)) == (0, 0)
 
 
-async def test_what_is_apart_fetches_its_inputs_and_the_gang_its_outputs():
+async def test_a_detached_group_fetches_its_inputs_and_the_trainer_group_its_outputs():
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
         await steps(world, master)
         assert set(num_calls(world).values()) == {2}  # a step each
@@ -246,17 +270,17 @@ async def test_what_is_apart_fetches_its_inputs_and_the_gang_its_outputs():
 
 
 @pytest.mark.parametrize("moment", [FETCHING, COMPUTED, FETCHED_FROM])
-async def test_it_ends_and_is_asked_again_in_its_next_life(moment):
+async def test_it_ends_and_is_asked_again_in_its_next_incarnation(moment):
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
         world.ends = {(moment, 0), (moment, 1)}
         await steps(world, master)
-        assert world.lives == [0, 0, 2, 0, 0]
+        assert world.incarnations == [0, 0, 2, 0, 0]
         calls = num_calls(world)
         assert calls.pop(("ref_inf", 2)) == (2 if moment == FETCHING else 4)
         assert set(calls.values()) == {2}, "nobody else was asked for anything twice"
 
 
-async def test_a_world_of_several_is_asked_again_when_all_are_back():
+async def test_a_group_of_several_is_asked_again_when_all_are_back():
     graph = DataflowGraph(
         [
             mfc("ref_inf", "ref", ["tokens"], ["ref"]),
@@ -269,18 +293,18 @@ async def test_a_world_of_several_is_asked_again_when_all_are_back():
     places = [placement("actor", "d2", [1, 4]), placement("ref", "d2m2", [0, 2, 3, 5]), placement("reward", "d1", [2])]
     for seed in range(8):
         async with running(graph, places, 6, [[0, 2, 3, 5]], rng=Random(seed)) as (world, master):
-            world.ends = {(Random(seed).choice((FETCHING, COMPUTED, FETCHED_FROM)), life) for life in range(3)}
+            world.ends = {(Random(seed).choice((FETCHING, COMPUTED, FETCHED_FROM)), number) for number in range(3)}
             await steps(world, master)
-            assert world.lives[1] == world.lives[4] == 0
-            assert len({world.lives[worker] for worker in (0, 2, 3, 5)}) == 1
-            assert world.lives[0] == 3
+            assert world.incarnations[1] == world.incarnations[4] == 0
+            assert len({world.incarnations[worker] for worker in (0, 2, 3, 5)}) == 1
+            assert world.incarnations[0] == 3
             of_ref = {count for (name, _), count in num_calls(world).items() if name == "ref_inf"}
             assert max(of_ref) - min(of_ref) <= 3  # those that died with a call unread
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("moment", [TAKEN, SHARED, COMMITTED, FETCHING, COMPUTED])
-async def test_a_refreshed_one_has_in_every_life_the_weights_that_it_had(moment, share, tmp_path):
+async def test_a_refreshed_one_has_in_every_incarnation_the_weights_that_it_had(moment, share, tmp_path):
     """Weights are numbers here: the actor's is its version, the reference's on disk is 2."""
     graph = DataflowGraph(
         [
@@ -294,7 +318,7 @@ async def test_a_refreshed_one_has_in_every_life_the_weights_that_it_had(moment,
     async with running(graph, places, 4, [[2, 3]], train=train, run_dir=tmp_path) as (world, master):
         world.weights = [0.0, 0.0, 2.0, 2.0]
         world.run_dir = tmp_path
-        world.ends = {(moment, life) for life in range(3)}
+        world.ends = {(moment, number) for number in range(3)}
         world.expected = 2.0
         for version in range(1, 9):
             ticket = f"t{version}"
@@ -305,17 +329,17 @@ async def test_a_refreshed_one_has_in_every_life_the_weights_that_it_had(moment,
                 world.expected = share * version + (1 - share) * world.expected
             if version in (3, 6):
                 world.begin_again(2)  # with nothing under way
-        assert world.lives[2] >= (2 if share == 1.0 and moment in (SHARED, COMMITTED) else 3)
+        assert world.incarnations[2] >= (2 if share == 1.0 and moment in (SHARED, COMMITTED) else 3)
         assert world.weights[2:] == [world.expected] * 2
         kept = {folder.name for folder in shared_dir(tmp_path).iterdir()}
         assert kept == set(master.refresher.state().values()), "what nobody needs is removed"
 
 
-async def test_an_error_there_ends_its_life_and_no_more():
+async def test_an_error_there_ends_its_incarnation_and_no_more():
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, master):
         world.fails = {0}
         await steps(world, master)
-        assert world.lives == [0, 0, 1, 0, 0]
+        assert world.incarnations == [0, 0, 1, 0, 0]
 
 
 async def test_every_wait_for_one_that_does_not_come_back_has_a_limit_and_a_name():
@@ -324,20 +348,24 @@ async def test_every_wait_for_one_that_does_not_come_back_has_a_limit_and_a_name
         world.begin_again(2)
         await asyncio.gather(*world.beside)
         with pytest.raises(WaitTimeoutError, match=r"waited 0\.2 s for a ping from model workers"):
-            await master.apart.repeated("a ping", (2,), lambda life: master.apart.call("a ping", life, [2], [Ping()]))
+            await master.detached.repeated(
+                "a ping", (2,), lambda incarnation: master.detached.call("a ping", incarnation, [2], [Ping()])
+            )
 
-        async def fail(life):
-            raise WorldEndedError("it has said so")
+        async def fail(incarnation):
+            raise GroupEndedError("it has said so")
 
-        with pytest.raises(WaitTimeoutError, match="for life 1, for a ping, from model_worker/2"):
-            await master.apart.repeated("a ping", (2,), fail)
+        with pytest.raises(WaitTimeoutError, match="for incarnation 1, for a ping, from model_worker/2"):
+            await master.detached.repeated("a ping", (2,), fail)
 
 
-async def test_an_earlier_life_does_not_come_back():
+async def test_an_earlier_incarnation_does_not_come_back():
     async with running(ppo_graph(), PLACES, 5, [[2]]) as (world, _):
         world.begin_again(2)
         await asyncio.gather(*world.beside)
-        world.lives[2] = 0
-        with pytest.raises(FencedError, match="model_worker/2 in life 0 ends: life 1 has begun"):
+        world.incarnations[2] = 0
+        with pytest.raises(
+            FencedError, match="model_worker/2 in incarnation 0 ends: incarnation 1 of its worker group has begun"
+        ):
             await world.start(2)
-        world.lives[2] = 1
+        world.incarnations[2] = 1
