@@ -30,7 +30,8 @@ from asyncrl.launch.children import Child
 from asyncrl.launch.crew import Crew
 from asyncrl.launch.external_process import ExternalProcesses
 from asyncrl.launch.hang_report import HangReport
-from asyncrl.launch.hosts import address_of, own_host
+from asyncrl.launch.hosts.addresses import address_of, own_host
+from asyncrl.launch.hosts.remote_pool import RemoteCrew
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import (
     ProcessSpec,
@@ -45,7 +46,6 @@ from asyncrl.launch.program import (
     writes_checkpoints,
 )
 from asyncrl.launch.recovery import going_on, starting_point
-from asyncrl.launch.remote import RemoteCrew
 from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.rundir import (
     EXPERIMENT_FILE,

@@ -109,7 +109,7 @@ class NameService:
         return lease
 
     def hand_out(self, secrets: Secrets) -> None:
-        """To hosts that do not share the run's folder, before their agents meet the launcher. Only where not everybody can read
+        """To hosts that do not share the run's folder, before their daemons meet the launcher. Only where not everybody can read
         it: elsewhere the shared folder is the way. Raises LaunchError."""
         if not self.name_resolve.is_guarded:
             return

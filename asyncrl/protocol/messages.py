@@ -744,21 +744,21 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     host: str = ""  # where it runs, on a run of more than one host; filled in by the launcher
 
 
-# -------------------------------------------------------------------- launcher <-> agents of its hosts, through name resolve
+# -------------------------------------------------------------------- launcher <-> host daemons, through name resolve
 
 
 class LauncherRecord(Struct, frozen=True, kw_only=True):
-    """Who leads the run. What an agent finds of an earlier incarnation it refuses."""
+    """The launcher that leads the run. A host daemon refuses what an earlier incarnation of it has left."""
 
     incarnation: str
     host: str
     run_dir: str
     attempt: int
-    start: str = ""  # of a batch job, which may be queued again: each start has agents and a launcher of its own
-    ends: bool = False  # the run is over: agents end
+    start: str = ""  # of a batch job, which may be queued again: each start has host daemons and a launcher of its own
+    ends: bool = False  # the run is over: host daemons end
 
 
-class AgentRecord(Struct, frozen=True, kw_only=True):
+class HostRecord(Struct, frozen=True, kw_only=True):
     """A host that is ready to run processes."""
 
     host: str  # as the config names it
@@ -774,7 +774,7 @@ class WantedProcess(Struct, frozen=True, kw_only=True):
     """A process that the launcher wants on a host."""
 
     launcher: str  # its incarnation
-    agent: str  # incarnation of the agent that is meant: one that comes after it starts nothing of old
+    host_daemon: str  # incarnation of the one that is meant: a later one starts nothing that was meant for it
     attempt: int
     name: str
     life: Annotated[int, msgspec.Meta(ge=1)]  # counts starts, of all processes: a higher one replaces a lower
@@ -786,7 +786,7 @@ class WantedProcess(Struct, frozen=True, kw_only=True):
 
 
 class ChildReport(Struct, frozen=True, kw_only=True):
-    """A process on a host, as its agent sees it."""
+    """A process on a host, as its host daemon sees it."""
 
     name: str
     life: int
@@ -803,7 +803,7 @@ class ChildReport(Struct, frozen=True, kw_only=True):
 class HostReport(Struct, frozen=True, kw_only=True):
     """What runs on a host, a few times a second. Ends are in it until the launcher wants the process no more."""
 
-    agent: str  # its incarnation
-    launcher: str  # whom it obeys
+    host_daemon: str  # its incarnation
+    launcher: str  # the one that it obeys
     children: list[ChildReport] = []
     notices: list[tuple[int, str]] = []  # what a person should know: the newest, numbered

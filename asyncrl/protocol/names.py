@@ -136,7 +136,7 @@ class Names:
         return f"{self.statuses()}/{worker}"
 
     def launcher(self) -> str:
-        """Who leads the run (a LauncherRecord), under the launcher's lease. Read by the agents of its hosts."""
+        """The launcher that leads the run (a LauncherRecord), under its lease. Read by the host daemons."""
         return f"{self.root}/launcher"
 
     def secrets(self) -> str:
@@ -148,21 +148,21 @@ class Names:
         return f"{self.root}/stop_wish"
 
     def wanted(self, host: str) -> str:
-        """Subtree: one WantedProcess (JSON) for each process that the launcher wants on a host. Read by its agent."""
+        """Subtree: one WantedProcess (JSON) for each process that the launcher wants on a host. Read by its host daemon."""
         return f"{self.root}/wanted/{_check(host, 'host')}"
 
     def wanted_process(self, host: str, worker: str) -> str:
         return f"{self.wanted(host)}/{worker}"
 
-    def agents(self) -> str:
-        """Subtree: one AgentRecord (JSON) a host, under its agent's lease. Beside the run's keys: agents may come first."""
-        return f"{self._hosts}/agents"
+    def host_daemons(self) -> str:
+        """Subtree: one HostRecord (JSON) a host, under its daemon's lease. Beside the run's keys: host daemons may come first."""
+        return f"{self._hosts}/daemons"
 
-    def agent(self, host: str) -> str:
-        return f"{self.agents()}/{_check(host, 'host')}"
+    def host_daemon(self, host: str) -> str:
+        return f"{self.host_daemons()}/{_check(host, 'host')}"
 
     def children(self) -> str:
-        """Subtree: one HostReport (JSON) a host, under its agent's lease: what runs there."""
+        """Subtree: one HostReport (JSON) a host, under its daemon's lease: what runs there."""
         return f"{self._hosts}/children"
 
     def children_of(self, host: str) -> str:

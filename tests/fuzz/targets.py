@@ -473,7 +473,7 @@ def _name_resolve() -> Iterator[Target]:
         attempt=1,
         life=1,
         launcher="l",
-        agent="a",
+        host_daemon="a",
         wish="run",
         config="worker: {}",
         env={},
@@ -485,7 +485,7 @@ def _name_resolve() -> Iterator[Target]:
     for value in (
         Endpoint("tcp://127.0.0.1:1", "i", 100),
         wanted,
-        HostReport(agent="a", launcher="l", children=[child], notices=[(1, "n")]),
+        HostReport(host_daemon="a", launcher="l", children=[child], notices=[(1, "n")]),
     ):
         yield Target(
             type(value).__name__, [msgspec.json.encode(value)], msgspec.json.Decoder(type(value)).decode, DECODE_ERRORS

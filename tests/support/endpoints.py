@@ -92,8 +92,8 @@ NAMES: dict[str, str] = {
     "stop_wish": "user, by `asyncrl-launch stop`",
     "wanted": "-",
     "wanted_process": "launcher",
-    "agents": "-",
-    "agent": "agent",
+    "host_daemons": "-",
+    "host_daemon": "host daemon",
     "children": "-",
-    "children_of": "agent",
+    "children_of": "host daemon",
 }

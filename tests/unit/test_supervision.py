@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from asyncrl.launch.children import Child
 from asyncrl.launch.experiment import load_experiment
+from asyncrl.launch.hosts.remote_pool import RemoteChild
 from asyncrl.launch.program import plan
-from asyncrl.launch.remote import RemoteChild
 from asyncrl.launch.supervision import (
     CALM_S,
     EVERYTHING,
@@ -317,7 +317,7 @@ def test_a_process_that_was_lost_with_its_host_counts_as_one_that_could_run(tmp_
         'rollout: {tasks: {default: {reward: "r:r"}}}\n'
     )
     spec = next(spec for spec in plan(load_experiment(file), attempt=1, num_prompts=9) if spec.name == "model_worker/0")
-    child = RemoteChild(spec, cast(Any, None), run_dir=tmp_path, life=1, agent="a", wish=cast(Any, None))
+    child = RemoteChild(spec, cast(Any, None), run_dir=tmp_path, life=1, host_daemon="a", wish=cast(Any, None))
     assert not child.could_run
     child.take_in(ChildReport(name=child.name, life=1, pid=5, cpu_s=7.0))
     assert child.cpu_s() == 7.0  # its host daemon's: here nothing is known of it

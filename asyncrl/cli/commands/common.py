@@ -17,7 +17,7 @@ from rich.table import Table
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, ModelWorkerConfig, max_head_offpolicyness
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.hosts import refuses
+from asyncrl.launch.hosts.addresses import refuses
 from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_running

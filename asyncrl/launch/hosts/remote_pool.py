@@ -1,9 +1,9 @@
-"""The launcher's children on a run of more than one host: they live under agents (agent.py), and are known by what those report.
+"""The launcher's children on a run of more than one host: host daemons (daemon.py) start them and report on them.
 
 To the launcher's loop this crew is what Crew is on one machine. What should run on a host is published there, the whole of it, one
-key a process; what does comes back in the host's report. A host whose agent's key is gone from name resolve (its lease has run out,
-or its agent has ended) is lost: its processes count as ended. An outage of name resolve, or a cable that is back in time, is not
-noticed: keys come back with their sessions.
+key a process; what does comes back in the host's report. A host is lost when the key of its host daemon is gone from name resolve
+(its lease has run out, or the host daemon has ended): its processes count as ended. An outage of name resolve, or a cable that is
+back in time, is not noticed: keys come back with their sessions.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.launch.children import Child
+from asyncrl.launch.hosts.placement import Host, Placement, PlacementError, placed
+from asyncrl.launch.hosts.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.launch.name_service import NameService
-from asyncrl.launch.placement import Host, Placement, PlacementError, placed
 from asyncrl.launch.program import ProcessSpec, config_text, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
 from asyncrl.launch.slurm import own_start
-from asyncrl.launch.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
-    AgentRecord,
     ChildReport,
+    HostRecord,
     HostReport,
     LauncherRecord,
     WantedProcess,
@@ -41,11 +41,11 @@ from asyncrl.protocol.messages import (
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveError, NameResolver, WatchEvent
 
-_LEASE_TTL_S = 10.0  # of the launcher's own word: agents outlive it by little
+_LEASE_TTL_S = 10.0  # of the launcher's own word: host daemons outlive it by little
 _SAY_AFTER_S = 2.0
-_SILENT_S = 3.0  # agents report twice a second
+_SILENT_S = 3.0  # host daemons report twice a second
 _KILL_LIMIT_S = 60.0
-_GOODBYE_LIMIT_S = 15.0  # for the agents to have ended
+_GOODBYE_LIMIT_S = 15.0  # for the host daemons to have ended
 _RETRY_S = 0.5
 _STOP_TURN_S = 0.05
 _LOST = -9  # return code of a process that was lost with its host
@@ -62,13 +62,15 @@ class _RemotePid:
 
 
 class RemoteChild(Child):
-    """A process under an agent."""
+    """A process under a host daemon."""
 
-    def __init__(self, spec: ProcessSpec, lease: Lease, *, run_dir: Path, life: int, agent: str, wish: _Wishes) -> None:
+    def __init__(
+        self, spec: ProcessSpec, lease: Lease, *, run_dir: Path, life: int, host_daemon: str, wish: _Wishes
+    ) -> None:
         log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
         super().__init__(spec, None, log, -1, lease)
         self.life = life
-        self.agent = agent  # incarnation of that which has it
+        self.host_daemon = host_daemon  # incarnation of the one that has started it
         self._wish = wish
         self._how = ""
         self._tail = ""
@@ -105,7 +107,7 @@ class RemoteChild(Child):
         return f"{self._how}; its log ends with\n\n{self.tail()}"
 
     def take_in(self, report: ChildReport) -> None:
-        """What its agent says. Of a life before: nothing that concerns this one."""
+        """What its host daemon says. Of a life before: nothing that concerns this one."""
         if report.life != self.life or self.returncode is not None:
             return
         self._heard = time.monotonic()
@@ -133,9 +135,9 @@ class RemoteChild(Child):
 
 
 class RemoteCrew:
-    """consumes: hosts' reports, agents that come and go. produces: children, up to date; wishes.
+    """consumes: hosts' reports, host daemons that come and go. produces: children, up to date; wishes.
 
-    waits for: in `open` for the agents of all hosts (network.agents_limit_s), in `turn` for a report, in `stop` for ends; bounded.
+    waits for: in `open` for the daemons of all hosts (network.hosts_limit_s), in `turn` for a report, in `stop` for ends; bounded.
     """
 
     def __init__(
@@ -164,18 +166,18 @@ class RemoteCrew:
             start=own_start() if config.cluster == "slurm" else "",
         )
         self._caches = {
-            self._names.agents(): WatchCache(self._observe_agent),
+            self._names.host_daemons(): WatchCache(self._observe_daemon),
             self._names.children(): WatchCache(self._observe_report),
         }
         self._wishes = _Wishes(self._resolver, self._names, self._record.incarnation, self._caches)
         self._lease: Lease | None = None
-        self._own_agent: subprocess.Popen[bytes] | None = None
-        self._own_agent_ends = 0
+        self._own_daemon: subprocess.Popen[bytes] | None = None
+        self._own_daemon_ends = 0
         self._news = threading.Condition()
-        self._agents: dict[str, AgentRecord] = {}  # what is observed
+        self._daemons: dict[str, HostRecord] = {}  # what is observed
         self._reports: dict[str, HostReport] = {}  # likewise: those not taken in yet
-        self._known: dict[str, AgentRecord] = {}  # what was taken in
-        self._noticed: dict[str, int] = {}  # by agent: number of its last notice
+        self._known: dict[str, HostRecord] = {}  # what was taken in
+        self._noticed: dict[str, int] = {}  # by host daemon: number of its last notice
         self._placement = Placement([], own_host)
         self._lives = 0
         self._ended_at_once: deque[RemoteChild] = deque()
@@ -183,7 +185,7 @@ class RemoteCrew:
     # ------------------------------------------------------------------------------------------------------------- the start
 
     def open(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait for the agents of all hosts. False if interrupted. Raises LaunchError naming whom it waited for."""
+        """Wait for the host daemons of all hosts. False if interrupted. Raises LaunchError naming whom it waited for."""
         try:
             for key, cache in self._caches.items():
                 self._resolver.watch(key, cache.observe, subtree=True)
@@ -192,8 +194,8 @@ class RemoteCrew:
         except NameResolveError as error:
             raise LaunchError(f"name resolve at {self._service.name_resolve.where}: {error}") from error
         if self._config.cluster == "hosts":
-            self._start_own_agent()
-        limit_s = self._config.network.agents_limit_s
+            self._start_own_daemon()
+        limit_s = self._config.network.hosts_limit_s
         began, said = time.monotonic(), False
         while missing := self._missing():
             waited_s = time.monotonic() - began
@@ -201,18 +203,18 @@ class RemoteCrew:
                 return False
             if waited_s > limit_s:
                 raise LaunchError(
-                    f"no agent has come on {', '.join(missing)} within {limit_s:g} s (network.agents_limit_s). Start one there: "
-                    "asyncrl-launch agent CONFIG, with the overrides of this run"
+                    f"no host daemon has come on {', '.join(missing)} within {limit_s:g} s (network.hosts_limit_s). Start one "
+                    "there: asyncrl-launch host CONFIG, with the overrides of this run"
                 )
             if waited_s > _SAY_AFTER_S and not said:
                 said = True
                 self._say(
-                    f"waiting up to {limit_s:g} s for the agents of {', '.join(missing)}: asyncrl-launch agent CONFIG"
+                    f"waiting up to {limit_s:g} s for the host daemons of {', '.join(missing)}: asyncrl-launch host CONFIG"
                 )
-            self._look_after_own_agent()
+            self._look_after_own_daemon()
             with self._news:
                 self._news.wait(_STOP_TURN_S)
-        self._take_in_agents()
+        self._take_in_daemons()
         return True
 
     @property
@@ -248,7 +250,7 @@ class RemoteCrew:
             return self._start(spec, lease)
         except PlacementError as error:
             self._lives += 1
-            child = RemoteChild(spec, lease, run_dir=self._run_dir, life=self._lives, agent="", wish=self._wishes)
+            child = RemoteChild(spec, lease, run_dir=self._run_dir, life=self._lives, host_daemon="", wish=self._wishes)
             child.refuse(f"has no place: {error}")
             self._ended_at_once.append(child)
             return child
@@ -259,7 +261,7 @@ class RemoteCrew:
     def turn(self, wait_s: float) -> list[Child]:
         """Take in reports, and hosts that came or went. Returns the children that have ended since the last turn."""
         with self._news:
-            self._news.wait_for(lambda: self._reports or self._agents != self._known, wait_s)
+            self._news.wait_for(lambda: self._reports or self._daemons != self._known, wait_s)
             reports, self._reports = self._reports, {}
         before = {id(child) for child in self.children if child.returncode is None}
         by_name = {child.name: child for child in self.children if isinstance(child, RemoteChild)}
@@ -269,10 +271,10 @@ class RemoteCrew:
                 continue
             for entry in report.children:
                 child = by_name.get(entry.name)
-                if child is not None and child.agent == report.agent:
+                if child is not None and child.host_daemon == report.host_daemon:
                     child.take_in(entry)
-        self._take_in_agents()
-        self._look_after_own_agent()
+        self._take_in_daemons()
+        self._look_after_own_daemon()
         ended: list[Child] = [*self._ended_at_once]
         self._ended_at_once.clear()
         return ended + [child for child in self.children if id(child) in before and child.returncode is not None]
@@ -298,20 +300,20 @@ class RemoteCrew:
             self.turn(_STOP_TURN_S)
 
     def close(self) -> None:
-        """The run is over: agents are told, and waited for."""
+        """The run is over: host daemons are told, and waited for."""
         if self._lease is not None:
             with contextlib.suppress(NameResolveError):
                 self._put_record(msgspec.structs.replace(self._record, ends=True))
             deadline = time.monotonic() + _GOODBYE_LIMIT_S
             with self._news:
-                self._news.wait_for(lambda: not self._agents, max(0.0, deadline - time.monotonic()))
+                self._news.wait_for(lambda: not self._daemons, max(0.0, deadline - time.monotonic()))
         self._wishes.close()
-        if self._own_agent is not None:
+        if self._own_daemon is not None:
             try:
-                self._own_agent.wait(_GOODBYE_LIMIT_S)
+                self._own_daemon.wait(_GOODBYE_LIMIT_S)
             except subprocess.TimeoutExpired:
-                self._own_agent.kill()
-                self._own_agent.wait()
+                self._own_daemon.kill()
+                self._own_daemon.wait()
 
     # ------------------------------------------------------------------------------------------------------------- inside
 
@@ -319,8 +321,10 @@ class RemoteCrew:
         place = self._placement.place(spec)
         here = placed(spec, place, with_gpus=self._placement.has_gpus)
         self._lives += 1
-        agent = self._known[place.host.name].incarnation
-        child = RemoteChild(here, lease, run_dir=self._run_dir, life=self._lives, agent=agent, wish=self._wishes)
+        host_daemon = self._known[place.host.name].incarnation
+        child = RemoteChild(
+            here, lease, run_dir=self._run_dir, life=self._lives, host_daemon=host_daemon, wish=self._wishes
+        )
         child.host = place.host.name
         self._wishes.want(child, "run")
         return child
@@ -343,27 +347,29 @@ class RemoteCrew:
 
     def _missing(self) -> list[str]:
         with self._news:
-            return [host for host in self._config.hosts if host not in self._agents]
+            return [host for host in self._config.hosts if host not in self._daemons]
 
-    def _take_in_agents(self) -> None:
+    def _take_in_daemons(self) -> None:
         """Hosts that have come, and those that are lost."""
         with self._news:
-            agents = dict(self._agents)
+            daemons = dict(self._daemons)
         for name, before in list(self._known.items()):
-            now = agents.get(name)
+            now = daemons.get(name)
             if now is not None and now.incarnation == before.incarnation:
                 continue
             del self._known[name]
-            how = f"was lost with its host {name}" + (", whose agent was started again" if now else "")
+            how = f"was lost with its host {name}" + (", whose host daemon was started again" if now else "")
             self._lose(name, before, how)
-        for name, record in agents.items():
+        for name, record in daemons.items():
             if name not in self._known:
                 self._known[name] = record
                 self._placement.add(Host(name, record.address, tuple(record.gpus), record.cores, record.memory_bytes))
 
-    def _lose(self, name: str, record: AgentRecord, how: str) -> None:
+    def _lose(self, name: str, record: HostRecord, how: str) -> None:
         lost = [
-            child for child in self.children if isinstance(child, RemoteChild) and child.agent == record.incarnation
+            child
+            for child in self.children
+            if isinstance(child, RemoteChild) and child.host_daemon == record.incarnation
         ]
         for child in lost:
             child.lose(how)
@@ -375,22 +381,22 @@ class RemoteCrew:
         )
 
     def _tell(self, host: str, report: HostReport) -> None:
-        last = self._noticed.get(report.agent, 0)
+        last = self._noticed.get(report.host_daemon, 0)
         for number, text in report.notices:
             if number > last:
                 self._notice(f"{host}: {text}")
-                self._noticed[report.agent] = number
+                self._noticed[report.host_daemon] = number
 
-    def _start_own_agent(self) -> None:
+    def _start_own_daemon(self) -> None:
         """The launcher's host has one like all others; this one dies with the launcher."""
         attempt = self._record.attempt
-        config = configs_dir(self._run_dir, attempt) / f"agent_{self._own_host}.yaml"
+        config = configs_dir(self._run_dir, attempt) / f"host_daemon_{self._own_host}.yaml"
         save_config(self._config, config)  # as the launcher has it: with the way to name resolve
-        command = [sys.executable, "-m", "asyncrl.cli.main", "agent", str(config), "--host", self._own_host]
+        command = [sys.executable, "-m", "asyncrl.cli.main", "host", str(config), "--host", self._own_host]
         command += ["--address", self._config.runtime.host]
-        log = logs_dir(self._run_dir, attempt) / f"agent_{self._own_host}.log"
+        log = logs_dir(self._run_dir, attempt) / f"host_daemon_{self._own_host}.log"
         with log.open("ab") as output:
-            self._own_agent = subprocess.Popen(
+            self._own_daemon = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -399,16 +405,16 @@ class RemoteCrew:
                 start_new_session=True,
             )
 
-    def _look_after_own_agent(self) -> None:
+    def _look_after_own_daemon(self) -> None:
         """Start it again if it has ended. Raises LaunchError where it does so again and again."""
-        if self._own_agent is None or self._own_agent.poll() is None:
+        if self._own_daemon is None or self._own_daemon.poll() is None:
             return
-        self._own_agent_ends += 1
-        log = logs_dir(self._run_dir, self._record.attempt) / f"agent_{self._own_host}.log"
-        if self._own_agent_ends > self._config.runtime.max_restarts:
-            raise LaunchError(f"the agent of this host ({self._own_host}) ends again and again; its log: {log}")
-        self._notice(f"the agent of this host has ended, and is started again; its log: {log}")
-        self._start_own_agent()
+        self._own_daemon_ends += 1
+        log = logs_dir(self._run_dir, self._record.attempt) / f"host_daemon_{self._own_host}.log"
+        if self._own_daemon_ends > self._config.runtime.max_restarts:
+            raise LaunchError(f"the host daemon of this host ({self._own_host}) ends again and again; its log: {log}")
+        self._notice(f"the host daemon of this host has ended, and is started again; its log: {log}")
+        self._start_own_daemon()
 
     def _put_record(self, record: LauncherRecord) -> None:
         assert self._lease is not None
@@ -417,14 +423,14 @@ class RemoteCrew:
 
     # --------------------------------------------------------------------------------- called by threads of name resolve
 
-    def _observe_agent(self, event: WatchEvent) -> None:
+    def _observe_daemon(self, event: WatchEvent) -> None:
         host = event.key.rpartition("/")[2]
         if host not in self._config.hosts:
             return  # not one of this run
         with self._news, contextlib.suppress(*DECODE_ERRORS):
-            self._agents.pop(host, None)
+            self._daemons.pop(host, None)
             if event.kind == "put":
-                self._agents[host] = msgspec.json.decode(event.value, type=AgentRecord)
+                self._daemons[host] = msgspec.json.decode(event.value, type=HostRecord)
             self._news.notify_all()
 
     def _observe_report(self, event: WatchEvent) -> None:
@@ -454,7 +460,7 @@ class _Wishes:
         spec = child.spec
         wanted = WantedProcess(
             launcher=self._launcher,
-            agent=child.agent,
+            host_daemon=child.host_daemon,
             attempt=spec.config.worker.attempt,
             name=spec.name,
             life=child.life,
@@ -467,7 +473,7 @@ class _Wishes:
         self.put(self._names.wanted_process(child.host, child.name), msgspec.json.encode(wanted).decode())
 
     def drop(self, child: RemoteChild) -> None:
-        """It is wanted no more: its agent ends it, if it is there, and reports it no more."""
+        """It is wanted no more: its host daemon ends it, if it is there, and reports it no more."""
         if child.host:
             self.put(self._names.wanted_process(child.host, child.name), None)
 

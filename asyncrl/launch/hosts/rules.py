@@ -1,4 +1,4 @@
-"""What an agent does with what it sees (pure): which processes to start and end, and whether they may go on at all."""
+"""What a host daemon does with what it sees (pure): which processes to start and end, and whether they may go on at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Verb = Literal["start", "stop", "kill", "skip", "forget"]
 
 @dataclass(frozen=True)
 class There:
-    """A process that the agent has."""
+    """A process that the host daemon has."""
 
     life: int
     ended: bool
@@ -49,13 +49,15 @@ def decide(wanted: Mapping[str, WantedProcess], there: Mapping[str, There]) -> I
             yield Action("start" if wish.wish == "run" else "skip", name)
 
 
-def obeyed(wanted: Collection[WantedProcess], launcher: str, agent: str) -> dict[str, WantedProcess]:
-    """Those that this launcher wants of this agent, by name; what an earlier launcher or an earlier agent left is refused."""
-    return {wish.name: wish for wish in wanted if wish.launcher == launcher and wish.agent == agent}
+def obeyed(wanted: Collection[WantedProcess], launcher: str, host_daemon: str) -> dict[str, WantedProcess]:
+    """Those that this launcher wants of this host daemon, by name. What was meant for an earlier daemon, or came from an earlier
+    launcher, is refused."""
+    return {wish.name: wish for wish in wanted if wish.launcher == launcher and wish.host_daemon == host_daemon}
 
 
 class Tether:
-    """Whether an agent's processes may go on. They may while their launcher lives, as far as can be known; and some time longer."""
+    """Whether a host daemon's processes may go on. They may while their launcher lives, as far as can be known, and some time
+    longer."""
 
     def __init__(self, now: float, *, cut_off_limit_s: float, wait_s: float) -> None:
         """wait_s: for a launcher to come."""
@@ -94,7 +96,7 @@ class Tether:
         """Why everything is to end; "": it goes on."""
         if self.launcher is None:
             if now - self._began > self._wait_s:
-                return f"no launcher has come within {self._wait_s:g} s (network.agents_limit_s)"
+                return f"no launcher has come within {self._wait_s:g} s (network.hosts_limit_s)"
             return ""
         if self._absent is not None and now - self._absent > _ABSENT_LIMIT_S:
             return "the launcher is gone"

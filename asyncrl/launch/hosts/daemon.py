@@ -1,10 +1,10 @@
-"""The agent of a host: starts the processes that the launcher wants there, watches over them, and leaves nothing behind.
+"""The host daemon: starts the processes that the launcher wants on its host, watches over them, and leaves nothing behind.
 
-The launcher publishes what should run (names.wanted), the agent makes it so and publishes what does (names.children_of). Both say
-the whole each time, so that what an outage swallowed is made good by the next word. agent_rules.py decides; this file does.
+The launcher publishes what should run (names.wanted), the host daemon makes it so and publishes what does (names.children_of).
+Both say the whole each time, so that what an outage swallowed is made good by the next word. rules.py decides; this file does.
 
 An outage of name resolve changes nothing here: processes go on as they are. When the launcher is gone, or may be
-(agent_rules.Tether), all of them end; when the agent dies, they die with it, by the parent-death signal and the reaper.
+(rules.Tether), all of them end; when the host daemon dies, they die with it, by the parent-death signal and the reaper.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import msgspec
 import psutil
 
 from asyncrl.config.schema import ExperimentConfig, authenticates
-from asyncrl.launch.agent_rules import Tether, There, decide, obeyed
 from asyncrl.launch.children import Child, how_it_ended
 from asyncrl.launch.crew import Crew
-from asyncrl.launch.hosts import refuses
+from asyncrl.launch.hosts.addresses import refuses
+from asyncrl.launch.hosts.rules import Tether, There, decide, obeyed
+from asyncrl.launch.hosts.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, parse_process_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, keep_private, logs_dir
-from asyncrl.launch.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
-    AgentRecord,
     ChildReport,
+    HostRecord,
     HostReport,
     LauncherRecord,
     WantedProcess,
@@ -53,7 +53,8 @@ from asyncrl.runtime.names.interface import (
 from asyncrl.runtime.process import tail_of
 from asyncrl.runtime.security import Secrets, write_secrets
 
-AGENT_ENV = "ASYNCRL_AGENT"  # every process under an agent has it: which one's it is, where several share a machine
+# Every process that a host daemon starts has it: its value tells them apart where several host daemons share a machine
+HOST_DAEMON_ENV = "ASYNCRL_HOST_DAEMON"
 _TURN_S = 0.1
 _REPORT_S = 0.4  # between two reports that differ
 _LOOK_S = 1.0  # between two looks for the launcher
@@ -75,7 +76,7 @@ class _Ours:
     asked: bool = False
 
 
-class Agent:
+class HostDaemon:
     """consumes: the launcher's wishes and word. produces: processes, and what is known of them.
 
     waits for: its processes' pipes, at most _TURN_S. A thread (_Correspondent) waits for name resolve.
@@ -92,7 +93,7 @@ class Agent:
         say: Callable[[str], None],
     ) -> None:
         """host: as the config names it. run_dir: the run's folder on this host; shared with the others or not."""
-        self.incarnation = incarnation(f"agent-{host}")
+        self.incarnation = incarnation(f"host_daemon-{host}")
         self._config = config
         self._run_dir = run_dir
         self._say = say
@@ -104,10 +105,10 @@ class Agent:
         self._notices: deque[tuple[int, str]] = deque(maxlen=_MAX_NOTICES)
         self._num_notices = 0
         self._launcher = ""  # whom we obey
-        os.environ[AGENT_ENV] = self.incarnation
+        os.environ[HOST_DAEMON_ENV] = self.incarnation
         network = config.network
-        self._tether = Tether(time.monotonic(), cut_off_limit_s=network.cut_off_limit_s, wait_s=network.agents_limit_s)
-        record = AgentRecord(
+        self._tether = Tether(time.monotonic(), cut_off_limit_s=network.cut_off_limit_s, wait_s=network.hosts_limit_s)
+        record = HostRecord(
             host=host,
             incarnation=self.incarnation,
             address=address,
@@ -207,7 +208,7 @@ class Agent:
                 fork=self._config.runtime.fork_server,
                 start_limit_s=self._config.runtime.start_timeout_s,
                 notice=self._notice,
-                marker=f"{AGENT_ENV}={self.incarnation}",
+                marker=f"{HOST_DAEMON_ENV}={self.incarnation}",
             )
         for wish in missing:
             if wish.name not in specs:
@@ -251,7 +252,7 @@ class Agent:
             if ours.report is not None or ours.child is not None
         ]
         return HostReport(
-            agent=self.incarnation, launcher=self._launcher, children=children, notices=list(self._notices)
+            host_daemon=self.incarnation, launcher=self._launcher, children=children, notices=list(self._notices)
         )
 
     def _notice(self, text: str) -> None:
@@ -303,7 +304,7 @@ def _last_report(name: str, life: int, child: Child) -> ChildReport:
 
 
 class _Correspondent:
-    """The agent's side of name resolve, on a thread of its own and those of its watch.
+    """The host daemon's side of name resolve, on a thread of its own and those of its watch.
 
     consumes: the newest report. produces: the wishes, the launcher's word. waits for: name resolve, whose calls have limits.
     unblocked by: that; `close`.
@@ -313,7 +314,7 @@ class _Correspondent:
         self,
         resolver: NameResolver,
         names: Names,
-        record: AgentRecord,
+        record: HostRecord,
         config: ExperimentConfig,
         tether: Tether,
         run_dir: Path,
@@ -327,7 +328,7 @@ class _Correspondent:
         self._newest: HostReport | None = None
         self._closing = threading.Event()
         self._lease: Lease | None = None
-        self._thread = threading.Thread(target=self._run, name="agent's correspondence", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="host daemon's correspondence", daemon=True)
 
     def open(self) -> None:
         """Register, and begin to listen. Raises LaunchError where name resolve does not answer."""
@@ -335,9 +336,9 @@ class _Correspondent:
             self._lease = self._resolver.grant_lease(self._config.network.host_lost_after_s)
             value = msgspec.json.encode(self._record).decode()
             self._resolver.watch(self._names.wanted(self._record.host), self._cache.observe, subtree=True)
-            self._resolver.add(self._names.agent(self._record.host), value, replace=True, lease=self._lease.id)
+            self._resolver.add(self._names.host_daemon(self._record.host), value, replace=True, lease=self._lease.id)
         except NameResolveError as error:
-            raise LaunchError(f"the agent of {self._record.host} cannot register: {error}") from error
+            raise LaunchError(f"the host daemon of {self._record.host} cannot register: {error}") from error
         self._thread.start()
 
     def wishes(self) -> tuple[str, list[WantedProcess]]:

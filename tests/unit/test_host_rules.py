@@ -1,16 +1,24 @@
-"""What an agent does with what it sees, and when it lets go."""
+"""What a host daemon does with what it sees, and when it lets go."""
 
 import pytest
 
-from asyncrl.launch.agent_rules import Action, Tether, There, decide, obeyed
-from asyncrl.launch.watch_cache import WatchCache
+from asyncrl.launch.hosts.rules import Action, Tether, There, decide, obeyed
+from asyncrl.launch.hosts.watch_cache import WatchCache
 from asyncrl.protocol.messages import LauncherRecord, WantedProcess
 from asyncrl.runtime.names.interface import WatchEvent
 
 
-def wanted(name="rollout_worker/0", life=1, wish="run", launcher="l", agent="a"):
+def wanted(name="rollout_worker/0", life=1, wish="run", launcher="l", host_daemon="a"):
     return WantedProcess(
-        launcher=launcher, agent=agent, attempt=1, name=name, life=life, wish=wish, config="", lease=1, computes=False
+        launcher=launcher,
+        host_daemon=host_daemon,
+        attempt=1,
+        name=name,
+        life=life,
+        wish=wish,
+        config="",
+        lease=1,
+        computes=False,
     )
 
 
@@ -44,8 +52,8 @@ def test_decisions(wish, process, verbs):
     assert list(found) == [Action(verb, NAME) for verb in verbs]
 
 
-def test_what_another_launcher_or_an_agent_before_was_told_is_refused():
-    wishes = [wanted(), wanted(launcher="old", name="master/0"), wanted(agent="before", name="model_worker/0")]
+def test_what_another_launcher_or_an_earlier_daemon_was_told_is_refused():
+    wishes = [wanted(), wanted(launcher="old", name="master/0"), wanted(host_daemon="before", name="model_worker/0")]
     assert list(obeyed(wishes, "l", "a")) == [NAME]
 
 
@@ -57,7 +65,7 @@ def tether():
     return Tether(0.0, cut_off_limit_s=60, wait_s=300)
 
 
-def test_before_a_launcher_came_an_agent_waits_for_it_and_no_longer_than_it_should():
+def test_before_a_launcher_came_a_host_daemon_waits_for_it_and_no_longer_than_it_should():
     rope = tether()
     rope.sees(None, 1)
     rope.unreachable(200, refused=True)
@@ -92,7 +100,7 @@ def test_where_name_resolve_is_gone_with_the_launcher_the_end_comes_sooner():
 def test_the_word_of_an_earlier_launcher_counts_for_nothing():
     rope = tether()
     rope.sees(record(ends=True), 0)
-    assert not rope.is_over  # a run that was over before the agent came
+    assert not rope.is_over  # a run that was over before the host daemon came
     now = record(time_ns=3 * 10**18)
     rope.sees(now, 1)
     rope.sees(record(ends=True), 2)
