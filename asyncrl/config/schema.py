@@ -453,7 +453,7 @@ class RuntimeConfig:
     # that of the run.
     max_restarts: int = limited(3, at_least=0)
     # A process whose event loop does not turn and that uses no CPU for so long is killed; one that computes, after 20 times as
-    # long (launch/supervision.py: BUSY_LIMITS). 0: never.
+    # long (launch/supervisor/policy.py: BUSY_LIMITS). 0: never.
     frozen_after_s: float = 30.0
     watchdog_after_s: float = 120.0  # without a train step: the launcher prints what each process waits for; 0: never
     faults: FaultsConfig = field(default_factory=FaultsConfig)

@@ -4,7 +4,7 @@
     Launch         one thread, one loop, which waits for nothing but its processes' pipes
 
 It holds the workers' leases in name resolve (a lease lives as long as its process), reads their status from pipes and publishes it,
-and carries out what the supervisor decides (supervisor.py): processes are killed and started again, or the run ends by the first
+and carries out what the supervisor decides (supervisor/): processes are killed and started again, or the run ends by the first
 cause.
 """
 
@@ -26,9 +26,6 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
-from asyncrl.launch.children import Child
-from asyncrl.launch.crew import Crew
-from asyncrl.launch.external_process import ExternalProcesses
 from asyncrl.launch.hang_report import HangReport
 from asyncrl.launch.hosts.addresses import address_of, own_host
 from asyncrl.launch.hosts.remote_pool import RemoteCrew
@@ -46,7 +43,6 @@ from asyncrl.launch.program import (
     writes_checkpoints,
 )
 from asyncrl.launch.recovery import going_on, starting_point
-from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.rundir import (
     EXPERIMENT_FILE,
     LaunchError,
@@ -61,8 +57,12 @@ from asyncrl.launch.rundir import (
 )
 from asyncrl.launch.scaling import KIND as SERVER_KIND
 from asyncrl.launch.scaling import make_scaling
-from asyncrl.launch.supervision import GANG, GANG_KINDS, EndRun, FreezeWatch, Supervision
-from asyncrl.launch.supervisor import (
+from asyncrl.launch.supervisor.children import Child
+from asyncrl.launch.supervisor.external_process import ExternalProcesses
+from asyncrl.launch.supervisor.policy import GANG, GANG_KINDS, EndRun, FreezeWatch, Supervision
+from asyncrl.launch.supervisor.process_pool import Crew
+from asyncrl.launch.supervisor.restarts import Restarts
+from asyncrl.launch.supervisor.state_machine import (
     BeginAttempt,
     Cancel,
     Decision,

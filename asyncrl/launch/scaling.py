@@ -17,9 +17,9 @@ import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.topology import Allocation
-from asyncrl.launch.children import Child, short_end
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, can_scale
+from asyncrl.launch.supervisor.children import Child, short_end
 from asyncrl.protocol.messages import DECODE_ERRORS, ScaleWish, Wait, WorkerStatus
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.names.interface import Lease, WatchEvent

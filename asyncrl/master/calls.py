@@ -9,7 +9,7 @@ So what such a world holds is never the only copy of anything but for the time o
 nothing with it that the gang does not have, or does not have made again. Nothing there is trained: the same inputs give the same
 outputs, in whichever life. The gang waits for the outputs, as it would for a slow reference, and goes on.
 
-How often a world is started again the launcher decides (launch/supervision.py). Here every wait has the limit of a call.
+How often a world is started again the launcher decides (launch/supervisor/policy.py). Here every wait has the limit of a call.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ import pytest
 from asyncrl.cli.commands.scale import crowding
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.topology import Allocation
-from asyncrl.launch.children import Child
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import ProcessSpec, can_scale, plan, server_spec
 from asyncrl.launch.scaling import Scaling
+from asyncrl.launch.supervisor.children import Child
 from asyncrl.protocol.messages import ScaleWish, WorkerStatus
 from asyncrl.runtime.names.interface import Lease, NameResolveTimeout, WatchEvent
 from tests.support.clock import ManualClock

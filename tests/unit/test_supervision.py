@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.launch.children import Child
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts.remote_pool import RemoteChild
 from asyncrl.launch.program import plan
-from asyncrl.launch.supervision import (
+from asyncrl.launch.supervisor.children import Child
+from asyncrl.launch.supervisor.policy import (
     CALM_S,
     EVERYTHING,
     GANG,

@@ -24,13 +24,13 @@ import msgspec
 import psutil
 
 from asyncrl.config.schema import ExperimentConfig, authenticates
-from asyncrl.launch.children import Child, how_it_ended
-from asyncrl.launch.crew import Crew
 from asyncrl.launch.hosts.addresses import refuses
 from asyncrl.launch.hosts.rules import Tether, There, decide, obeyed
 from asyncrl.launch.hosts.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, parse_process_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, keep_private, logs_dir
+from asyncrl.launch.supervisor.children import Child, how_it_ended
+from asyncrl.launch.supervisor.process_pool import Crew
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     ChildReport,

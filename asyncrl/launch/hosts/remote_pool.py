@@ -22,13 +22,13 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
-from asyncrl.launch.children import Child
 from asyncrl.launch.hosts.placement import Host, Placement, PlacementError, placed
 from asyncrl.launch.hosts.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, config_text, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
 from asyncrl.launch.slurm import own_start
+from asyncrl.launch.supervisor.children import Child
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,

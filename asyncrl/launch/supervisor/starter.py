@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from asyncrl.launch.children import Child, Forked, config_file, how_it_ended, start_child, start_process
-from asyncrl.launch.fork_server import ForkServer, ForkServerEnded, adopt_orphans, is_supported
 from asyncrl.launch.program import ProcessSpec
 from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, logs_dir
+from asyncrl.launch.supervisor.children import Child, Forked, config_file, how_it_ended, start_child, start_process
+from asyncrl.launch.supervisor.fork_server import ForkServer, ForkServerEnded, adopt_orphans, is_supported
 from asyncrl.runtime.names.interface import Lease
 
 _ROOM_FOR_LATER = "0000"  # in a worker's command line: attempts and servers whose numbers have more digits

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from asyncrl.launch.children import Child
 from asyncrl.launch.program import ProcessSpec
-from asyncrl.launch.reaper import Reaper
 from asyncrl.launch.rundir import RUN_DIR_ENV
-from asyncrl.launch.starter import Starter
+from asyncrl.launch.supervisor.children import Child
+from asyncrl.launch.supervisor.reaper import Reaper
+from asyncrl.launch.supervisor.starter import Starter
 from asyncrl.runtime.names.interface import Lease
 
 _SAY_AFTER_S = 2.0  # whom a stop waits for
