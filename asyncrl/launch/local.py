@@ -28,7 +28,7 @@ import msgspec
 from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
 from asyncrl.launch.hang_report import HangReport
 from asyncrl.launch.hosts.addresses import address_of, own_host
-from asyncrl.launch.hosts.remote_pool import RemoteCrew
+from asyncrl.launch.hosts.remote_pool import RemoteProcessPool
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import (
     ProcessSpec,
@@ -60,7 +60,7 @@ from asyncrl.launch.scaling import make_scaling
 from asyncrl.launch.supervisor.children import Child
 from asyncrl.launch.supervisor.external_process import ExternalProcesses
 from asyncrl.launch.supervisor.policy import GANG, GANG_KINDS, EndRun, FreezeWatch, Supervision
-from asyncrl.launch.supervisor.process_pool import Crew
+from asyncrl.launch.supervisor.process_pool import ProcessPool
 from asyncrl.launch.supervisor.restarts import Restarts
 from asyncrl.launch.supervisor.state_machine import (
     BeginAttempt,
@@ -225,7 +225,7 @@ class LocalLauncher:
         config = self._with_sockets(going_on(asked, checkpoint, self._num_prompts))
         runtime, host = config.runtime, ""
 
-        def stop_before_closing(pool: Crew | RemoteCrew) -> None:
+        def stop_before_closing(pool: ProcessPool | RemoteProcessPool) -> None:
             closing.callback(external.wait_until_gone, runtime.stop_timeout_s, self._is_impatient)
             closing.callback(pool.stop, runtime.stop_timeout_s * _ASK_SHARE, self._is_impatient)
 
@@ -239,7 +239,7 @@ class LocalLauncher:
             closing.callback(service.close)
         else:  # its fork servers import from here on
             specs = Plans(config, self._num_prompts, devices).of(attempt, checkpoint).values()
-            pool: Crew | RemoteCrew = Crew(
+            pool: ProcessPool | RemoteProcessPool = ProcessPool(
                 [spec for spec in specs if spec.name not in config.debug.leave_out],
                 run_dir,
                 fork=runtime.fork_server,
@@ -258,7 +258,7 @@ class LocalLauncher:
         if host:
             if secrets is not None:
                 service.hand_out(secrets)
-            pool = RemoteCrew(
+            pool = RemoteProcessPool(
                 config, service, run_dir, own_host=host, attempt=attempt, notice=view.notice, say=view.say
             )
             closing.callback(pool.close)
@@ -270,7 +270,7 @@ class LocalLauncher:
             self._write_config(devices)  # the GPUs are those of the hosts
         plans = Plans(config, self._num_prompts, devices)
         specs_by_name = plans.of(attempt, checkpoint)
-        if isinstance(pool, RemoteCrew):
+        if isinstance(pool, RemoteProcessPool):
             pool.place_all(list(specs_by_name.values()))
         closing.callback(external.ask_to_stop)
         launch = Launch(
@@ -325,7 +325,7 @@ class Launch:
         self,
         plans: Plans,
         specs: Mapping[str, ProcessSpec],
-        pool: Crew | RemoteCrew,
+        pool: ProcessPool | RemoteProcessPool,
         external: ExternalProcesses,
         service: NameService,
         record: RunRecord,

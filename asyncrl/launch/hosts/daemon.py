@@ -30,7 +30,7 @@ from asyncrl.launch.hosts.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, parse_process_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, keep_private, logs_dir
 from asyncrl.launch.supervisor.children import Child, how_it_ended
-from asyncrl.launch.supervisor.process_pool import Crew
+from asyncrl.launch.supervisor.process_pool import ProcessPool
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     ChildReport,
@@ -100,7 +100,7 @@ class HostDaemon:
         self._impatient = False
         self._stop_signal: int | None = None
         self._ours: dict[str, _Ours] = {}
-        self._crew: Crew | None = None
+        self._pool: ProcessPool | None = None
         self._first_wish: float | None = None
         self._notices: deque[tuple[int, str]] = deque(maxlen=_MAX_NOTICES)
         self._num_notices = 0
@@ -147,10 +147,10 @@ class HostDaemon:
 
     def _turn(self) -> None:
         """One step: take in what the processes say, do what the launcher wants, report."""
-        if self._crew is None:
+        if self._pool is None:
             time.sleep(_TURN_S)
         else:
-            self._crew.turn(_TURN_S)
+            self._pool.turn(_TURN_S)
         launcher, wishes = self._post.wishes()
         if launcher and launcher != self._launcher:
             self._launcher = launcher
@@ -176,8 +176,8 @@ class HostDaemon:
                 continue
             ours = self._ours[name]
             if action.verb == "forget":
-                if ours.child is not None and self._crew is not None:
-                    self._crew.forget(ours.child)
+                if ours.child is not None and self._pool is not None:
+                    self._pool.forget(ours.child)
                 del self._ours[name]
             elif ours.child is not None:
                 if action.verb == "stop" and ours.child.process is not None:
@@ -191,7 +191,7 @@ class HostDaemon:
         missing = [wish for name, wish in wanted.items() if name not in self._ours and wish.wish == "run"]
         now = time.monotonic()
         self._first_wish = now if self._first_wish is None else self._first_wish
-        if self._crew is None and now - self._first_wish < _GATHER_S:
+        if self._pool is None and now - self._first_wish < _GATHER_S:
             return
         specs: dict[str, ProcessSpec] = {}
         for wish in missing:
@@ -199,10 +199,10 @@ class HostDaemon:
                 specs[wish.name] = self._spec_of(wish)
             except ValueError as error:
                 self._could_not(wish, f"could not be started: {error}")
-        if self._crew is None and specs:
+        if self._pool is None and specs:
             for spec in specs.values():
                 self._make_folders(spec.config.worker.attempt)
-            self._crew = Crew(
+            self._pool = ProcessPool(
                 list(specs.values()),
                 self._run_dir,
                 fork=self._config.runtime.fork_server,
@@ -213,10 +213,10 @@ class HostDaemon:
         for wish in missing:
             if wish.name not in specs:
                 continue
-            assert self._crew is not None
+            assert self._pool is not None
             self._make_folders(wish.attempt)
             try:
-                child = self._crew.start(specs[wish.name], self._post.lease_of(wish))
+                child = self._pool.start(specs[wish.name], self._post.lease_of(wish))
             except (LaunchError, OSError) as error:
                 self._could_not(wish, f"could not be started: {error}")
                 continue
@@ -265,13 +265,13 @@ class HostDaemon:
         return f"{len(names)} processes of it were running here and end" if names else "nothing of it was running here"
 
     def _end_all(self) -> None:
-        if self._crew is None:
+        if self._pool is None:
             return
         try:
-            self._crew.stop(self._config.runtime.stop_timeout_s, lambda: self._impatient)
+            self._pool.stop(self._config.runtime.stop_timeout_s, lambda: self._impatient)
             self._post.report(self._report())
         finally:
-            self._crew.close()
+            self._pool.close()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._impatient = self._stop_signal is not None

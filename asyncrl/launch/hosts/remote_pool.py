@@ -1,9 +1,9 @@
 """The launcher's children on a run of more than one host: host daemons (daemon.py) start them and report on them.
 
-To the launcher's loop this crew is what Crew is on one machine. What should run on a host is published there, the whole of it, one
-key a process; what does comes back in the host's report. A host is lost when the key of its host daemon is gone from name resolve
-(its lease has run out, or the host daemon has ended): its processes count as ended. An outage of name resolve, or a cable that is
-back in time, is not noticed: keys come back with their sessions.
+RemoteProcessPool has the interface that ProcessPool has on one machine. It publishes the desired state, one key for each process;
+each host daemon publishes the observed state of its host in a report. A host is lost when the key of its host daemon is gone from
+name resolve (its lease has run out, or the host daemon has ended): its processes count as ended. An outage of name resolve, or a
+cable that is back in time, is not noticed: keys come back with their sessions.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class RemoteChild(Child):
         self._how, self.returncode, self.ended = how, 1, time.time()
 
 
-class RemoteCrew:
+class RemoteProcessPool:
     """consumes: hosts' reports, host daemons that come and go. produces: children, up to date; wishes.
 
     waits for: in `open` for the daemons of all hosts (network.hosts_limit_s), in `turn` for a report, in `stop` for ends; bounded.
@@ -229,7 +229,7 @@ class RemoteCrew:
         except PlacementError as error:
             raise LaunchError(f"allocation={self._config.allocation} does not fit the hosts: {error}") from error
 
-    # ------------------------------------------------------------------------------------------------- as Crew on one machine
+    # ------------------------------------------------------------------------------------------ as ProcessPool on one machine
 
     @property
     def alive(self) -> list[Child]:
@@ -289,7 +289,7 @@ class RemoteCrew:
             self._placement.release(child.name)
 
     def stop(self, limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Ask, then kill. Rollout workers first, as Crew does."""
+        """Ask, then kill. Rollout workers first, as ProcessPool does."""
         rollout_workers = [child for child in self.children if child.spec.kind == "rollout_worker"]
         self._ask_and_wait(rollout_workers, limit_s / 3, impatient)
         self._ask_and_wait(self.children, limit_s * 2 / 3, impatient)
