@@ -124,7 +124,7 @@ class StopRequest:
         elif now - self._since > _SAME_SIGNAL_S:  # a batch system tells us, and the script that started us
             self.impatient = True
 
-    def on_wish(self, event: WatchEvent) -> None:
+    def on_request(self, event: WatchEvent) -> None:
         """`asyncrl-launch stop` on another host; called by a thread of name resolve."""
         if event.kind == "put":
             if self.signal is None:
@@ -263,7 +263,7 @@ class LocalLauncher:
             )
             closing.callback(pool.close)
             stop_before_closing(pool)
-            service.watch_stop(self._stop.on_wish)
+            service.watch_stop(self._stop.on_request)
             if not pool.open(lambda: self._stop.signal is not None):
                 return None
             devices = pool.devices
@@ -433,7 +433,7 @@ class Launch:
         return self._scaling.shown(child, status) if self._scaling is not None else status
 
     def _scale(self) -> None:
-        """Generation servers join and leave, as `asyncrl-launch scale` wishes."""
+        """Generation servers join and leave, as `asyncrl-launch scale` has set."""
         if self._scaling is None or self._supervisor.starts_everything:
             return
         for name in self._restarts.names():
@@ -446,7 +446,7 @@ class Launch:
             self._pool.take_in(child)
 
     def _is_wanted(self, name: str) -> bool:
-        return self._scaling is None or not name.startswith(f"{SERVER_KIND}/") or self._scaling.wants(name)
+        return self._scaling is None or not name.startswith(f"{SERVER_KIND}/") or self._scaling.includes(name)
 
     # ------------------------------------------------------------------------------------------------------------ decisions
 

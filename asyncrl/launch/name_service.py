@@ -122,18 +122,18 @@ class NameService:
         """Have the callback told, on a thread of name resolve, of what a worker that we did not start publishes of itself."""
         self._watch(self._names.status(worker), callback)
 
-    def watch_scaling(self, on_wish: WatchCallback, on_drained: WatchCallback) -> None:
-        """Have the callbacks told, likewise, of how many generation servers are wanted, and which have drained.
+    def watch_scaling(self, on_desired: WatchCallback, on_drained: WatchCallback) -> None:
+        """Have the callbacks told, likewise, of the desired number of generation servers, and which have drained.
 
-        Whoever put the wish is gone: that it outlives the backend's data is for us to see to.
+        The command that has set the number has ended, so the launcher restores it where the backend loses its data.
         """
 
-        def on_wish_kept(event: WatchEvent) -> None:
+        def on_desired_kept(event: WatchEvent) -> None:
             if event.kind == "put":
                 self.resolver.look_after(event.key, event.value)
-            on_wish(event)
+            on_desired(event)
 
-        self._watch(self._names.generation_wish(), on_wish_kept)
+        self._watch(self._names.desired_generation_servers(), on_desired_kept)
         self._watch(self._names.generation_drained(), on_drained, subtree=True)
 
     def ask_for_last_checkpoint(self, attempt: int) -> None:
@@ -142,7 +142,7 @@ class NameService:
 
     def watch_stop(self, callback: WatchCallback) -> None:
         """Have the callback told, likewise, that somebody on another host wants the run to stop."""
-        self._watch(self._names.stop_wish(), callback)
+        self._watch(self._names.stop_request(), callback)
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool = False) -> None:
         try:

@@ -437,11 +437,11 @@ class LoadsReply(Struct, frozen=True, kw_only=True):
 # ------------------------------------------------------------------------------------------------ servers that come and go
 
 
-class ScaleWish(Struct, frozen=True, kw_only=True):
-    """How many generation servers a run is to have, as `asyncrl-launch scale` puts it into name resolve."""
+class DesiredServers(Struct, frozen=True, kw_only=True):
+    """The desired number of generation servers, as `asyncrl-launch scale` puts it into name resolve."""
 
-    generation: Annotated[int, msgspec.Meta(ge=1)]
-    wish: str  # its identity: what was found out under an older wish does not count under this one
+    count: Annotated[int, msgspec.Meta(ge=1)]
+    id: str  # of this request: servers that have drained under an older one do not count under it
 
 
 # ---------------------------------------------------------------------------- weights over the network (manager -> trainer)
@@ -770,23 +770,23 @@ class HostRecord(Struct, frozen=True, kw_only=True):
     pid: int
 
 
-class WantedProcess(Struct, frozen=True, kw_only=True):
-    """A process that the launcher wants on a host."""
+class DesiredProcess(Struct, frozen=True, kw_only=True):
+    """The desired state of a process on a host."""
 
     launcher: str  # its incarnation
     host_daemon: str  # incarnation of the one that is meant: a later one starts nothing that was meant for it
     attempt: int
     name: str
     life: Annotated[int, msgspec.Meta(ge=1)]  # counts starts, of all processes: a higher one replaces a lower
-    wish: Literal["run", "stop", "kill"] = "run"  # stop: it is asked to end
+    state: Literal["run", "stop", "kill"] = "run"  # stop: it is asked to end
     config: str  # its resolved config, YAML
     env: dict[str, str] = {}
     lease: int
     computes: bool
 
 
-class ChildReport(Struct, frozen=True, kw_only=True):
-    """A process on a host, as its host daemon sees it."""
+class ObservedProcess(Struct, frozen=True, kw_only=True):
+    """The observed state of a process on a host, as its host daemon sees it."""
 
     name: str
     life: int
@@ -801,9 +801,9 @@ class ChildReport(Struct, frozen=True, kw_only=True):
 
 
 class HostReport(Struct, frozen=True, kw_only=True):
-    """What runs on a host, a few times a second. Ends are in it until the launcher wants the process no more."""
+    """The observed state of a host, a few times a second. An end is in it until the process has no desired state any more."""
 
     host_daemon: str  # its incarnation
     launcher: str  # the one that it obeys
-    children: list[ChildReport] = []
+    processes: list[ObservedProcess] = []
     notices: list[tuple[int, str]] = []  # what a person should know: the newest, numbered

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import config_text, plan, run_directory
-from asyncrl.protocol.messages import HostRecord, HostReport, LauncherRecord, WantedProcess
+from asyncrl.protocol.messages import DesiredProcess, HostRecord, HostReport, LauncherRecord
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.interface import NameEntryNotFound
@@ -80,29 +80,29 @@ class Bench:
         record = LauncherRecord(incarnation=launcher, host=HOST, run_dir="/r", attempt=1, start=start, ends=ends)
         self.resolver.add(self.names.launcher(), msgspec.json.encode(record).decode(), replace=True)
 
-    def want(self, launcher, *, wish="run", life=None, host_daemon=None):
+    def want(self, launcher, *, state="run", life=None, host_daemon=None):
         if life is None:
             life = self.life = self.life + 1
         lease = self.resolver.grant_lease(30.0)
         spec = next(spec for spec in plan(self.config, attempt=1, num_prompts=100) if spec.name == NAME)
-        wanted = WantedProcess(
+        desired = DesiredProcess(
             launcher=launcher,
             host_daemon=host_daemon or self.record().incarnation,
             attempt=1,
             name=NAME,
             life=life,
-            wish=wish,
+            state=state,
             config=config_text(spec.config),
             env=dict(spec.env),
             lease=lease.id,
             computes=False,
         )
-        key = self.names.wanted_process(HOST, NAME)
-        self.resolver.add(key, msgspec.json.encode(wanted).decode(), replace=True)
+        key = self.names.desired_process(HOST, NAME)
+        self.resolver.add(key, msgspec.json.encode(desired).decode(), replace=True)
 
     def child(self):
-        report = self.read(self.names.children_of(HOST), HostReport)
-        return next((child for child in report.children if child.life == self.life), None) if report else None
+        report = self.read(self.names.observed_on(HOST), HostReport)
+        return next((child for child in report.processes if child.life == self.life), None) if report else None
 
     def running(self):
         """The process, once it has come through its start."""
@@ -163,7 +163,7 @@ def test_a_host_daemon_brings_about_what_its_launcher_wants_and_ends_it_when_tha
 
     bench.want(launcher)  # the next life
     second = bench.running()
-    bench.want(earlier, life=99)  # an old launcher's wish takes it away from nobody else, and starts nothing
+    bench.want(earlier, life=99)  # what an old launcher has published changes nothing
     wait_for(lambda: gone(second), "what nobody wants any more has ended")
     bench.want(launcher)
     third = bench.running()
@@ -173,7 +173,7 @@ def test_a_host_daemon_brings_about_what_its_launcher_wants_and_ends_it_when_tha
     assert third.is_running()
     bench.etcd.start()
     bench.lead(launcher)
-    bench.want(launcher, life=bench.life, wish="stop")
+    bench.want(launcher, life=bench.life, state="stop")
     assert bench.ended().returncode == 0
 
     bench.want(launcher)

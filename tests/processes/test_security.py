@@ -20,7 +20,7 @@ from aiohttp import web
 
 from asyncrl.config.schema import ConfigError, NameResolveConfig, NetworkConfig, RuntimeConfig
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.hosts.daemon import _Correspondent
+from asyncrl.launch.hosts.daemon import _LauncherLink
 from asyncrl.launch.hosts.rules import Tether
 from asyncrl.launch.name_service import NameService
 from asyncrl.manager.http import ManagerService
@@ -402,7 +402,7 @@ def test_secrets_travel_through_name_resolve_only_where_not_everybody_reads_it(t
         service.hand_out(secrets)
         record = HostRecord(host="b", incarnation="i", address="10.0.0.2", gpus=[], cores=1, memory_bytes=1, pid=1)
         tether = Tether(0.0, cut_off_limit_s=1.0, wait_s=1.0)
-        host_daemon = _Correspondent(resolver, Names(config.experiment, config.trial), record, config, tether, there)
+        host_daemon = _LauncherLink(resolver, Names(config.experiment, config.trial), record, config, tether, there)
         host_daemon._take_secrets()
     if handed_out:
         assert security.read_secrets(there) == secrets

@@ -2,59 +2,63 @@
 
 import pytest
 
-from asyncrl.launch.hosts.rules import Action, Tether, There, decide, obeyed
+from asyncrl.launch.hosts.rules import Action, Observed, Tether, decide, obeyed
 from asyncrl.launch.hosts.watch_cache import WatchCache
-from asyncrl.protocol.messages import LauncherRecord, WantedProcess
+from asyncrl.protocol.messages import DesiredProcess, LauncherRecord
 from asyncrl.runtime.names.interface import WatchEvent
 
 
-def wanted(name="rollout_worker/0", life=1, wish="run", launcher="l", host_daemon="a"):
-    return WantedProcess(
+def desired(name="rollout_worker/0", life=1, state="run", launcher="l", host_daemon="a"):
+    return DesiredProcess(
         launcher=launcher,
         host_daemon=host_daemon,
         attempt=1,
         name=name,
         life=life,
-        wish=wish,
+        state=state,
         config="",
         lease=1,
         computes=False,
     )
 
 
-def there(life=1, ended=False, asked=False):
-    return There(life, ended, asked)
+def observed(life=1, ended=False, asked=False):
+    return Observed(life, ended, asked)
 
 
 NAME = "rollout_worker/0"
 
 
 @pytest.mark.parametrize(
-    ("wish", "process", "verbs"),
+    ("goal", "process", "verbs"),
     [
-        (wanted(), None, ["start"]),
-        (wanted(), there(), []),
-        (wanted(wish="stop"), there(), ["stop"]),
-        (wanted(wish="stop"), there(asked=True), []),
-        (wanted(wish="kill"), there(asked=True), ["kill"]),
-        (wanted(wish="stop"), None, ["skip"]),
-        (wanted(wish="kill"), there(ended=True), []),  # its end is told until it is wanted no more
-        (wanted(), there(ended=True), []),  # who is started again decides the launcher
-        (None, there(), ["kill"]),
-        (None, there(ended=True), ["forget"]),
-        (wanted(life=2), there(life=1), ["kill"]),  # the next life waits for the end of this one
-        (wanted(life=2), there(life=1, ended=True), ["forget"]),
-        (wanted(life=1), there(life=2), []),  # an older wish, late
+        (desired(), None, ["start"]),
+        (desired(), observed(), []),
+        (desired(state="stop"), observed(), ["stop"]),
+        (desired(state="stop"), observed(asked=True), []),
+        (desired(state="kill"), observed(asked=True), ["kill"]),
+        (desired(state="stop"), None, ["skip"]),
+        (desired(state="kill"), observed(ended=True), []),  # its end is told until it has no desired state any more
+        (desired(), observed(ended=True), []),  # who is started again decides the launcher
+        (None, observed(), ["kill"]),
+        (None, observed(ended=True), ["forget"]),
+        (desired(life=2), observed(life=1), ["kill"]),  # the next life waits for the end of this one
+        (desired(life=2), observed(life=1, ended=True), ["forget"]),
+        (desired(life=1), observed(life=2), []),  # an older state, late
     ],
 )
-def test_decisions(wish, process, verbs):
-    found = decide({NAME: wish} if wish else {}, {NAME: process} if process else {})
+def test_decisions(goal, process, verbs):
+    found = decide({NAME: goal} if goal else {}, {NAME: process} if process else {})
     assert list(found) == [Action(verb, NAME) for verb in verbs]
 
 
 def test_what_another_launcher_or_an_earlier_daemon_was_told_is_refused():
-    wishes = [wanted(), wanted(launcher="old", name="master/0"), wanted(host_daemon="before", name="model_worker/0")]
-    assert list(obeyed(wishes, "l", "a")) == [NAME]
+    published = [
+        desired(),
+        desired(launcher="old", name="master/0"),
+        desired(host_daemon="before", name="model_worker/0"),
+    ]
+    assert list(obeyed(published, "l", "a")) == [NAME]
 
 
 def record(ends=False, time_ns=2 * 10**18):

@@ -1,7 +1,8 @@
 """The host daemon: starts the processes that the launcher wants on its host, watches over them, and leaves nothing behind.
 
-The launcher publishes what should run (names.wanted), the host daemon makes it so and publishes what does (names.children_of).
-Both say the whole each time, so that what an outage swallowed is made good by the next word. rules.py decides; this file does.
+The launcher publishes the desired state of the host (names.desired_on). The host daemon starts and ends processes accordingly, and
+publishes the observed state (names.observed_on). Both are published whole, so that the next message makes good what an outage lost.
+rules.py decides; this file acts.
 
 An outage of name resolve changes nothing here: processes go on as they are. When the launcher is gone, or may be
 (rules.Tether), all of them end; when the host daemon dies, they die with it, by the parent-death signal and the reaper.
@@ -25,7 +26,7 @@ import psutil
 
 from asyncrl.config.schema import ExperimentConfig, authenticates
 from asyncrl.launch.hosts.addresses import refuses
-from asyncrl.launch.hosts.rules import Tether, There, decide, obeyed
+from asyncrl.launch.hosts.rules import Observed, Tether, decide, obeyed
 from asyncrl.launch.hosts.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, parse_process_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, keep_private, logs_dir
@@ -33,11 +34,11 @@ from asyncrl.launch.supervisor.children import Child, how_it_ended
 from asyncrl.launch.supervisor.process_pool import ProcessPool
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
-    ChildReport,
+    DesiredProcess,
     HostRecord,
     HostReport,
     LauncherRecord,
-    WantedProcess,
+    ObservedProcess,
 )
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.devices import granted_cores, granted_memory, visible_devices
@@ -58,7 +59,7 @@ HOST_DAEMON_ENV = "ASYNCRL_HOST_DAEMON"
 _TURN_S = 0.1
 _REPORT_S = 0.4  # between two reports that differ
 _LOOK_S = 1.0  # between two looks for the launcher
-_GATHER_S = 0.5  # from the first wish on: which kinds to make fork servers for
+_GATHER_S = 0.5  # from the first desired process on: which kinds to make fork servers for
 _CLOSE_S = 3.0  # for the last report
 _MAX_TAIL_CHARS = 4000
 _MAX_REPORT_BYTES = 900_000  # name resolve takes a million
@@ -67,19 +68,19 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
-class _Ours:
+class _Hosted:
     """A process that the launcher wanted here."""
 
     life: int
     child: Child | None  # None: it was never started
-    report: ChildReport | None = None  # of one that was never started, or has ended
+    report: ObservedProcess | None = None  # of one that was never started, or has ended
     asked: bool = False
 
 
 class HostDaemon:
-    """consumes: the launcher's wishes and word. produces: processes, and what is known of them.
+    """consumes: the launcher's record and the desired state. produces: processes, and their observed state.
 
-    waits for: its processes' pipes, at most _TURN_S. A thread (_Correspondent) waits for name resolve.
+    waits for: its processes' pipes, at most _TURN_S. A thread (_LauncherLink) waits for name resolve.
     """
 
     def __init__(
@@ -99,9 +100,9 @@ class HostDaemon:
         self._say = say
         self._impatient = False
         self._stop_signal: int | None = None
-        self._ours: dict[str, _Ours] = {}
+        self._hosted: dict[str, _Hosted] = {}
         self._pool: ProcessPool | None = None
-        self._first_wish: float | None = None
+        self._first_desired_at: float | None = None
         self._notices: deque[tuple[int, str]] = deque(maxlen=_MAX_NOTICES)
         self._num_notices = 0
         self._launcher = ""  # whom we obey
@@ -117,7 +118,7 @@ class HostDaemon:
             memory_bytes=granted_memory() or psutil.virtual_memory().total,
             pid=os.getpid(),
         )
-        self._post = _Correspondent(
+        self._link = _LauncherLink(
             resolver, Names(config.experiment, config.trial), record, config, self._tether, run_dir
         )
 
@@ -127,21 +128,21 @@ class HostDaemon:
         keep_private(self._run_dir, self._config.runtime.group)
         previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
-            self._post.open()
+            self._link.open()
             while True:
                 self._turn()
                 if self._stop_signal is not None:
                     return 128 + self._stop_signal
-                if self._post.is_over():
+                if self._link.is_over():
                     return 0
-                if broken := self._post.broken():
+                if broken := self._link.broken():
                     raise LaunchError(f"{broken}; {self._what_ends()}")
         except LaunchError as error:  # the last report tells the launcher, which else would see a host that is lost
             self._notice(str(error))
             raise
         finally:
             self._end_all()
-            self._post.close()
+            self._link.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -151,54 +152,54 @@ class HostDaemon:
             time.sleep(_TURN_S)
         else:
             self._pool.turn(_TURN_S)
-        launcher, wishes = self._post.wishes()
+        launcher, desired = self._link.desired()
         if launcher and launcher != self._launcher:
             self._launcher = launcher
             self._say("a launcher has come")
         if launcher:
-            self._bring(obeyed(wishes, launcher, self.incarnation))
-        self._post.report(self._report())
+            self._bring(obeyed(desired, launcher, self.incarnation))
+        self._link.report(self._report())
 
-    def _bring(self, wanted: Mapping[str, WantedProcess]) -> None:
-        there = {
-            name: There(ours.life, ours.child is None or ours.child.returncode is not None, ours.asked)
-            for name, ours in self._ours.items()
+    def _bring(self, desired: Mapping[str, DesiredProcess]) -> None:
+        observed = {
+            name: Observed(hosted.life, hosted.child is None or hosted.child.returncode is not None, hosted.asked)
+            for name, hosted in self._hosted.items()
         }
-        for action in list(decide(wanted, there)):
+        for action in list(decide(desired, observed)):
             name = action.name
             if action.verb == "start":
-                self._start(wanted)
+                self._start(desired)
                 return  # all that are to be started were; the next turn does the rest
             if action.verb == "skip":
                 how = "was told to end before it was started"
-                report = ChildReport(name=name, life=wanted[name].life, returncode=0, ended=time.time(), how=how)
-                self._ours[name] = _Ours(wanted[name].life, None, report)
+                report = ObservedProcess(name=name, life=desired[name].life, returncode=0, ended=time.time(), how=how)
+                self._hosted[name] = _Hosted(desired[name].life, None, report)
                 continue
-            ours = self._ours[name]
+            hosted = self._hosted[name]
             if action.verb == "forget":
-                if ours.child is not None and self._pool is not None:
-                    self._pool.forget(ours.child)
-                del self._ours[name]
-            elif ours.child is not None:
-                if action.verb == "stop" and ours.child.process is not None:
-                    ours.asked = True
-                    ours.child.ask_to_stop()
+                if hosted.child is not None and self._pool is not None:
+                    self._pool.forget(hosted.child)
+                del self._hosted[name]
+            elif hosted.child is not None:
+                if action.verb == "stop" and hosted.child.process is not None:
+                    hosted.asked = True
+                    hosted.child.ask_to_stop()
                 elif action.verb == "kill":
-                    ours.child.kill()
+                    hosted.child.kill()
 
-    def _start(self, wanted: Mapping[str, WantedProcess]) -> None:
+    def _start(self, desired: Mapping[str, DesiredProcess]) -> None:
         """Start those that are not there. The first time a moment later: then it is known for whom fork servers are worth while."""
-        missing = [wish for name, wish in wanted.items() if name not in self._ours and wish.wish == "run"]
+        missing = [goal for name, goal in desired.items() if name not in self._hosted and goal.state == "run"]
         now = time.monotonic()
-        self._first_wish = now if self._first_wish is None else self._first_wish
-        if self._pool is None and now - self._first_wish < _GATHER_S:
+        self._first_desired_at = now if self._first_desired_at is None else self._first_desired_at
+        if self._pool is None and now - self._first_desired_at < _GATHER_S:
             return
         specs: dict[str, ProcessSpec] = {}
-        for wish in missing:
+        for goal in missing:
             try:
-                specs[wish.name] = self._spec_of(wish)
+                specs[goal.name] = self._spec_of(goal)
             except ValueError as error:
-                self._could_not(wish, f"could not be started: {error}")
+                self._could_not(goal, f"could not be started: {error}")
         if self._pool is None and specs:
             for spec in specs.values():
                 self._make_folders(spec.config.worker.attempt)
@@ -210,49 +211,49 @@ class HostDaemon:
                 notice=self._notice,
                 marker=f"{HOST_DAEMON_ENV}={self.incarnation}",
             )
-        for wish in missing:
-            if wish.name not in specs:
+        for goal in missing:
+            if goal.name not in specs:
                 continue
             assert self._pool is not None
-            self._make_folders(wish.attempt)
+            self._make_folders(goal.attempt)
             try:
-                child = self._pool.start(specs[wish.name], self._post.lease_of(wish))
+                child = self._pool.start(specs[goal.name], self._link.lease_of(goal))
             except (LaunchError, OSError) as error:
-                self._could_not(wish, f"could not be started: {error}")
+                self._could_not(goal, f"could not be started: {error}")
                 continue
-            self._ours[wish.name] = _Ours(wish.life, child)
+            self._hosted[goal.name] = _Hosted(goal.life, child)
 
-    def _spec_of(self, wish: WantedProcess) -> ProcessSpec:
+    def _spec_of(self, goal: DesiredProcess) -> ProcessSpec:
         """Raises ValueError for a config that is none, or not of that process of this run."""
-        config = parse_process_config(wish.config)
+        config = parse_process_config(goal.config)
         worker = config.worker
-        if (worker.name, worker.attempt) != (wish.name, wish.attempt):
+        if (worker.name, worker.attempt) != (goal.name, goal.attempt):
             raise ValueError(f"its config is that of {worker.name}, attempt {worker.attempt}")
         if (worker.experiment, worker.trial) != (self._config.experiment, self._config.trial):
             raise ValueError(f"its config is of another run: {worker.experiment}/{worker.trial}")
         assert isinstance(config, CONFIG_CLASSES[worker.kind])
-        return ProcessSpec(wish.name, worker.kind, config, wish.computes, wish.env)
+        return ProcessSpec(goal.name, worker.kind, config, goal.computes, goal.env)
 
     def _make_folders(self, attempt: int) -> None:
         """Where the run's folder is not shared, nobody else has."""
         for folder in (logs_dir(self._run_dir, attempt), configs_dir(self._run_dir, attempt)):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def _could_not(self, wish: WantedProcess, how: str) -> None:
-        report = ChildReport(name=wish.name, life=wish.life, returncode=1, ended=time.time(), how=how)
-        self._ours[wish.name] = _Ours(wish.life, None, report)
+    def _could_not(self, goal: DesiredProcess, how: str) -> None:
+        report = ObservedProcess(name=goal.name, life=goal.life, returncode=1, ended=time.time(), how=how)
+        self._hosted[goal.name] = _Hosted(goal.life, None, report)
 
     def _report(self) -> HostReport:
-        for name, ours in self._ours.items():
-            if ours.report is None and ours.child is not None and ours.child.returncode is not None:
-                ours.report = _last_report(name, ours.life, ours.child)
-        children = [
-            ours.report or _live_report(name, ours.life, ours.child)
-            for name, ours in self._ours.items()
-            if ours.report is not None or ours.child is not None
+        for name, hosted in self._hosted.items():
+            if hosted.report is None and hosted.child is not None and hosted.child.returncode is not None:
+                hosted.report = _last_report(name, hosted.life, hosted.child)
+        processes = [
+            hosted.report or _live_report(name, hosted.life, hosted.child)
+            for name, hosted in self._hosted.items()
+            if hosted.report is not None or hosted.child is not None
         ]
         return HostReport(
-            host_daemon=self.incarnation, launcher=self._launcher, children=children, notices=list(self._notices)
+            host_daemon=self.incarnation, launcher=self._launcher, processes=processes, notices=list(self._notices)
         )
 
     def _notice(self, text: str) -> None:
@@ -261,7 +262,11 @@ class HostDaemon:
         self._say(text)
 
     def _what_ends(self) -> str:
-        names = [name for name, ours in self._ours.items() if ours.child is not None and ours.child.returncode is None]
+        names = [
+            name
+            for name, hosted in self._hosted.items()
+            if hosted.child is not None and hosted.child.returncode is None
+        ]
         return f"{len(names)} processes of it were running here and end" if names else "nothing of it was running here"
 
     def _end_all(self) -> None:
@@ -269,7 +274,7 @@ class HostDaemon:
             return
         try:
             self._pool.stop(self._config.runtime.stop_timeout_s, lambda: self._impatient)
-            self._post.report(self._report())
+            self._link.report(self._report())
         finally:
             self._pool.close()
 
@@ -278,19 +283,19 @@ class HostDaemon:
         self._stop_signal = number
 
 
-def _live_report(name: str, life: int, child: Child | None) -> ChildReport:
+def _live_report(name: str, life: int, child: Child | None) -> ObservedProcess:
     assert child is not None
     pid = child.process.pid if child.process is not None else 0
     cpu_s = float(int(child.cpu_s()))
-    return ChildReport(name=name, life=life, pid=pid, log=str(child.log), status=child.status, cpu_s=cpu_s)
+    return ObservedProcess(name=name, life=life, pid=pid, log=str(child.log), status=child.status, cpu_s=cpu_s)
 
 
-def _last_report(name: str, life: int, child: Child) -> ChildReport:
+def _last_report(name: str, life: int, child: Child) -> ObservedProcess:
     """Of a process that has ended: how, and the end of its log, which may be on this host only."""
     assert child.returncode is not None
     assert child.process is not None
     how = how_it_ended(child.returncode, child.log).split("; its log ends with", 1)[0]
-    return ChildReport(
+    return ObservedProcess(
         name=name,
         life=life,
         pid=child.process.pid,
@@ -303,11 +308,11 @@ def _last_report(name: str, life: int, child: Child) -> ChildReport:
     )
 
 
-class _Correspondent:
+class _LauncherLink:
     """The host daemon's side of name resolve, on a thread of its own and those of its watch.
 
-    consumes: the newest report. produces: the wishes, the launcher's word. waits for: name resolve, whose calls have limits.
-    unblocked by: that; `close`.
+    consumes: the newest report. produces: the desired state, the launcher's record. waits for: name resolve, whose calls have
+    limits. unblocked by: that; `close`.
     """
 
     def __init__(
@@ -323,29 +328,29 @@ class _Correspondent:
         self._resolver, self._names, self._record, self._config = resolver, names, record, config
         self._tether = tether
         self._lock = threading.Lock()
-        self._wishes: dict[str, WantedProcess] = {}  # by key
+        self._desired: dict[str, DesiredProcess] = {}  # by key
         self._cache = WatchCache(self._observe)
         self._newest: HostReport | None = None
         self._closing = threading.Event()
         self._lease: Lease | None = None
-        self._thread = threading.Thread(target=self._run, name="host daemon's correspondence", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="link to the launcher", daemon=True)
 
     def open(self) -> None:
         """Register, and begin to listen. Raises LaunchError where name resolve does not answer."""
         try:
             self._lease = self._resolver.grant_lease(self._config.network.host_lost_after_s)
             value = msgspec.json.encode(self._record).decode()
-            self._resolver.watch(self._names.wanted(self._record.host), self._cache.observe, subtree=True)
+            self._resolver.watch(self._names.desired_on(self._record.host), self._cache.observe, subtree=True)
             self._resolver.add(self._names.host_daemon(self._record.host), value, replace=True, lease=self._lease.id)
         except NameResolveError as error:
             raise LaunchError(f"the host daemon of {self._record.host} cannot register: {error}") from error
         self._thread.start()
 
-    def wishes(self) -> tuple[str, list[WantedProcess]]:
-        """The incarnation of the launcher ("": none has come), and all that anybody wants of this host."""
+    def desired(self) -> tuple[str, list[DesiredProcess]]:
+        """The incarnation of the launcher ("": none has come), and all that is published as desired on this host."""
         with self._lock:
             launcher = self._tether.launcher
-            return launcher.incarnation if launcher else "", list(self._wishes.values())
+            return launcher.incarnation if launcher else "", list(self._desired.values())
 
     def is_over(self) -> bool:
         with self._lock:
@@ -359,9 +364,9 @@ class _Correspondent:
         with self._lock:
             self._newest = report
 
-    def lease_of(self, wish: WantedProcess) -> Lease:
+    def lease_of(self, goal: DesiredProcess) -> Lease:
         """The launcher's: nobody here refreshes or revokes it."""
-        return Lease(self._resolver, wish.lease, self._config.runtime.lease_ttl_s)
+        return Lease(self._resolver, goal.lease, self._config.runtime.lease_ttl_s)
 
     def close(self) -> None:
         """The last report, then the host's keys go."""
@@ -374,9 +379,9 @@ class _Correspondent:
 
     def _observe(self, event: WatchEvent) -> None:
         with self._lock, contextlib.suppress(*DECODE_ERRORS):
-            self._wishes.pop(event.key, None)
+            self._desired.pop(event.key, None)
             if event.kind == "put":
-                self._wishes[event.key] = msgspec.json.decode(event.value, type=WantedProcess)
+                self._desired[event.key] = msgspec.json.decode(event.value, type=DesiredProcess)
 
     def _run(self) -> None:
         sent: HostReport | None = None
@@ -400,7 +405,7 @@ class _Correspondent:
                         self._tether.sees(record, time.monotonic())
                 if time.monotonic() >= next_read:
                     next_read = time.monotonic() + READ_EVERY_S
-                    self._cache.read(self._resolver.get_subtree(self._names.wanted(self._record.host)))
+                    self._cache.read(self._resolver.get_subtree(self._names.desired_on(self._record.host)))
             except NameResolveError:
                 refused = self._is_refused()
                 with self._lock:
@@ -414,7 +419,7 @@ class _Correspondent:
         if len(value) > _MAX_REPORT_BYTES:
             value = msgspec.json.encode(_shortened(report))
         with contextlib.suppress(LeaseNotFound):  # of an outage: the session brings it back
-            key = self._names.children_of(self._record.host)
+            key = self._names.observed_on(self._record.host)
             self._resolver.add(key, value.decode(), replace=True, lease=self._lease.id)
 
     def _take_secrets(self) -> None:
@@ -440,10 +445,10 @@ class _Correspondent:
 def _shortened(report: HostReport) -> HostReport:
     """One that is too large for name resolve: what is left out is in the logs."""
 
-    def short(child: ChildReport) -> ChildReport:
+    def short(child: ObservedProcess) -> ObservedProcess:
         status = child.status
         if status is not None:
             status = msgspec.structs.replace(status, waits=[], queues={}, error=status.error[-500:])
         return msgspec.structs.replace(child, status=status, tail=child.tail[-500:])
 
-    return msgspec.structs.replace(report, children=[short(child) for child in report.children])
+    return msgspec.structs.replace(report, processes=[short(child) for child in report.processes])

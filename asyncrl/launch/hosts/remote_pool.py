@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -32,11 +33,11 @@ from asyncrl.launch.supervisor.children import Child
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
-    ChildReport,
+    DesiredProcess,
     HostRecord,
     HostReport,
     LauncherRecord,
-    WantedProcess,
+    ObservedProcess,
 )
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveError, NameResolver, WatchEvent
@@ -49,6 +50,8 @@ _GOODBYE_LIMIT_S = 15.0  # for the host daemons to have ended
 _RETRY_S = 0.5
 _STOP_TURN_S = 0.05
 _LOST = -9  # return code of a process that was lost with its host
+
+_State: TypeAlias = Literal["run", "stop", "kill"]
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,13 @@ class RemoteChild(Child):
     """A process under a host daemon."""
 
     def __init__(
-        self, spec: ProcessSpec, lease: Lease, *, run_dir: Path, life: int, host_daemon: str, wish: _Wishes
+        self, spec: ProcessSpec, lease: Lease, *, run_dir: Path, life: int, host_daemon: str, desired: _DesiredState
     ) -> None:
         log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
         super().__init__(spec, None, log, -1, lease)
         self.life = life
         self.host_daemon = host_daemon  # incarnation of the one that has started it
-        self._wish = wish
+        self._desired = desired
         self._how = ""
         self._tail = ""
         self._asked = "run"
@@ -93,12 +96,12 @@ class RemoteChild(Child):
     def ask_to_stop(self) -> None:
         if self._asked == "run" and self.returncode is None:
             self._asked = "stop"
-            self._wish.want(self, "stop")
+            self._desired.put(self, "stop")
 
     def kill(self) -> None:
         if self._asked != "kill" and self.returncode is None:
             self._asked = "kill"
-            self._wish.want(self, "kill")
+            self._desired.put(self, "kill")
 
     def tail(self) -> str:
         return self._tail or "(nothing)"
@@ -106,7 +109,7 @@ class RemoteChild(Child):
     def how_it_ended(self) -> str:
         return f"{self._how}; its log ends with\n\n{self.tail()}"
 
-    def take_in(self, report: ChildReport) -> None:
+    def take_in(self, report: ObservedProcess) -> None:
         """What its host daemon says. Of a life before: nothing that concerns this one."""
         if report.life != self.life or self.returncode is not None:
             return
@@ -135,7 +138,7 @@ class RemoteChild(Child):
 
 
 class RemoteProcessPool:
-    """consumes: hosts' reports, host daemons that come and go. produces: children, up to date; wishes.
+    """consumes: hosts' reports, host daemons that come and go. produces: children, up to date; the desired state.
 
     waits for: in `open` for the daemons of all hosts (network.hosts_limit_s), in `turn` for a report, in `stop` for ends; bounded.
     """
@@ -167,9 +170,9 @@ class RemoteProcessPool:
         )
         self._caches = {
             self._names.host_daemons(): WatchCache(self._observe_daemon),
-            self._names.children(): WatchCache(self._observe_report),
+            self._names.observed(): WatchCache(self._observe_report),
         }
-        self._wishes = _Wishes(self._resolver, self._names, self._record.incarnation, self._caches)
+        self._desired = _DesiredState(self._resolver, self._names, self._record.incarnation, self._caches)
         self._lease: Lease | None = None
         self._own_daemon: subprocess.Popen[bytes] | None = None
         self._own_daemon_ends = 0
@@ -250,7 +253,9 @@ class RemoteProcessPool:
             return self._start(spec, lease)
         except PlacementError as error:
             self._lives += 1
-            child = RemoteChild(spec, lease, run_dir=self._run_dir, life=self._lives, host_daemon="", wish=self._wishes)
+            child = RemoteChild(
+                spec, lease, run_dir=self._run_dir, life=self._lives, host_daemon="", desired=self._desired
+            )
             child.refuse(f"has no place: {error}")
             self._ended_at_once.append(child)
             return child
@@ -269,7 +274,7 @@ class RemoteProcessPool:
             self._tell(host, report)
             if report.launcher != self._record.incarnation:
                 continue
-            for entry in report.children:
+            for entry in report.processes:
                 child = by_name.get(entry.name)
                 if child is not None and child.host_daemon == report.host_daemon:
                     child.take_in(entry)
@@ -284,7 +289,7 @@ class RemoteProcessPool:
             return
         self.children.remove(child)
         assert isinstance(child, RemoteChild)
-        self._wishes.drop(child)
+        self._desired.remove(child)
         if not any(other.name == child.name for other in self.children):
             self._placement.release(child.name)
 
@@ -307,7 +312,7 @@ class RemoteProcessPool:
             deadline = time.monotonic() + _GOODBYE_LIMIT_S
             with self._news:
                 self._news.wait_for(lambda: not self._daemons, max(0.0, deadline - time.monotonic()))
-        self._wishes.close()
+        self._desired.close()
         if self._own_daemon is not None:
             try:
                 self._own_daemon.wait(_GOODBYE_LIMIT_S)
@@ -323,10 +328,10 @@ class RemoteProcessPool:
         self._lives += 1
         host_daemon = self._known[place.host.name].incarnation
         child = RemoteChild(
-            here, lease, run_dir=self._run_dir, life=self._lives, host_daemon=host_daemon, wish=self._wishes
+            here, lease, run_dir=self._run_dir, life=self._lives, host_daemon=host_daemon, desired=self._desired
         )
         child.host = place.host.name
-        self._wishes.want(child, "run")
+        self._desired.put(child, "run")
         return child
 
     def _ask_and_wait(self, children: Sequence[Child], limit_s: float, impatient: Callable[[], bool]) -> None:
@@ -373,7 +378,7 @@ class RemoteProcessPool:
         ]
         for child in lost:
             child.lose(how)
-            self._wishes.drop(child)
+            self._desired.remove(child)
         self._placement.lose(name)
         left = ", ".join(self._known) or "none"
         self._notice(
@@ -441,11 +446,11 @@ class RemoteProcessPool:
             self._news.notify_all()
 
 
-class _Wishes:
-    """Publishes what is wanted, on a thread of its own, which also reads now and then what the watches tell.
+class _DesiredState:
+    """Publishes the desired state, on a thread of its own, which also checks the caches of the watches now and then.
 
-    consumes: the newest wish for each process. produces: entries. waits for: something to do; name resolve, within its limits; in
-    an outage it tries again. unblocked by: the launcher; `close`.
+    consumes: the newest desired state of each process. produces: entries. waits for: something to do; name resolve, within its
+    limits; in an outage it tries again. unblocked by: the launcher; `close`.
     """
 
     def __init__(self, resolver: NameResolver, names: Names, launcher: str, caches: Mapping[str, WatchCache]) -> None:
@@ -453,29 +458,29 @@ class _Wishes:
         self._condition = threading.Condition()
         self._due: dict[str, str | None] = {}  # by key; None: it is deleted
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="wishes", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="desired state", daemon=True)
         self._thread.start()
 
-    def want(self, child: RemoteChild, wish: str) -> None:
+    def put(self, child: RemoteChild, state: _State) -> None:
         spec = child.spec
-        wanted = WantedProcess(
+        desired = DesiredProcess(
             launcher=self._launcher,
             host_daemon=child.host_daemon,
             attempt=spec.config.worker.attempt,
             name=spec.name,
             life=child.life,
-            wish=wish,  # type: ignore[arg-type]
+            state=state,
             config=config_text(spec.config),
             env=dict(spec.env),
             lease=child.lease.id,
             computes=spec.computes,
         )
-        self.put(self._names.wanted_process(child.host, child.name), msgspec.json.encode(wanted).decode())
+        self._publish(self._names.desired_process(child.host, child.name), msgspec.json.encode(desired).decode())
 
-    def drop(self, child: RemoteChild) -> None:
-        """It is wanted no more: its host daemon ends it, if it is there, and reports it no more."""
+    def remove(self, child: RemoteChild) -> None:
+        """Its host daemon ends it, if it is there, and reports it no more."""
         if child.host:
-            self.put(self._names.wanted_process(child.host, child.name), None)
+            self._publish(self._names.desired_process(child.host, child.name), None)
 
     def close(self) -> None:
         with self._condition:
@@ -483,7 +488,7 @@ class _Wishes:
             self._condition.notify()
         self._thread.join(_RETRY_S)
 
-    def put(self, key: str, value: str | None) -> None:
+    def _publish(self, key: str, value: str | None) -> None:
         """None: it is deleted."""
         with self._condition:
             self._due[key] = value

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.protocol.messages import LauncherRecord, WantedProcess
+from asyncrl.protocol.messages import DesiredProcess, LauncherRecord
 from asyncrl.protocol.names import is_earlier
 
 # Of a launcher whose key is gone though name resolve answers: its session may be bringing it back.
@@ -17,8 +17,8 @@ Verb = Literal["start", "stop", "kill", "skip", "forget"]
 
 
 @dataclass(frozen=True)
-class There:
-    """A process that the host daemon has."""
+class Observed:
+    """The state of a process that the host daemon has."""
 
     life: int
     ended: bool
@@ -33,26 +33,26 @@ class Action:
     name: str
 
 
-def decide(wanted: Mapping[str, WantedProcess], there: Mapping[str, There]) -> Iterator[Action]:
-    """What brings the processes that are there nearer to those that are wanted. Doing it twice changes nothing."""
-    for name, process in there.items():
-        wish = wanted.get(name)
-        if wish is None or wish.life > process.life:
+def decide(desired: Mapping[str, DesiredProcess], observed: Mapping[str, Observed]) -> Iterator[Action]:
+    """The actions that bring the observed state nearer to the desired one. Doing them twice changes nothing."""
+    for name, process in observed.items():
+        goal = desired.get(name)
+        if goal is None or goal.life > process.life:
             yield Action("forget" if process.ended else "kill", name)
-        elif wish.life == process.life and not process.ended:
-            if wish.wish == "kill":
+        elif goal.life == process.life and not process.ended:
+            if goal.state == "kill":
                 yield Action("kill", name)
-            elif wish.wish == "stop" and not process.asked:
+            elif goal.state == "stop" and not process.asked:
                 yield Action("stop", name)
-    for name, wish in wanted.items():
-        if name not in there:
-            yield Action("start" if wish.wish == "run" else "skip", name)
+    for name, goal in desired.items():
+        if name not in observed:
+            yield Action("start" if goal.state == "run" else "skip", name)
 
 
-def obeyed(wanted: Collection[WantedProcess], launcher: str, host_daemon: str) -> dict[str, WantedProcess]:
-    """Those that this launcher wants of this host daemon, by name. What was meant for an earlier daemon, or came from an earlier
-    launcher, is refused."""
-    return {wish.name: wish for wish in wanted if wish.launcher == launcher and wish.host_daemon == host_daemon}
+def obeyed(published: Collection[DesiredProcess], launcher: str, host_daemon: str) -> dict[str, DesiredProcess]:
+    """The desired state that this launcher has published for this host daemon, by name. That of an earlier launcher, or for an
+    earlier host daemon, is refused."""
+    return {one.name: one for one in published if one.launcher == launcher and one.host_daemon == host_daemon}
 
 
 class Tether:
