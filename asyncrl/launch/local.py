@@ -175,7 +175,7 @@ class LocalLauncher:
         """
         raise_open_files()
         keep_private(self.run_dir, self.config.runtime.group)
-        lock = RunLock(self.run_dir)
+        lock = RunLock(self.run_dir, self._clock)
         with _signals(self._stop.on_signal), ExitStack() as closing:
             queued_again = self.config.cluster == "slurm" and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
             lock.acquire(take_over_s=_TAKE_OVER_S if queued_again else 0.0)
@@ -246,6 +246,7 @@ class LocalLauncher:
                 start_limit_s=runtime.start_timeout_s,
                 notice=view.notice,
                 socket_dir=config.network.socket_dir,
+                clock=self._clock,
             )
             closing.callback(pool.close)
             closing.callback(service.close)
@@ -259,7 +260,14 @@ class LocalLauncher:
             if secrets is not None:
                 service.hand_out(secrets)
             pool = RemoteProcessPool(
-                config, service, run_dir, own_host=host, attempt=attempt, notice=view.notice, say=view.say
+                config,
+                service,
+                run_dir,
+                own_host=host,
+                attempt=attempt,
+                notice=view.notice,
+                say=view.say,
+                clock=self._clock,
             )
             closing.callback(pool.close)
             stop_before_closing(pool)

@@ -460,9 +460,7 @@ POLICIES: dict[str, Callable[[Server], float]] = {
 class Members:
     table: ServerTable
     desired: DesiredServers | None = None
-    _told: dict[str, str] = field(
-        default_factory=dict
-    )  # server -> id of the DesiredServers under which it was told to have drained
+    _told: dict[str, str] = field(default_factory=dict)  # server that has drained -> id of the DesiredServers then
 
     def set_desired(self, desired: DesiredServers | None, now: float) -> None:
         """The newest one counts."""

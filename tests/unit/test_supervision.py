@@ -317,7 +317,9 @@ def test_a_process_that_was_lost_with_its_host_counts_as_one_that_could_run(tmp_
         'rollout: {tasks: {default: {reward: "r:r"}}}\n'
     )
     spec = next(spec for spec in plan(load_experiment(file), attempt=1, num_prompts=9) if spec.name == "model_worker/0")
-    child = RemoteChild(spec, cast(Any, None), run_dir=tmp_path, life=1, host_daemon="a", desired=cast(Any, None))
+    child = RemoteChild(
+        spec, cast(Any, None), run_dir=tmp_path, life=1, host="h", host_daemon="a", desired=cast(Any, None)
+    )
     assert not child.could_run
     child.take_in(ObservedProcess(name=child.name, life=1, pid=5, cpu_s=7.0))
     assert child.cpu_s() == 7.0  # its host daemon's: here nothing is known of it

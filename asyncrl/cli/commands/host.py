@@ -80,7 +80,10 @@ def host_command(arguments: argparse.Namespace, console: Console) -> int:
         towards = [endpoint.rpartition(":")[0] for endpoint in config.name_resolve.endpoints]
         address = arguments.address or address_of(host, towards=towards)
         say(f"joins at {address}")
-        code = HostDaemon(config, resolver, host=host, address=address, run_dir=run_dir, say=say).run()
+        daemon = HostDaemon(
+            config, resolver, host=host, address=address, run_dir=run_dir, say=say, clock=arguments.clock
+        )
+        code = daemon.run()
     say("the run is over" if code == 0 else "stopped")
     return code
 

@@ -14,7 +14,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from asyncrl.protocol.messages import (
     ObservedProcess,
 )
 from asyncrl.protocol.names import Names, incarnation
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.devices import granted_cores, granted_memory, visible_devices
 from asyncrl.runtime.disk import raise_open_files
 from asyncrl.runtime.names.interface import (
@@ -92,12 +92,13 @@ class HostDaemon:
         address: str,
         run_dir: Path,
         say: Callable[[str], None],
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """host: as the config names it. run_dir: the run's folder on this host; shared with the others or not."""
         self.incarnation = incarnation(f"host_daemon-{host}")
         self._config = config
         self._run_dir = run_dir
-        self._say = say
+        self._say, self._clock = say, clock
         self._impatient = False
         self._stop_signal: int | None = None
         self._hosted: dict[str, _Hosted] = {}
@@ -108,7 +109,7 @@ class HostDaemon:
         self._launcher = ""  # whom we obey
         os.environ[HOST_DAEMON_ENV] = self.incarnation
         network = config.network
-        self._tether = Tether(time.monotonic(), cut_off_limit_s=network.cut_off_limit_s, wait_s=network.hosts_limit_s)
+        self._tether = Tether(clock.monotonic(), cut_off_limit_s=network.cut_off_limit_s, wait_s=network.hosts_limit_s)
         record = HostRecord(
             host=host,
             incarnation=self.incarnation,
@@ -119,7 +120,7 @@ class HostDaemon:
             pid=os.getpid(),
         )
         self._link = _LauncherLink(
-            resolver, Names(config.experiment, config.trial), record, config, self._tether, run_dir
+            resolver, Names(config.experiment, config.trial), record, config, self._tether, run_dir, clock
         )
 
     def run(self) -> int:
@@ -149,7 +150,7 @@ class HostDaemon:
     def _turn(self) -> None:
         """One step: take in what the processes say, do what the launcher wants, report."""
         if self._pool is None:
-            time.sleep(_TURN_S)
+            self._clock.sleep(_TURN_S)
         else:
             self._pool.turn(_TURN_S)
         launcher, desired = self._link.desired()
@@ -172,7 +173,9 @@ class HostDaemon:
                 return  # all that are to be started were; the next turn does the rest
             if action.verb == "skip":
                 how = "was told to end before it was started"
-                report = ObservedProcess(name=name, life=desired[name].life, returncode=0, ended=time.time(), how=how)
+                report = ObservedProcess(
+                    name=name, life=desired[name].life, returncode=0, ended=self._clock.time(), how=how
+                )
                 self._hosted[name] = _Hosted(desired[name].life, None, report)
                 continue
             hosted = self._hosted[name]
@@ -190,7 +193,7 @@ class HostDaemon:
     def _start(self, desired: Mapping[str, DesiredProcess]) -> None:
         """Start those that are not there. The first time a moment later: then it is known for whom fork servers are worth while."""
         missing = [goal for name, goal in desired.items() if name not in self._hosted and goal.state == "run"]
-        now = time.monotonic()
+        now = self._clock.monotonic()
         self._first_desired_at = now if self._first_desired_at is None else self._first_desired_at
         if self._pool is None and now - self._first_desired_at < _GATHER_S:
             return
@@ -210,6 +213,7 @@ class HostDaemon:
                 start_limit_s=self._config.runtime.start_timeout_s,
                 notice=self._notice,
                 marker=f"{HOST_DAEMON_ENV}={self.incarnation}",
+                clock=self._clock,
             )
         for goal in missing:
             if goal.name not in specs:
@@ -240,7 +244,7 @@ class HostDaemon:
             folder.mkdir(parents=True, exist_ok=True)
 
     def _could_not(self, goal: DesiredProcess, how: str) -> None:
-        report = ObservedProcess(name=goal.name, life=goal.life, returncode=1, ended=time.time(), how=how)
+        report = ObservedProcess(name=goal.name, life=goal.life, returncode=1, ended=self._clock.time(), how=how)
         self._hosted[goal.name] = _Hosted(goal.life, None, report)
 
     def _report(self) -> HostReport:
@@ -323,8 +327,9 @@ class _LauncherLink:
         config: ExperimentConfig,
         tether: Tether,
         run_dir: Path,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._run_dir = run_dir
+        self._run_dir, self._clock = run_dir, clock
         self._resolver, self._names, self._record, self._config = resolver, names, record, config
         self._tether = tether
         self._lock = threading.Lock()
@@ -358,7 +363,7 @@ class _LauncherLink:
 
     def broken(self) -> str:
         with self._lock:
-            return self._tether.broken(time.monotonic())
+            return self._tether.broken(self._clock.monotonic())
 
     def report(self, report: HostReport) -> None:
         with self._lock:
@@ -395,21 +400,21 @@ class _LauncherLink:
                 if newest is not None and newest != sent:
                     self._send(newest)
                     sent = newest
-                if time.monotonic() >= next_look:
-                    next_look = time.monotonic() + _LOOK_S
+                if self._clock.monotonic() >= next_look:
+                    next_look = self._clock.monotonic() + _LOOK_S
                     record = self._read_launcher()
                     if record is not None and record.incarnation != met:
                         self._take_secrets()
                         met = record.incarnation
                     with self._lock:
-                        self._tether.sees(record, time.monotonic())
-                if time.monotonic() >= next_read:
-                    next_read = time.monotonic() + READ_EVERY_S
+                        self._tether.sees(record, self._clock.monotonic())
+                if self._clock.monotonic() >= next_read:
+                    next_read = self._clock.monotonic() + READ_EVERY_S
                     self._cache.read(self._resolver.get_subtree(self._names.desired_on(self._record.host)))
             except NameResolveError:
                 refused = self._is_refused()
                 with self._lock:
-                    self._tether.unreachable(time.monotonic(), refused=refused)
+                    self._tether.unreachable(self._clock.monotonic(), refused=refused)
             if closing:
                 return
 

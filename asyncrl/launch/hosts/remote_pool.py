@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from asyncrl.protocol.messages import (
     ObservedProcess,
 )
 from asyncrl.protocol.names import Names, incarnation
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveError, NameResolver, WatchEvent
 
 _LEASE_TTL_S = 10.0  # of the launcher's own word: host daemons outlive it by little
@@ -68,23 +68,32 @@ class RemoteChild(Child):
     """A process under a host daemon."""
 
     def __init__(
-        self, spec: ProcessSpec, lease: Lease, *, run_dir: Path, life: int, host_daemon: str, desired: _DesiredState
+        self,
+        spec: ProcessSpec,
+        lease: Lease,
+        *,
+        run_dir: Path,
+        life: int,
+        host: str,
+        host_daemon: str,
+        desired: _DesiredState,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
-        super().__init__(spec, None, log, -1, lease)
+        super().__init__(spec, None, log, -1, lease, host=host, started=clock.time(), clock=clock)
         self.life = life
         self.host_daemon = host_daemon  # incarnation of the one that has started it
         self._desired = desired
         self._how = ""
         self._tail = ""
         self._asked = "run"
-        self._heard = time.monotonic()  # of it, last
+        self._heard = clock.monotonic()  # of it, last
         self._cpu_s = 0.0
 
     def progress_count(self) -> int | None:
         """Of a host that is silent nobody knows whether its processes stand still."""
         count = super().progress_count()
-        silent_s = time.monotonic() - self._heard
+        silent_s = self.clock.monotonic() - self._heard
         return count + int(silent_s) if count is not None and silent_s > _SILENT_S else count
 
     def cpu_s(self) -> float:
@@ -113,7 +122,7 @@ class RemoteChild(Child):
         """What its host daemon says. Of a life before: nothing that concerns this one."""
         if report.life != self.life or self.returncode is not None:
             return
-        self._heard = time.monotonic()
+        self._heard = self.clock.monotonic()
         self._cpu_s = report.cpu_s
         if report.pid and self.process is None:
             self.process = _RemotePid(report.pid)
@@ -130,11 +139,11 @@ class RemoteChild(Child):
         """With its host."""
         if self.returncode is None:
             self.lost, self._how = how, how
-            self.returncode, self.ended = _LOST, time.time()
+            self.returncode, self.ended = _LOST, self.clock.time()
 
     def refuse(self, how: str) -> None:
         """There is no place for it."""
-        self._how, self.returncode, self.ended = how, 1, time.time()
+        self._how, self.returncode, self.ended = how, 1, self.clock.time()
 
 
 class RemoteProcessPool:
@@ -153,11 +162,12 @@ class RemoteProcessPool:
         attempt: int,
         notice: Callable[[str], None],
         say: Callable[[str], None],
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """config: with the endpoints of name resolve. own_host: the launcher's, as the config names it."""
         self.children: list[Child] = []
         self._config, self._run_dir, self._own_host = config, run_dir, own_host
-        self._notice, self._say = notice, say
+        self._notice, self._say, self._clock = notice, say, clock
         self._names = Names(config.experiment, config.trial)
         self._resolver = service.resolver
         self._service = service
@@ -172,7 +182,7 @@ class RemoteProcessPool:
             self._names.host_daemons(): WatchCache(self._observe_daemon),
             self._names.observed(): WatchCache(self._observe_report),
         }
-        self._desired = _DesiredState(self._resolver, self._names, self._record.incarnation, self._caches)
+        self._desired = _DesiredState(self._resolver, self._names, self._record.incarnation, self._caches, clock)
         self._lease: Lease | None = None
         self._own_daemon: subprocess.Popen[bytes] | None = None
         self._own_daemon_ends = 0
@@ -199,9 +209,9 @@ class RemoteProcessPool:
         if self._config.cluster == "hosts":
             self._start_own_daemon()
         limit_s = self._config.network.hosts_limit_s
-        began, said = time.monotonic(), False
+        began, said = self._clock.monotonic(), False
         while missing := self._missing():
-            waited_s = time.monotonic() - began
+            waited_s = self._clock.monotonic() - began
             if interrupted():
                 return False
             if waited_s > limit_s:
@@ -252,10 +262,7 @@ class RemoteProcessPool:
         try:
             return self._start(spec, lease)
         except PlacementError as error:
-            self._lives += 1
-            child = RemoteChild(
-                spec, lease, run_dir=self._run_dir, life=self._lives, host_daemon="", desired=self._desired
-            )
+            child = self._make_child(spec, lease)
             child.refuse(f"has no place: {error}")
             self._ended_at_once.append(child)
             return child
@@ -298,8 +305,8 @@ class RemoteProcessPool:
         rollout_workers = [child for child in self.children if child.spec.kind == "rollout_worker"]
         self._ask_and_wait(rollout_workers, limit_s / 3, impatient)
         self._ask_and_wait(self.children, limit_s * 2 / 3, impatient)
-        deadline = time.monotonic() + _KILL_LIMIT_S
-        while (alive := self.alive) and time.monotonic() < deadline:
+        deadline = self._clock.monotonic() + _KILL_LIMIT_S
+        while (alive := self.alive) and self._clock.monotonic() < deadline:
             for child in alive:
                 child.kill()
             self.turn(_STOP_TURN_S)
@@ -309,9 +316,9 @@ class RemoteProcessPool:
         if self._lease is not None:
             with contextlib.suppress(NameResolveError):
                 self._put_record(msgspec.structs.replace(self._record, ends=True))
-            deadline = time.monotonic() + _GOODBYE_LIMIT_S
+            deadline = self._clock.monotonic() + _GOODBYE_LIMIT_S
             with self._news:
-                self._news.wait_for(lambda: not self._daemons, max(0.0, deadline - time.monotonic()))
+                self._news.wait_for(lambda: not self._daemons, max(0.0, deadline - self._clock.monotonic()))
         self._desired.close()
         if self._own_daemon is not None:
             try:
@@ -325,22 +332,31 @@ class RemoteProcessPool:
     def _start(self, spec: ProcessSpec, lease: Lease) -> RemoteChild:
         place = self._placement.place(spec)
         here = placed(spec, place, with_gpus=self._placement.has_gpus)
-        self._lives += 1
-        host_daemon = self._known[place.host.name].incarnation
-        child = RemoteChild(
-            here, lease, run_dir=self._run_dir, life=self._lives, host_daemon=host_daemon, desired=self._desired
-        )
-        child.host = place.host.name
+        child = self._make_child(here, lease, place.host.name)
         self._desired.put(child, "run")
         return child
+
+    def _make_child(self, spec: ProcessSpec, lease: Lease, host: str = "") -> RemoteChild:
+        """host: "": it has none, and never runs."""
+        self._lives += 1
+        return RemoteChild(
+            spec,
+            lease,
+            run_dir=self._run_dir,
+            life=self._lives,
+            host=host,
+            host_daemon=self._known[host].incarnation if host else "",
+            desired=self._desired,
+            clock=self._clock,
+        )
 
     def _ask_and_wait(self, children: Sequence[Child], limit_s: float, impatient: Callable[[], bool]) -> None:
         """Waits for: their exit. Unblocked by: that, the limit, or impatience."""
         for child in children:
             child.ask_to_stop()
-        began, said = time.monotonic(), False
+        began, said = self._clock.monotonic(), False
         while alive := [child.name for child in children if child.returncode is None]:
-            waited_s = time.monotonic() - began
+            waited_s = self._clock.monotonic() - began
             if impatient() or waited_s > limit_s:
                 return
             if waited_s > _SAY_AFTER_S and not said:
@@ -453,8 +469,16 @@ class _DesiredState:
     limits; in an outage it tries again. unblocked by: the launcher; `close`.
     """
 
-    def __init__(self, resolver: NameResolver, names: Names, launcher: str, caches: Mapping[str, WatchCache]) -> None:
+    def __init__(
+        self,
+        resolver: NameResolver,
+        names: Names,
+        launcher: str,
+        caches: Mapping[str, WatchCache],
+        clock: Clock,
+    ) -> None:
         self._resolver, self._names, self._launcher, self._caches = resolver, names, launcher, caches
+        self._clock = clock
         self._condition = threading.Condition()
         self._due: dict[str, str | None] = {}  # by key; None: it is deleted
         self._closed = False
@@ -495,16 +519,18 @@ class _DesiredState:
             self._condition.notify()
 
     def _run(self) -> None:
-        next_read = time.monotonic() + READ_EVERY_S
+        next_read = self._clock.monotonic() + READ_EVERY_S
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._closed or self._due, max(0.0, next_read - time.monotonic()))
+                self._condition.wait_for(
+                    lambda: self._closed or self._due, max(0.0, next_read - self._clock.monotonic())
+                )
                 if self._closed:
                     return
                 due = dict(self._due)
             try:
-                if time.monotonic() >= next_read:
-                    next_read = time.monotonic() + READ_EVERY_S
+                if self._clock.monotonic() >= next_read:
+                    next_read = self._clock.monotonic() + READ_EVERY_S
                     for key, cache in self._caches.items():
                         cache.read(self._resolver.get_subtree(key))
                 for key, value in due.items():

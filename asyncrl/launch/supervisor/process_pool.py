@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, logs_dir
 from asyncrl.launch.supervisor.children import Child, Forked, config_file, how_it_ended, start_child, start_process
 from asyncrl.launch.supervisor.fork_server import ForkServer, ForkServerEnded, adopt_orphans, is_supported
 from asyncrl.launch.supervisor.reaper import Reaper
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease
 
 _SAY_AFTER_S = 2.0  # a stop then says which processes it waits for
@@ -43,14 +43,17 @@ class ProcessPool:
         notice: Callable[[str], None],
         marker: str = "",
         socket_dir: str = "",
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """specs: what will be started, as far as it is known. marker: NAME=value that all of them have in their environment, and
         no process of another pool; default: the run's folder. socket_dir: network.socket_dir, which goes with the launcher."""
         self.children: list[Child] = []
-        self._notice = notice
+        self._notice, self._clock = notice, clock
         self._selector = selectors.DefaultSelector()
         self._reaper = Reaper(marker or f"{RUN_DIR_ENV}={run_dir}", socket_dir)
-        self._starts = _Starts(specs, run_dir, self._selector, fork=fork, limit_s=start_limit_s, notice=notice)
+        self._starts = _Starts(
+            specs, run_dir, self._selector, fork=fork, limit_s=start_limit_s, notice=notice, clock=clock
+        )
 
     @property
     def alive(self) -> list[Child]:
@@ -106,11 +109,11 @@ class ProcessPool:
         rollout_workers = [child for child in self.children if child.spec.kind == "rollout_worker"]
         self._ask_and_wait(rollout_workers, limit_s / 3, impatient)
         self._ask_and_wait(self.children, limit_s * 2 / 3, impatient)
-        deadline = time.monotonic() + KILL_LIMIT_S
-        while (alive := [child for child in self.children if not child.poll()]) and time.monotonic() < deadline:
+        deadline = self._clock.monotonic() + KILL_LIMIT_S
+        while (alive := [child for child in self.children if not child.poll()]) and self._clock.monotonic() < deadline:
             for child in alive:
                 child.kill()
-            time.sleep(_STOP_TURN_S)
+            self._clock.sleep(_STOP_TURN_S)
         for child in self.children:
             os.close(child.pipe)
         self._selector.close()
@@ -129,17 +132,17 @@ class ProcessPool:
         """Waits for: their exit. Unblocked by: that, the limit, or impatience."""
         for child in children:
             child.ask_to_stop()
-        start = time.monotonic()
+        start = self._clock.monotonic()
         said = False
         while alive := [child for child in children if not child.poll()]:
-            waited_s = time.monotonic() - start
+            waited_s = self._clock.monotonic() - start
             if impatient() or waited_s > limit_s:
                 return
             if waited_s > _SAY_AFTER_S and not said:
                 said = True
                 names = ", ".join(child.name for child in alive)
                 self._notice(f"waiting up to {limit_s:g} s for {names} to stop; a second Ctrl-C kills at once")
-            time.sleep(_STOP_TURN_S)
+            self._clock.sleep(_STOP_TURN_S)
 
 
 class _Starts:
@@ -162,12 +165,13 @@ class _Starts:
         fork: bool,
         limit_s: float,
         notice: Callable[[str], None],
+        clock: Clock,
     ) -> None:
         """specs: what will be started, as far as it is known. selector: gets something to read when `turn` has work."""
         self._run_dir = run_dir
         self._selector = selector
         self._limit_s = limit_s
-        self._notice = notice
+        self._notice, self._clock = notice, clock
         self._servers: dict[str, ForkServer] = {}
         self._answered: dict[str, float] = {}  # when a fork server of this kind last forked
         self._pending: dict[Path, tuple[Child, float]] = {}  # by config: asked for, not forked yet; and since when
@@ -194,13 +198,13 @@ class _Starts:
         if server is not None:
             adopt_orphans(True)  # only while forks are pending: other processes' orphans are none of ours
             try:
-                child = start_child(spec, self._run_dir, lease, server)
+                child = start_child(spec, self._run_dir, lease, server, self._clock)
             except ForkServerEnded as error:
                 self._started.extend(self._do_without(kind, error))
             else:
-                self._pending[config_file(spec, self._run_dir)] = child, time.monotonic()
+                self._pending[config_file(spec, self._run_dir)] = child, self._clock.monotonic()
                 return child
-        return start_child(spec, self._run_dir, lease)
+        return start_child(spec, self._run_dir, lease, clock=self._clock)
 
     def turn(self) -> list[Child]:
         """The children that have got their process since the last turn. Raises LaunchError."""
@@ -216,7 +220,7 @@ class _Starts:
             late = [
                 child
                 for child, asked in self._pending_of(kind)
-                if time.monotonic() - max(asked, answered or 0.0) > limit_s
+                if self._clock.monotonic() - max(asked, answered or 0.0) > limit_s
             ]
             if error is not None or late:
                 started.extend(self._do_without(kind, error))
@@ -264,17 +268,17 @@ class _Starts:
         for config, pid in forked.items():
             child, _ = self._pending.pop(config)
             child.process = Forked(pid)
-            self._answered[_preload_of(child.spec)] = time.monotonic()
+            self._answered[_preload_of(child.spec)] = self._clock.monotonic()
             started.append(child)
         if forked and not self._pending:
             adopt_orphans(False)
         return started
 
-    @staticmethod
-    def _hangs(server: ForkServer, child: Child, asked: float) -> LaunchError:
+    def _hangs(self, server: ForkServer, child: Child, asked: float) -> LaunchError:
+        waited_s = self._clock.monotonic() - asked
         return LaunchError(
-            f"waited {time.monotonic() - asked:.0f} s for {child.name} from the fork server of the {server.kind} processes; giving "
-            f"up (runtime.start_timeout_s). Its log: {server.log}"
+            f"waited {waited_s:.0f} s for {child.name} from the fork server of the {server.kind} processes; giving up "
+            f"(runtime.start_timeout_s). Its log: {server.log}"
         )
 
     @staticmethod
