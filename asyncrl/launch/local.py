@@ -234,9 +234,9 @@ class LocalLauncher:
         if config.cluster != "local":
             host = own_host(config.hosts)
             config = replace(config, runtime=replace(runtime, host=address_of(host, towards=config.hosts)))
-        service = NameService(config, run_dir, logs_dir(run_dir, attempt) / "etcd.log", view.notice)
+        naming = ExitStack()  # it closes name resolve, after the processes have ended
         if host:
-            closing.callback(service.close)
+            closing.enter_context(naming)
         else:  # its fork servers import from here on
             specs = Plans(config, self._num_prompts, devices).of(attempt, checkpoint).values()
             pool: ProcessPool | RemoteProcessPool = ProcessPool(
@@ -249,10 +249,12 @@ class LocalLauncher:
                 clock=self._clock,
             )
             closing.callback(pool.close)
-            closing.callback(service.close)
+            closing.enter_context(naming)
             stop_before_closing(pool)
         secrets = self._make_secrets(config)
-        service.open()
+        etcd_log = logs_dir(run_dir, attempt) / "etcd.log"
+        service = NameService.open(config, run_dir, etcd_log, view.notice, self._clock)
+        naming.callback(service.close)
         config = with_name_resolve(config, service.name_resolve)
         record = _record_of(config, attempt, self._num_prompts, self._started, host=host)
         write_record(run_dir, record)

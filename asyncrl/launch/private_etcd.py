@@ -27,8 +27,11 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class PrivateEtcd:
-    """waits for: nothing; a thread of its own looks after the server, and waits for its exit, its answers and its starts.
-    unblocked by: those, their limits, `close`. `turn` raises what the thread could not help."""
+    """Looks after a server that runs.
+
+    waits for: nothing; a thread of its own looks after the server, and waits for its exit, its answers and its starts.
+    unblocked by: those, their limits, `close`. `turn` raises what the thread could not help.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class PrivateEtcd:
         notice: Callable[[str], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """max_restarts: within an hour. notice: is told what a person should know, from any thread."""
+        """server: was started. max_restarts: within an hour. notice: is told what a person should know, from any thread."""
         self._server = server
         self._log = log
         self._max_restarts = max(max_restarts, _MIN_RESTARTS)
@@ -48,10 +51,6 @@ class PrivateEtcd:
         self._failure: LaunchError | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="private etcd", daemon=True)
-
-    def start(self) -> None:
-        """Raises EtcdServerError."""
-        self._server.start()
         self._thread.start()
 
     def turn(self) -> None:
@@ -61,8 +60,7 @@ class PrivateEtcd:
 
     def close(self, limit_s: float) -> None:
         self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(_START_LIMIT_S)
+        self._thread.join(_START_LIMIT_S)
         self._server.stop(limit_s)
 
     def _look_after(self) -> None:

@@ -397,8 +397,7 @@ def test_secrets_travel_through_name_resolve_only_where_not_everybody_reads_it(t
     secrets, there = Secrets.make(), tmp_path / "there"
     config = load(tmp_path)
     with MemoryNameResolver(uuid.uuid4().hex) as resolver:
-        service = NameService(config, tmp_path, tmp_path / "log", print)
-        service._resolver, service.name_resolve = resolver, NameResolveConfig(endpoints=["h:1"], **access)
+        service = NameService(config, NameResolveConfig(endpoints=["h:1"], **access), resolver, print)
         service.hand_out(secrets)
         record = HostRecord(host="b", incarnation="i", address="10.0.0.2", gpus=[], cores=1, memory_bytes=1, pid=1)
         tether = Tether(0.0, cut_off_limit_s=1.0, wait_s=1.0)
