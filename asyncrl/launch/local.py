@@ -274,7 +274,7 @@ class LocalLauncher:
             closing.callback(pool.close)
             stop_before_closing(pool)
             service.watch_stop(self._stop.on_request)
-            if not pool.open(lambda: self._stop.signal is not None):
+            if not pool.wait_for_hosts(lambda: self._stop.signal is not None):
                 return None
             devices = pool.devices
             self._write_config(devices)  # the GPUs are those of the hosts

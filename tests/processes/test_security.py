@@ -401,8 +401,11 @@ def test_secrets_travel_through_name_resolve_only_where_not_everybody_reads_it(t
         service.hand_out(secrets)
         record = HostRecord(host="b", incarnation="i", address="10.0.0.2", gpus=[], cores=1, memory_bytes=1, pid=1)
         tether = Tether(0.0, cut_off_limit_s=1.0, wait_s=1.0)
-        host_daemon = _LauncherLink(resolver, Names(config.experiment, config.trial), record, config, tether, there)
-        host_daemon._take_secrets()
+        link = _LauncherLink(resolver, Names(config.experiment, config.trial), record, config, tether, there)
+        try:
+            link._take_secrets()
+        finally:
+            link.close()
     if handed_out:
         assert security.read_secrets(there) == secrets
     else:

@@ -15,7 +15,7 @@ from asyncrl.cli.commands.common import Commands, add_config_command
 from asyncrl.config.schema import ConfigError, ExperimentConfig, NameResolveConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.hosts.addresses import address_of, own_host
-from asyncrl.launch.hosts.daemon import HostDaemon
+from asyncrl.launch.hosts.daemon import HostDaemon, StopSignal
 from asyncrl.launch.program import absolute_name_resolve, run_directory
 from asyncrl.launch.rundir import LaunchError, read_record
 from asyncrl.launch.slurm import own_start
@@ -80,10 +80,18 @@ def host_command(arguments: argparse.Namespace, console: Console) -> int:
         towards = [endpoint.rpartition(":")[0] for endpoint in config.name_resolve.endpoints]
         address = arguments.address or address_of(host, towards=towards)
         say(f"joins at {address}")
-        daemon = HostDaemon(
-            config, resolver, host=host, address=address, run_dir=run_dir, say=say, clock=arguments.clock
-        )
-        code = daemon.run()
+        with StopSignal.caught() as stop:
+            daemon = HostDaemon(
+                config,
+                resolver,
+                host=host,
+                address=address,
+                run_dir=run_dir,
+                stop=stop,
+                say=say,
+                clock=arguments.clock,
+            )
+            code = daemon.run()
     say("the run is over" if code == 0 else "stopped")
     return code
 

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -77,6 +77,29 @@ class _Hosted:
     asked: bool = False
 
 
+@dataclass
+class StopSignal:
+    """The first signal that told this process to end. After a second one it no longer waits for its processes."""
+
+    number: int | None = None
+    impatient: bool = False
+
+    @classmethod
+    @contextlib.contextmanager
+    def caught(cls) -> Iterator[StopSignal]:
+        stop = cls()
+        previous = {number: signal.signal(number, stop._on_signal) for number in _SIGNALS}
+        try:
+            yield stop
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.impatient = self.number is not None
+        self.number = number
+
+
 class HostDaemon:
     """consumes: the launcher's record and the desired state. produces: processes, and their observed state.
 
@@ -91,16 +114,21 @@ class HostDaemon:
         host: str,
         address: str,
         run_dir: Path,
+        stop: StopSignal,
         say: Callable[[str], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """host: as the config names it. run_dir: the run's folder on this host; shared with the others or not."""
+        """Registers the host. Raises LaunchError where name resolve does not answer.
+
+        host: as the config names it. run_dir: the run's folder on this host; shared with the others or not.
+        """
+        raise_open_files()
+        keep_private(run_dir, config.runtime.group)
         self.incarnation = incarnation(f"host_daemon-{host}")
         self._config = config
         self._run_dir = run_dir
         self._say, self._clock = say, clock
-        self._impatient = False
-        self._stop_signal: int | None = None
+        self._stop = stop
         self._hosted: dict[str, _Hosted] = {}
         self._pool: ProcessPool | None = None
         self._first_desired_at: float | None = None
@@ -109,7 +137,7 @@ class HostDaemon:
         self._launcher = ""  # whom we obey
         os.environ[HOST_DAEMON_ENV] = self.incarnation
         network = config.network
-        self._tether = Tether(clock.monotonic(), cut_off_limit_s=network.cut_off_limit_s, wait_s=network.hosts_limit_s)
+        tether = Tether(clock.monotonic(), cut_off_limit_s=network.cut_off_limit_s, wait_s=network.hosts_limit_s)
         record = HostRecord(
             host=host,
             incarnation=self.incarnation,
@@ -120,20 +148,16 @@ class HostDaemon:
             pid=os.getpid(),
         )
         self._link = _LauncherLink(
-            resolver, Names(config.experiment, config.trial), record, config, self._tether, run_dir, clock
+            resolver, Names(config.experiment, config.trial), record, config, tether, run_dir, clock
         )
 
     def run(self) -> int:
         """Serve until the run is over (0), a signal comes (128 + N), or the launcher is gone (LaunchError)."""
-        raise_open_files()
-        keep_private(self._run_dir, self._config.runtime.group)
-        previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
-            self._link.open()
             while True:
                 self._turn()
-                if self._stop_signal is not None:
-                    return 128 + self._stop_signal
+                if self._stop.number is not None:
+                    return 128 + self._stop.number
                 if self._link.is_over():
                     return 0
                 if broken := self._link.broken():
@@ -144,8 +168,6 @@ class HostDaemon:
         finally:
             self._end_all()
             self._link.close()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def _turn(self) -> None:
         """One step: take in what the processes say, do what the launcher wants, report."""
@@ -203,29 +225,31 @@ class HostDaemon:
                 specs[goal.name] = self._spec_of(goal)
             except ValueError as error:
                 self._could_not(goal, f"could not be started: {error}")
-        if self._pool is None and specs:
-            for spec in specs.values():
-                self._make_folders(spec.config.worker.attempt)
-            self._pool = ProcessPool(
-                list(specs.values()),
-                self._run_dir,
-                fork=self._config.runtime.fork_server,
-                start_limit_s=self._config.runtime.start_timeout_s,
-                notice=self._notice,
-                marker=f"{HOST_DAEMON_ENV}={self.incarnation}",
-                clock=self._clock,
-            )
-        for goal in missing:
-            if goal.name not in specs:
-                continue
-            assert self._pool is not None
+        if not specs:
+            return
+        pool = self._pool = self._pool or self._make_pool(list(specs.values()))
+        for name, spec in specs.items():
+            goal = desired[name]
             self._make_folders(goal.attempt)
             try:
-                child = self._pool.start(specs[goal.name], self._link.lease_of(goal))
+                child = pool.start(spec, self._link.lease_of(goal))
             except (LaunchError, OSError) as error:
                 self._could_not(goal, f"could not be started: {error}")
                 continue
-            self._hosted[goal.name] = _Hosted(goal.life, child)
+            self._hosted[name] = _Hosted(goal.life, child)
+
+    def _make_pool(self, specs: Sequence[ProcessSpec]) -> ProcessPool:
+        for spec in specs:
+            self._make_folders(spec.config.worker.attempt)
+        return ProcessPool(
+            specs,
+            self._run_dir,
+            fork=self._config.runtime.fork_server,
+            start_limit_s=self._config.runtime.start_timeout_s,
+            notice=self._notice,
+            marker=f"{HOST_DAEMON_ENV}={self.incarnation}",
+            clock=self._clock,
+        )
 
     def _spec_of(self, goal: DesiredProcess) -> ProcessSpec:
         """Raises ValueError for a config that is none, or not of that process of this run."""
@@ -239,7 +263,7 @@ class HostDaemon:
         return ProcessSpec(goal.name, worker.kind, config, goal.computes, goal.env)
 
     def _make_folders(self, attempt: int) -> None:
-        """Where the run's folder is not shared, nobody else has."""
+        """Where the run's folder is not shared, no other process makes them."""
         for folder in (logs_dir(self._run_dir, attempt), configs_dir(self._run_dir, attempt)):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -248,14 +272,15 @@ class HostDaemon:
         self._hosted[goal.name] = _Hosted(goal.life, None, report)
 
     def _report(self) -> HostReport:
+        processes: list[ObservedProcess] = []
         for name, hosted in self._hosted.items():
-            if hosted.report is None and hosted.child is not None and hosted.child.returncode is not None:
-                hosted.report = _last_report(name, hosted.life, hosted.child)
-        processes = [
-            hosted.report or _live_report(name, hosted.life, hosted.child)
-            for name, hosted in self._hosted.items()
-            if hosted.report is not None or hosted.child is not None
-        ]
+            child = hosted.child
+            if hosted.report is None and child is not None and child.returncode is not None:
+                hosted.report = _last_report(name, hosted.life, child)
+            if hosted.report is not None:
+                processes.append(hosted.report)
+            elif child is not None:
+                processes.append(_live_report(name, hosted.life, child))
         return HostReport(
             host_daemon=self.incarnation, launcher=self._launcher, processes=processes, notices=list(self._notices)
         )
@@ -277,18 +302,13 @@ class HostDaemon:
         if self._pool is None:
             return
         try:
-            self._pool.stop(self._config.runtime.stop_timeout_s, lambda: self._impatient)
+            self._pool.stop(self._config.runtime.stop_timeout_s, lambda: self._stop.impatient)
             self._link.report(self._report())
         finally:
             self._pool.close()
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._impatient = self._stop_signal is not None
-        self._stop_signal = number
 
-
-def _live_report(name: str, life: int, child: Child | None) -> ObservedProcess:
-    assert child is not None
+def _live_report(name: str, life: int, child: Child) -> ObservedProcess:
     pid = child.process.pid if child.process is not None else 0
     cpu_s = float(int(child.cpu_s()))
     return ObservedProcess(name=name, life=life, pid=pid, log=str(child.log), status=child.status, cpu_s=cpu_s)
@@ -329,6 +349,7 @@ class _LauncherLink:
         run_dir: Path,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        """Registers the host, and begins to listen. Raises LaunchError where name resolve does not answer."""
         self._run_dir, self._clock = run_dir, clock
         self._resolver, self._names, self._record, self._config = resolver, names, record, config
         self._tether = tether
@@ -337,18 +358,14 @@ class _LauncherLink:
         self._cache = WatchCache(self._observe)
         self._newest: HostReport | None = None
         self._closing = threading.Event()
-        self._lease: Lease | None = None
-        self._thread = threading.Thread(target=self._run, name="link to the launcher", daemon=True)
-
-    def open(self) -> None:
-        """Register, and begin to listen. Raises LaunchError where name resolve does not answer."""
         try:
-            self._lease = self._resolver.grant_lease(self._config.network.host_lost_after_s)
-            value = msgspec.json.encode(self._record).decode()
-            self._resolver.watch(self._names.desired_on(self._record.host), self._cache.observe, subtree=True)
-            self._resolver.add(self._names.host_daemon(self._record.host), value, replace=True, lease=self._lease.id)
+            self._lease = resolver.grant_lease(config.network.host_lost_after_s)
+            resolver.watch(names.desired_on(record.host), self._cache.observe, subtree=True)
+            value = msgspec.json.encode(record).decode()
+            resolver.add(names.host_daemon(record.host), value, replace=True, lease=self._lease.id)
         except NameResolveError as error:
-            raise LaunchError(f"the host daemon of {self._record.host} cannot register: {error}") from error
+            raise LaunchError(f"the host daemon of {record.host} cannot register: {error}") from error
+        self._thread = threading.Thread(target=self._run, name="link to the launcher", daemon=True)
         self._thread.start()
 
     def desired(self) -> tuple[str, list[DesiredProcess]]:
@@ -376,11 +393,9 @@ class _LauncherLink:
     def close(self) -> None:
         """The last report, then the host's keys go."""
         self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_S)
         with contextlib.suppress(NameResolveError):
-            if self._lease is not None:
-                self._lease.revoke()
+            self._lease.revoke()
 
     def _observe(self, event: WatchEvent) -> None:
         with self._lock, contextlib.suppress(*DECODE_ERRORS):
@@ -419,7 +434,6 @@ class _LauncherLink:
                 return
 
     def _send(self, report: HostReport) -> None:
-        assert self._lease is not None
         value = msgspec.json.encode(report)
         if len(value) > _MAX_REPORT_BYTES:
             value = msgspec.json.encode(_shortened(report))

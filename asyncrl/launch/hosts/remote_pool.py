@@ -149,7 +149,8 @@ class RemoteChild(Child):
 class RemoteProcessPool:
     """consumes: hosts' reports, host daemons that come and go. produces: children, up to date; the desired state.
 
-    waits for: in `open` for the daemons of all hosts (network.hosts_limit_s), in `turn` for a report, in `stop` for ends; bounded.
+    waits for: in `wait_for_hosts` for the daemons of all hosts (network.hosts_limit_s), in `turn` for a report, in `stop` for ends;
+    all bounded.
     """
 
     def __init__(
@@ -164,13 +165,15 @@ class RemoteProcessPool:
         say: Callable[[str], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """config: with the endpoints of name resolve. own_host: the launcher's, as the config names it."""
+        """Announces the launcher. Raises LaunchError where name resolve does not answer.
+
+        config: with the endpoints of name resolve. own_host: the launcher's, as the config names it.
+        """
         self.children: list[Child] = []
         self._config, self._run_dir, self._own_host = config, run_dir, own_host
         self._notice, self._say, self._clock = notice, say, clock
         self._names = Names(config.experiment, config.trial)
         self._resolver = service.resolver
-        self._service = service
         self._record = LauncherRecord(
             incarnation=incarnation("launcher", attempt=attempt, start=1),
             host=own_host,
@@ -182,8 +185,6 @@ class RemoteProcessPool:
             self._names.host_daemons(): WatchCache(self._observe_daemon),
             self._names.observed(): WatchCache(self._observe_report),
         }
-        self._desired = _DesiredState(self._resolver, self._names, self._record.incarnation, self._caches, clock)
-        self._lease: Lease | None = None
         self._own_daemon: subprocess.Popen[bytes] | None = None
         self._own_daemon_ends = 0
         self._news = threading.Condition()
@@ -194,18 +195,19 @@ class RemoteProcessPool:
         self._placement = Placement([], own_host)
         self._lives = 0
         self._ended_at_once: deque[RemoteChild] = deque()
-
-    # ------------------------------------------------------------------------------------------------------------- the start
-
-    def open(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait for the host daemons of all hosts. False if interrupted. Raises LaunchError naming whom it waited for."""
         try:
             for key, cache in self._caches.items():
                 self._resolver.watch(key, cache.observe, subtree=True)
             self._lease = self._resolver.grant_lease(_LEASE_TTL_S)
             self._put_record(self._record)
         except NameResolveError as error:
-            raise LaunchError(f"name resolve at {self._service.name_resolve.where}: {error}") from error
+            raise LaunchError(f"name resolve at {service.name_resolve.where}: {error}") from error
+        self._desired = _DesiredState(self._resolver, self._names, self._record.incarnation, self._caches, clock)
+
+    # ------------------------------------------------------------------------------------------------------------- the start
+
+    def wait_for_hosts(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait for the host daemons of all hosts. False if interrupted. Raises LaunchError, which names the missing hosts."""
         if self._config.cluster == "hosts":
             self._start_own_daemon()
         limit_s = self._config.network.hosts_limit_s
@@ -313,12 +315,10 @@ class RemoteProcessPool:
 
     def close(self) -> None:
         """The run is over: host daemons are told, and waited for."""
-        if self._lease is not None:
-            with contextlib.suppress(NameResolveError):
-                self._put_record(msgspec.structs.replace(self._record, ends=True))
-            deadline = self._clock.monotonic() + _GOODBYE_LIMIT_S
-            with self._news:
-                self._news.wait_for(lambda: not self._daemons, max(0.0, deadline - self._clock.monotonic()))
+        with contextlib.suppress(NameResolveError):
+            self._put_record(msgspec.structs.replace(self._record, ends=True))
+        with self._news:
+            self._news.wait_for(lambda: not self._daemons, _GOODBYE_LIMIT_S)
         self._desired.close()
         if self._own_daemon is not None:
             try:
@@ -438,7 +438,6 @@ class RemoteProcessPool:
         self._start_own_daemon()
 
     def _put_record(self, record: LauncherRecord) -> None:
-        assert self._lease is not None
         value = msgspec.json.encode(record).decode()
         self._resolver.add(self._names.launcher(), value, replace=True, lease=self._lease.id)
 
