@@ -32,9 +32,9 @@ from asyncrl.cli.json_view import JsonView
 from asyncrl.cli.progress import RunView, print_summary
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
+from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import ProcessSpec, plan, run_directory, total_steps
 from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import LaunchError, next_attempt

@@ -18,10 +18,10 @@ from typing import Protocol
 
 import msgspec
 
-from asyncrl.launch.oom import OomCounters
 from asyncrl.launch.program import ProcessSpec, save_config
 from asyncrl.launch.rundir import RUN_DIR_ENV, configs_dir, logs_dir
 from asyncrl.launch.supervisor.fork_server import ForkServer
+from asyncrl.launch.supervisor.oom import OomCounters
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import DECODE_ERRORS, Wait, WorkerStatus
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
