@@ -26,7 +26,6 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
-from asyncrl.launch.hang_report import HangReport
 from asyncrl.launch.hosts.addresses import address_of, own_host
 from asyncrl.launch.hosts.remote_pool import RemoteProcessPool
 from asyncrl.launch.name_service import NameService
@@ -57,6 +56,7 @@ from asyncrl.launch.rundir import (
 )
 from asyncrl.launch.scaling import KIND as SERVER_KIND
 from asyncrl.launch.scaling import make_scaling
+from asyncrl.launch.standstill import StandstillReport
 from asyncrl.launch.supervisor.children import Child
 from asyncrl.launch.supervisor.external_process import ExternalProcesses
 from asyncrl.launch.supervisor.policy import GANG, GANG_KINDS, EndRun, FreezeWatch, Supervision
@@ -375,7 +375,7 @@ class Launch:
             gang=lambda: ", ".join(spec.name for spec in self._specs.values() if spec.kind in GANG_KINDS),
             leaves=lambda child: self._scaling is not None and self._scaling.outlives(child),
         )
-        self._hang_report = HangReport(self._run_dir, runtime.watchdog_after_s, view.notice, clock)
+        self._standstill = StandstillReport(self._run_dir, runtime.watchdog_after_s, view.notice, clock)
 
     def start_processes(self) -> None:
         """Of the first attempt, in their order, until the run is told to stop."""
@@ -429,7 +429,7 @@ class Launch:
         shown = {child.lease.id: self._shown(child) for child in self._pool.alive}
         statuses = [*shown.values(), *self._external.visible_statuses(), *coming.values()]
         self._view.turn(statuses)
-        self._hang_report.turn(statuses, self._attempt)
+        self._standstill.turn(statuses, self._attempt)
         if (now := self._clock.monotonic()) >= self._next_publish:
             self._next_publish = now + _PUBLISH_STATUS_S
             self._stop.give_way(self._lock)

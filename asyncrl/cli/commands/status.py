@@ -26,7 +26,7 @@ from asyncrl.cli.commands.common import (
 from asyncrl.cli.curves import read_records
 from asyncrl.cli.progress import TrainingProgress
 from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_record
-from asyncrl.launch.watchdog import wait_texts
+from asyncrl.launch.standstill import wait_texts
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import Clock
