@@ -239,15 +239,7 @@ class LocalLauncher:
             closing.enter_context(naming)
         else:  # its fork servers import from here on
             specs = Plans(config, self._num_prompts, devices).of(attempt, checkpoint).values()
-            pool: ProcessPool | RemoteProcessPool = ProcessPool(
-                [spec for spec in specs if spec.name not in config.debug.leave_out],
-                run_dir,
-                fork=runtime.fork_server,
-                start_limit_s=runtime.start_timeout_s,
-                notice=view.notice,
-                socket_dir=config.network.socket_dir,
-                clock=self._clock,
-            )
+            pool: ProcessPool | RemoteProcessPool = self._make_pool(config, list(specs))
             closing.callback(pool.close)
             closing.enter_context(naming)
             stop_before_closing(pool)
@@ -261,16 +253,7 @@ class LocalLauncher:
         if host:
             if secrets is not None:
                 service.hand_out(secrets)
-            pool = RemoteProcessPool(
-                config,
-                service,
-                run_dir,
-                own_host=host,
-                attempt=attempt,
-                notice=view.notice,
-                say=view.say,
-                clock=self._clock,
-            )
+            pool = self._make_remote_pool(config, service, host, attempt)
             closing.callback(pool.close)
             stop_before_closing(pool)
             service.watch_stop(self._stop.on_request)
@@ -288,6 +271,31 @@ class LocalLauncher:
         )
         traces.callback(launch.merge_timelines)
         return launch
+
+    def _make_pool(self, config: ExperimentConfig, specs: Sequence[ProcessSpec]) -> ProcessPool:
+        return ProcessPool(
+            [spec for spec in specs if spec.name not in config.debug.leave_out],
+            self.run_dir,
+            fork=config.runtime.fork_server,
+            start_limit_s=config.runtime.start_timeout_s,
+            notice=self._view.notice,
+            socket_dir=config.network.socket_dir,
+            clock=self._clock,
+        )
+
+    def _make_remote_pool(
+        self, config: ExperimentConfig, service: NameService, host: str, attempt: int
+    ) -> RemoteProcessPool:
+        return RemoteProcessPool(
+            config,
+            service,
+            self.run_dir,
+            own_host=host,
+            attempt=attempt,
+            notice=self._view.notice,
+            say=self._view.say,
+            clock=self._clock,
+        )
 
     def _is_impatient(self) -> bool:
         return self._stop.impatient
