@@ -40,7 +40,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.dataflow.topology import Allocation, allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TESTED_VERSION, SGLangEnvironment, find_sglang
-from asyncrl.launch.memory_floor import (
+from asyncrl.launch.checks.memory_floor import (
     DTYPE_BYTES,
     TRAINED_PARAMETER_BYTES,
     ModelSize,

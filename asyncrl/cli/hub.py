@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig
-from asyncrl.launch.model_files import count_parameters
+from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.launch.redact import redact_urls
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")

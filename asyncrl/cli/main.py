@@ -14,11 +14,11 @@ from rich.console import Console
 
 from asyncrl import __version__
 from asyncrl.cli.commands import (
-    agent,
     audit,
     chaos,
     check,
     debug,
+    host,
     init,
     inspect,
     logs,
@@ -46,7 +46,7 @@ _COMMANDS = (
     init,
     run,
     resume,
-    agent,
+    host,
     check,
     prepare,
     ls,

@@ -453,7 +453,7 @@ class RuntimeConfig:
     # that of the run.
     max_restarts: int = limited(3, at_least=0)
     # A process whose event loop does not turn and that uses no CPU for so long is killed; one that computes, after 20 times as
-    # long (launch/supervision.py: BUSY_LIMITS). 0: never.
+    # long (launch/supervisor/policy.py: BUSY_LIMITS). 0: never.
     frozen_after_s: float = 30.0
     watchdog_after_s: float = 120.0  # without a train step: the launcher prints what each process waits for; 0: never
     faults: FaultsConfig = field(default_factory=FaultsConfig)
@@ -489,8 +489,8 @@ class NetworkConfig:
     host_lost_after_s: float = limited(30.0, above=0)
     # A host that cannot reach name resolve for so long ends its processes: the launcher may be dead, or count them as lost
     cut_off_limit_s: float = limited(60.0, above=0)
-    # The launcher waits so long for the agents of its hosts, and an agent for its launcher
-    agents_limit_s: float = limited(300.0, above=0)
+    # The launcher waits so long for the daemons of its hosts, and a host daemon for its launcher
+    hosts_limit_s: float = limited(300.0, above=0)
 
 
 @dataclass(frozen=True)
@@ -512,10 +512,10 @@ class SlurmConfig:
     cpu_cpus_per_node: int = limited(0, at_least=0)
     cpu_memory_per_node: str = ""
     cpu_options: list[str] = field(default_factory=list)
-    srun_options: list[str] = field(default_factory=list)  # of the agents' step, such as --container-image=...
+    srun_options: list[str] = field(default_factory=list)  # of the host daemons' step, such as --container-image=...
     # Shell lines before anything starts: `module load cuda`, `source .venv/bin/activate`
     prelude: str = ""
-    wrapper: str = ""  # put in front of launcher and agents, such as `apptainer exec --nv image.sif`
+    wrapper: str = ""  # put in front of launcher and host daemons, such as `apptainer exec --nv image.sif`
     # So many seconds before the time limit the run writes a checkpoint and the job is queued again
     signal_s: float = limited(300.0, above=0)
 
@@ -587,7 +587,7 @@ class ExperimentConfig:
     recover: str = "auto"
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    # Where the processes are. local: on this machine | hosts: on `hosts`, on each of which somebody starts `asyncrl-launch agent` |
+    # Where the processes are. local: on this machine | hosts: on `hosts`, on each of which somebody starts `asyncrl-launch host` |
     # slurm: on the nodes of a Slurm job
     cluster: str = "local"
     hosts: list[str] = field(

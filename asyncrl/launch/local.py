@@ -4,7 +4,7 @@
     Launch         one thread, one loop, which waits for nothing but its processes' pipes
 
 It holds the workers' leases in name resolve (a lease lives as long as its process), reads their status from pipes and publishes it,
-and carries out what the supervisor decides (supervisor.py): processes are killed and started again, or the run ends by the first
+and carries out what the supervisor decides (supervisor/): processes are killed and started again, or the run ends by the first
 cause.
 """
 
@@ -26,11 +26,8 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig, authenticates, has_unix_sockets, resolve_auto
-from asyncrl.launch.children import Child
-from asyncrl.launch.crew import Crew
-from asyncrl.launch.external_process import ExternalProcesses
-from asyncrl.launch.hang_report import HangReport
-from asyncrl.launch.hosts import address_of, own_host
+from asyncrl.launch.hosts.addresses import address_of, own_host
+from asyncrl.launch.hosts.remote_pool import RemoteProcessPool
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import (
     ProcessSpec,
@@ -45,8 +42,6 @@ from asyncrl.launch.program import (
     writes_checkpoints,
 )
 from asyncrl.launch.recovery import going_on, starting_point
-from asyncrl.launch.remote import RemoteCrew
-from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.rundir import (
     EXPERIMENT_FILE,
     LaunchError,
@@ -61,8 +56,13 @@ from asyncrl.launch.rundir import (
 )
 from asyncrl.launch.scaling import KIND as SERVER_KIND
 from asyncrl.launch.scaling import make_scaling
-from asyncrl.launch.supervision import TRAINER_GROUP, TRAINER_KINDS, EndRun, FreezeWatch, Supervision
-from asyncrl.launch.supervisor import (
+from asyncrl.launch.standstill import StandstillReport
+from asyncrl.launch.supervisor.children import Child
+from asyncrl.launch.supervisor.external_process import ExternalProcesses
+from asyncrl.launch.supervisor.policy import TRAINER_GROUP, TRAINER_KINDS, EndRun, FreezeWatch, Supervision
+from asyncrl.launch.supervisor.process_pool import ProcessPool
+from asyncrl.launch.supervisor.restarts import Restarts
+from asyncrl.launch.supervisor.state_machine import (
     BeginAttempt,
     Cancel,
     Decision,
@@ -124,7 +124,7 @@ class StopRequest:
         elif now - self._since > _SAME_SIGNAL_S:  # a batch system tells us, and the script that started us
             self.impatient = True
 
-    def on_wish(self, event: WatchEvent) -> None:
+    def on_request(self, event: WatchEvent) -> None:
         """`asyncrl-launch stop` on another host; called by a thread of name resolve."""
         if event.kind == "put":
             if self.signal is None:
@@ -175,7 +175,7 @@ class LocalLauncher:
         """
         raise_open_files()
         keep_private(self.run_dir, self.config.runtime.group)
-        lock = RunLock(self.run_dir)
+        lock = RunLock(self.run_dir, self._clock)
         with _signals(self._stop.on_signal), ExitStack() as closing:
             queued_again = self.config.cluster == "slurm" and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
             lock.acquire(take_over_s=_TAKE_OVER_S if queued_again else 0.0)
@@ -225,7 +225,7 @@ class LocalLauncher:
         config = self._with_sockets(going_on(asked, checkpoint, self._num_prompts))
         runtime, host = config.runtime, ""
 
-        def stop_before_closing(pool: Crew | RemoteCrew) -> None:
+        def stop_before_closing(pool: ProcessPool | RemoteProcessPool) -> None:
             closing.callback(external.wait_until_gone, runtime.stop_timeout_s, self._is_impatient)
             closing.callback(pool.stop, runtime.stop_timeout_s * _ASK_SHARE, self._is_impatient)
 
@@ -234,43 +234,36 @@ class LocalLauncher:
         if config.cluster != "local":
             host = own_host(config.hosts)
             config = replace(config, runtime=replace(runtime, host=address_of(host, towards=config.hosts)))
-        service = NameService(config, run_dir, logs_dir(run_dir, attempt) / "etcd.log", view.notice)
+        naming = ExitStack()  # it closes name resolve, after the processes have ended
         if host:
-            closing.callback(service.close)
+            closing.enter_context(naming)
         else:  # its fork servers import from here on
             specs = Plans(config, self._num_prompts, devices).of(attempt, checkpoint).values()
-            pool: Crew | RemoteCrew = Crew(
-                [spec for spec in specs if spec.name not in config.debug.leave_out],
-                run_dir,
-                fork=runtime.fork_server,
-                start_limit_s=runtime.start_timeout_s,
-                notice=view.notice,
-                socket_dir=config.network.socket_dir,
-            )
+            pool: ProcessPool | RemoteProcessPool = self._make_pool(config, list(specs))
             closing.callback(pool.close)
-            closing.callback(service.close)
+            closing.enter_context(naming)
             stop_before_closing(pool)
         secrets = self._make_secrets(config)
-        service.open()
+        etcd_log = logs_dir(run_dir, attempt) / "etcd.log"
+        service = NameService.open(config, run_dir, etcd_log, view.notice, self._clock)
+        naming.callback(service.close)
         config = with_name_resolve(config, service.name_resolve)
         record = _record_of(config, attempt, self._num_prompts, self._started, host=host)
         write_record(run_dir, record)
         if host:
             if secrets is not None:
                 service.hand_out(secrets)
-            pool = RemoteCrew(
-                config, service, run_dir, own_host=host, attempt=attempt, notice=view.notice, say=view.say
-            )
+            pool = self._make_remote_pool(config, service, host, attempt)
             closing.callback(pool.close)
             stop_before_closing(pool)
-            service.watch_stop(self._stop.on_wish)
-            if not pool.open(lambda: self._stop.signal is not None):
+            service.watch_stop(self._stop.on_request)
+            if not pool.wait_for_hosts(lambda: self._stop.signal is not None):
                 return None
             devices = pool.devices
             self._write_config(devices)  # the GPUs are those of the hosts
         plans = Plans(config, self._num_prompts, devices)
         specs_by_name = plans.of(attempt, checkpoint)
-        if isinstance(pool, RemoteCrew):
+        if isinstance(pool, RemoteProcessPool):
             pool.place_all(list(specs_by_name.values()))
         closing.callback(external.ask_to_stop)
         launch = Launch(
@@ -278,6 +271,31 @@ class LocalLauncher:
         )
         traces.callback(launch.merge_timelines)
         return launch
+
+    def _make_pool(self, config: ExperimentConfig, specs: Sequence[ProcessSpec]) -> ProcessPool:
+        return ProcessPool(
+            [spec for spec in specs if spec.name not in config.debug.leave_out],
+            self.run_dir,
+            fork=config.runtime.fork_server,
+            start_limit_s=config.runtime.start_timeout_s,
+            notice=self._view.notice,
+            socket_dir=config.network.socket_dir,
+            clock=self._clock,
+        )
+
+    def _make_remote_pool(
+        self, config: ExperimentConfig, service: NameService, host: str, attempt: int
+    ) -> RemoteProcessPool:
+        return RemoteProcessPool(
+            config,
+            service,
+            self.run_dir,
+            own_host=host,
+            attempt=attempt,
+            notice=self._view.notice,
+            say=self._view.say,
+            clock=self._clock,
+        )
 
     def _is_impatient(self) -> bool:
         return self._stop.impatient
@@ -325,7 +343,7 @@ class Launch:
         self,
         plans: Plans,
         specs: Mapping[str, ProcessSpec],
-        pool: Crew | RemoteCrew,
+        pool: ProcessPool | RemoteProcessPool,
         external: ExternalProcesses,
         service: NameService,
         record: RunRecord,
@@ -365,7 +383,7 @@ class Launch:
             trainer_group=lambda: ", ".join(spec.name for spec in self._specs.values() if spec.kind in TRAINER_KINDS),
             leaves=lambda child: self._scaling is not None and self._scaling.outlives(child),
         )
-        self._hang_report = HangReport(self._run_dir, runtime.watchdog_after_s, view.notice, clock)
+        self._standstill = StandstillReport(self._run_dir, runtime.watchdog_after_s, view.notice, clock)
 
     def start_processes(self) -> None:
         """Of the first attempt, in their order, until the run is told to stop."""
@@ -419,7 +437,7 @@ class Launch:
         shown = {child.lease.id: self._shown(child) for child in self._pool.alive}
         statuses = [*shown.values(), *self._external.visible_statuses(), *coming.values()]
         self._view.turn(statuses)
-        self._hang_report.turn(statuses, self._attempt)
+        self._standstill.turn(statuses, self._attempt)
         if (now := self._clock.monotonic()) >= self._next_publish:
             self._next_publish = now + _PUBLISH_STATUS_S
             self._stop.give_way(self._lock)
@@ -433,7 +451,7 @@ class Launch:
         return self._scaling.shown(child, status) if self._scaling is not None else status
 
     def _scale(self) -> None:
-        """Generation servers join and leave, as `asyncrl-launch scale` wishes."""
+        """Generation servers join and leave, as `asyncrl-launch scale` has set."""
         if self._scaling is None or self._supervisor.starts_everything:
             return
         for name in self._restarts.names():
@@ -446,7 +464,7 @@ class Launch:
             self._pool.take_in(child)
 
     def _is_wanted(self, name: str) -> bool:
-        return self._scaling is None or not name.startswith(f"{SERVER_KIND}/") or self._scaling.wants(name)
+        return self._scaling is None or not name.startswith(f"{SERVER_KIND}/") or self._scaling.includes(name)
 
     # ------------------------------------------------------------------------------------------------------------ decisions
 

@@ -13,17 +13,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from asyncrl.config.schema import ExperimentConfig, authenticates
+from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, authenticates
 from asyncrl.launch.private_etcd import PrivateEtcd
 from asyncrl.launch.program import absolute_name_resolve
 from asyncrl.launch.rundir import LaunchError
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError, EtcdTls
 from asyncrl.runtime.names.interface import (
     Lease,
@@ -44,49 +46,63 @@ _RETRY_S = 1.0  # pause before a lease is revoked that could not be
 
 
 class NameService:
-    """Opened once, used by the launcher's thread only; closed at the end of the run. A private etcd dies with the launcher."""
+    """Used by the launcher's thread only; closed at the end of the run. A private etcd dies with the launcher."""
 
-    def __init__(self, config: ExperimentConfig, run_dir: Path, log: Path, notice: Callable[[str], None]) -> None:
-        """log: of a private etcd; notice: is told what a person should know."""
-        self.name_resolve = absolute_name_resolve(config.name_resolve)  # once open, as processes reach it
-        self._config = config
-        self._run_dir = run_dir
-        self._log = log
-        self._notice = notice
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        name_resolve: NameResolveConfig,
+        resolver: NameResolver,
+        notice: Callable[[str], None],
+        *,
+        etcd: PrivateEtcd | None = None,
+    ) -> None:
+        """name_resolve: as processes reach it. resolver: of the launcher's session. notice: is told what a person should know.
+        etcd: a private one; None: the user's, in which this launcher has claimed the run's name."""
+        self.name_resolve, self.resolver = name_resolve, resolver
+        self._config, self._notice, self._etcd = config, notice, etcd
         self._names = Names(config.experiment, config.trial)
-        self._etcd: PrivateEtcd | None = None
-        self._resolver: NameResolver | None = None
-        self._name_is_ours = False  # in an etcd that runs share
-        self._publisher: _Publisher | None = None
+        self._publisher = _Publisher(resolver, self._names)
 
-    def open(self) -> None:
-        """Start etcd or reach the user's; make sure that the run's keys are ours, and clear them. Raises LaunchError."""
-        if not self.name_resolve.endpoints:
-            self._start_private_etcd()
-        try:
-            self._resolver = open_name_resolver(self.name_resolve)
-            if self._etcd is None:
-                self._claim_name()
-            self._resolver.clear_subtree(self._names.root)
-        except (NameResolveError, ValueError) as error:
-            answers = self._etcd is not None or not isinstance(error, NameResolveTimeout)
-            hint = (
-                ""
-                if answers
-                else "; see that an etcd listens there, or leave name_resolve.endpoints out for a private one"
-            )
-            raise LaunchError(f"name_resolve.endpoints={self.endpoints}: {error}{hint}") from error
-        self._publisher = _Publisher(self._resolver, self._names)
+    @classmethod
+    def open(
+        cls,
+        config: ExperimentConfig,
+        run_dir: Path,
+        log: Path,
+        notice: Callable[[str], None],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> NameService:
+        """Start etcd or reach the user's; make sure that the run's keys are ours, and clear them. log: of a private etcd. Raises
+        LaunchError."""
+        name_resolve = absolute_name_resolve(config.name_resolve)
+        etcd: PrivateEtcd | None = None
+        names = Names(config.experiment, config.trial)
+        with ExitStack() as undo:
+            if not name_resolve.endpoints:
+                etcd, name_resolve = _start_private_etcd(config, run_dir, log, notice, clock)
+                undo.callback(etcd.close, _STOP_LIMIT_S)
+            try:
+                resolver = open_name_resolver(name_resolve)
+                undo.callback(resolver.close)
+                if etcd is None:
+                    _claim_name(config, run_dir, resolver, name_resolve)
+                    undo.callback(_delete_keys, resolver, names, notice)
+                resolver.clear_subtree(names.root)
+            except (NameResolveError, ValueError) as error:
+                answers = etcd is not None or not isinstance(error, NameResolveTimeout)
+                hint = (
+                    ""
+                    if answers
+                    else "; see that an etcd listens there, or leave name_resolve.endpoints out for a private one"
+                )
+                raise LaunchError(f"name_resolve.endpoints={name_resolve.endpoints}: {error}{hint}") from error
+            undo.pop_all()
+        return cls(config, name_resolve, resolver, notice, etcd=etcd)
 
     @property
     def endpoints(self) -> list[str]:
         return self.name_resolve.endpoints
-
-    @property
-    def resolver(self) -> NameResolver:
-        """Of the launcher's session, once open."""
-        assert self._resolver is not None
-        return self._resolver
 
     def grant_lease(self) -> Lease:
         """A lease that lives as long as this service, or until it is revoked."""
@@ -109,7 +125,7 @@ class NameService:
         return lease
 
     def hand_out(self, secrets: Secrets) -> None:
-        """To hosts that do not share the run's folder, before their agents meet the launcher. Only where not everybody can read
+        """To hosts that do not share the run's folder, before their daemons meet the launcher. Only where not everybody can read
         it: elsewhere the shared folder is the way. Raises LaunchError."""
         if not self.name_resolve.is_guarded:
             return
@@ -122,18 +138,18 @@ class NameService:
         """Have the callback told, on a thread of name resolve, of what a worker that we did not start publishes of itself."""
         self._watch(self._names.status(worker), callback)
 
-    def watch_scaling(self, on_wish: WatchCallback, on_drained: WatchCallback) -> None:
-        """Have the callbacks told, likewise, of how many generation servers are wanted, and which have drained.
+    def watch_scaling(self, on_desired: WatchCallback, on_drained: WatchCallback) -> None:
+        """Have the callbacks told, likewise, of the desired number of generation servers, and which have drained.
 
-        Whoever put the wish is gone: that it outlives the backend's data is for us to see to.
+        The command that has set the number has ended, so the launcher restores it where the backend loses its data.
         """
 
-        def on_wish_kept(event: WatchEvent) -> None:
+        def on_desired_kept(event: WatchEvent) -> None:
             if event.kind == "put":
                 self.resolver.look_after(event.key, event.value)
-            on_wish(event)
+            on_desired(event)
 
-        self._watch(self._names.generation_wish(), on_wish_kept)
+        self._watch(self._names.desired_generation_servers(), on_desired_kept)
         self._watch(self._names.generation_drained(), on_drained, subtree=True)
 
     def ask_for_last_checkpoint(self, attempt: int) -> None:
@@ -142,7 +158,7 @@ class NameService:
 
     def watch_stop(self, callback: WatchCallback) -> None:
         """Have the callback told, likewise, that somebody on another host wants the run to stop."""
-        self._watch(self._names.stop_wish(), callback)
+        self._watch(self._names.stop_request(), callback)
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool = False) -> None:
         try:
@@ -152,13 +168,11 @@ class NameService:
 
     def publish(self, statuses: Mapping[int, WorkerStatus]) -> None:
         """Have the newest statuses published, each under a lease; those of an outage are skipped."""
-        if self._publisher is not None:
-            self._publisher.publish(statuses)
+        self._publisher.publish(statuses)
 
     def revoke(self, lease: Lease) -> None:
         """Have the keys of a process that has ended deleted."""
-        if self._publisher is not None:
-            self._publisher.revoke(lease)
+        self._publisher.revoke(lease)
 
     def turn(self) -> None:
         """Look after a private etcd. Raises LaunchError where it cannot be helped."""
@@ -167,72 +181,68 @@ class NameService:
 
     def close(self) -> None:
         """The keys of the run go, if they are ours; a private etcd goes too."""
-        if self._resolver is not None:
-            if self._name_is_ours:
-                self._delete_keys(self._resolver)
-            self._resolver.close()  # which ends what the publisher is waiting for
-        if self._publisher is not None:
-            self._publisher.close()
+        if self._etcd is None:
+            _delete_keys(self.resolver, self._names, self._notice)
+        self.resolver.close()  # which ends what the publisher is waiting for
+        self._publisher.close()
         if self._etcd is not None:
             self._etcd.close(_STOP_LIMIT_S)
 
-    def _start_private_etcd(self) -> None:
-        """Its data is of this attempt only: the attempt's number is never in it."""
-        data_dir = self._run_dir / "etcd"
-        _remove(data_dir)
-        host = self._config.runtime.host
-        try:
-            tls = EtcdTls.of_run(self._run_dir) if self._must_be_guarded() else None
-            server = EtcdServer(
-                data_dir,
-                self._log,
-                self._config.name_resolve.binary,
-                host,
-                tls=tls,
-                socket_dir=self._config.network.socket_dir,
-            )
-            self._etcd = PrivateEtcd(server, self._log, self._config.runtime.max_restarts, self._notice)
-            self._etcd.start()
-        except EtcdServerError as error:
-            raise LaunchError(str(error)) from error
-        self.name_resolve = replace(self.name_resolve, endpoints=[server.endpoint])
-        if tls is not None:
-            self.name_resolve = replace(
-                self.name_resolve, ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file
-            )
 
-    def _must_be_guarded(self) -> bool:
-        """On a port, whenever the run is: a client that can write here says what the run's processes connect to."""
-        return not self._config.network.socket_dir and authenticates(self._config)
+def _start_private_etcd(
+    config: ExperimentConfig, run_dir: Path, log: Path, notice: Callable[[str], None], clock: Clock
+) -> tuple[PrivateEtcd, NameResolveConfig]:
+    """Returns it and the way to it. Its data is of this attempt only: the attempt's number is never in it."""
+    data_dir = run_dir / "etcd"
+    _remove(data_dir)
+    host, socket_dir = config.runtime.host, config.network.socket_dir
+    # On a port it is guarded whenever the run is: a client that can write here says what the run's processes connect to
+    guarded = not socket_dir and authenticates(config)
+    try:
+        tls = EtcdTls.of_run(run_dir) if guarded else None
+        server = EtcdServer(data_dir, log, config.name_resolve.binary, host, tls=tls, socket_dir=socket_dir)
+        with ExitStack() as undo:
+            undo.callback(server.stop, _STOP_LIMIT_S)
+            server.start()
+            undo.pop_all()
+    except EtcdServerError as error:
+        raise LaunchError(str(error)) from error
+    name_resolve = replace(absolute_name_resolve(config.name_resolve), endpoints=[server.endpoint])
+    if tls is not None:
+        name_resolve = replace(name_resolve, ca_file=tls.ca_file, cert_file=tls.cert_file, key_file=tls.key_file)
+    return PrivateEtcd(server, log, config.runtime.max_restarts, notice, clock), name_resolve
 
-    def _claim_name(self) -> None:
-        """In an etcd that runs share, the keys of one experiment and trial are of one launcher."""
-        runtime = self._config.runtime
-        lease = self.resolver.grant_lease(runtime.lease_ttl_s)
-        owner = f"{socket.gethostname()}:{self._run_dir}"
-        try:
-            self.resolver.add(self._names.owner(), owner, lease=lease.id)
-        except NameEntryExists:
-            try:
-                other = self.resolver.get(self._names.owner())
-            except NameEntryNotFound:
-                other = owner
-            if other != owner:
-                raise LaunchError(
-                    f"experiment={self._config.experiment} trial={self._config.trial}: a run of this name, in {other}, uses "
-                    f"the name resolve at {self.name_resolve.where} too; choose another trial=... (the name of a run that was "
-                    f"killed is free again after {runtime.lease_ttl_s:g} s)"
-                ) from None
-            # our predecessor's, who is dead: the folder's lock is ours
-            self.resolver.add(self._names.owner(), owner, replace=True, lease=lease.id)
-        self._name_is_ours = True
 
-    def _delete_keys(self, resolver: NameResolver) -> None:
+def _claim_name(
+    config: ExperimentConfig, run_dir: Path, resolver: NameResolver, name_resolve: NameResolveConfig
+) -> None:
+    """In an etcd that runs share, the keys of one experiment and trial are of one launcher."""
+    names, ttl_s = Names(config.experiment, config.trial), config.runtime.lease_ttl_s
+    lease = resolver.grant_lease(ttl_s)
+    owner = f"{socket.gethostname()}:{run_dir}"
+    try:
+        resolver.add(names.owner(), owner, lease=lease.id)
+    except NameEntryExists:
         try:
-            resolver.clear_subtree(self._names.root)
-            resolver.delete(self._names.owner())
-        except NameResolveError as error:
-            self._notice(f"the run's keys could not be deleted, and go with their leases: {error}")
+            other = resolver.get(names.owner())
+        except NameEntryNotFound:
+            other = owner
+        if other != owner:
+            raise LaunchError(
+                f"experiment={config.experiment} trial={config.trial}: a run of this name, in {other}, uses the name resolve "
+                f"at {name_resolve.where} too; choose another trial=... (the name of a run that was killed is free again after "
+                f"{ttl_s:g} s)"
+            ) from None
+        # our predecessor's, who is dead: the folder's lock is ours
+        resolver.add(names.owner(), owner, replace=True, lease=lease.id)
+
+
+def _delete_keys(resolver: NameResolver, names: Names, notice: Callable[[str], None]) -> None:
+    try:
+        resolver.clear_subtree(names.root)
+        resolver.delete(names.owner())
+    except NameResolveError as error:
+        notice(f"the run's keys could not be deleted, and go with their leases: {error}")
 
 
 def _remove(folder: Path) -> None:

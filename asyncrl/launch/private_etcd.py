@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.launch.rundir import LaunchError
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.etcd.server import EtcdServer, EtcdServerError
 
 _WINDOW_S = 3600.0  # in which restarts are counted
@@ -27,23 +27,30 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class PrivateEtcd:
-    """waits for: nothing; a thread of its own looks after the server, and waits for its exit, its answers and its starts.
-    unblocked by: those, their limits, `close`. `turn` raises what the thread could not help."""
+    """Looks after a server that runs.
 
-    def __init__(self, server: EtcdServer, log: Path, max_restarts: int, notice: Callable[[str], None]) -> None:
-        """max_restarts: within an hour. notice: is told what a person should know, from any thread."""
+    waits for: nothing; a thread of its own looks after the server, and waits for its exit, its answers and its starts.
+    unblocked by: those, their limits, `close`. `turn` raises what the thread could not help.
+    """
+
+    def __init__(
+        self,
+        server: EtcdServer,
+        log: Path,
+        max_restarts: int,
+        notice: Callable[[str], None],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """server: was started. max_restarts: within an hour. notice: is told what a person should know, from any thread."""
         self._server = server
         self._log = log
         self._max_restarts = max(max_restarts, _MIN_RESTARTS)
         self._notice = notice
-        self._restarts: deque[float] = deque()  # time.monotonic() of those within the window
+        self._clock = clock
+        self._restarts: deque[float] = deque()  # when, of those within the window
         self._failure: LaunchError | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="private etcd", daemon=True)
-
-    def start(self) -> None:
-        """Raises EtcdServerError."""
-        self._server.start()
         self._thread.start()
 
     def turn(self) -> None:
@@ -53,8 +60,7 @@ class PrivateEtcd:
 
     def close(self, limit_s: float) -> None:
         self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(_START_LIMIT_S)
+        self._thread.join(_START_LIMIT_S)
         self._server.stop(limit_s)
 
     def _look_after(self) -> None:
@@ -85,7 +91,7 @@ class PrivateEtcd:
         """Raises LaunchError if that was too often, EtcdServerError if it does not start."""
         if self._closed.is_set():
             return
-        now = time.monotonic()
+        now = self._clock.monotonic()
         while self._restarts and now - self._restarts[0] > _WINDOW_S:
             self._restarts.popleft()
         before = len(self._restarts)

@@ -17,7 +17,6 @@ import fcntl
 import grp
 import os
 import re
-import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import msgspec
 from asyncrl import __version__
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.protocol.messages import DECODE_ERRORS
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import explain
 
 LOCK_FILE = "launcher.lock"
@@ -131,8 +131,8 @@ def keep_private(run_dir: Path, group: str = "") -> None:
 class RunLock:
     """Held by the launcher as long as it lives, however it ends."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._run_dir, self._clock = run_dir, clock
         self._fd = -1
 
     def acquire(self, take_over_s: float = 0.0) -> None:
@@ -161,16 +161,16 @@ class RunLock:
             raise LaunchError(f"{explain(self._run_dir / LOCK_FILE, error) or error}") from error
 
     def _lock(self, take_over_s: float) -> bool:
-        deadline = time.monotonic() + take_over_s
+        deadline = self._clock.monotonic() + take_over_s
         challenge = self._run_dir / _CHALLENGE_FILE
         while True:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() >= deadline:
+                if self._clock.monotonic() >= deadline:
                     return False
                 challenge.touch()
-                time.sleep(_CHALLENGE_S)
+                self._clock.sleep(_CHALLENGE_S)
             else:
                 challenge.unlink(missing_ok=True)  # ours, or one that its maker has given up
                 return True
@@ -201,16 +201,16 @@ class RunLock:
         os.close(self._fd)
 
 
-def holder(run_dir: Path) -> int | None:
+def holder(run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> int | None:
     """Pid of the launcher that holds the folder. None if none does."""
-    deadline = time.monotonic() + _PID_LIMIT_S
+    deadline = clock.monotonic() + _PID_LIMIT_S
     while is_running(run_dir):
         pid = (run_dir / LOCK_FILE).read_text().strip()
         if pid:
             return int(pid)
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise LaunchError(f"{run_dir / LOCK_FILE} is locked, and names no process")
-        time.sleep(0.01)
+        clock.sleep(0.01)
     return None
 
 

@@ -1,8 +1,8 @@
 """Generation servers that join and leave a run (`asyncrl-launch scale`), from the launcher's side.
 
-The wish, a number, comes through name resolve. Servers below it that are missing are started; those at it and above leave: the
-gserver manager gives them nothing more, and tells when one has nothing left to do; then it is stopped. The newest wish counts. A
-server that was not told to stop yet stays if it is wanted again; of one that was, the end is waited for before the name is
+The desired number comes through name resolve. Servers below it that are missing are started; those at it and above leave: the
+gserver manager gives them nothing more, and tells when one has nothing left to do; then it is stopped. The newest number counts. A
+server that was not told to stop yet stays if it is desired again; of one that was, the end is waited for before the name is
 started anew. What ends here ends no run: a server that leaves is gone however it ends, one that cannot come up is given up.
 """
 
@@ -17,10 +17,10 @@ import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
 from asyncrl.dataflow.topology import Allocation
-from asyncrl.launch.children import Child, short_end
 from asyncrl.launch.name_service import NameService
 from asyncrl.launch.program import ProcessSpec, can_scale
-from asyncrl.protocol.messages import DECODE_ERRORS, ScaleWish, Wait, WorkerStatus
+from asyncrl.launch.supervisor.children import Child, short_end
+from asyncrl.protocol.messages import DECODE_ERRORS, DesiredServers, Wait, WorkerStatus
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.names.interface import Lease, WatchEvent
 
@@ -45,7 +45,7 @@ class _Coming:
 
 
 class Scaling:
-    """consumes: the wish, who has drained, the children. produces: children that join; asks others to stop.
+    """consumes: the desired number, which servers have drained, the children. produces: children that join; asks others to stop.
 
     waits for: nothing; `turn` is called every turn of the launcher. A drain ends by the manager's word, or after drain_limit_s.
     """
@@ -63,31 +63,31 @@ class Scaling:
         stop_limit_s: float,
         clock: Clock,
     ) -> None:
-        """allocated: how many servers the run has without a wish."""
-        self.wanted = allocated
+        """allocated: how many servers the run has until `scale` sets another number."""
+        self.desired = allocated
         self._spec_of, self._start, self._grant_lease_soon, self._revoke = spec_of, start, grant_lease_soon, revoke
         self._notice, self._clock = notice, clock
         self._drain_limit_s, self._stop_limit_s = drain_limit_s, stop_limit_s
         self._lock = threading.Lock()
-        self._newest: ScaleWish | None = None  # what was observed
-        self._drained: dict[int, str] = {}  # likewise: the wish under which a server has drained
-        self._wish = ""
+        self._newest: DesiredServers | None = None  # what was observed
+        self._drained: dict[int, str] = {}  # likewise: id of the DesiredServers under which a server has drained
+        self._request = ""
         self._coming: dict[str, _Coming] = {}
         self._leaving: dict[str, _Leaving] = {}
-        self._joined: set[str] = set()  # started by a wish, and not there yet
-        self._given_up: set[str] = set()  # under this wish
+        self._joined: set[str] = set()  # started by `scale`, and not there yet
+        self._given_up: set[str] = set()  # under this request
 
     # --------------------------------------------------------------------------------- called by threads of name resolve
 
-    def observe_wish(self, event: WatchEvent) -> None:
+    def observe_desired(self, event: WatchEvent) -> None:
         if event.kind == "put":
             try:
-                wish = msgspec.json.decode(event.value, type=ScaleWish)
+                desired = msgspec.json.decode(event.value, type=DesiredServers)
             except DECODE_ERRORS as error:
-                self._notice(f"a wish for generation servers was ignored: {error}")
+                self._notice(f"a desired number of generation servers was ignored: {error}")
                 return
             with self._lock:
-                self._newest = wish
+                self._newest = desired
 
     def observe_drained(self, event: WatchEvent) -> None:
         index = int(event.key.rpartition("/")[2])
@@ -102,15 +102,15 @@ class Scaling:
         """Whether the run goes on without this child, and without another in its place."""
         return child.name in self._leaving or child.name in self._joined
 
-    def wants(self, name: str) -> bool:
+    def includes(self, name: str) -> bool:
         """Whether a server of this name belongs to the run."""
-        return int(name.rpartition("/")[2]) < self.wanted
+        return int(name.rpartition("/")[2]) < self.desired
 
     def turn(self, children: Sequence[Child], elsewhere: Collection[str]) -> tuple[list[Child], list[Child]]:
-        """Bring the servers nearer to the wish: those that were started now, and those that have ended and are no matter any
-        more. elsewhere: names of servers that others start."""
+        """Bring the servers nearer to the desired number. Returns those that were started now, and those that have ended and do not
+        matter any more. elsewhere: names of servers that others start."""
         now = self._clock.monotonic()
-        self._take_wish()
+        self._take_desired()
         servers = {child.name: child for child in children if child.spec.kind == KIND}
         self._joined -= {child.name for child in servers.values() if child.was_running}
         gone = self._give_up(servers.values())
@@ -137,17 +137,17 @@ class Scaling:
             )
         return msgspec.structs.replace(status, waits=[*status.waits, wait])
 
-    def _take_wish(self) -> None:
+    def _take_desired(self) -> None:
         with self._lock:
-            wish = self._newest
-        if wish is None or wish.wish == self._wish:
+            desired = self._newest
+        if desired is None or desired.id == self._request:
             return
-        self._notice(f"generation servers: {self.wanted} -> {wish.generation}")
-        self.wanted, self._wish = wish.generation, wish.wish
+        self._notice(f"generation servers: {self.desired} -> {desired.count}")
+        self.desired, self._request = desired.count, desired.id
         self._given_up.clear()
 
     def _give_up(self, servers: Collection[Child]) -> list[Child]:
-        """Those that have joined and ended before they could serve. A new wish would try again."""
+        """Those that have joined and ended before they could serve. `scale` would try again."""
         failed = [child for child in servers if self.outlives(child) and child.name not in self._leaving]
         ended = [child for child in failed if child.returncode is not None]
         for child in ended:
@@ -164,7 +164,7 @@ class Scaling:
     def _see_off(self, servers: Sequence[Child], now: float) -> list[Child]:
         """Those that leave, one step further; those that have left."""
         for child in servers:
-            if child.spec.config.worker.index >= self.wanted:
+            if child.spec.config.worker.index >= self.desired:
                 self._leaving.setdefault(child.name, _Leaving(child, now))
             elif child.name in self._leaving and self._leaving[child.name].asked is None:
                 del self._leaving[child.name]
@@ -191,14 +191,14 @@ class Scaling:
         if not child.was_running:
             return True  # nobody knows of it yet
         with self._lock:
-            drained = self._drained.get(child.spec.config.worker.index) == self._wish
+            drained = self._drained.get(child.spec.config.worker.index) == self._request
         if not drained and now - leaving.since > self._drain_limit_s:
             self._notice(f"{child.name} has not drained within {self._drain_limit_s:g} s, and is stopped")
             return True
         return drained
 
     def _bring(self, held: Collection[str], now: float) -> list[Child]:
-        for index in range(self.wanted):
+        for index in range(self.desired):
             name = f"{KIND}/{index}"
             if name not in held and name not in self._coming:
                 self._coming[name] = _Coming(index, now, self._grant_lease_soon())
@@ -207,14 +207,14 @@ class Scaling:
             if not coming.lease.done() or now < coming.due:
                 continue
             if error := coming.lease.exception():
-                if coming.index >= self.wanted:
+                if coming.index >= self.desired:
                     del self._coming[name]
                     continue
                 self._notice(f"{name} cannot be started yet: {error}")
                 coming.due, coming.lease = now + _LEASE_RETRY_S, self._grant_lease_soon()
                 continue
             del self._coming[name]
-            if coming.index >= self.wanted:
+            if coming.index >= self.desired:
                 self._revoke(coming.lease.result())
                 continue
             started.append(self._start(self._spec_of(coming.index), coming.lease.result()))
@@ -246,5 +246,5 @@ def make_scaling(
         drain_limit_s=config.manager.drain_timeout_s + config.manager.lease_s,
         stop_limit_s=2 * config.runtime.stop_timeout_s,  # there is no hurry, and it has that limit for its own closing
     )
-    service.watch_scaling(scaling.observe_wish, scaling.observe_drained)
+    service.watch_scaling(scaling.observe_desired, scaling.observe_drained)
     return scaling

@@ -1,12 +1,12 @@
 """Runs as Slurm jobs: the batch script, and what Slurm says of a job.
 
     login node   asyncrl-launch run CONFIG cluster=slurm    writes <run>/slurm/job.sbatch, submits it, follows its output
-    first node   the batch script: one srun task a node, each an agent; beside them the launcher, with hosts=[the job's nodes]
+    first node   the batch script: one srun task a node, each a host daemon; beside them the launcher, with hosts=[the job's nodes]
 
 Before the time limit the script gets SIGUSR1 (--signal; before a preemption, too, with PreemptParameters=send_user_signal): it
 tells the launcher to stop, which writes a checkpoint, and has the job queued again, which goes on from it. scancel, or a preemption
 without that, leaves no time: Slurm signals all processes at once. A node that fails is the launcher's to replace (--no-kill); if
-it is the launcher's own, the agents that are left have the job queued again.
+it is the launcher's own, the host daemons that are left have the job queued again.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ _SCRIPT = """\
 @TITLE@
 @HEADER@
 
-# On each node of the job one task of srun is the agent, which starts what runs there; the launcher runs here, on the first node.
+# On each node one task of srun is the host daemon, which starts what runs there; the launcher runs here, on the first node.
 # From anywhere that sees the run's folder: asyncrl-launch status|logs|scale|stop RUN
 cd @FOLDER@ || exit 1
 @PRELUDE@
@@ -176,12 +176,12 @@ run+=("hosts=[$nodes]")
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || run+=(recover=auto)
 
 unset CUDA_VISIBLE_DEVICES # of this node; srun gives each node its own
-# Should this node fail, with launcher and script: an agent that finds no launcher (exit code 1) has the job queued again. If this
-# script lives, it ends the job before that.
+# Should this node fail, with launcher and script: a host daemon that finds no launcher (exit code 1) has the job queued
+# again. If this script lives, it ends the job before that.
 export job=${SLURM_HET_JOB_ID:-$SLURM_JOB_ID}
 @SRUN@ \\
-    bash -c '"$@"; code=$?; [ $code != 1 ] || { sleep 30; scontrol requeue "$job"; }; exit $code' agent \\
-    @LAUNCH@ agent "${run[@]}" &
+    bash -c '"$@"; code=$?; [ $code != 1 ] || { sleep 30; scontrol requeue "$job"; }; exit $code' host-daemon \\
+    @LAUNCH@ host "${run[@]}" &
 @LAUNCH@ run "${run[@]}" &
 launcher=$!
 

@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from asyncrl.launch.slurm import (
     submit,
     write_job,
 )
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.disk import writing
 
 _TURN_S = 0.5
@@ -69,21 +69,23 @@ def submit_job(config: ExperimentConfig) -> JobRecord:
     return record
 
 
-def follow(record: JobRecord, write: Callable[[str], object], say: Callable[[str], object]) -> int:
+def follow(
+    record: JobRecord, write: Callable[[str], object], say: Callable[[str], object], clock: Clock = SYSTEM_CLOCK
+) -> int:
     """Show what a job prints until it has ended. Returns its exit code; a job that is queued again goes on.
 
     Waits for: the job, which Slurm bounds; where Slurm does not answer, _UNANSWERED_S. Unblocked by: its end; Ctrl-C.
     """
-    offset, shown, answered, next_question = 0, "", time.monotonic(), 0.0
+    offset, shown, answered, next_question = 0, "", clock.monotonic(), 0.0
     while True:
         ended: JobState | None = None
-        if time.monotonic() >= next_question:
-            next_question = time.monotonic() + _ASK_S
+        if clock.monotonic() >= next_question:
+            next_question = clock.monotonic() + _ASK_S
             try:
                 state = job_state(record.job_id)
-                answered = time.monotonic()
+                answered = clock.monotonic()
             except LaunchError:
-                if time.monotonic() - answered > _UNANSWERED_S:
+                if clock.monotonic() - answered > _UNANSWERED_S:
                     raise
                 continue
             text = state.state + (f" ({state.reason})" if state.reason not in ("", "None") else "")
@@ -94,7 +96,7 @@ def follow(record: JobRecord, write: Callable[[str], object], say: Callable[[str
         offset = _copy(Path(record.output), offset, write)
         if ended is not None:
             return ended.exit_code if ended.exit_code is not None else 1
-        time.sleep(_TURN_S)
+        clock.sleep(_TURN_S)
 
 
 def _copy(path: Path, offset: int, write: Callable[[str], object]) -> int:

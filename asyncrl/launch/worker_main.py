@@ -1,7 +1,7 @@
 """Entry point of every worker process: `python -m asyncrl.launch.worker_main CONFIG.yaml`.
 
-The launcher starts processes so (or has a fork server do what this does: fork_server.py), and so can you: one process of a run
-again, under a debugger, from its resolved config.
+The launcher starts processes so, or has a fork server do what this does (supervisor/fork_server.py). You can start one process of
+a run again in the same way, under a debugger, from its resolved config.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ A server that answers late, or whose groups take much longer than those of its p
 groups while others have room, but for one at a time, by which it is seen to be quick again. Its requests go on.
 A server that leaves the run is DRAINING: it gets no groups and no weights, and ends those it has; what lasts too long is moved.
 
-Members says which servers the run is to have. A wish is a number: servers with that index and above leave. The launcher starts
-and stops processes by the same number; what only the manager knows, that a leaving server has nothing left to do, it tells the
-launcher: each once a wish.
+Members says which servers the run is to have. `asyncrl-launch scale` sets a desired number: servers with that index and above
+leave. The launcher starts and stops processes by the same number; what only the manager knows, that a leaving server has nothing
+left to do, it tells the launcher: each once for each request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import ScaleWish, ServerView, WeightVersion
+from asyncrl.protocol.messages import DesiredServers, ServerView, WeightVersion
 
 
 class ServerState(Enum):
@@ -459,35 +459,35 @@ POLICIES: dict[str, Callable[[Server], float]] = {
 @dataclass
 class Members:
     table: ServerTable
-    wish: ScaleWish | None = None
-    _told: dict[str, str] = field(default_factory=dict)  # server -> the wish under which it was told to have drained
+    desired: DesiredServers | None = None
+    _told: dict[str, str] = field(default_factory=dict)  # server that has drained -> id of the DesiredServers then
 
-    def set_wish(self, wish: ScaleWish | None, now: float) -> None:
+    def set_desired(self, desired: DesiredServers | None, now: float) -> None:
         """The newest one counts."""
-        self.wish = wish
+        self.desired = desired
         for name in self.table.servers:
             self.see(name, now)
 
     def see(self, name: str, now: float) -> None:
         """A server is there: it leaves or stays."""
-        if self._is_wanted(name):
+        if self._is_desired(name):
             self.table.stay(name)
         else:
             self.table.leave(name, now)
 
     def drained(self) -> list[tuple[str, str]]:
-        """Servers that may be stopped and the wish they leave by, but for those that were told."""
-        if self.wish is None:
+        """Servers that may be stopped and the id of the DesiredServers by which they leave, without those that were told."""
+        if self.desired is None:
             return []
-        wish = self.wish.wish
+        request = self.desired.id
         return [
-            (name, wish)
+            (name, request)
             for name, server in self.table.servers.items()
-            if server.leaving and self._told.get(name) != wish and self.table.has_drained(name)
+            if server.leaving and self._told.get(name) != request and self.table.has_drained(name)
         ]
 
-    def told(self, name: str, wish: str) -> None:
-        self._told[name] = wish
+    def told(self, name: str, request: str) -> None:
+        self._told[name] = request
 
-    def _is_wanted(self, name: str) -> bool:
-        return self.wish is None or int(name.rpartition("/")[2]) < self.wish.generation
+    def _is_desired(self, name: str) -> bool:
+        return self.desired is None or int(name.rpartition("/")[2]) < self.desired.count

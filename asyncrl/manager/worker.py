@@ -25,7 +25,7 @@ from asyncrl.manager.load import LoadPoller
 from asyncrl.manager.routing import Members, ServerTable
 from asyncrl.manager.update_plan import UpdatePlan
 from asyncrl.protocol.fence import Fence
-from asyncrl.protocol.messages import DECODE_ERRORS, ScaleWish, Ticket, WeightVersion
+from asyncrl.protocol.messages import DECODE_ERRORS, DesiredServers, Ticket, WeightVersion
 from asyncrl.protocol.names import MASTER_META
 from asyncrl.protocol.tickets import make_key
 from asyncrl.runtime.background import BackgroundTasks
@@ -237,7 +237,7 @@ class Management:
             tasks.spawn(_collect_garbage(), "collect garbage")
         tasks.spawn(self._watch_successor(), "watch for a successor")
         tasks.spawn(self._watch_servers(), "watch generation servers")
-        tasks.spawn(self._watch_wish(), "watch the number of servers")
+        tasks.spawn(self._watch_desired(), "watch the number of servers")
         tasks.spawn(self._tell_drained(), "report drained servers")
         tasks.spawn(self._loads.run(), "ask for loads")
         tasks.spawn(self._watch_versions(), "watch model version")
@@ -278,16 +278,16 @@ class Management:
             else:
                 self.fleet.withdraw(name)
 
-    async def _watch_wish(self) -> None:
+    async def _watch_desired(self) -> None:
         """`asyncrl-launch scale`: how many servers there are to be."""
-        async for event in self._directory.watch(self._names.generation_wish()):
+        async for event in self._directory.watch(self._names.desired_generation_servers()):
             try:
-                wish = msgspec.json.decode(event.value, type=ScaleWish) if event.kind == "put" else None
+                desired = msgspec.json.decode(event.value, type=DesiredServers) if event.kind == "put" else None
             except DECODE_ERRORS as error:
                 self._logger.error("%s ignored: %s", event.key, error)
                 continue
-            self.members.set_wish(wish, self._clock.monotonic())
-            self._logger.info("generation servers wanted: %s", wish.generation if wish else "all")
+            self.members.set_desired(desired, self._clock.monotonic())
+            self._logger.info("generation servers wanted: %s", desired.count if desired else "all")
             self.fleet.members_changed()
 
     async def _tell_drained(self) -> None:
@@ -295,15 +295,15 @@ class Management:
         while True:
             await self._drain_news.wait()
             self._drain_news.clear()
-            for name, wish in self.members.drained():
+            for name, request in self.members.drained():
                 try:
                     await self._directory.publish(
-                        self._names.generation_server_drained(int(name.rpartition("/")[2])), wish
+                        self._names.generation_server_drained(int(name.rpartition("/")[2])), request
                     )
                 except WaitTimeoutError as error:  # the launcher does not wait for ever, either
                     self._logger.warning("%s", error)
                     continue
-                self.members.told(name, wish)
+                self.members.told(name, request)
                 self._logger.info("%s has nothing left to do", name)
 
     async def _watch_versions(self) -> None:

@@ -9,7 +9,7 @@ So a detached group holds the only copy of something at most during a piece of w
 has everything that the worker held, or has it computed again. Nothing there is trained: the same inputs give the same outputs in
 every incarnation. The trainer group waits for the outputs, as it would for a slow reference, and goes on.
 
-The launcher decides how often a group is started again (launch/supervision.py). Here every wait has the limit of a call.
+The launcher decides how often a group is started again (launch/supervisor/policy.py). Here every wait has the limit of a call.
 """
 
 from __future__ import annotations

@@ -437,11 +437,11 @@ class LoadsReply(Struct, frozen=True, kw_only=True):
 # ------------------------------------------------------------------------------------------------ servers that come and go
 
 
-class ScaleWish(Struct, frozen=True, kw_only=True):
-    """How many generation servers a run is to have, as `asyncrl-launch scale` puts it into name resolve."""
+class DesiredServers(Struct, frozen=True, kw_only=True):
+    """The desired number of generation servers, as `asyncrl-launch scale` puts it into name resolve."""
 
-    generation: Annotated[int, msgspec.Meta(ge=1)]
-    wish: str  # its identity: what was found out under an older wish does not count under this one
+    count: Annotated[int, msgspec.Meta(ge=1)]
+    id: str  # of this request: servers that have drained under an older one do not count under it
 
 
 # ---------------------------------------------------------------------------- weights over the network (manager -> trainer)
@@ -744,21 +744,21 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     host: str = ""  # where it runs, on a run of more than one host; filled in by the launcher
 
 
-# -------------------------------------------------------------------- launcher <-> agents of its hosts, through name resolve
+# -------------------------------------------------------------------- launcher <-> host daemons, through name resolve
 
 
 class LauncherRecord(Struct, frozen=True, kw_only=True):
-    """Who leads the run. What an agent finds of an earlier incarnation it refuses."""
+    """The launcher that leads the run. A host daemon refuses what an earlier incarnation of it has left."""
 
     incarnation: str
     host: str
     run_dir: str
     attempt: int
-    start: str = ""  # of a batch job, which may be queued again: each start has agents and a launcher of its own
-    ends: bool = False  # the run is over: agents end
+    start: str = ""  # of a batch job, which may be queued again: each start has host daemons and a launcher of its own
+    ends: bool = False  # the run is over: host daemons end
 
 
-class AgentRecord(Struct, frozen=True, kw_only=True):
+class HostRecord(Struct, frozen=True, kw_only=True):
     """A host that is ready to run processes."""
 
     host: str  # as the config names it
@@ -770,23 +770,23 @@ class AgentRecord(Struct, frozen=True, kw_only=True):
     pid: int
 
 
-class WantedProcess(Struct, frozen=True, kw_only=True):
-    """A process that the launcher wants on a host."""
+class DesiredProcess(Struct, frozen=True, kw_only=True):
+    """The desired state of a process on a host."""
 
     launcher: str  # its incarnation
-    agent: str  # incarnation of the agent that is meant: one that comes after it starts nothing of old
+    host_daemon: str  # incarnation of the one that is meant: a later one starts nothing that was meant for it
     attempt: int
     name: str
     incarnation: Annotated[int, msgspec.Meta(ge=1)]  # counts starts, of all processes: a higher one replaces a lower
-    wish: Literal["run", "stop", "kill"] = "run"  # stop: it is asked to end
+    state: Literal["run", "stop", "kill"] = "run"  # stop: it is asked to end
     config: str  # its resolved config, YAML
     env: dict[str, str] = {}
     lease: int
     computes: bool
 
 
-class ChildReport(Struct, frozen=True, kw_only=True):
-    """A process on a host, as its agent sees it."""
+class ObservedProcess(Struct, frozen=True, kw_only=True):
+    """The observed state of a process on a host, as its host daemon sees it."""
 
     name: str
     incarnation: int
@@ -801,9 +801,9 @@ class ChildReport(Struct, frozen=True, kw_only=True):
 
 
 class HostReport(Struct, frozen=True, kw_only=True):
-    """What runs on a host, a few times a second. Ends are in it until the launcher wants the process no more."""
+    """The observed state of a host, a few times a second. An end is in it until the process has no desired state any more."""
 
-    agent: str  # its incarnation
-    launcher: str  # whom it obeys
-    children: list[ChildReport] = []
+    host_daemon: str  # its incarnation
+    launcher: str  # the one that it obeys
+    processes: list[ObservedProcess] = []
     notices: list[tuple[int, str]] = []  # what a person should know: the newest, numbered

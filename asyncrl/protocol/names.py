@@ -92,19 +92,19 @@ class Names:
         """URL of a generation server, published after its socket is bound."""
         return f"{self.generation_servers()}/{index}"
 
-    def generation_wish(self) -> str:
-        """How many generation servers somebody wants (a ScaleWish, JSON); missing: as many as the allocation says.
+    def desired_generation_servers(self) -> str:
+        """The desired number of generation servers (a DesiredServers, JSON); missing: as many as the allocation says.
 
         Written by `asyncrl-launch scale`; read by the launcher, which starts and stops them, and by the gserver manager.
         """
-        return f"{self.root}/generation_wish"
+        return f"{self.root}/desired_generation_servers"
 
     def generation_drained(self) -> str:
         """Subtree: one entry a generation server that leaves and has nothing left to do, by the gserver manager."""
         return f"{self.root}/generation_drained"
 
     def generation_server_drained(self, index: int) -> str:
-        """The `wish` under which a server has drained."""
+        """The `id` of the DesiredServers under which a server has drained."""
         return f"{self.generation_drained()}/{index}"
 
     def gserver_manager(self) -> str:
@@ -136,34 +136,34 @@ class Names:
         return f"{self.statuses()}/{worker}"
 
     def launcher(self) -> str:
-        """Who leads the run (a LauncherRecord), under the launcher's lease. Read by the agents of its hosts."""
+        """The launcher that leads the run (a LauncherRecord), under its lease. Read by the host daemons."""
         return f"{self.root}/launcher"
 
     def secrets(self) -> str:
         """The run's secrets (runtime/security.py), for hosts without its folder: only in an etcd that not everybody reads."""
         return f"{self.root}/secrets"
 
-    def stop_wish(self) -> str:
-        """Somebody wants the run to stop: any value. Read by the launcher."""
-        return f"{self.root}/stop_wish"
+    def stop_request(self) -> str:
+        """The host on which `asyncrl-launch stop` asked the run to stop. Read by the launcher."""
+        return f"{self.root}/stop_request"
 
-    def wanted(self, host: str) -> str:
-        """Subtree: one WantedProcess (JSON) for each process that the launcher wants on a host. Read by its agent."""
-        return f"{self.root}/wanted/{_check(host, 'host')}"
+    def desired_on(self, host: str) -> str:
+        """Subtree: one DesiredProcess (JSON) for each process that the launcher wants on a host. Read by its host daemon."""
+        return f"{self.root}/desired/{_check(host, 'host')}"
 
-    def wanted_process(self, host: str, worker: str) -> str:
-        return f"{self.wanted(host)}/{worker}"
+    def desired_process(self, host: str, worker: str) -> str:
+        return f"{self.desired_on(host)}/{worker}"
 
-    def agents(self) -> str:
-        """Subtree: one AgentRecord (JSON) a host, under its agent's lease. Beside the run's keys: agents may come first."""
-        return f"{self._hosts}/agents"
+    def host_daemons(self) -> str:
+        """Subtree: one HostRecord (JSON) a host, under its daemon's lease. Beside the run's keys: host daemons may come first."""
+        return f"{self._hosts}/daemons"
 
-    def agent(self, host: str) -> str:
-        return f"{self.agents()}/{_check(host, 'host')}"
+    def host_daemon(self, host: str) -> str:
+        return f"{self.host_daemons()}/{_check(host, 'host')}"
 
-    def children(self) -> str:
-        """Subtree: one HostReport (JSON) a host, under its agent's lease: what runs there."""
-        return f"{self._hosts}/children"
+    def observed(self) -> str:
+        """Subtree: one HostReport (JSON) a host, under its daemon's lease: what runs there."""
+        return f"{self._hosts}/observed"
 
-    def children_of(self, host: str) -> str:
-        return f"{self.children()}/{_check(host, 'host')}"
+    def observed_on(self, host: str) -> str:
+        return f"{self.observed()}/{_check(host, 'host')}"

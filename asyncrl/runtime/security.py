@@ -180,7 +180,7 @@ def read_secrets(run_dir: Path) -> Secrets:
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path} is not there, and network.authenticate is on: the launcher makes it, where the run's folder is shared; "
-            "else the host's agent brings it"
+            "else the host daemon brings it"
         ) from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error

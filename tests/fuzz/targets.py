@@ -31,7 +31,7 @@ from asyncrl.protocol.messages import (
     DECODE_ERRORS,
     AllocateRequest,
     CallResult,
-    ChildReport,
+    DesiredProcess,
     EvaluateRequest,
     ExecuteMFC,
     FinishRequest,
@@ -41,11 +41,11 @@ from asyncrl.protocol.messages import (
     HostReport,
     Locator,
     MasterReport,
+    ObservedProcess,
     SamplingParams,
     ScheduleRequest,
     StoreVerdict,
     TrajectoryMeta,
-    WantedProcess,
     WorkerStatus,
 )
 from asyncrl.protocol.names import MASTER_META, Names
@@ -468,24 +468,24 @@ def _chat() -> Target:
 
 def _name_resolve() -> Iterator[Target]:
     """What is read out of name resolve."""
-    wanted = WantedProcess(
+    wanted = DesiredProcess(
         name="rollout_worker/0",
         attempt=1,
         incarnation=1,
         launcher="l",
-        agent="a",
-        wish="run",
+        host_daemon="a",
+        state="run",
         config="worker: {}",
         env={},
         computes=False,
         lease=1,
     )
     status = WorkerStatus(worker="w/0", pid=1, attempt=1, state="running", time=1.0, progress=1)
-    child = ChildReport(name="w/0", incarnation=1, pid=1, status=status)
+    child = ObservedProcess(name="w/0", incarnation=1, pid=1, status=status)
     for value in (
         Endpoint("tcp://127.0.0.1:1", "i", 100),
         wanted,
-        HostReport(agent="a", launcher="l", children=[child], notices=[(1, "n")]),
+        HostReport(host_daemon="a", launcher="l", processes=[child], notices=[(1, "n")]),
     ):
         yield Target(
             type(value).__name__, [msgspec.json.encode(value)], msgspec.json.Decoder(type(value)).decode, DECODE_ERRORS

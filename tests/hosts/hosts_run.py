@@ -1,4 +1,4 @@
-"""A run across hosts: a launcher on the first, and an agent on each of the others."""
+"""A run across hosts: a launcher on the first, and a host daemon on each of the others."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def status_of(run, host):
 
 
 class HostsRun:
-    """Started as it is made. command: the words by which a user calls `asyncrl-launch run` or `agent`, whichever it is given."""
+    """Started as it is made. command: the words by which a user calls `asyncrl-launch run` or `host`, whichever it is given."""
 
     def __init__(self, hosts: Hosts, run_dir: Path, command: Callable[[str], list[str]]) -> None:
         self.hosts, self.run_dir, self._command = hosts, run_dir, command
         self.launcher = self._start(hosts[0], "run")
-        self.agents = {host.name: self._start(host, "agent") for host in hosts[1:]}
+        self.daemons = {host.name: self._start(host, "host") for host in hosts[1:]}
 
     @classmethod
     def of(cls, hosts: Hosts, config: Path, *overrides: str) -> HostsRun:
@@ -44,23 +44,23 @@ class HostsRun:
     @classmethod
     def of_the_readme(cls, hosts: Hosts, folder: Path) -> HostsRun:
         """By its lines, in this folder, on the hosts that they are for."""
-        on = {command: re.findall(r"node\d", line_of(command).partition("#")[2]) for command in ("run", "agent")}
-        assert [on["run"], on["agent"]] == [hosts.names[:1], hosts.names[1:]]
+        on = {command: re.findall(r"node\d", line_of(command).partition("#")[2]) for command in ("run", "host")}
+        assert [on["run"], on["host"]] == [hosts.names[:1], hosts.names[1:]]
         return cls(hosts, folder / "runs" / "mine" / "t0", lambda command: readme.as_written(line_of(command), folder))
 
     def _start(self, host: NetworkHost, command: str) -> RunHandle:
         return RunHandle(host.command(self._command(command)), self.run_dir)
 
-    def start_agent(self, host: NetworkHost) -> None:
+    def start_daemon(self, host: NetworkHost) -> None:
         """Again, on a host that was killed."""
-        self.agents[host.name].popen.wait(10)
-        self.agents[host.name] = self._start(host, "agent")
+        self.daemons[host.name].popen.wait(10)
+        self.daemons[host.name] = self._start(host, "host")
 
     def outputs(self) -> str:
-        return "\n".join(f"-- {name}\n{agent.output()}" for name, agent in self.agents.items())
+        return "\n".join(f"-- {name}\n{daemon.output()}" for name, daemon in self.daemons.items())
 
     def close(self) -> None:
-        for handle in (self.launcher, *self.agents.values()):
+        for handle in (self.launcher, *self.daemons.values()):
             handle.close()
 
 

@@ -40,7 +40,7 @@ def test_no_sample_is_lost_when_a_cable_is_pulled_for_a_while(run_on_hosts, tmp_
     assert told["problems"] == []
     assert "is lost" not in run.launcher.output()
     assert train_steps(run.run_dir)[-1]["step"] == 60
-    assert [agent.wait(30) for agent in run.agents.values()] == [0, 0]
+    assert [daemon.wait(30) for daemon in run.daemons.values()] == [0, 0]
     assert_nothing_left(run.run_dir)
 
 
@@ -93,6 +93,6 @@ def test_the_readmes_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_p
     told = run.hosts[2].run(readme.as_written(line_of("stop"), tmp_path), limit_s=120)
     assert told.returncode == 0, told.stdout + told.stderr
     assert run.launcher.wait(60) == 128 + signal.SIGTERM
-    assert run.agents[run.hosts[2].name].wait(30) == 0
+    assert run.daemons[run.hosts[2].name].wait(30) == 0
     assert_nothing_left(run.run_dir)
     assert list_checkpoints(run.run_dir)[-1][1] == train_steps(run.run_dir)[-1]["step"]

@@ -84,5 +84,5 @@ def test_the_scanner_finds_what_answers_where_authentication_is_off(run_and_stra
     assert "network.authenticate=off: a client that reaches" in run.launcher.output()
 
     run.launcher.signal(signal.SIGKILL, group=True)
-    assert run.agents[run.hosts[1].name].wait(60) == 1
+    assert run.daemons[run.hosts[1].name].wait(60) == 1
     assert_nothing_left(run.run_dir, 60)  # on the launcher's host its reaper sees to that, in its own time

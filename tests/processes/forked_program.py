@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from asyncrl.launch import fork_server
+from asyncrl.launch.supervisor import fork_server
 
 
 def run(config: Path) -> int:

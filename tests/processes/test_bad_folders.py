@@ -47,9 +47,8 @@ def name_service(run_dir: Path, *endpoints: str) -> Iterator[NameService]:
     name_resolve = NameResolveConfig(endpoints=list(endpoints), timeout_s=0.5 if endpoints else LIMIT_S)
     config = ExperimentConfig(experiment="e", trial="t", name_resolve=name_resolve, network=UNCHECKED)
     run_dir.mkdir(parents=True, exist_ok=True)
-    service = NameService(config, run_dir, run_dir / "etcd.log", lambda text: None)
+    service = NameService.open(config, run_dir, run_dir / "etcd.log", lambda text: None)
     try:
-        service.open()
         yield service
     finally:
         service.close()

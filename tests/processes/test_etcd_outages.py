@@ -474,12 +474,13 @@ def private_service(run_dir: Path, **runtime: Any) -> Iterator[tuple[NameService
         name_resolve=patient(NameResolveConfig()),
         network=NetworkConfig(socket_dir=unix_sockets.make_folder(run_dir)),
     )
-    service = NameService(config, run_dir, run_dir / "etcd.log", notices.append)
     try:
-        service.open()
-        yield service, notices
+        service = NameService.open(config, run_dir, run_dir / "etcd.log", notices.append)
+        try:
+            yield service, notices
+        finally:
+            service.close()
     finally:
-        service.close()
         unix_sockets.remove_folder(run_dir)
 
 
@@ -581,8 +582,7 @@ def test_leases_of_the_dead_are_revoked_after_an_outage(tmp_path: Path, monkeypa
 
         revoke_it = Lease.revoke
         monkeypatch.setattr(Lease, "revoke", revoke)
-        service = NameService(config, tmp_path, tmp_path / "etcd.log", print)
-        service.open()
+        service = NameService.open(config, tmp_path, tmp_path / "etcd.log", print)
         try:
             leases = [service.grant_lease() for _ in range(3)]
             server.kill()

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.launch.children import Forked
-from asyncrl.launch.fork_server import PRELOADS, ForkServer, ForkServerEnded, adopt_orphans, is_supported
+from asyncrl.launch.supervisor.children import Forked
+from asyncrl.launch.supervisor.fork_server import PRELOADS, ForkServer, ForkServerEnded, adopt_orphans, is_supported
 from asyncrl.testing.runs import assert_nothing_left, launch, make_tiny_run, processes_of, train_steps
 
 LIMIT_S = 100.0  # of a wait, on a busy machine
@@ -194,7 +194,7 @@ def fork_servers(run, *kinds):
     return [
         process
         for process in processes_of(run.run_dir)
-        if (shown := cmdline(process)) and "asyncrl.launch.fork_server" in shown and {*kinds} <= {*shown}
+        if (shown := cmdline(process)) and "asyncrl.launch.supervisor.fork_server" in shown and {*kinds} <= {*shown}
     ]
 
 

@@ -13,7 +13,7 @@ GONE_LIMIT_S = 60.0
 PARENT = """
 import subprocess, sys
 from pathlib import Path
-from asyncrl.launch.children import how_it_ended
+from asyncrl.launch.supervisor.children import how_it_ended
 log = Path(sys.argv[1])
 with log.open("w") as file:
     child = subprocess.Popen([sys.executable, "-c", "print('takes it all', flush=True); b'x' * (1 << 30)"], stdout=file)

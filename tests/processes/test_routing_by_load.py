@@ -18,7 +18,7 @@ from test_manager_http import Setup, running
 
 from asyncrl.config.schema import GenerationConfig, GenerationServerConfig, SamplingConfig
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.protocol.messages import HeartbeatReply, LoadsReply, ScaleWish, ScheduleReply, Ticket, WeightVersion
+from asyncrl.protocol.messages import DesiredServers, HeartbeatReply, LoadsReply, ScheduleReply, Ticket, WeightVersion
 from asyncrl.rewards.trajectory import Response
 from asyncrl.rollout.client import PartialRolloutManager, Route
 from asyncrl.runtime.board import StatusBoard
@@ -203,8 +203,8 @@ async def test_a_server_that_leaves_hands_its_groups_over_and_loses_no_token(tmp
                 await asyncio.sleep(0.01)
 
         await asyncio.wait_for(has_begun(), 30)
-        wish = msgspec.json.encode(ScaleWish(generation=1, wish="one")).decode()
-        setup.resolver.add(setup.names.generation_wish(), wish, replace=True)
+        desired = msgspec.json.encode(DesiredServers(count=1, id="one")).decode()
+        setup.resolver.add(setup.names.desired_generation_servers(), desired, replace=True)
         await setup.poll(lambda: table.servers[SERVERS[1]].state.value == "draining")
         drained = await asyncio.to_thread(setup.resolver.wait, setup.names.generation_server_drained(1), 30.0)
         assert drained == "one"
@@ -219,5 +219,5 @@ async def test_a_server_that_leaves_hands_its_groups_over_and_loses_no_token(tmp
         assert leaving.server != routes[0].server
         assert {ticket.server for ticket in (await setup.allocate(2)).tickets} == {SERVERS[0]}
 
-        setup.resolver.add(setup.names.generation_wish(), wish.replace("1", "2"), replace=True)
+        setup.resolver.add(setup.names.desired_generation_servers(), desired.replace("1", "2"), replace=True)
         await asyncio.wait_for(both_serve(setup), 30)  # it is wanted again, and loads

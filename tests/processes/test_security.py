@@ -19,14 +19,14 @@ import zmq.asyncio
 from aiohttp import web
 
 from asyncrl.config.schema import ConfigError, NameResolveConfig, NetworkConfig, RuntimeConfig
-from asyncrl.launch.agent import _Correspondent
-from asyncrl.launch.agent_rules import Tether
 from asyncrl.launch.experiment import load_experiment
+from asyncrl.launch.hosts.daemon import _LauncherLink
+from asyncrl.launch.hosts.rules import Tether
 from asyncrl.launch.name_service import NameService
 from asyncrl.manager.http import ManagerService
 from asyncrl.manager.ledger import Ledger
 from asyncrl.manager.routing import ServerTable
-from asyncrl.protocol.messages import AgentRecord, StoreVerdict
+from asyncrl.protocol.messages import HostRecord, StoreVerdict
 from asyncrl.protocol.names import Names
 from asyncrl.runtime import doorkeeper, http_server, security
 from asyncrl.runtime.certificates import make_certificate
@@ -397,13 +397,15 @@ def test_secrets_travel_through_name_resolve_only_where_not_everybody_reads_it(t
     secrets, there = Secrets.make(), tmp_path / "there"
     config = load(tmp_path)
     with MemoryNameResolver(uuid.uuid4().hex) as resolver:
-        service = NameService(config, tmp_path, tmp_path / "log", print)
-        service._resolver, service.name_resolve = resolver, NameResolveConfig(endpoints=["h:1"], **access)
+        service = NameService(config, NameResolveConfig(endpoints=["h:1"], **access), resolver, print)
         service.hand_out(secrets)
-        record = AgentRecord(host="b", incarnation="i", address="10.0.0.2", gpus=[], cores=1, memory_bytes=1, pid=1)
+        record = HostRecord(host="b", incarnation="i", address="10.0.0.2", gpus=[], cores=1, memory_bytes=1, pid=1)
         tether = Tether(0.0, cut_off_limit_s=1.0, wait_s=1.0)
-        agent = _Correspondent(resolver, Names(config.experiment, config.trial), record, config, tether, there)
-        agent._take_secrets()
+        link = _LauncherLink(resolver, Names(config.experiment, config.trial), record, config, tether, there)
+        try:
+            link._take_secrets()
+        finally:
+            link.close()
     if handed_out:
         assert security.read_secrets(there) == secrets
     else:

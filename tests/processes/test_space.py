@@ -64,13 +64,12 @@ def test_a_disk_that_fills_up_under_etcd(mount: Callable[[str], Path]) -> None:
     """Its data go, which makes room, and everybody puts again what he has put. Where even that is not enough, the run ends."""
     disk = mount("size=200m")
     notices: list[str] = []
-    service = NameService(
+    service = NameService.open(
         ExperimentConfig(experiment="e", trial="t", network=NetworkConfig(authenticate="off")),
         disk,
         disk / "etcd.log",
         notices.append,
     )
-    service.open()
     try:
         lease = service.grant_lease()
         name = Names("e", "t").gserver_manager()

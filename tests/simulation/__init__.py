@@ -12,5 +12,6 @@
 `python -m tests.simulation`.
 
 Real are MasterWorker, GserverManager with all its parts, RolloutWorker, heads (TrajectoryReceiver, DataStore),
-GenerationServer with its HTTP handlers, both streams with their channel protocol, launch/program.py's plan, launch/supervision.py.
+GenerationServer with its HTTP handlers, both streams with their channel protocol, launch/program.py's plan,
+launch/supervisor/policy.py.
 """

@@ -1,4 +1,4 @@
-"""The launcher's twin: it sees ends and frozen processes, and starts again who is to be, as launch/supervision.py decides.
+"""The launcher's twin: it sees ends and frozen processes, and starts again who is to be, as launch/supervisor/policy.py decides.
 
 Doing is instant but for pauses that the seed draws: until an end is seen, for a start, for the newest checkpoint to be read.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncrl.config.schema import RuntimeConfig
-from asyncrl.launch.supervision import EVERYTHING, TRAINER_KINDS, End, EndRun, FreezeWatch, Supervision
+from asyncrl.launch.supervisor.policy import EVERYTHING, TRAINER_KINDS, End, EndRun, FreezeWatch, Supervision
 from tests.simulation.world import Event, Process
 
 if TYPE_CHECKING:

@@ -283,8 +283,8 @@ def live_through_a_job(cluster: SlurmCluster, job: Job, capsys: pytest.CaptureFi
 @LONG
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_launchers_own_node_is_given_up(cluster: SlurmCluster, tiny: Path, tmp_path: Path, whole: bool) -> None:
-    """The job goes on, on nodes that are left. whole: all of the node is gone, and agents have it queued again. Else only Slurm's
-    daemon: the run's launcher goes on, out of Slurm's sight, and gives way where another is started in its place."""
+    """The job goes on, on nodes that are left. whole: all of the node is gone, and host daemons have it queued again.
+    Else only Slurm's daemon: the run's launcher goes on, out of Slurm's sight, and gives way to another in its place."""
     nodes = ["slurm.nodes=2", "slurm.partition=all"]
     job = submit(
         cluster,

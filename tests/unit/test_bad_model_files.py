@@ -7,9 +7,9 @@ import pytest
 
 from asyncrl.config.schema import ConfigError
 from asyncrl.data.prompts import load_tokenizer
-from asyncrl.launch import model_files
+from asyncrl.launch.checks import model_files
+from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.preflight import preflight
 from asyncrl.testing.tiny import make_char_tokenizer
 
 TENSORS = {"a.weight": [2, 3], "b.weight": [4]}

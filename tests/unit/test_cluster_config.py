@@ -17,7 +17,7 @@ from asyncrl.config.schema import (
     WeightsConfig,
 )
 from asyncrl.launch.experiment import validate
-from asyncrl.launch.hosts import address_of, own_host, refuses
+from asyncrl.launch.hosts.addresses import address_of, own_host, refuses
 
 CONFIG = ExperimentConfig(
     model_path="/m",

@@ -20,8 +20,8 @@ from asyncrl.config.schema import (
     has_unix_sockets,
     resolve_auto,
 )
+from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import load_process_config, plan, save_config, total_steps
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.testing.tiny import make_char_tokenizer

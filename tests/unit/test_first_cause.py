@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
-from asyncrl.launch.children import Child, first_cause
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan
+from asyncrl.launch.supervisor.children import Child, first_cause
 from asyncrl.protocol.messages import WorkerStatus
 
 CONFIG = """

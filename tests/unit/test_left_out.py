@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig
-from asyncrl.launch.external_process import ExternalProcess
 from asyncrl.launch.program import plan
 from asyncrl.launch.rundir import LaunchError
+from asyncrl.launch.supervisor.external_process import ExternalProcess
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.runtime.names.interface import WatchEvent
 

@@ -17,9 +17,9 @@ from asyncrl.cli import main as cli
 from asyncrl.config.schema import ConfigError, ExperimentConfig, PromptSourceConfig
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.generation.sglang_environment import TESTED_VERSION, SGLangEnvironment
-from asyncrl.launch import preflight as preflight_module
+from asyncrl.launch.checks import preflight as preflight_module
+from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import load_process_config, plan
 from asyncrl.protocol.messages import Locator
 

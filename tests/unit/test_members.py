@@ -1,4 +1,4 @@
-"""Which generation servers a run is to have: a wish applied to those that are there."""
+"""Which generation servers a run is to have: the desired number applied to those that are there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.manager.load import interval_s
 from asyncrl.manager.routing import Members, ServerTable
-from asyncrl.protocol.messages import ScaleWish
+from asyncrl.protocol.messages import DesiredServers
 
 NAMES = [f"generation_server/{index}" for index in range(3)]
 
@@ -26,45 +26,43 @@ def states(members: Members) -> str:
     return "".join(members.table.servers[name].state.value[:2] for name in NAMES)
 
 
-def test_the_last_ones_leave_and_the_newest_wish_counts(members: Members) -> None:
+def test_the_last_ones_leave_and_the_newest_number_counts(members: Members) -> None:
     assert states(members) == "ststst"
-    members.set_wish(ScaleWish(generation=1, wish="a"), 1.0)
+    members.set_desired(DesiredServers(count=1, id="a"), 1.0)
     assert states(members) == "stdrdr"
-    members.set_wish(ScaleWish(generation=2, wish="b"), 1.0)
+    members.set_desired(DesiredServers(count=2, id="b"), 1.0)
     assert states(members) == "ststdr"
-    members.set_wish(None, 1.0)
+    members.set_desired(None, 1.0)
     assert states(members) == "ststst"
 
 
 def test_a_server_that_comes_when_it_is_not_wanted_any_more_leaves(members: Members) -> None:
-    members.set_wish(ScaleWish(generation=3, wish="a"), 1.0)
+    members.set_desired(DesiredServers(count=3, id="a"), 1.0)
     members.table.announce("generation_server/10", "http://late", 2.0)
     members.see("generation_server/10", 2.0)
     assert members.table.servers["generation_server/10"].state.value == "draining"
 
 
-def test_each_that_has_drained_is_told_once_a_wish(members: Members) -> None:
+def test_each_that_has_drained_is_told_once_a_request(members: Members) -> None:
     assert members.drained() == []
-    members.set_wish(ScaleWish(generation=1, wish="a"), 1.0)
+    members.set_desired(DesiredServers(count=1, id="a"), 1.0)
     assert members.drained() == []
     members.table.load_told(NAMES[2], 0, 0, 0.0)
     assert members.drained() == [(NAMES[2], "a")]
     members.told(NAMES[2], "a")
     assert members.drained() == []
-    members.set_wish(ScaleWish(generation=2, wish="b"), 2.0)
+    members.set_desired(DesiredServers(count=2, id="b"), 2.0)
     assert members.drained() == [(NAMES[2], "b")]
     members.table.withdraw(NAMES[2])
     assert members.drained() == [(NAMES[2], "b")]  # gone is drained, too
-    members.set_wish(ScaleWish(generation=3, wish="c"), 3.0)
+    members.set_desired(DesiredServers(count=3, id="c"), 3.0)
     assert members.drained() == []
 
 
-@pytest.mark.parametrize(
-    "text", ['{"generation":0,"wish":"a"}', '{"generation":"3","wish":"a"}', "3", '{"generation":1}']
-)
-def test_what_is_no_wish_is_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ['{"count":0,"id":"a"}', '{"count":"3","id":"a"}', "3", '{"count":1}'])
+def test_what_is_no_desired_number_is_refused(text: str) -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(text, type=ScaleWish)
+        msgspec.json.decode(text, type=DesiredServers)
 
 
 @pytest.mark.parametrize(

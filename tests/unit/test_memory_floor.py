@@ -16,7 +16,7 @@ from asyncrl.config.schema import (
     TrainConfig,
     resolve_auto,
 )
-from asyncrl.launch.memory_floor import ModelSize, sizes_of, too_little_memory
+from asyncrl.launch.checks.memory_floor import ModelSize, sizes_of, too_little_memory
 from asyncrl.launch.program import plan
 
 SIZES = {"/model": ModelSize(1000, 10), "/ref": ModelSize(500, 10), "/judge": ModelSize(100, 10)}

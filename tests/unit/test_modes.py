@@ -3,10 +3,10 @@
 import pytest
 
 from asyncrl.config.schema import ConfigError
+from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.external_process import debug_command
-from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan, total_steps
+from asyncrl.launch.supervisor.external_process import debug_command
 from asyncrl.testing.runs import make_tiny_run
 
 

@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from asyncrl.launch import children
-from asyncrl.launch.oom import OomCounters
+from asyncrl.launch.supervisor import children
+from asyncrl.launch.supervisor.oom import OomCounters
 
 
 def write(root, files):

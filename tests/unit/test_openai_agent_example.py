@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.launch.checks.task_arguments import check_task_arguments
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.task_arguments import check_task_arguments
 from asyncrl.rewards.loading import load_object
 
 FOLDER = Path(__file__).parents[2] / "examples" / "openai_agent"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config.schema import ExperimentConfig, PromptSourceConfig, RolloutConfig, TaskConfig
-from asyncrl.launch.placement import Host, Placement, PlacementError, placed
+from asyncrl.launch.hosts.placement import Host, Placement, PlacementError, placed
 from asyncrl.launch.program import plan
 
 GPUS = tuple(str(number) for number in range(8))

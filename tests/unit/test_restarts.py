@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.rundir import LaunchError
+from asyncrl.launch.supervisor.restarts import Restarts
 from tests.support.clock import ManualClock
 
 NAME = "rollout_worker/1"

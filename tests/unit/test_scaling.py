@@ -12,11 +12,11 @@ import pytest
 from asyncrl.cli.commands.scale import crowding
 from asyncrl.config.schema import ConfigError, ExperimentConfig
 from asyncrl.dataflow.topology import Allocation
-from asyncrl.launch.children import Child
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import ProcessSpec, can_scale, plan, server_spec
 from asyncrl.launch.scaling import Scaling
-from asyncrl.protocol.messages import ScaleWish, WorkerStatus
+from asyncrl.launch.supervisor.children import Child
+from asyncrl.protocol.messages import DesiredServers, WorkerStatus
 from asyncrl.runtime.names.interface import Lease, NameResolveTimeout, WatchEvent
 from tests.support.clock import ManualClock
 
@@ -78,7 +78,7 @@ class World:
             stop_limit_s=10.0,
             clock=self.clock,
         )
-        self.num_wishes = 0
+        self.num_requests = 0
 
     def spec(self, index: int) -> ProcessSpec:
         return server_spec(index, self.config, attempt=1, num_prompts=100)
@@ -98,14 +98,14 @@ class World:
         status = WorkerStatus(worker=child.name, pid=99, attempt=1, state="running", time=0.0, progress=1)
         child.status, child.was_running = status, True
 
-    def wish(self, count: int) -> str:
-        self.num_wishes += 1
-        wish = ScaleWish(generation=count, wish=f"wish{self.num_wishes}")
-        self.scaling.observe_wish(WatchEvent("put", "k", msgspec.json.encode(wish).decode()))
-        return wish.wish
+    def scale(self, count: int) -> str:
+        self.num_requests += 1
+        desired = DesiredServers(count=count, id=f"request{self.num_requests}")
+        self.scaling.observe_desired(WatchEvent("put", "k", msgspec.json.encode(desired).decode()))
+        return desired.id
 
-    def drained(self, index: int, wish: str) -> None:
-        self.scaling.observe_drained(WatchEvent("put", f"x/{index}", wish))
+    def drained(self, index: int, request: str) -> None:
+        self.scaling.observe_drained(WatchEvent("put", f"x/{index}", request))
 
     def turn(self, *elsewhere: str, after_s: float = 0.1) -> list[str]:
         """What happened: +name joined, -name is gone."""
@@ -125,27 +125,27 @@ def world(tmp_path: Path) -> World:
 
 def test_servers_join_and_the_last_ones_leave_when_they_have_drained(world: World) -> None:
     assert world.turn() == []
-    world.wish(3)
+    world.scale(3)
     assert world.turn() == ["+1", "+2"]
     assert world.told == ["generation servers: 1 -> 3"]
     assert world[2].spec.config.worker.index == 2
     world.run(world[1])
     world.run(world[2])
     assert world.turn() == []
-    wish = world.wish(1)
+    request = world.scale(1)
     assert world.turn() == []
     assert world[1].told == world[2].told == []
     waits = world.scaling.shown(world[1], world[1].status).waits  # type: ignore[arg-type]
     assert waits[-1].what == "its last groups (it leaves the run)"
     assert world.scaling.shown(world[0], world[0].status).waits == []  # type: ignore[arg-type]
-    world.drained(2, wish)
+    world.drained(2, request)
     world.turn()
     world.turn()
     assert (world[1].told, world[2].told) == ([], ["stop"])
     world[2].returncode = 0
     assert world.scaling.outlives(world[2])
     assert world.turn() == ["-2"]
-    world.drained(1, wish)
+    world.drained(1, request)
     world.turn()
     assert world[1].told == ["stop"]
     world[1].returncode = -signal.SIGKILL  # gone is gone
@@ -154,26 +154,26 @@ def test_servers_join_and_the_last_ones_leave_when_they_have_drained(world: Worl
     assert world.turn() == []
     assert "generation_server/2 has left the run" in world.told
     assert world.told[-1].startswith("generation_server/1 has left the run: it was killed by signal SIGKILL")
-    world.wish(2)
+    world.scale(2)
     assert world.turn() == ["+1"]  # the name is free again
 
 
-def test_the_newest_wish_counts_also_in_the_middle(world: World) -> None:
-    first = world.wish(2)
+def test_the_newest_number_counts_also_in_the_middle(world: World) -> None:
+    first = world.scale(2)
     world.turn()
     world.run(world[1])
-    world.wish(1)
+    world.scale(1)
     world.turn()
-    world.wish(2)
-    world.drained(1, first)  # of an older wish: says nothing about this one
+    world.scale(2)
+    world.drained(1, first)  # of an older request: says nothing about this one
     world.turn()
     assert world[1].told == []
-    assert not world.scaling.outlives(world[1])  # it is wanted: its end is no leaving
-    wish = world.wish(1)
-    world.drained(1, wish)
+    assert not world.scaling.outlives(world[1])  # it is desired: its end is no leaving
+    request = world.scale(1)
+    world.drained(1, request)
     world.turn()
     assert world[1].told == ["stop"]
-    world.wish(2)  # too late for this process: another comes when it has ended
+    world.scale(2)  # too late for this process: another comes when it has ended
     assert world.turn() == []
     world[1].returncode = 0
     assert world.turn() == ["+1", "-1"]
@@ -181,9 +181,9 @@ def test_the_newest_wish_counts_also_in_the_middle(world: World) -> None:
 
 
 def test_one_that_is_not_there_yet_is_stopped_at_once(world: World) -> None:
-    world.wish(2)
+    world.scale(2)
     world.turn()
-    world.wish(1)
+    world.scale(1)
     world.turn()
     assert world[1].told == ["stop"]
     world.turn(after_s=10.1)
@@ -191,10 +191,10 @@ def test_one_that_is_not_there_yet_is_stopped_at_once(world: World) -> None:
 
 
 def test_a_drain_ends_by_its_limit_where_nobody_says_so(world: World) -> None:
-    world.wish(2)
+    world.scale(2)
     world.turn()
     world.run(world[1])
-    world.wish(1)
+    world.scale(1)
     world.turn()
     world.turn(after_s=29.8)
     assert world[1].told == []
@@ -203,8 +203,8 @@ def test_a_drain_ends_by_its_limit_where_nobody_says_so(world: World) -> None:
     assert world.told[-1] == "generation_server/1 has not drained within 30 s, and is stopped"
 
 
-def test_one_that_cannot_join_is_given_up_until_the_next_wish(world: World) -> None:
-    world.wish(2)
+def test_one_that_cannot_join_is_given_up_until_the_next_request(world: World) -> None:
+    world.scale(2)
     world.turn()
     child = world[1]
     failed = WorkerStatus(
@@ -225,7 +225,7 @@ def test_one_that_cannot_join_is_given_up_until_the_next_wish(world: World) -> N
         "generation_server/1 could not join the run, which goes on without it: it failed: No memory" in world.told[-1]
     )
     assert world.turn() == []
-    world.wish(2)
+    world.scale(2)
     assert world.turn() == ["+1"]
     world.run(world[1])
     world.turn()
@@ -234,38 +234,38 @@ def test_one_that_cannot_join_is_given_up_until_the_next_wish(world: World) -> N
 
 
 def test_one_that_fails_to_join_as_it_is_not_wanted_any_more_is_gone_once(world: World) -> None:
-    world.wish(2)
+    world.scale(2)
     world.turn()
     world[1].returncode = 1
-    world.wish(1)
+    world.scale(1)
     assert world.turn() == ["-1"]
     assert world.turn() == []
 
 
 def test_names_that_others_start_are_left_to_them(world: World) -> None:
-    world.wish(3)
+    world.scale(3)
     assert world.turn(SERVERS[1]) == ["+2"]
     world.children = [child for child in world.children if child.name != SERVERS[0]]  # dead, and about to be restarted
     assert world.turn(SERVERS[0], SERVERS[1]) == []
 
 
-def test_without_a_lease_nothing_starts_and_a_wish_that_is_over_gives_it_back(world: World) -> None:
+def test_without_a_lease_nothing_starts_and_a_request_that_is_over_gives_it_back(world: World) -> None:
     world.answers = False
-    world.wish(2)
+    world.scale(2)
     assert world.turn() == []
     world.leases[0].set_exception(NameResolveTimeout("away"))
     assert world.turn() == []
     assert world.told[-1] == "generation_server/1 cannot be started yet: away"
     assert world.turn(after_s=0.5) == []
-    world.wish(1)
+    world.scale(1)
     world.leases[1].set_result(Lease(None, 8, 30.0))  # type: ignore[arg-type]
     assert world.turn(after_s=1.0) == []
     assert world.revoked == [8]
 
 
-def test_what_is_no_wish_changes_nothing(world: World) -> None:
-    world.scaling.observe_wish(WatchEvent("put", "k", '{"generation":0,"wish":"x"}'))
-    world.scaling.observe_wish(WatchEvent("delete", "k"))
+def test_what_is_no_number_changes_nothing(world: World) -> None:
+    world.scaling.observe_desired(WatchEvent("put", "k", '{"count":0,"id":"x"}'))
+    world.scaling.observe_desired(WatchEvent("delete", "k"))
     assert world.turn() == []
     assert "Expected `int` >= 1" in world.told[0]
 

@@ -21,9 +21,9 @@ from asyncrl.generation.sglang_process import (
     server_arguments,
     server_environment,
 )
-from asyncrl.launch import preflight as preflight_module
+from asyncrl.launch.checks import preflight as preflight_module
+from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import validate
-from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan
 from asyncrl.protocol.messages import FinishReason, SamplingParams, VersionSpan, WeightVersion
 from asyncrl.runtime.process import tail_of

@@ -111,7 +111,7 @@ def test_what_the_config_says_is_in_the_script(tmp_path):
     assert "\nmodule load cuda\n" in script
     assert "run=('my run.yaml' a=b \"$@\" cluster=slurm)" in script
     assert " --no-kill --container-image=a.sqsh \\\n" in script
-    assert "\n    apptainer exec a.sif asyncrl-launch agent" in script
+    assert "\n    apptainer exec a.sif asyncrl-launch host" in script
 
 
 def test_whole_nodes_unless_cores_are_named():

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.launch.children import Child
 from asyncrl.launch.experiment import load_experiment
+from asyncrl.launch.hosts.remote_pool import RemoteChild
 from asyncrl.launch.program import plan
-from asyncrl.launch.remote import RemoteChild
-from asyncrl.launch.supervision import (
+from asyncrl.launch.supervisor.children import Child
+from asyncrl.launch.supervisor.policy import (
     CALM_S,
     EVERYTHING,
     TRAINER_GROUP,
@@ -29,7 +29,7 @@ from asyncrl.launch.supervision import (
     Supervision,
     Trouble,
 )
-from asyncrl.protocol.messages import ChildReport, WorkerStatus
+from asyncrl.protocol.messages import ObservedProcess, WorkerStatus
 
 NAMES = [
     "master/0",
@@ -317,9 +317,11 @@ def test_a_process_that_was_lost_with_its_host_counts_as_one_that_could_run(tmp_
         'rollout: {tasks: {default: {reward: "r:r"}}}\n'
     )
     spec = next(spec for spec in plan(load_experiment(file), attempt=1, num_prompts=9) if spec.name == "model_worker/0")
-    child = RemoteChild(spec, cast(Any, None), run_dir=tmp_path, incarnation=1, agent="a", wish=cast(Any, None))
+    child = RemoteChild(
+        spec, cast(Any, None), run_dir=tmp_path, incarnation=1, host="h", host_daemon="a", desired=cast(Any, None)
+    )
     assert not child.could_run
-    child.take_in(ChildReport(name=child.name, incarnation=1, pid=5, cpu_s=7.0))
+    child.take_in(ObservedProcess(name=child.name, incarnation=1, pid=5, cpu_s=7.0))
     assert child.cpu_s() == 7.0  # its host daemon's: here nothing is known of it
     child.lose("was lost with its host n2")
     supervision = Supervision(3)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from asyncrl.config.schema import ConfigError, TaskConfig
-from asyncrl.launch.task_arguments import check_task_arguments, find_parameters
+from asyncrl.launch.checks.task_arguments import check_task_arguments, find_parameters
 
 FEEDBACK = "asyncrl.rollout.agent:FeedbackEnv"
 MULTI_STEP = "asyncrl.rollout.agent:MultiStepAgent"

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, WandbConfig
+from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment, validate
-from asyncrl.launch.preflight import preflight
 from asyncrl.runtime.metrics import METRICS_FILE, MetricsWriter, read_json_lines
 from asyncrl.runtime.wandb_writer import MAX_QUEUE, WandbWriter
 from asyncrl.testing.runs import make_tiny_run

@@ -22,8 +22,8 @@ from asyncrl.cli.commands.common import (
 from asyncrl.cli.doctor import Finding, examine, package_versions
 from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.task_trial import try_tasks
+from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import plan, run_directory
 from asyncrl.runtime.devices import visible_devices
 

@@ -17,12 +17,12 @@ from rich.table import Table
 
 from asyncrl.config.schema import ConfigError, ExperimentConfig, ModelWorkerConfig, max_head_offpolicyness
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.hosts import refuses
+from asyncrl.launch.hosts.addresses import refuses
 from asyncrl.launch.program import ProcessSpec, run_directory, total_steps
 from asyncrl.launch.redact import redact
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_running
 from asyncrl.launch.slurm import job_state, read_job
-from asyncrl.protocol.messages import DECODE_ERRORS, ScaleWish
+from asyncrl.protocol.messages import DECODE_ERRORS, DesiredServers
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolveError, NameResolver
@@ -155,10 +155,10 @@ def run_dir_of(target: str, overrides: list[str]) -> Path:
     return run_directory(load_experiment(path, overrides))
 
 
-def wanted_servers(resolver: NameResolver, names: Names) -> int | None:
-    """How many generation servers a run is to have by `scale`; None: nobody has said so."""
+def desired_servers(resolver: NameResolver, names: Names) -> int | None:
+    """The desired number of generation servers; None: `scale` has set none."""
     try:
-        return msgspec.json.decode(resolver.get(names.generation_wish()), type=ScaleWish).generation
+        return msgspec.json.decode(resolver.get(names.desired_generation_servers()), type=DesiredServers).count
     except (NameEntryNotFound, *DECODE_ERRORS):
         return None
 

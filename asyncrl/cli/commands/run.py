@@ -36,9 +36,9 @@ from asyncrl.cli.hub import with_local_models
 from asyncrl.cli.progress import LongWaits, RunView, print_summary
 from asyncrl.config.schema import ConfigError, ExperimentConfig, resolve_auto
 from asyncrl.data.trajectories import FOLDER as TRAJECTORIES
+from asyncrl.launch.checks.preflight import preflight
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.preflight import preflight
 from asyncrl.launch.program import CONFIG_CLASSES, ProcessSpec, plan, run_directory, save_config, total_steps
 from asyncrl.launch.redact import redact_urls
 from asyncrl.launch.rundir import LaunchError, next_attempt

@@ -15,16 +15,16 @@ from asyncrl.cli.commands.common import (
     NOT_RUNNING,
     Commands,
     add_command,
+    desired_servers,
     goes_on,
     not_running,
     print_json,
     run_dir_of,
-    wanted_servers,
 )
 from asyncrl.config.schema import ConfigError
 from asyncrl.dataflow.topology import Allocation
 from asyncrl.launch.rundir import LaunchError, RunRecord, is_running, read_record
-from asyncrl.protocol.messages import ScaleWish
+from asyncrl.protocol.messages import DesiredServers
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.devices import usable_cores, visible_devices
 from asyncrl.runtime.names.interface import NameResolveError, NameResolver
@@ -38,7 +38,7 @@ _DESCRIPTION = """Change how many generation servers a run has while it goes on.
 New servers join: each loads the newest verified weights before it gets its first prompt. The last ones leave: they get no new
 prompts, and stop when what they generate is done; what takes longer than manager.drain_timeout_s goes on at another server with the
 tokens it has. No sample is lost. The command says what is wanted and returns; the launcher of the run sees to it, and `status`
-shows how far it is. The newest wish counts."""
+shows how far it is. The newest number counts."""
 
 _EPILOG = """examples:
   asyncrl-launch scale runs/sloppy-sorter/t0 generation=3
@@ -73,7 +73,7 @@ def scale(arguments: argparse.Namespace, console: Console) -> int:
     warnings = [] if record.host else crowding(allocation, count, len(visible_devices()), len(usable_cores()))
     try:
         with open_name_resolver(record.names_at) as resolver:
-            before, there = _wish(resolver, record, count, allocation.num_servers)
+            before, there = _set_desired(resolver, record, count, allocation.num_servers)
     except NameResolveError as error:
         raise LaunchError(
             f"the run goes on (process {record.pid}), but its name resolve at {record.names_at.where} does not answer: "
@@ -107,19 +107,19 @@ def crowding(allocation: Allocation, count: int, num_devices: int, num_cores: in
 
 def _read_words(words: Sequence[str]) -> tuple[int, str, list[str]]:
     """How many servers; which run ("": not said); overrides of its config."""
-    wishes = [word for word in words if word.startswith(_WHAT)]
+    counts = [word for word in words if word.startswith(_WHAT)]
     targets = [word for word in words if "=" not in word or Path(word).exists()]
-    others = [word for word in words if word not in wishes and word not in targets]
-    if len(wishes) != 1:
+    others = [word for word in words if word not in counts and word not in targets]
+    if len(counts) != 1:
         raise ConfigError("say once how many servers: asyncrl-launch scale RUN generation=N")
     if len(targets) > 1:
         raise ConfigError(f"{' and '.join(targets)}: one run at a time")
     if others and not targets:
         raise ConfigError(f"{' '.join(others)}: overrides come behind the config that the run was started from")
-    text = wishes[0].removeprefix(_WHAT)
+    text = counts[0].removeprefix(_WHAT)
     count = int(text) if text.isdecimal() else 0
     if not 1 <= count <= _MOST:
-        raise ConfigError(f"{wishes[0]}: use a number from 1 to {_MOST}; `asyncrl-launch stop` ends a run")
+        raise ConfigError(f"{counts[0]}: use a number from 1 to {_MOST}; `asyncrl-launch stop` ends a run")
     return count, targets[0] if targets else "", others
 
 
@@ -153,12 +153,12 @@ def _allocation_of(run_dir: Path, count: int) -> Allocation:
     return allocation
 
 
-def _wish(resolver: NameResolver, record: RunRecord, count: int, allocated: int) -> tuple[int, int]:
-    """Put the wish, unless that is how it is. Returns what was wanted before, and how many servers are there."""
+def _set_desired(resolver: NameResolver, record: RunRecord, count: int, allocated: int) -> tuple[int, int]:
+    """Set the desired number, unless that is how it is. Returns the one before, and how many servers are there."""
     names = Names(record.experiment, record.trial)
-    before = wanted_servers(resolver, names) or allocated
+    before = desired_servers(resolver, names) or allocated
     there = len(resolver.get_subtree(names.generation_servers()))
     if not before == count == there:  # the same number again: another try for one that could not join
-        wish = ScaleWish(generation=count, wish=uuid.uuid4().hex)
-        resolver.add(names.generation_wish(), msgspec.json.encode(wish).decode(), replace=True)
+        desired = DesiredServers(count=count, id=uuid.uuid4().hex)
+        resolver.add(names.desired_generation_servers(), msgspec.json.encode(desired).decode(), replace=True)
     return before, there

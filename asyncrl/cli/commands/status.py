@@ -17,16 +17,16 @@ from asyncrl.cli.commands.common import (
     NOT_RUNNING,
     Commands,
     add_run_command,
+    desired_servers,
     goes_on,
     not_running,
     print_json,
     run_dir_of,
-    wanted_servers,
 )
 from asyncrl.cli.curves import read_records
 from asyncrl.cli.progress import TrainingProgress
 from asyncrl.launch.rundir import LaunchError, RunRecord, all_logs_dirs, read_record
-from asyncrl.launch.watchdog import wait_texts
+from asyncrl.launch.standstill import wait_texts
 from asyncrl.protocol.messages import WorkerStatus
 from asyncrl.protocol.names import Names
 from asyncrl.runtime.clock import Clock
@@ -195,7 +195,7 @@ def _read(run_dir: Path, record: RunRecord, resolver: NameResolver, now: float) 
     names = Names(record.experiment, record.trial)
     values = resolver.get_subtree(names.statuses())
     statuses = [msgspec.json.decode(value, type=WorkerStatus) for _, value in sorted(values.items())]
-    return _Seen(training_of(run_dir, record), statuses, wanted_servers(resolver, names), now)
+    return _Seen(training_of(run_dir, record), statuses, desired_servers(resolver, names), now)
 
 
 def training_of(run_dir: Path, record: RunRecord) -> TrainingProgress:

@@ -66,7 +66,7 @@ def stop(arguments: argparse.Namespace, console: Console) -> int:
     while goes_on(run_dir, record) if elsewhere else is_running(run_dir):
         if clock.monotonic() > ask_at:
             if record is not None and elsewhere:
-                _wish(record)
+                _ask_elsewhere(record)
             else:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
@@ -113,11 +113,11 @@ def _stop_job(run_dir: Path, job: JobRecord, arguments: argparse.Namespace, cons
     return 0
 
 
-def _wish(record: RunRecord) -> None:
+def _ask_elsewhere(record: RunRecord) -> None:
     """The launcher is on another host: it is told through name resolve."""
     try:
         with open_name_resolver(record.names_at) as resolver:
-            resolver.add(Names(record.experiment, record.trial).stop_wish(), socket.gethostname(), replace=True)
+            resolver.add(Names(record.experiment, record.trial).stop_request(), socket.gethostname(), replace=True)
     except NameResolveError as error:
         raise LaunchError(
             f"the run goes on on {record.host}, but its name resolve at {record.names_at.where} does not answer: {error}"

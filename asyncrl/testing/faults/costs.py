@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
-from asyncrl.launch.supervision import TRAINER_KINDS
+from asyncrl.launch.supervisor.policy import TRAINER_KINDS
 from asyncrl.protocol.tickets import TicketId
 from asyncrl.runtime.metrics import read_json_lines
 from asyncrl.testing.faults.injector import FAULTS_JOURNAL

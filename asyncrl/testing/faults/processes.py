@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.launch.reaper import processes_with
 from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, holder
+from asyncrl.launch.supervisor.reaper import processes_with
 from asyncrl.rewards import judges
 
 _ENGINE = "sglang.launch_server"

@@ -1,9 +1,9 @@
-"""The launcher's children on a run of more than one host: they live under agents (agent.py), and are known by what those report.
+"""The launcher's children on a run of more than one host: host daemons (daemon.py) start them and report on them.
 
-To the launcher's loop this crew is what Crew is on one machine. What should run on a host is published there, the whole of it, one
-key a process; what does comes back in the host's report. A host whose agent's key is gone from name resolve (its lease has run out,
-or its agent has ended) is lost: its processes count as ended. An outage of name resolve, or a cable that is back in time, is not
-noticed: keys come back with their sessions.
+RemoteProcessPool has the interface that ProcessPool has on one machine. It publishes the desired state, one key for each process;
+each host daemon publishes the observed state of its host in a report. A host is lost when the key of its host daemon is gone from
+name resolve (its lease has run out, or the host daemon has ended): its processes count as ended. An outage of name resolve, or a
+cable that is back in time, is not noticed: keys come back with their sessions.
 """
 
 from __future__ import annotations
@@ -13,42 +13,45 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from asyncrl.config.schema import ExperimentConfig
-from asyncrl.launch.children import Child
+from asyncrl.launch.hosts.placement import Host, Placement, PlacementError, placed
+from asyncrl.launch.hosts.watch_cache import READ_EVERY_S, WatchCache
 from asyncrl.launch.name_service import NameService
-from asyncrl.launch.placement import Host, Placement, PlacementError, placed
 from asyncrl.launch.program import ProcessSpec, config_text, save_config
 from asyncrl.launch.rundir import LaunchError, configs_dir, logs_dir
 from asyncrl.launch.slurm import own_start
-from asyncrl.launch.watch_cache import READ_EVERY_S, WatchCache
+from asyncrl.launch.supervisor.children import Child
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
-    AgentRecord,
-    ChildReport,
+    DesiredProcess,
+    HostRecord,
     HostReport,
     LauncherRecord,
-    WantedProcess,
+    ObservedProcess,
 )
 from asyncrl.protocol.names import Names, incarnation
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease, LeaseNotFound, NameResolveError, NameResolver, WatchEvent
 
-_LEASE_TTL_S = 10.0  # of the launcher's own word: agents outlive it by little
+_LEASE_TTL_S = 10.0  # of the launcher's own word: host daemons outlive it by little
 _SAY_AFTER_S = 2.0
-_SILENT_S = 3.0  # agents report twice a second
+_SILENT_S = 3.0  # host daemons report twice a second
 _KILL_LIMIT_S = 60.0
-_GOODBYE_LIMIT_S = 15.0  # for the agents to have ended
+_GOODBYE_LIMIT_S = 15.0  # for the host daemons to have ended
 _RETRY_S = 0.5
 _STOP_TURN_S = 0.05
 _LOST = -9  # return code of a process that was lost with its host
+
+_State: TypeAlias = Literal["run", "stop", "kill"]
 
 
 @dataclass(frozen=True)
@@ -62,26 +65,35 @@ class _RemotePid:
 
 
 class RemoteChild(Child):
-    """A process under an agent."""
+    """A process under a host daemon."""
 
     def __init__(
-        self, spec: ProcessSpec, lease: Lease, *, run_dir: Path, incarnation: int, agent: str, wish: _Wishes
+        self,
+        spec: ProcessSpec,
+        lease: Lease,
+        *,
+        run_dir: Path,
+        incarnation: int,
+        host: str,
+        host_daemon: str,
+        desired: _DesiredState,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
-        super().__init__(spec, None, log, -1, lease)
+        super().__init__(spec, None, log, -1, lease, host=host, started=clock.time(), clock=clock)
         self.incarnation = incarnation
-        self.agent = agent  # incarnation of that which has it
-        self._wish = wish
+        self.host_daemon = host_daemon  # incarnation of the one that has started it
+        self._desired = desired
         self._how = ""
         self._tail = ""
         self._asked = "run"
-        self._heard = time.monotonic()  # of it, last
+        self._heard = clock.monotonic()  # of it, last
         self._cpu_s = 0.0
 
     def progress_count(self) -> int | None:
         """Of a host that is silent nobody knows whether its processes stand still."""
         count = super().progress_count()
-        silent_s = time.monotonic() - self._heard
+        silent_s = self.clock.monotonic() - self._heard
         return count + int(silent_s) if count is not None and silent_s > _SILENT_S else count
 
     def cpu_s(self) -> float:
@@ -93,12 +105,12 @@ class RemoteChild(Child):
     def ask_to_stop(self) -> None:
         if self._asked == "run" and self.returncode is None:
             self._asked = "stop"
-            self._wish.want(self, "stop")
+            self._desired.put(self, "stop")
 
     def kill(self) -> None:
         if self._asked != "kill" and self.returncode is None:
             self._asked = "kill"
-            self._wish.want(self, "kill")
+            self._desired.put(self, "kill")
 
     def tail(self) -> str:
         return self._tail or "(nothing)"
@@ -106,11 +118,11 @@ class RemoteChild(Child):
     def how_it_ended(self) -> str:
         return f"{self._how}; its log ends with\n\n{self.tail()}"
 
-    def take_in(self, report: ChildReport) -> None:
-        """What its agent says. Of an incarnation before: nothing that concerns this one."""
+    def take_in(self, report: ObservedProcess) -> None:
+        """What its host daemon says. Of a incarnation before: nothing that concerns this one."""
         if report.incarnation != self.incarnation or self.returncode is not None:
             return
-        self._heard = time.monotonic()
+        self._heard = self.clock.monotonic()
         self._cpu_s = report.cpu_s
         if report.pid and self.process is None:
             self.process = _RemotePid(report.pid)
@@ -127,17 +139,18 @@ class RemoteChild(Child):
         """With its host."""
         if self.returncode is None:
             self.lost, self._how = how, how
-            self.returncode, self.ended = _LOST, time.time()
+            self.returncode, self.ended = _LOST, self.clock.time()
 
     def refuse(self, how: str) -> None:
         """There is no place for it."""
-        self._how, self.returncode, self.ended = how, 1, time.time()
+        self._how, self.returncode, self.ended = how, 1, self.clock.time()
 
 
-class RemoteCrew:
-    """consumes: hosts' reports, agents that come and go. produces: children, up to date; wishes.
+class RemoteProcessPool:
+    """consumes: hosts' reports, host daemons that come and go. produces: children, up to date; the desired state.
 
-    waits for: in `open` for the agents of all hosts (network.agents_limit_s), in `turn` for a report, in `stop` for ends; bounded.
+    waits for: in `wait_for_hosts` for the daemons of all hosts (network.hosts_limit_s), in `turn` for a report, in `stop` for ends;
+    all bounded.
     """
 
     def __init__(
@@ -150,14 +163,17 @@ class RemoteCrew:
         attempt: int,
         notice: Callable[[str], None],
         say: Callable[[str], None],
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """config: with the endpoints of name resolve. own_host: the launcher's, as the config names it."""
+        """Announces the launcher. Raises LaunchError where name resolve does not answer.
+
+        config: with the endpoints of name resolve. own_host: the launcher's, as the config names it.
+        """
         self.children: list[Child] = []
         self._config, self._run_dir, self._own_host = config, run_dir, own_host
-        self._notice, self._say = notice, say
+        self._notice, self._say, self._clock = notice, say, clock
         self._names = Names(config.experiment, config.trial)
         self._resolver = service.resolver
-        self._service = service
         self._record = LauncherRecord(
             incarnation=incarnation("launcher", attempt=attempt, start=1),
             host=own_host,
@@ -166,55 +182,54 @@ class RemoteCrew:
             start=own_start() if config.cluster == "slurm" else "",
         )
         self._caches = {
-            self._names.agents(): WatchCache(self._observe_agent),
-            self._names.children(): WatchCache(self._observe_report),
+            self._names.host_daemons(): WatchCache(self._observe_daemon),
+            self._names.observed(): WatchCache(self._observe_report),
         }
-        self._wishes = _Wishes(self._resolver, self._names, self._record.incarnation, self._caches)
-        self._lease: Lease | None = None
-        self._own_agent: subprocess.Popen[bytes] | None = None
-        self._own_agent_ends = 0
+        self._own_daemon: subprocess.Popen[bytes] | None = None
+        self._own_daemon_ends = 0
         self._news = threading.Condition()
-        self._agents: dict[str, AgentRecord] = {}  # what is observed
+        self._daemons: dict[str, HostRecord] = {}  # what is observed
         self._reports: dict[str, HostReport] = {}  # likewise: those not taken in yet
-        self._known: dict[str, AgentRecord] = {}  # what was taken in
-        self._noticed: dict[str, int] = {}  # by agent: number of its last notice
+        self._known: dict[str, HostRecord] = {}  # what was taken in
+        self._noticed: dict[str, int] = {}  # by host daemon: number of its last notice
         self._placement = Placement([], own_host)
         self._num_started = 0
         self._ended_at_once: deque[RemoteChild] = deque()
-
-    # ------------------------------------------------------------------------------------------------------------- the start
-
-    def open(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait for the agents of all hosts. False if interrupted. Raises LaunchError naming whom it waited for."""
         try:
             for key, cache in self._caches.items():
                 self._resolver.watch(key, cache.observe, subtree=True)
             self._lease = self._resolver.grant_lease(_LEASE_TTL_S)
             self._put_record(self._record)
         except NameResolveError as error:
-            raise LaunchError(f"name resolve at {self._service.name_resolve.where}: {error}") from error
+            raise LaunchError(f"name resolve at {service.name_resolve.where}: {error}") from error
+        self._desired = _DesiredState(self._resolver, self._names, self._record.incarnation, self._caches, clock)
+
+    # ------------------------------------------------------------------------------------------------------------- the start
+
+    def wait_for_hosts(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait for the host daemons of all hosts. False if interrupted. Raises LaunchError, which names the missing hosts."""
         if self._config.cluster == "hosts":
-            self._start_own_agent()
-        limit_s = self._config.network.agents_limit_s
-        began, said = time.monotonic(), False
+            self._start_own_daemon()
+        limit_s = self._config.network.hosts_limit_s
+        began, said = self._clock.monotonic(), False
         while missing := self._missing():
-            waited_s = time.monotonic() - began
+            waited_s = self._clock.monotonic() - began
             if interrupted():
                 return False
             if waited_s > limit_s:
                 raise LaunchError(
-                    f"no agent has come on {', '.join(missing)} within {limit_s:g} s (network.agents_limit_s). Start one there: "
-                    "asyncrl-launch agent CONFIG, with the overrides of this run"
+                    f"no host daemon has come on {', '.join(missing)} within {limit_s:g} s (network.hosts_limit_s). Start one "
+                    "there: asyncrl-launch host CONFIG, with the overrides of this run"
                 )
             if waited_s > _SAY_AFTER_S and not said:
                 said = True
                 self._say(
-                    f"waiting up to {limit_s:g} s for the agents of {', '.join(missing)}: asyncrl-launch agent CONFIG"
+                    f"waiting up to {limit_s:g} s for the host daemons of {', '.join(missing)}: asyncrl-launch host CONFIG"
                 )
-            self._look_after_own_agent()
+            self._look_after_own_daemon()
             with self._news:
                 self._news.wait(_STOP_TURN_S)
-        self._take_in_agents()
+        self._take_in_daemons()
         return True
 
     @property
@@ -229,7 +244,7 @@ class RemoteCrew:
         except PlacementError as error:
             raise LaunchError(f"allocation={self._config.allocation} does not fit the hosts: {error}") from error
 
-    # ------------------------------------------------------------------------------------------------- as Crew on one machine
+    # ------------------------------------------------------------------------------------------ as ProcessPool on one machine
 
     @property
     def alive(self) -> list[Child]:
@@ -249,10 +264,7 @@ class RemoteCrew:
         try:
             return self._start(spec, lease)
         except PlacementError as error:
-            self._num_started += 1
-            child = RemoteChild(
-                spec, lease, run_dir=self._run_dir, incarnation=self._num_started, agent="", wish=self._wishes
-            )
+            child = self._make_child(spec, lease)
             child.refuse(f"has no place: {error}")
             self._ended_at_once.append(child)
             return child
@@ -263,7 +275,7 @@ class RemoteCrew:
     def turn(self, wait_s: float) -> list[Child]:
         """Take in reports, and hosts that came or went. Returns the children that have ended since the last turn."""
         with self._news:
-            self._news.wait_for(lambda: self._reports or self._agents != self._known, wait_s)
+            self._news.wait_for(lambda: self._reports or self._daemons != self._known, wait_s)
             reports, self._reports = self._reports, {}
         before = {id(child) for child in self.children if child.returncode is None}
         by_name = {child.name: child for child in self.children if isinstance(child, RemoteChild)}
@@ -271,12 +283,12 @@ class RemoteCrew:
             self._tell(host, report)
             if report.launcher != self._record.incarnation:
                 continue
-            for entry in report.children:
+            for entry in report.processes:
                 child = by_name.get(entry.name)
-                if child is not None and child.agent == report.agent:
+                if child is not None and child.host_daemon == report.host_daemon:
                     child.take_in(entry)
-        self._take_in_agents()
-        self._look_after_own_agent()
+        self._take_in_daemons()
+        self._look_after_own_daemon()
         ended: list[Child] = [*self._ended_at_once]
         self._ended_at_once.clear()
         return ended + [child for child in self.children if id(child) in before and child.returncode is not None]
@@ -286,58 +298,65 @@ class RemoteCrew:
             return
         self.children.remove(child)
         assert isinstance(child, RemoteChild)
-        self._wishes.drop(child)
+        self._desired.remove(child)
         if not any(other.name == child.name for other in self.children):
             self._placement.release(child.name)
 
     def stop(self, limit_s: float, impatient: Callable[[], bool]) -> None:
-        """Ask, then kill. Rollout workers first, as Crew does."""
+        """Ask, then kill. Rollout workers first, as ProcessPool does."""
         rollout_workers = [child for child in self.children if child.spec.kind == "rollout_worker"]
         self._ask_and_wait(rollout_workers, limit_s / 3, impatient)
         self._ask_and_wait(self.children, limit_s * 2 / 3, impatient)
-        deadline = time.monotonic() + _KILL_LIMIT_S
-        while (alive := self.alive) and time.monotonic() < deadline:
+        deadline = self._clock.monotonic() + _KILL_LIMIT_S
+        while (alive := self.alive) and self._clock.monotonic() < deadline:
             for child in alive:
                 child.kill()
             self.turn(_STOP_TURN_S)
 
     def close(self) -> None:
-        """The run is over: agents are told, and waited for."""
-        if self._lease is not None:
-            with contextlib.suppress(NameResolveError):
-                self._put_record(msgspec.structs.replace(self._record, ends=True))
-            deadline = time.monotonic() + _GOODBYE_LIMIT_S
-            with self._news:
-                self._news.wait_for(lambda: not self._agents, max(0.0, deadline - time.monotonic()))
-        self._wishes.close()
-        if self._own_agent is not None:
+        """The run is over: host daemons are told, and waited for."""
+        with contextlib.suppress(NameResolveError):
+            self._put_record(msgspec.structs.replace(self._record, ends=True))
+        with self._news:
+            self._news.wait_for(lambda: not self._daemons, _GOODBYE_LIMIT_S)
+        self._desired.close()
+        if self._own_daemon is not None:
             try:
-                self._own_agent.wait(_GOODBYE_LIMIT_S)
+                self._own_daemon.wait(_GOODBYE_LIMIT_S)
             except subprocess.TimeoutExpired:
-                self._own_agent.kill()
-                self._own_agent.wait()
+                self._own_daemon.kill()
+                self._own_daemon.wait()
 
     # ------------------------------------------------------------------------------------------------------------- inside
 
     def _start(self, spec: ProcessSpec, lease: Lease) -> RemoteChild:
         place = self._placement.place(spec)
         here = placed(spec, place, with_gpus=self._placement.has_gpus)
-        self._num_started += 1
-        agent = self._known[place.host.name].incarnation
-        child = RemoteChild(
-            here, lease, run_dir=self._run_dir, incarnation=self._num_started, agent=agent, wish=self._wishes
-        )
-        child.host = place.host.name
-        self._wishes.want(child, "run")
+        child = self._make_child(here, lease, place.host.name)
+        self._desired.put(child, "run")
         return child
+
+    def _make_child(self, spec: ProcessSpec, lease: Lease, host: str = "") -> RemoteChild:
+        """host: "": it has none, and never runs."""
+        self._num_started += 1
+        return RemoteChild(
+            spec,
+            lease,
+            run_dir=self._run_dir,
+            incarnation=self._num_started,
+            host=host,
+            host_daemon=self._known[host].incarnation if host else "",
+            desired=self._desired,
+            clock=self._clock,
+        )
 
     def _ask_and_wait(self, children: Sequence[Child], limit_s: float, impatient: Callable[[], bool]) -> None:
         """Waits for: their exit. Unblocked by: that, the limit, or impatience."""
         for child in children:
             child.ask_to_stop()
-        began, said = time.monotonic(), False
+        began, said = self._clock.monotonic(), False
         while alive := [child.name for child in children if child.returncode is None]:
-            waited_s = time.monotonic() - began
+            waited_s = self._clock.monotonic() - began
             if impatient() or waited_s > limit_s:
                 return
             if waited_s > _SAY_AFTER_S and not said:
@@ -349,31 +368,33 @@ class RemoteCrew:
 
     def _missing(self) -> list[str]:
         with self._news:
-            return [host for host in self._config.hosts if host not in self._agents]
+            return [host for host in self._config.hosts if host not in self._daemons]
 
-    def _take_in_agents(self) -> None:
+    def _take_in_daemons(self) -> None:
         """Hosts that have come, and those that are lost."""
         with self._news:
-            agents = dict(self._agents)
+            daemons = dict(self._daemons)
         for name, before in list(self._known.items()):
-            now = agents.get(name)
+            now = daemons.get(name)
             if now is not None and now.incarnation == before.incarnation:
                 continue
             del self._known[name]
-            how = f"was lost with its host {name}" + (", whose agent was started again" if now else "")
+            how = f"was lost with its host {name}" + (", whose host daemon was started again" if now else "")
             self._lose(name, before, how)
-        for name, record in agents.items():
+        for name, record in daemons.items():
             if name not in self._known:
                 self._known[name] = record
                 self._placement.add(Host(name, record.address, tuple(record.gpus), record.cores, record.memory_bytes))
 
-    def _lose(self, name: str, record: AgentRecord, how: str) -> None:
+    def _lose(self, name: str, record: HostRecord, how: str) -> None:
         lost = [
-            child for child in self.children if isinstance(child, RemoteChild) and child.agent == record.incarnation
+            child
+            for child in self.children
+            if isinstance(child, RemoteChild) and child.host_daemon == record.incarnation
         ]
         for child in lost:
             child.lose(how)
-            self._wishes.drop(child)
+            self._desired.remove(child)
         self._placement.lose(name)
         left = ", ".join(self._known) or "none"
         self._notice(
@@ -381,22 +402,22 @@ class RemoteCrew:
         )
 
     def _tell(self, host: str, report: HostReport) -> None:
-        last = self._noticed.get(report.agent, 0)
+        last = self._noticed.get(report.host_daemon, 0)
         for number, text in report.notices:
             if number > last:
                 self._notice(f"{host}: {text}")
-                self._noticed[report.agent] = number
+                self._noticed[report.host_daemon] = number
 
-    def _start_own_agent(self) -> None:
+    def _start_own_daemon(self) -> None:
         """The launcher's host has one like all others; this one dies with the launcher."""
         attempt = self._record.attempt
-        config = configs_dir(self._run_dir, attempt) / f"agent_{self._own_host}.yaml"
+        config = configs_dir(self._run_dir, attempt) / f"host_daemon_{self._own_host}.yaml"
         save_config(self._config, config)  # as the launcher has it: with the way to name resolve
-        command = [sys.executable, "-m", "asyncrl.cli.main", "agent", str(config), "--host", self._own_host]
+        command = [sys.executable, "-m", "asyncrl.cli.main", "host", str(config), "--host", self._own_host]
         command += ["--address", self._config.runtime.host]
-        log = logs_dir(self._run_dir, attempt) / f"agent_{self._own_host}.log"
+        log = logs_dir(self._run_dir, attempt) / f"host_daemon_{self._own_host}.log"
         with log.open("ab") as output:
-            self._own_agent = subprocess.Popen(
+            self._own_daemon = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -405,32 +426,31 @@ class RemoteCrew:
                 start_new_session=True,
             )
 
-    def _look_after_own_agent(self) -> None:
+    def _look_after_own_daemon(self) -> None:
         """Start it again if it has ended. Raises LaunchError where it does so again and again."""
-        if self._own_agent is None or self._own_agent.poll() is None:
+        if self._own_daemon is None or self._own_daemon.poll() is None:
             return
-        self._own_agent_ends += 1
-        log = logs_dir(self._run_dir, self._record.attempt) / f"agent_{self._own_host}.log"
-        if self._own_agent_ends > self._config.runtime.max_restarts:
-            raise LaunchError(f"the agent of this host ({self._own_host}) ends again and again; its log: {log}")
-        self._notice(f"the agent of this host has ended, and is started again; its log: {log}")
-        self._start_own_agent()
+        self._own_daemon_ends += 1
+        log = logs_dir(self._run_dir, self._record.attempt) / f"host_daemon_{self._own_host}.log"
+        if self._own_daemon_ends > self._config.runtime.max_restarts:
+            raise LaunchError(f"the host daemon of this host ({self._own_host}) ends again and again; its log: {log}")
+        self._notice(f"the host daemon of this host has ended, and is started again; its log: {log}")
+        self._start_own_daemon()
 
     def _put_record(self, record: LauncherRecord) -> None:
-        assert self._lease is not None
         value = msgspec.json.encode(record).decode()
         self._resolver.add(self._names.launcher(), value, replace=True, lease=self._lease.id)
 
     # --------------------------------------------------------------------------------- called by threads of name resolve
 
-    def _observe_agent(self, event: WatchEvent) -> None:
+    def _observe_daemon(self, event: WatchEvent) -> None:
         host = event.key.rpartition("/")[2]
         if host not in self._config.hosts:
             return  # not one of this run
         with self._news, contextlib.suppress(*DECODE_ERRORS):
-            self._agents.pop(host, None)
+            self._daemons.pop(host, None)
             if event.kind == "put":
-                self._agents[host] = msgspec.json.decode(event.value, type=AgentRecord)
+                self._daemons[host] = msgspec.json.decode(event.value, type=HostRecord)
             self._news.notify_all()
 
     def _observe_report(self, event: WatchEvent) -> None:
@@ -441,41 +461,49 @@ class RemoteCrew:
             self._news.notify_all()
 
 
-class _Wishes:
-    """Publishes what is wanted, on a thread of its own, which also reads now and then what the watches tell.
+class _DesiredState:
+    """Publishes the desired state, on a thread of its own, which also checks the caches of the watches now and then.
 
-    consumes: the newest wish for each process. produces: entries. waits for: something to do; name resolve, within its limits; in
-    an outage it tries again. unblocked by: the launcher; `close`.
+    consumes: the newest desired state of each process. produces: entries. waits for: something to do; name resolve, within its
+    limits; in an outage it tries again. unblocked by: the launcher; `close`.
     """
 
-    def __init__(self, resolver: NameResolver, names: Names, launcher: str, caches: Mapping[str, WatchCache]) -> None:
+    def __init__(
+        self,
+        resolver: NameResolver,
+        names: Names,
+        launcher: str,
+        caches: Mapping[str, WatchCache],
+        clock: Clock,
+    ) -> None:
         self._resolver, self._names, self._launcher, self._caches = resolver, names, launcher, caches
+        self._clock = clock
         self._condition = threading.Condition()
         self._due: dict[str, str | None] = {}  # by key; None: it is deleted
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="wishes", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="desired state", daemon=True)
         self._thread.start()
 
-    def want(self, child: RemoteChild, wish: str) -> None:
+    def put(self, child: RemoteChild, state: _State) -> None:
         spec = child.spec
-        wanted = WantedProcess(
+        desired = DesiredProcess(
             launcher=self._launcher,
-            agent=child.agent,
+            host_daemon=child.host_daemon,
             attempt=spec.config.worker.attempt,
             name=spec.name,
             incarnation=child.incarnation,
-            wish=wish,  # type: ignore[arg-type]
+            state=state,
             config=config_text(spec.config),
             env=dict(spec.env),
             lease=child.lease.id,
             computes=spec.computes,
         )
-        self.put(self._names.wanted_process(child.host, child.name), msgspec.json.encode(wanted).decode())
+        self._publish(self._names.desired_process(child.host, child.name), msgspec.json.encode(desired).decode())
 
-    def drop(self, child: RemoteChild) -> None:
-        """It is wanted no more: its agent ends it, if it is there, and reports it no more."""
+    def remove(self, child: RemoteChild) -> None:
+        """Its host daemon ends it, if it is there, and reports it no more."""
         if child.host:
-            self.put(self._names.wanted_process(child.host, child.name), None)
+            self._publish(self._names.desired_process(child.host, child.name), None)
 
     def close(self) -> None:
         with self._condition:
@@ -483,23 +511,25 @@ class _Wishes:
             self._condition.notify()
         self._thread.join(_RETRY_S)
 
-    def put(self, key: str, value: str | None) -> None:
+    def _publish(self, key: str, value: str | None) -> None:
         """None: it is deleted."""
         with self._condition:
             self._due[key] = value
             self._condition.notify()
 
     def _run(self) -> None:
-        next_read = time.monotonic() + READ_EVERY_S
+        next_read = self._clock.monotonic() + READ_EVERY_S
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._closed or self._due, max(0.0, next_read - time.monotonic()))
+                self._condition.wait_for(
+                    lambda: self._closed or self._due, max(0.0, next_read - self._clock.monotonic())
+                )
                 if self._closed:
                     return
                 due = dict(self._due)
             try:
-                if time.monotonic() >= next_read:
-                    next_read = time.monotonic() + READ_EVERY_S
+                if self._clock.monotonic() >= next_read:
+                    next_read = self._clock.monotonic() + READ_EVERY_S
                     for key, cache in self._caches.items():
                         cache.read(self._resolver.get_subtree(key))
                 for key, value in due.items():

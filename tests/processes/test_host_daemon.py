@@ -1,4 +1,4 @@
-"""An agent for real: an etcd, a process that it starts, outages, launchers that come and go."""
+"""A host daemon for real: an etcd, a process that it starts, outages, launchers that come and go."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import pytest
 from asyncrl.config.schema import NameResolveConfig
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import config_text, plan, run_directory
-from asyncrl.protocol.messages import AgentRecord, HostReport, LauncherRecord, WantedProcess
+from asyncrl.protocol.messages import DesiredProcess, HostRecord, HostReport, LauncherRecord
 from asyncrl.protocol.names import Names, incarnation
 from asyncrl.runtime.names.etcd.server import EtcdServer
 from asyncrl.runtime.names.interface import NameEntryNotFound
@@ -25,7 +25,7 @@ HOST = "127.0.0.1"
 NAME = "gserver_manager/0"
 LIMIT_S = 60.0
 CONFIG = """
-experiment: agents
+experiment: hosts
 fileroot: {folder}/runs
 cluster: hosts
 hosts: ["127.0.0.1"]
@@ -55,14 +55,14 @@ class Bench:
         self.file.write_text(CONFIG.format(folder=folder, endpoint=self.etcd.endpoint))
         self.config = load_experiment(self.file)
         write_secrets(run_directory(self.config), Secrets.make())
-        self.names = Names("agents", "t0")
+        self.names = Names("hosts", "t0")
         self.resolver = open_name_resolver(NameResolveConfig(endpoints=[self.etcd.endpoint]))
-        self.log = (folder / "agent.log").open("w+")
+        self.log = (folder / "host_daemon.log").open("w+")
         self.incarnation = 0
-        self.agent = self.start_agent()
+        self.daemon = self.start_daemon()
 
-    def start_agent(self, *overrides, **env):
-        command = [sys.executable, "-m", "asyncrl.cli.main", "agent", str(self.file), *overrides]
+    def start_daemon(self, *overrides, **env):
+        command = [sys.executable, "-m", "asyncrl.cli.main", "host", str(self.file), *overrides]
         return subprocess.Popen(
             command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **env}
         )
@@ -74,36 +74,39 @@ class Bench:
             return None
 
     def record(self):
-        return self.read(self.names.agent(HOST), AgentRecord)
+        return self.read(self.names.host_daemon(HOST), HostRecord)
 
     def lead(self, launcher, *, start="", ends=False):
         record = LauncherRecord(incarnation=launcher, host=HOST, run_dir="/r", attempt=1, start=start, ends=ends)
         self.resolver.add(self.names.launcher(), msgspec.json.encode(record).decode(), replace=True)
 
-    def want(self, launcher, *, wish="run", incarnation=None, agent=None):
+    def want(self, launcher, *, state="run", incarnation=None, host_daemon=None):
         if incarnation is None:
             incarnation = self.incarnation = self.incarnation + 1
         lease = self.resolver.grant_lease(30.0)
         spec = next(spec for spec in plan(self.config, attempt=1, num_prompts=100) if spec.name == NAME)
-        wanted = WantedProcess(
+        desired = DesiredProcess(
             launcher=launcher,
-            agent=agent or self.record().incarnation,
+            host_daemon=host_daemon or self.record().incarnation,
             attempt=1,
             name=NAME,
             incarnation=incarnation,
-            wish=wish,
+            state=state,
             config=config_text(spec.config),
             env=dict(spec.env),
             lease=lease.id,
             computes=False,
         )
-        key = self.names.wanted_process(HOST, NAME)
-        self.resolver.add(key, msgspec.json.encode(wanted).decode(), replace=True)
+        key = self.names.desired_process(HOST, NAME)
+        self.resolver.add(key, msgspec.json.encode(desired).decode(), replace=True)
 
     def child(self):
-        report = self.read(self.names.children_of(HOST), HostReport)
-        children = report.children if report else []
-        return next((child for child in children if child.incarnation == self.incarnation), None)
+        report = self.read(self.names.observed_on(HOST), HostReport)
+        return (
+            next((child for child in report.processes if child.incarnation == self.incarnation), None)
+            if report
+            else None
+        )
 
     def running(self):
         """The process, once it has come through its start."""
@@ -123,8 +126,8 @@ class Bench:
             return file.read()
 
     def close(self):
-        self.agent.kill()
-        self.agent.wait()
+        self.daemon.kill()
+        self.daemon.wait()
         self.resolver.close()
         self.etcd.stop()
         self.log.close()
@@ -144,9 +147,9 @@ def gone(process):
         return True
 
 
-def test_an_agent_brings_about_what_its_launcher_wants_and_ends_it_when_that_is_gone(bench):
-    record = wait_for(bench.record, "the agent has registered")
-    assert (record.address, record.pid) == ("127.0.0.1", bench.agent.pid)
+def test_a_host_daemon_brings_about_what_its_launcher_wants_and_ends_it_when_that_is_gone(bench):
+    record = wait_for(bench.record, "the host daemon has registered")
+    assert (record.address, record.pid) == ("127.0.0.1", bench.daemon.pid)
     assert record.cores >= 1
     assert record.memory_bytes > 10**8
     earlier, launcher = (incarnation("launcher", attempt=attempt, start=1) for attempt in (1, 2))
@@ -164,7 +167,7 @@ def test_an_agent_brings_about_what_its_launcher_wants_and_ends_it_when_that_is_
 
     bench.want(launcher)  # the next incarnation
     second = bench.running()
-    bench.want(earlier, incarnation=99)  # an old launcher's wish takes it away from nobody else, and starts nothing
+    bench.want(earlier, incarnation=99)  # what an old launcher has published changes nothing
     wait_for(lambda: gone(second), "what nobody wants any more has ended")
     bench.want(launcher)
     third = bench.running()
@@ -174,52 +177,52 @@ def test_an_agent_brings_about_what_its_launcher_wants_and_ends_it_when_that_is_
     assert third.is_running()
     bench.etcd.start()
     bench.lead(launcher)
-    bench.want(launcher, incarnation=bench.incarnation, wish="stop")
+    bench.want(launcher, incarnation=bench.incarnation, state="stop")
     assert bench.ended().returncode == 0
 
     bench.want(launcher)
     fourth = bench.running()
     bench.resolver.delete(bench.names.launcher())
-    assert bench.agent.wait(LIMIT_S) == 1
+    assert bench.daemon.wait(LIMIT_S) == 1
     assert gone(fourth)
     assert "the launcher is gone; 1 processes of it were running here and end" in bench.said()
     assert bench.record() is None
 
 
-def test_with_an_agent_its_processes_die_and_the_next_agent_starts_nothing_of_old(bench):
-    before = wait_for(bench.record, "the agent has registered")
+def test_with_a_host_daemon_its_processes_die_and_the_next_daemon_starts_nothing_of_old(bench):
+    before = wait_for(bench.record, "the host daemon has registered")
     launcher = incarnation("launcher")
     bench.lead(launcher)
     bench.want(launcher)
     process = bench.running()
-    os.kill(bench.agent.pid, signal.SIGKILL)
-    bench.agent.wait()
-    wait_for(lambda: gone(process), "it died with its agent")
+    os.kill(bench.daemon.pid, signal.SIGKILL)
+    bench.daemon.wait()
+    wait_for(lambda: gone(process), "it died with its host daemon")
 
-    bench.agent = bench.start_agent()
+    bench.daemon = bench.start_daemon()
     wait_for(  # in between there is none, where the lease of the one before ends first
-        lambda: (record := bench.record()) and record.incarnation != before.incarnation, "the next agent has come"
+        lambda: (record := bench.record()) and record.incarnation != before.incarnation, "the next host daemon has come"
     )
     time.sleep(2)
-    assert not psutil.Process(bench.agent.pid).children()
+    assert not psutil.Process(bench.daemon.pid).children()
     wait_for(lambda: "a launcher has come" in bench.said().rpartition("joins")[2], "it knows the launcher")
     bench.lead(launcher, ends=True)
-    assert bench.agent.wait(LIMIT_S) == 0
+    assert bench.daemon.wait(LIMIT_S) == 0
 
 
-def test_an_agent_of_a_job_that_was_queued_again_does_not_end_with_the_launcher_of_the_start_before(bench):
-    wait_for(bench.record, "the agent has registered")
-    bench.agent.terminate()  # this one belongs to no job
-    assert bench.agent.wait(LIMIT_S) == 128 + signal.SIGTERM
+def test_a_host_daemon_of_a_job_that_was_queued_again_does_not_end_with_the_launcher_of_the_start_before(bench):
+    wait_for(bench.record, "the host daemon has registered")
+    bench.daemon.terminate()  # this one belongs to no job
+    assert bench.daemon.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert bench.record() is None
     earlier, launcher = (incarnation("launcher", attempt=attempt, start=1) for attempt in (1, 2))
     bench.lead(earlier, start="7.0")
 
-    bench.agent = bench.start_agent("cluster=slurm", SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
+    bench.daemon = bench.start_daemon("cluster=slurm", SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
     wait_for(lambda: "a launcher of job 7.0 is still there" in bench.said(), "it has met the one before")
     assert bench.record() is None
     bench.lead(earlier, start="7.0", ends=True)
     bench.lead(launcher, start="7.1")
     wait_for(lambda: "a launcher has come" in bench.said(), "it has met its own")
     bench.lead(launcher, start="7.1", ends=True)
-    assert bench.agent.wait(LIMIT_S) == 0
+    assert bench.daemon.wait(LIMIT_S) == 0

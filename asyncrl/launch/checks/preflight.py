@@ -29,9 +29,9 @@ from asyncrl.data.trajectories import tokenizer_fingerprint
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.topology import allocation_of
 from asyncrl.generation.sglang_environment import SETUP_HINT, TorchVersions, find_sglang, own_torch
-from asyncrl.launch.model_files import check_vocabulary, count_parameters, read_config
+from asyncrl.launch.checks.model_files import check_vocabulary, count_parameters, read_config
+from asyncrl.launch.checks.task_arguments import check_task_arguments
 from asyncrl.launch.program import run_directory, writes_checkpoints
-from asyncrl.launch.task_arguments import check_task_arguments
 from asyncrl.protocol.names import ACTOR
 from asyncrl.runtime.devices import visible_devices
 from asyncrl.runtime.disk import existing_parent, size_text, too_few_open_files

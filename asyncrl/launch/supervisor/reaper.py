@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import IO
 
 _GRACE_S = 1.0  # for the nurseries of reward functions: each kills what it has started
 _ROUNDS = 5  # of looking for processes: one may be starting another just now
@@ -28,7 +29,7 @@ class Reaper:
         """folder: is removed at the end, with all that is in it. "": none."""
         self._arguments = (marker, folder)
         self._groups: set[int] = set()
-        self._process = self._start()
+        self._process, self._pipe = self._start()
 
     def add(self, group: int) -> None:
         """A process group to kill when this process ends."""
@@ -41,37 +42,38 @@ class Reaper:
         self._tell(f"gone {group}")
 
     def turn(self) -> None:
-        """Start another one, should somebody have killed it."""
+        """Start another one if it was killed."""
         if self._process.poll() is not None:
-            self._process = self._start()
+            self._process, self._pipe = self._start()
             for group in self._groups:
                 self._tell(f"add {group}")
 
     def close(self, timeout_s: float) -> None:
         """Have it kill what is left now, and wait for that."""
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._pipe.close()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+    def _start(self) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+        """The process, and the pipe that it reads."""
+        process = subprocess.Popen(
             [sys.executable, "-S", "-E", __file__, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             cwd="/",
             start_new_session=True,
         )
+        assert process.stdin is not None
+        return process, process.stdin
 
     def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it was killed: `turn` starts another
-            self._process.stdin.write(f"{line}\n".encode())
-            self._process.stdin.flush()
+            self._pipe.write(f"{line}\n".encode())
+            self._pipe.flush()
 
 
 def main(marker: str, folder: str) -> None:

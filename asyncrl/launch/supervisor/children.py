@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +18,13 @@ from typing import Protocol
 
 import msgspec
 
-from asyncrl.launch.fork_server import ForkServer
-from asyncrl.launch.oom import OomCounters
 from asyncrl.launch.program import ProcessSpec, save_config
 from asyncrl.launch.rundir import RUN_DIR_ENV, configs_dir, logs_dir
+from asyncrl.launch.supervisor.fork_server import ForkServer
+from asyncrl.launch.supervisor.oom import OomCounters
 from asyncrl.launch.worker_main import PARENT_ENV
 from asyncrl.protocol.messages import DECODE_ERRORS, Wait, WorkerStatus
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.names.interface import Lease
 from asyncrl.runtime.process import tail_of
 from asyncrl.runtime.stacks import cpu_s
@@ -73,12 +73,13 @@ class Child:
     status: WorkerStatus | None = None
     returncode: int | None = None  # of a process that has ended
     ended: float = 0.0  # unix seconds
-    started: float = field(default_factory=time.time)
+    started: float = field(default_factory=SYSTEM_CLOCK.time)  # unix seconds
     was_running: bool = False  # it has come through its start
     froze_s: float = 0.0  # so long it had not moved when the launcher killed it for that
     restarts: int = 0  # how often it has been started again
     host: str = ""  # on a run of more than one host: where it is
     lost: str = ""  # how its host was lost, and it with it
+    clock: Clock = SYSTEM_CLOCK
     _partial: bytes = b""
 
     @property
@@ -113,7 +114,7 @@ class Child:
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         self.kill()  # before its number is given back: afterwards it may be another's
-        self.returncode, self.ended = self.process.wait(), time.time()
+        self.returncode, self.ended = self.process.wait(), self.clock.time()
         for _ in range(_MAX_STATUS_LINE_BYTES // _READ_BYTES):  # last words; a grandchild may hold the pipe open
             if not self.read_status():
                 break
@@ -191,14 +192,16 @@ class Child:
     def how_it_ended(self) -> str:
         """Of one that could not say so itself."""
         assert self.returncode is not None
-        return how_it_ended(self.returncode, self.log)
+        return how_it_ended(self.returncode, self.log, clock=self.clock)
 
     def visible_status(self, import_limit_s: float | None) -> WorkerStatus:
         """Its newest status; before the first one what is known without it. import_limit_s: None: its imports have no limit."""
         if self.status is not None:
             ours = {"restarts": self.restarts, "host": self.host}
             return msgspec.structs.replace(self.status, **ours) if any(ours.values()) else self.status
-        importing = Wait(what="its imports", on=self.name, since_s=time.time() - self.started, limit_s=import_limit_s)
+        importing = Wait(
+            what="its imports", on=self.name, since_s=self.clock.time() - self.started, limit_s=import_limit_s
+        )
         return WorkerStatus(
             worker=self.name,
             pid=self.process.pid if self.process is not None else 0,
@@ -212,11 +215,14 @@ class Child:
         )
 
 
-def start_child(spec: ProcessSpec, run_dir: Path, lease: Lease, fork_server: ForkServer | None = None) -> Child:
+def start_child(
+    spec: ProcessSpec, run_dir: Path, lease: Lease, fork_server: ForkServer | None = None, clock: Clock = SYSTEM_CLOCK
+) -> Child:
     """Write the process's config and start it, its output going to a log of its own. With a fork server it has no
     process yet: that comes with ForkServer.forked, or, where that has ended meanwhile, with start_process."""
     save_config(spec.config, config_file(spec, run_dir))
-    child = Child(spec, None, logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log", -1, lease)
+    log = logs_dir(run_dir, spec.config.worker.attempt) / f"{spec.file_stem}.log"
+    child = Child(spec, None, log, -1, lease, started=clock.time(), clock=clock)
     start_process(child, run_dir, fork_server)
     return child
 
@@ -298,7 +304,7 @@ def short_end(child: Child) -> str:
     return "ended before the run was over" if child.returncode == 0 else child.how_it_ended().split(";", 1)[0]
 
 
-def how_it_ended(code: int, log: Path, oom: OomCounters = _oom) -> str:
+def how_it_ended(code: int, log: Path, oom: OomCounters = _oom, clock: Clock = SYSTEM_CLOCK) -> str:
     """Of a process that could not say so itself: its exit code or signal, and the end of its log. oom: of its host."""
     if code >= 0:
         return f"ended with exit code {code}; its log ends with\n\n{tail_of(log)}"
@@ -306,12 +312,12 @@ def how_it_ended(code: int, log: Path, oom: OomCounters = _oom) -> str:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
         name = str(-code)
-    hint = f" ({_who_killed(oom)})" if -code == signal.SIGKILL else ""
+    hint = f" ({_who_killed(oom, clock)})" if -code == signal.SIGKILL else ""
     return f"was killed by signal {name}{hint}; its log ends with\n\n{tail_of(log)}"
 
 
-def _who_killed(oom: OomCounters) -> str:
-    if kills := oom.kills_lately(time.monotonic()):
+def _who_killed(oom: OomCounters, clock: Clock) -> str:
+    if kills := oom.kills_lately(clock.monotonic()):
         return (
             f"by the kernel, for want of memory: {kills}. Have fewer or smaller processes (allocation, rollout.num_workers), "
             "smaller micro-batches, or raise the limit"

@@ -1,4 +1,4 @@
-"""`asyncrl-launch agent`."""
+"""`asyncrl-launch host`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.console import Console
 
 from asyncrl.cli.commands.common import Commands, add_config_command
 from asyncrl.config.schema import ConfigError, ExperimentConfig, NameResolveConfig
-from asyncrl.launch.agent import Agent
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.launch.hosts import address_of, own_host
+from asyncrl.launch.hosts.addresses import address_of, own_host
+from asyncrl.launch.hosts.daemon import HostDaemon, StopSignal
 from asyncrl.launch.program import absolute_name_resolve, run_directory
 from asyncrl.launch.rundir import LaunchError, read_record
 from asyncrl.launch.slurm import own_start
@@ -39,15 +39,15 @@ the run; when the launcher dies, or this host is cut off from it, it ends what r
 _EPILOG = """
 
 examples:
-  asyncrl-launch agent my_run.yaml cluster=hosts hosts=[node1,node2]
-  asyncrl-launch agent my_run.yaml cluster=hosts hosts=[node1,node2] name_resolve.endpoints=[node1:2379]
-  asyncrl-launch agent my_run.yaml --host node2 --address 10.0.0.2     where the names alone do not say which one this is
+  asyncrl-launch host my_run.yaml cluster=hosts hosts=[node1,node2]
+  asyncrl-launch host my_run.yaml cluster=hosts hosts=[node1,node2] name_resolve.endpoints=[node1:2379]
+  asyncrl-launch host my_run.yaml --host node2 --address 10.0.0.2     where the names alone do not say which one this is
 
 exit codes: 0 the run is over; 1 no launcher came, or it is gone; 2 the config cannot work; 128 + N stopped by signal N."""
 
 
 def add_to(commands: Commands) -> None:
-    parser = add_config_command(commands, "agent", agent, description=_DESCRIPTION, epilog=_EPILOG)
+    parser = add_config_command(commands, "host", host_command, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--host", metavar="NAME", default="", help="which of the config's hosts this is")
     parser.add_argument(
         "--address",
@@ -57,7 +57,7 @@ def add_to(commands: Commands) -> None:
     )
 
 
-def agent(arguments: argparse.Namespace, console: Console) -> int:
+def host_command(arguments: argparse.Namespace, console: Console) -> int:
     """Run processes on this host for a launcher on another."""
     parent = os.environ.pop(PARENT_ENV, "")
     if parent:  # of the launcher's own host
@@ -66,29 +66,40 @@ def agent(arguments: argparse.Namespace, console: Console) -> int:
             return 1
     config = load_experiment(arguments.config, arguments.overrides)
     if config.cluster == "local":
-        raise ConfigError("cluster='local': a run on one machine has no agents; use cluster=hosts hosts=[...]")
+        raise ConfigError("cluster='local': a run on one machine has no host daemons; use cluster=hosts hosts=[...]")
     host = arguments.host or own_host(config.hosts)
     if config.hosts and host not in config.hosts:
         raise ConfigError(f"--host {host}: is none of hosts={list(config.hosts)}")
     run_dir = run_directory(config)
 
     def say(text: str) -> None:
-        console.print(f"agent {host}: {text}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"host daemon {host}: {text}", markup=False, highlight=False, soft_wrap=True)
 
     with _join(config, run_dir, say, arguments.clock) as resolver:
         config = replace(config, name_resolve=_names_at(config, run_dir) or config.name_resolve)
         towards = [endpoint.rpartition(":")[0] for endpoint in config.name_resolve.endpoints]
         address = arguments.address or address_of(host, towards=towards)
         say(f"joins at {address}")
-        code = Agent(config, resolver, host=host, address=address, run_dir=run_dir, say=say).run()
+        with StopSignal.caught() as stop:
+            daemon = HostDaemon(
+                config,
+                resolver,
+                host=host,
+                address=address,
+                run_dir=run_dir,
+                stop=stop,
+                say=say,
+                clock=arguments.clock,
+            )
+            code = daemon.run()
     say("the run is over" if code == 0 else "stopped")
     return code
 
 
 def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None], clock: Clock) -> NameResolver:
     """Name resolve, as soon as it answers, and in a batch job as soon as the launcher of the same start is there. Waits for: the
-    launcher, which may come later; at most network.agents_limit_s."""
-    limit_s, start = config.network.agents_limit_s, own_start() if config.cluster == "slurm" else ""
+    launcher, which may come later; at most network.hosts_limit_s."""
+    limit_s, start = config.network.hosts_limit_s, own_start() if config.cluster == "slurm" else ""
     deadline = clock.monotonic() + limit_s
     met, earlier = f"there is no run in {run_dir} yet", ""
     while True:
@@ -108,8 +119,8 @@ def _join(config: ExperimentConfig, run_dir: Path, say: Callable[[str], None], c
                 met = str(error)
         if clock.monotonic() > deadline:
             raise LaunchError(
-                f"no launcher within {limit_s:g} s (network.agents_limit_s): {met}. Without a folder that all hosts share, give "
-                "name_resolve.endpoints=[host:port] to launcher and agents"
+                f"no launcher within {limit_s:g} s (network.hosts_limit_s): {met}. Without a folder that all hosts share, give "
+                "name_resolve.endpoints=[host:port] to launcher and host daemons"
             )
         clock.sleep(_LOOK_S)
 

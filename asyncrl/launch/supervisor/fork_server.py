@@ -25,7 +25,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from asyncrl.launch import worker_main
+from asyncrl.runtime.clock import wait_until
 from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.system import STATUS_FD_ENV
 
@@ -65,6 +65,7 @@ Env: TypeAlias = "Mapping[str, str | None]"  # None: not in the environment
 
 _MAX_MESSAGE_BYTES = 100_000
 _REPARENT_LIMIT_S = 10.0
+_REPARENT_TURN_S = 0.0005  # the process between is ending
 _CLOSE_LIMIT_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 _STDOUT, _STDERR = 1, 2
@@ -228,9 +229,7 @@ def _serve(requests: socket.socket, launcher: int) -> _Request | None:
 def _become(request: _Request, requests: socket.socket, between: int, launcher: int) -> None:
     """Turn this process, just forked, into a worker: what a new interpreter would have from its start."""
     os.setsid()
-    deadline = time.monotonic() + _REPARENT_LIMIT_S
-    while os.getppid() == between and time.monotonic() < deadline:
-        time.sleep(0.0005)  # it is ending
+    wait_until(lambda: os.getppid() != between, limit_s=_REPARENT_LIMIT_S, every_s=_REPARENT_TURN_S)
     die_with_parent()
     if os.getppid() != launcher:
         os._exit(1)  # the launcher is gone

@@ -1,60 +1,68 @@
-"""What an agent does with what it sees, and when it lets go."""
+"""What a host daemon does with what it sees, and when it lets go."""
 
 import pytest
 
-from asyncrl.launch.agent_rules import Action, Tether, There, decide, obeyed
-from asyncrl.launch.watch_cache import WatchCache
-from asyncrl.protocol.messages import LauncherRecord, WantedProcess
+from asyncrl.launch.hosts.rules import Action, Observed, Tether, decide, obeyed
+from asyncrl.launch.hosts.watch_cache import WatchCache
+from asyncrl.protocol.messages import DesiredProcess, LauncherRecord
 from asyncrl.runtime.names.interface import WatchEvent
 
 
-def wanted(name="rollout_worker/0", incarnation=1, wish="run", launcher="l", agent="a"):
-    return WantedProcess(
+def desired(name="rollout_worker/0", incarnation=1, state="run", launcher="l", host_daemon="a"):
+    return DesiredProcess(
         launcher=launcher,
-        agent=agent,
+        host_daemon=host_daemon,
         attempt=1,
         name=name,
         incarnation=incarnation,
-        wish=wish,
+        state=state,
         config="",
         lease=1,
         computes=False,
     )
 
 
-def there(incarnation=1, ended=False, asked=False):
-    return There(incarnation, ended, asked)
+def observed(incarnation=1, ended=False, asked=False):
+    return Observed(incarnation, ended, asked)
 
 
 NAME = "rollout_worker/0"
 
 
 @pytest.mark.parametrize(
-    ("wish", "process", "verbs"),
+    ("goal", "process", "verbs"),
     [
-        (wanted(), None, ["start"]),
-        (wanted(), there(), []),
-        (wanted(wish="stop"), there(), ["stop"]),
-        (wanted(wish="stop"), there(asked=True), []),
-        (wanted(wish="kill"), there(asked=True), ["kill"]),
-        (wanted(wish="stop"), None, ["skip"]),
-        (wanted(wish="kill"), there(ended=True), []),  # its end is told until it is wanted no more
-        (wanted(), there(ended=True), []),  # who is started again decides the launcher
-        (None, there(), ["kill"]),
-        (None, there(ended=True), ["forget"]),
-        (wanted(incarnation=2), there(incarnation=1), ["kill"]),  # the next incarnation waits for the end of this one
-        (wanted(incarnation=2), there(incarnation=1, ended=True), ["forget"]),
-        (wanted(incarnation=1), there(incarnation=2), []),  # an older wish, late
+        (desired(), None, ["start"]),
+        (desired(), observed(), []),
+        (desired(state="stop"), observed(), ["stop"]),
+        (desired(state="stop"), observed(asked=True), []),
+        (desired(state="kill"), observed(asked=True), ["kill"]),
+        (desired(state="stop"), None, ["skip"]),
+        (desired(state="kill"), observed(ended=True), []),  # its end is told until it has no desired state any more
+        (desired(), observed(ended=True), []),  # who is started again decides the launcher
+        (None, observed(), ["kill"]),
+        (None, observed(ended=True), ["forget"]),
+        (
+            desired(incarnation=2),
+            observed(incarnation=1),
+            ["kill"],
+        ),  # the next incarnation waits for the end of this one
+        (desired(incarnation=2), observed(incarnation=1, ended=True), ["forget"]),
+        (desired(incarnation=1), observed(incarnation=2), []),  # an older state, late
     ],
 )
-def test_decisions(wish, process, verbs):
-    found = decide({NAME: wish} if wish else {}, {NAME: process} if process else {})
+def test_decisions(goal, process, verbs):
+    found = decide({NAME: goal} if goal else {}, {NAME: process} if process else {})
     assert list(found) == [Action(verb, NAME) for verb in verbs]
 
 
-def test_what_another_launcher_or_an_agent_before_was_told_is_refused():
-    wishes = [wanted(), wanted(launcher="old", name="master/0"), wanted(agent="before", name="model_worker/0")]
-    assert list(obeyed(wishes, "l", "a")) == [NAME]
+def test_what_another_launcher_or_an_earlier_daemon_was_told_is_refused():
+    published = [
+        desired(),
+        desired(launcher="old", name="master/0"),
+        desired(host_daemon="before", name="model_worker/0"),
+    ]
+    assert list(obeyed(published, "l", "a")) == [NAME]
 
 
 def record(ends=False, time_ns=2 * 10**18):
@@ -65,7 +73,7 @@ def tether():
     return Tether(0.0, cut_off_limit_s=60, wait_s=300)
 
 
-def test_before_a_launcher_came_an_agent_waits_for_it_and_no_longer_than_it_should():
+def test_before_a_launcher_came_a_host_daemon_waits_for_it_and_no_longer_than_it_should():
     rope = tether()
     rope.sees(None, 1)
     rope.unreachable(200, refused=True)
@@ -100,7 +108,7 @@ def test_where_name_resolve_is_gone_with_the_launcher_the_end_comes_sooner():
 def test_the_word_of_an_earlier_launcher_counts_for_nothing():
     rope = tether()
     rope.sees(record(ends=True), 0)
-    assert not rope.is_over  # a run that was over before the agent came
+    assert not rope.is_over  # a run that was over before the host daemon came
     now = record(time_ns=3 * 10**18)
     rope.sees(now, 1)
     rope.sees(record(ends=True), 2)

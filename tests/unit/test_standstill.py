@@ -1,6 +1,6 @@
 """The standstill report: what each process waits for, on whom and since when, when no train step ends."""
 
-from asyncrl.launch.watchdog import Watchdog, wait_texts
+from asyncrl.launch.standstill import Watchdog, wait_texts
 from asyncrl.protocol.messages import Wait, WorkerStatus
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.schema import ConfigError, GenerationServerConfig, ModelWorkerConfig
-from asyncrl.launch.model_files import count_parameters
+from asyncrl.launch.checks.model_files import count_parameters
 from asyncrl.launch.program import ProcessSpec
 from asyncrl.runtime.disk import size_text
 

@@ -1,4 +1,4 @@
-"""What an agent does with what it sees (pure): which processes to start and end, and whether they may go on at all."""
+"""What a host daemon does with what it sees (pure): which processes to start and end, and whether they may go on at all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.protocol.messages import LauncherRecord, WantedProcess
+from asyncrl.protocol.messages import DesiredProcess, LauncherRecord
 from asyncrl.protocol.names import is_earlier
 
 # Of a launcher whose key is gone though name resolve answers: its session may be bringing it back.
@@ -17,8 +17,8 @@ Verb = Literal["start", "stop", "kill", "skip", "forget"]
 
 
 @dataclass(frozen=True)
-class There:
-    """A process that the agent has."""
+class Observed:
+    """The state of a process that the host daemon has."""
 
     incarnation: int
     ended: bool
@@ -33,29 +33,31 @@ class Action:
     name: str
 
 
-def decide(wanted: Mapping[str, WantedProcess], there: Mapping[str, There]) -> Iterator[Action]:
-    """What brings the processes that are there nearer to those that are wanted. Doing it twice changes nothing."""
-    for name, process in there.items():
-        wish = wanted.get(name)
-        if wish is None or wish.incarnation > process.incarnation:
+def decide(desired: Mapping[str, DesiredProcess], observed: Mapping[str, Observed]) -> Iterator[Action]:
+    """The actions that bring the observed state nearer to the desired one. Doing them twice changes nothing."""
+    for name, process in observed.items():
+        goal = desired.get(name)
+        if goal is None or goal.incarnation > process.incarnation:
             yield Action("forget" if process.ended else "kill", name)
-        elif wish.incarnation == process.incarnation and not process.ended:
-            if wish.wish == "kill":
+        elif goal.incarnation == process.incarnation and not process.ended:
+            if goal.state == "kill":
                 yield Action("kill", name)
-            elif wish.wish == "stop" and not process.asked:
+            elif goal.state == "stop" and not process.asked:
                 yield Action("stop", name)
-    for name, wish in wanted.items():
-        if name not in there:
-            yield Action("start" if wish.wish == "run" else "skip", name)
+    for name, goal in desired.items():
+        if name not in observed:
+            yield Action("start" if goal.state == "run" else "skip", name)
 
 
-def obeyed(wanted: Collection[WantedProcess], launcher: str, agent: str) -> dict[str, WantedProcess]:
-    """Those that this launcher wants of this agent, by name; what an earlier launcher or an earlier agent left is refused."""
-    return {wish.name: wish for wish in wanted if wish.launcher == launcher and wish.agent == agent}
+def obeyed(published: Collection[DesiredProcess], launcher: str, host_daemon: str) -> dict[str, DesiredProcess]:
+    """The desired state that this launcher has published for this host daemon, by name. That of an earlier launcher, or for an
+    earlier host daemon, is refused."""
+    return {one.name: one for one in published if one.launcher == launcher and one.host_daemon == host_daemon}
 
 
 class Tether:
-    """Whether an agent's processes may go on. They may while their launcher lives, as far as can be known; and some time longer."""
+    """Whether a host daemon's processes may go on. They may while their launcher lives, as far as can be known, and some time
+    longer."""
 
     def __init__(self, now: float, *, cut_off_limit_s: float, wait_s: float) -> None:
         """wait_s: for a launcher to come."""
@@ -94,7 +96,7 @@ class Tether:
         """Why everything is to end; "": it goes on."""
         if self.launcher is None:
             if now - self._began > self._wait_s:
-                return f"no launcher has come within {self._wait_s:g} s (network.agents_limit_s)"
+                return f"no launcher has come within {self._wait_s:g} s (network.hosts_limit_s)"
             return ""
         if self._absent is not None and now - self._absent > _ABSENT_LIMIT_S:
             return "the launcher is gone"

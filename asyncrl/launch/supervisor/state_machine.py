@@ -2,7 +2,7 @@
 
     children, as they are now --> Supervisor.turn --> decisions, which the launcher carries out in their order
 
-supervision.py holds the policy: how often, after which pause. Here are the ways that take several turns: a unit that comes back
+policy.py holds the policy: how often, after which pause. Here are the ways that take several turns: a unit that comes back
 within its attempt, and the next attempt.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from asyncrl.launch.children import Child, first_cause, first_failed, short_end
-from asyncrl.launch.supervision import (
+from asyncrl.launch.supervisor.children import Child, first_cause, first_failed, short_end
+from asyncrl.launch.supervisor.policy import (
     BUSY_LIMITS,
     EVERYTHING,
     TRAINER_GROUP,

@@ -1,0 +1,293 @@
+"""Owns the child processes of a launcher, or of a host daemon: starts them, reads their status pipes, kills and reaps them.
+
+Each is forked by a fork server, or has an interpreter of its own. policy.py and state_machine.py decide which should exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asyncrl.launch.program import ProcessSpec
+from asyncrl.launch.rundir import RUN_DIR_ENV, LaunchError, logs_dir
+from asyncrl.launch.supervisor.children import Child, Forked, config_file, how_it_ended, start_child, start_process
+from asyncrl.launch.supervisor.fork_server import ForkServer, ForkServerEnded, adopt_orphans, is_supported
+from asyncrl.launch.supervisor.reaper import Reaper
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
+from asyncrl.runtime.names.interface import Lease
+
+_SAY_AFTER_S = 2.0  # a stop then says which processes it waits for
+KILL_LIMIT_S = 60.0  # of what was killed: a process inside the kernel (a disk that hangs) ends only when that lets it
+_STOP_TURN_S = 0.02
+_REAPER_LIMIT_S = 5.0
+_FORK_LIMIT_S = 10.0  # for a fork, when all is imported
+_ROOM_FOR_LATER = "0000"  # in a worker's command line: attempts and servers whose numbers have more digits
+
+
+class ProcessPool:
+    """consumes: status lines and ends of children. produces: the same children, up to date.
+
+    waits for: in `turn` for a pipe, in `stop` for ends; both bounded.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        run_dir: Path,
+        *,
+        fork: bool,
+        start_limit_s: float,
+        notice: Callable[[str], None],
+        marker: str = "",
+        socket_dir: str = "",
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """specs: what will be started, as far as it is known. marker: NAME=value that all of them have in their environment, and
+        no process of another pool; default: the run's folder. socket_dir: network.socket_dir, which goes with the launcher."""
+        self.children: list[Child] = []
+        self._notice, self._clock = notice, clock
+        self._selector = selectors.DefaultSelector()
+        self._reaper = Reaper(marker or f"{RUN_DIR_ENV}={run_dir}", socket_dir)
+        self._starts = _Starts(
+            specs, run_dir, self._selector, fork=fork, limit_s=start_limit_s, notice=notice, clock=clock
+        )
+
+    @property
+    def alive(self) -> list[Child]:
+        """Those that have not ended, pending ones included."""
+        return [child for child in self.children if child.returncode is None]
+
+    def start(self, spec: ProcessSpec, lease: Lease) -> Child:
+        child = self._starts.start(spec, lease)
+        self.take_in(child)
+        return child
+
+    def ask(self, spec: ProcessSpec, lease: Lease) -> Child:
+        """Start a process that its owner hands over with `take_in`."""
+        return self._starts.start(spec, lease)
+
+    def take_in(self, child: Child) -> None:
+        """A child from `ask`: started, or still pending."""
+        self.children.append(child)
+        if child.process is not None:
+            self._begin(child)
+
+    def turn(self, wait_s: float) -> list[Child]:
+        """Take in statuses and ends. Unblocked by those. Returns the children that have ended since the last turn."""
+        for key, _ in self._selector.select(wait_s):
+            child: Child | None = key.data  # None: a fork server
+            if child is not None and not child.read_status():
+                self._selector.unregister(child.pipe)
+        for child in self._starts.turn():
+            self._begin(child)
+        ended: list[Child] = []
+        for child in self.children:
+            if child.returncode is None and child.poll():
+                assert child.process is not None
+                self._reaper.gone(child.process.pid)
+                ended.append(child)
+        self._reaper.turn()
+        return ended
+
+    def forget(self, child: Child) -> None:
+        """A child that has ended, and does not matter any more."""
+        if child not in self.children:
+            return
+        self.children.remove(child)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(child.pipe)
+        os.close(child.pipe)
+
+    def stop(self, limit_s: float, impatient: Callable[[], bool]) -> None:
+        """Ask, then kill. Rollout workers first: they have things to report to the others, which then have nothing more to do."""
+        for child in self._starts.close():
+            self.children.remove(child)
+            os.close(child.pipe)
+        rollout_workers = [child for child in self.children if child.spec.kind == "rollout_worker"]
+        self._ask_and_wait(rollout_workers, limit_s / 3, impatient)
+        self._ask_and_wait(self.children, limit_s * 2 / 3, impatient)
+        deadline = self._clock.monotonic() + KILL_LIMIT_S
+        while (alive := [child for child in self.children if not child.poll()]) and self._clock.monotonic() < deadline:
+            for child in alive:
+                child.kill()
+            self._clock.sleep(_STOP_TURN_S)
+        for child in self.children:
+            os.close(child.pipe)
+        self._selector.close()
+
+    def close(self) -> None:
+        """The reaper ends too, and kills what is left."""
+        self._reaper.close(_REAPER_LIMIT_S)
+
+    def _begin(self, child: Child) -> None:
+        """It has a process now."""
+        assert child.process is not None
+        self._reaper.add(child.process.pid)
+        self._selector.register(child.pipe, selectors.EVENT_READ, child)
+
+    def _ask_and_wait(self, children: Sequence[Child], limit_s: float, impatient: Callable[[], bool]) -> None:
+        """Waits for: their exit. Unblocked by: that, the limit, or impatience."""
+        for child in children:
+            child.ask_to_stop()
+        start = self._clock.monotonic()
+        said = False
+        while alive := [child for child in children if not child.poll()]:
+            waited_s = self._clock.monotonic() - start
+            if impatient() or waited_s > limit_s:
+                return
+            if waited_s > _SAY_AFTER_S and not said:
+                said = True
+                names = ", ".join(child.name for child in alive)
+                self._notice(f"waiting up to {limit_s:g} s for {names} to stop; a second Ctrl-C kills at once")
+            self._clock.sleep(_STOP_TURN_S)
+
+
+class _Starts:
+    """Starts processes: by fork servers, where the system has them, else each in an interpreter of its own.
+
+    The fork servers import from the construction of this object on, beside whatever the launcher does before it starts the first
+    process. They live as long as the run, so that a process that is started again does not import either.
+
+    produces: children. One that a fork server was asked for is pending: it has no process until `turn` has seen the fork.
+    waits for: nothing. A fork server that ends or hangs before its first fork is the first cause of a failure; later, its
+    children get interpreters of their own.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        run_dir: Path,
+        selector: selectors.BaseSelector,
+        *,
+        fork: bool,
+        limit_s: float,
+        notice: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        """specs: what will be started, as far as it is known. selector: gets something to read when `turn` has work."""
+        self._run_dir = run_dir
+        self._selector = selector
+        self._limit_s = limit_s
+        self._notice, self._clock = notice, clock
+        self._servers: dict[str, ForkServer] = {}
+        self._answered: dict[str, float] = {}  # when a fork server of this kind last forked
+        self._pending: dict[Path, tuple[Child, float]] = {}  # by config: asked for, not forked yet; and since when
+        self._started: list[Child] = []  # since the last turn
+        if not fork or not specs or not is_supported():
+            return
+        configs = [config_file(spec, run_dir) for spec in specs]
+        longest = max(
+            (path.with_name(path.name + _ROOM_FOR_LATER) for path in configs), key=lambda path: len(path.name)
+        )
+        for spec in specs:
+            kind = _preload_of(spec)
+            if kind not in self._servers:
+                log = logs_dir(run_dir, spec.config.worker.attempt) / f"fork_server_{kind}.log"
+                env = {**spec.env, RUN_DIR_ENV: str(run_dir)}
+                env.pop("CUDA_VISIBLE_DEVICES", None)  # of that one process
+                self._servers[kind] = ForkServer(kind, log, env, longest)
+                selector.register(self._servers[kind], selectors.EVENT_READ)
+
+    def start(self, spec: ProcessSpec, lease: Lease) -> Child:
+        """Start a process, or ask for it to be forked. Raises LaunchError."""
+        kind = _preload_of(spec)
+        server = self._servers.get(kind)
+        if server is not None:
+            adopt_orphans(True)  # only while forks are pending: other processes' orphans are none of ours
+            try:
+                child = start_child(spec, self._run_dir, lease, server, self._clock)
+            except ForkServerEnded as error:
+                self._started.extend(self._do_without(kind, error))
+            else:
+                self._pending[config_file(spec, self._run_dir)] = child, self._clock.monotonic()
+                return child
+        return start_child(spec, self._run_dir, lease, clock=self._clock)
+
+    def turn(self) -> list[Child]:
+        """The children that have got their process since the last turn. Raises LaunchError."""
+        started, self._started = self._started, []
+        for kind, server in list(self._servers.items()):
+            answered = self._answered.get(kind)
+            limit_s = self._limit_s if answered is None else _FORK_LIMIT_S
+            error: ForkServerEnded | None = None
+            try:
+                started.extend(self._take_in(server.forked()))
+            except ForkServerEnded as ended:
+                error = ended
+            late = [
+                child
+                for child, asked in self._pending_of(kind)
+                if self._clock.monotonic() - max(asked, answered or 0.0) > limit_s
+            ]
+            if error is not None or late:
+                started.extend(self._do_without(kind, error))
+        return started
+
+    def close(self) -> list[Child]:
+        """End the fork servers. Returns the pending children, which will never get a process."""
+        for kind in list(self._servers):
+            self._end(kind)
+        pending = [child for child, _ in self._pending.values()]
+        self._pending.clear()
+        adopt_orphans(False)
+        return pending
+
+    def _pending_of(self, kind: str) -> list[tuple[Child, float]]:
+        return [(child, asked) for child, asked in self._pending.values() if _preload_of(child.spec) == kind]
+
+    def _do_without(self, kind: str, error: ForkServerEnded | None) -> list[Child]:
+        """A fork server has ended, or hangs. Its pending children get interpreters of their own, if it has ever forked; else the
+        launch fails. Raises LaunchError."""
+        server, owed = self._servers[kind], self._pending_of(kind)
+        if kind not in self._answered:
+            raise self._hangs(server, *owed[0]) if error is None else self._ended(server, error)
+        why = "does not answer" if error is None else "has ended"
+        self._notice(
+            f"the fork server of the {kind} processes {why}; from now on they are interpreters of their own, which takes longer "
+            f"to start (its log: {server.log})"
+        )
+        started = self._end(kind)
+        for config, (child, _) in list(self._pending.items()):
+            if _preload_of(child.spec) == kind:
+                del self._pending[config]
+                os.close(child.pipe)
+                start_process(child, self._run_dir, None)
+                started.append(child)
+        return started
+
+    def _end(self, kind: str) -> list[Child]:
+        server = self._servers.pop(kind)
+        self._selector.unregister(server)
+        return self._take_in(server.close())
+
+    def _take_in(self, forked: dict[Path, int]) -> list[Child]:
+        started: list[Child] = []
+        for config, pid in forked.items():
+            child, _ = self._pending.pop(config)
+            child.process = Forked(pid)
+            self._answered[_preload_of(child.spec)] = self._clock.monotonic()
+            started.append(child)
+        if forked and not self._pending:
+            adopt_orphans(False)
+        return started
+
+    def _hangs(self, server: ForkServer, child: Child, asked: float) -> LaunchError:
+        waited_s = self._clock.monotonic() - asked
+        return LaunchError(
+            f"waited {waited_s:.0f} s for {child.name} from the fork server of the {server.kind} processes; giving up "
+            f"(runtime.start_timeout_s). Its log: {server.log}"
+        )
+
+    @staticmethod
+    def _ended(server: ForkServer, error: ForkServerEnded) -> LaunchError:
+        return LaunchError(
+            f"the fork server of the {server.kind} processes {how_it_ended(error.code, server.log)}\n\n"
+            f"Its log: {server.log}\nruntime.fork_server=false starts a run without fork servers."
+        )
+
+
+def _preload_of(spec: ProcessSpec) -> str:
+    return "computing" if spec.computes else "light"
