@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.model.moving import ShardedModel, exchange, workers_of
+from asyncrl.model.tensor_exchange import ShardedModel, exchange, workers_of
 from asyncrl.weights.versions import Probe
 
 _NUM_RANDOM = 8

@@ -29,10 +29,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from asyncrl.config.schema import ConfigError, ModelConfig, ModelWorkerConfig
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.model import checkpoint
-from asyncrl.model.broadcast import WeightSender
+from asyncrl.model.broadcast import HeldSnapshot, WeightSender
 from asyncrl.model.compute import Compute
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.moving import (
+from asyncrl.model.probe import LogprobProbe
+from asyncrl.model.shards import Box, Holding, Piece, plan_moves, plan_owners, tensors_of
+from asyncrl.model.tensor_exchange import (
     CPU,
     ShardedModel,
     carry,
@@ -43,9 +45,6 @@ from asyncrl.model.moving import (
     transport_device,
     workers_of,
 )
-from asyncrl.model.probe import LogprobProbe
-from asyncrl.model.sending import Held
-from asyncrl.model.shards import Box, Holding, Piece, plan_moves, plan_owners, tensors_of
 from asyncrl.protocol.messages import (
     CallResult,
     CommitCheckpoint,
@@ -271,9 +270,9 @@ class Publisher:
         """Snapshot for the sender; at the other ranks nothing is left of it. The same snapshot is what WriteWeights writes."""
         await self._end_of_writing(self._weights)
 
-        def snapshot() -> Held:
+        def snapshot() -> HeldSnapshot:
             buckets = take_whole(engine, self._config.weights.bucket_bytes)
-            return Held(WeightVersion.parse(body.weight_version), buckets, self._measure(engine))
+            return HeldSnapshot(WeightVersion.parse(body.weight_version), buckets, self._measure(engine))
 
         held = await self._snapshot(snapshot, body.role)
         self._held_version, self._measured = body.weight_version, held.probe

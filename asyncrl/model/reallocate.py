@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from asyncrl.model.moving import ShardedModel, carry, exchange, holding_of, local_part, transport_device
 from asyncrl.model.shards import Holding, Move, ShardError, plan_moves, tensors_of
+from asyncrl.model.tensor_exchange import ShardedModel, carry, exchange, holding_of, local_part, transport_device
 from asyncrl.weights.update_group import dtype_of
 
 _MAX_BYTES = 256_000_000

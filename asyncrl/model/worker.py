@@ -28,7 +28,7 @@ from asyncrl.data.trajectories import BackgroundRecorder, recording_dir
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worlds import Worlds
-from asyncrl.model.broadcast import WeightSender
+from asyncrl.model.broadcast import ServerClient, WeightSender
 from asyncrl.model.calls import Calls, trajectory_files
 from asyncrl.model.compute import Compute
 from asyncrl.model.data_manager import DataManager
@@ -38,7 +38,6 @@ from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.publishing import Publisher
-from asyncrl.model.sending import ServerClient
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.world import World, choose_device
