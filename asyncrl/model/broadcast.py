@@ -4,7 +4,7 @@
     gserver manager -- POST /broadcast_weights: version, servers that it has paused --> one broadcast to all of them
     per server: join a group (kept while the servers are the same), begin, a request a bucket beside its broadcast, end
 
-Whatever the layout, that rank holds the whole model in CPU memory, in the dtype handed out: once, and twice while the version
+Whatever the layout, that rank holds the whole model in CPU memory, in the dtype of exports: once, and twice while the version
 before is still broadcast. Where that is too much, weights.transport=disk has every rank write what it holds.
 
 Nothing is broadcast before every server has joined and has agreed to what will come. A server that refuses, dies or hangs

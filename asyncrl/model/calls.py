@@ -16,10 +16,10 @@ from asyncrl.model import checkpoint
 from asyncrl.model.compute import Compute
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import LAST_WORDS_S, SHARED, Exporter
 from asyncrl.model.fetching import DataFetcher, FetchError
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import Interface
-from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
@@ -55,7 +55,7 @@ from asyncrl.runtime.trace import Tracer
 class Calls:
     """Executes calls in the order in which they come.
 
-    consumes: calls.  produces: their replies, by itself or by the publisher when what it wrote is on disk.
+    consumes: calls.  produces: their replies, by itself or by the exporter when what it wrote is on disk.
     waits for: the compute thread, and there for the other workers of a call; within train.call_timeout_s.
     unblocked by: the other workers making the same call, or losing their connection.
     """
@@ -72,7 +72,7 @@ class Calls:
         group_maker: GroupMaker | None,
         data: DataManager,
         fetcher: DataFetcher,
-        publisher: Publisher,
+        exporter: Exporter,
         recorder: BackgroundRecorder | None,
         compute: Compute,
         board: StatusBoard,
@@ -85,7 +85,7 @@ class Calls:
         self.store, self.engines = store, engines
         self._config, self._info, self._world = config, config.worker, world
         self._receiver, self._group_maker, self._data, self._fetcher = receiver, group_maker, data, fetcher
-        self._publisher, self._recorder, self._compute = publisher, recorder, compute
+        self._exporter, self._recorder, self._compute = exporter, recorder, compute
         self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
         self._models = {model.name: model for model in config.models}
         self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
@@ -110,21 +110,21 @@ class Calls:
                 raise
 
     async def _execute(self, call: Call) -> None:
-        """One call. Its reply is given here, or by the publisher when what it wrote is on disk."""
-        body, publisher = call.body, self._publisher
+        """One call. Its reply is given here, or by the exporter when what it wrote is on disk."""
+        body, exporter = call.body, self._exporter
         if isinstance(body, ExecuteMFC):
             call.reply(await self._compute(partial(self._run_mfc_traced, body), f"MFC {body.mfc}"))
         elif isinstance(body, (WriteWeights, SaveModel)):
-            await publisher.write(call, body, self._engine(body.role))
+            await exporter.write(call, body, self._engine(body.role))
         elif isinstance(body, CommitWeights):
-            await publisher.commit(call, body, self._engine(body.role), self._models[body.role])
+            await exporter.commit(call, body, self._engine(body.role), self._models[body.role])
         elif isinstance(body, ShareWeights):
-            await publisher.share(call, body, self._engine(body.model))
+            await exporter.share(call, body, self._engine(body.model))
         elif isinstance(body, SaveCheckpoint):
             state = {f"{mfc}/{name}": x for mfc, it in self._interfaces.items() for name, x in it.state().items()}
-            await publisher.write_checkpoint(call, body, self._checkpointed, state)
+            await exporter.write_checkpoint(call, body, self._checkpointed, state)
         elif isinstance(body, CommitCheckpoint):
-            await publisher.commit_checkpoint(call, body)
+            await exporter.commit_checkpoint(call, body)
         else:
             await self._execute_here(call)
 
@@ -150,7 +150,7 @@ class Calls:
             )
             await self._compute(take, f"weights of {body.model}")
         elif isinstance(body, HoldWeights):
-            await self._publisher.hold(body, self._engine(body.role))
+            await self._exporter.hold(body, self._engine(body.role))
         elif isinstance(body, LoadCheckpoint):
             await self._compute(
                 partial(self._load_checkpoint, self._folder(body.folder)), "the checkpoint to be loaded"

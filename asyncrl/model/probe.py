@@ -1,4 +1,4 @@
-"""The trainer's half of weights.verify_logprobs: a short text, and its logprobs under the weights that are handed out.
+"""The trainer's half of weights.verify_logprobs: a short text, and its logprobs under the weights that are exported.
 
 Measured on the compute threads of all ranks of the model, in the same call that takes a snapshot of the weights; the rank that
 commits the version writes the result into its manifest. The servers' half is asyncrl/generation/checks.py.

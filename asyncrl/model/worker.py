@@ -33,11 +33,11 @@ from asyncrl.model.calls import Calls, trajectory_files
 from asyncrl.model.compute import Compute
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import Exporter
 from asyncrl.model.fetching import DataFetcher, HeldData
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.publishing import Publisher
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.world import World, choose_device
@@ -109,10 +109,10 @@ class ModelWorker(Worker):
         sender = None
         if index == self._first.workers[0] and config.weights.transport == "broadcast":
             sender = await self._open_sender(directory, opened, device)
-        publisher = Publisher(
+        exporter = Exporter(
             config, compute, sender, self.tasks, board=self.board, trace=self.trace, clock=self.system.clock
         )
-        opened.callback(publisher.close)
+        opened.callback(exporter.close)
         calls = Calls(
             config,
             world,
@@ -123,7 +123,7 @@ class ModelWorker(Worker):
             group_maker=group_maker,
             data=data,
             fetcher=fetcher,
-            publisher=publisher,
+            exporter=exporter,
             recorder=self._open_recorder(opened),
             compute=compute,
             board=self.board,

@@ -21,8 +21,8 @@ from asyncrl.generation.checks import VerifiedLoads
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.transformers import LiveTensors, TransformersEngine
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
 from asyncrl.model.probe import LogprobProbe
-from asyncrl.model.publishing import take_share
 from asyncrl.protocol.messages import UpdateWeightsReply, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version

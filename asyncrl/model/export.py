@@ -1,14 +1,14 @@
-"""Hands weights out: files of a version, of a model for the user, of a checkpoint; and a copy in memory for the sender.
+"""Exports weights: files of a version, of a model for the user, of a checkpoint; and a copy in memory for the sender.
 
     all ranks of the model   take_share: numbered, collective, on the compute thread: each has some tensors whole, on the CPU
     each rank's writer       weights.write_part: its share's files to disk, beside what follows; the reply has them
     the model's first rank   commit: manifest, final name, when the master says that all files are there
 
-Hugging Face format out of any layout. No rank gathers the whole model, unless it is to send it over the network: the first rank
+Hugging Face format out of any layout. No rank gathers the whole model, unless it is to be broadcast: the first rank
 of the model then also has the sender (weights.transport=broadcast), and with take_whole the whole model in CPU memory.
 
-Names and values are those of the checkpoint the model was loaded from; bits are those of the parameters, cast to the dtype that
-is handed out. Architectures whose modules hold several tensors of a checkpoint in one (fused experts) are taken apart again, which
+Names and values are those of the checkpoint the model was loaded from; bits are those of the parameters, cast to the dtype
+of exports. Architectures whose modules hold several tensors of a checkpoint in one (fused experts) are taken apart again, which
 only a single rank can do.
 """
 
@@ -76,7 +76,7 @@ class ExportedModel(ShardedModel, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which its weights are handed out."""
+        """In which its weights are exported."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -88,7 +88,7 @@ class ExportedModel(ShardedModel, Protocol):
 
 
 def take_share(model: ExportedModel, *, max_bytes: int = _MAX_BYTES) -> dict[str, Tensor]:
-    """Copies of this rank's share of the model's tensors, whole, on the CPU, in the dtype handed out, in the model's order.
+    """Copies of this rank's share of the model's tensors, whole, on the CPU, in the dtype of exports, in the model's order.
 
     Collective over all ranks of the model. Every tensor is in one share, that of a rank of its stage; the shares of a stage's ranks
     have about the same size. Beside its share a rank holds at most max_bytes of what is on the way. Training may go on with the
@@ -104,9 +104,9 @@ def take_share(model: ExportedModel, *, max_bytes: int = _MAX_BYTES) -> dict[str
 
 
 def take_whole(model: ExportedModel, bucket_bytes: int, *, max_bytes: int = _MAX_BYTES) -> list[Bucket]:
-    """Copies of all tensors, at the model's first worker, in buckets as they are sent (update_group.py); nothing at the others.
+    """Copies of all tensors, at the first worker of the model, in buckets for a broadcast (update_group.py). The others get none.
 
-    Collective over all ranks of the model. That worker then holds the whole model in CPU memory, in the dtype handed out.
+    Collective over all ranks of the model. That worker then holds the whole model in CPU memory, in the dtype of exports.
     """
     tensors, holdings, dtypes = _told(model)
     whole = tensors_of(holdings)
@@ -163,7 +163,7 @@ def checkpoint_tensors(model: ExportedModel) -> dict[str, Tensor]:
     if len(workers_of(model)) > 1:
         raise ConfigError(
             f"allocation: models of type {model.config.model_type!r} keep {changed[0]} in one tensor, their checkpoints in "
-            "several; weights of such a model cannot be handed out from more than one rank: train it on d1p1m1"
+            "several; weights of such a model cannot be exported from more than one rank: train it on d1p1m1"
         )
     return dict(_reverted(model.model, tensors))
 
@@ -174,7 +174,7 @@ def _reverted(model: PreTrainedModel, tensors: dict[str, Tensor]) -> Mapping[str
 
 
 def _told(model: ExportedModel) -> tuple[dict[str, Tensor], dict[int, Holding], dict[str, torch.dtype]]:
-    """This rank's tensors, what all ranks hold, and the dtype in which each tensor is handed out. Collective."""
+    """This rank's tensors, what all ranks hold, and the dtype in which each tensor is exported. Collective."""
     tensors = checkpoint_tensors(model)
     holdings = exchange_holdings(workers_of(model), holding_of(model, tensors))
     dtypes = {name: dtype_of(piece.dtype) for name, piece in tensors_of(holdings).items()}
@@ -230,12 +230,12 @@ class _Lane:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Publisher:
-    """One worker's part of handing weights out.
+class Exporter:
+    """One worker's part of exporting weights.
 
     consumes: calls.  produces: files, replies; what the sender holds.
     waits for: the compute thread, and for the write before: so there is never more than one snapshot in memory that is written,
-    one that is sent, and one of a checkpoint.  unblocked by: the other ranks of the model; the disk.
+    one that is broadcast, and one of a checkpoint.  unblocked by: the other ranks of the model; the disk.
     """
 
     def __init__(
