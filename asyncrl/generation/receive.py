@@ -37,7 +37,7 @@ from asyncrl.protocol.messages import (
     UpdateWeightsReply,
     WeightVersion,
 )
-from asyncrl.weights.versions import Probe
+from asyncrl.weights.versions import ScoredText
 
 if TYPE_CHECKING:
     import torch
@@ -256,8 +256,8 @@ class ReceivingHTTP:
         begun, self._begun = self._begun, None
         await self._engines.end(ended)
         if self._verified is not None and begun is not None:
-            probe = Probe(begun.probe_ids, begun.probe_logprobs) if begun.probe_ids else None
-            await self._verified.verify(_parse(begun.weight_version), probe, ",".join(ended.xxh3))
+            scored_text = ScoredText(begun.probe_ids, begun.probe_logprobs) if begun.probe_ids else None
+            await self._verified.verify(_parse(begun.weight_version), scored_text, ",".join(ended.xxh3))
         if begun is not None and begun.weight_version:
             self._fence.loaded(_parse(begun.weight_version))
 

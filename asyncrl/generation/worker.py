@@ -117,7 +117,7 @@ class GenerationServer(Worker):
             return ""
 
     def _verified_loads(self, engine: GenerationEngine) -> VerifiedLoads | None:
-        """weights.verify_logprobs: each version loaded must score a probe as the trainer does."""
+        """weights.verify_logprobs: each version loaded must score a text as the trainer does."""
         tolerance = self._config.verify_tolerance
         limit_s = self._config.generation.load_timeout_s
         return VerifiedLoads(engine, tolerance=tolerance, limit_s=limit_s, logger=self.logger) if tolerance else None

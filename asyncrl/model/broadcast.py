@@ -46,7 +46,7 @@ from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights.update_group import Bucket, GroupMember, digest, rank_offsets, serve_store
-from asyncrl.weights.versions import Probe
+from asyncrl.weights.versions import ScoredText
 
 _MAX_GROUPS = 4  # waves come in few combinations of servers; the one unused for longest is given up
 _LEAVE_LIMIT_S = 5.0
@@ -64,7 +64,7 @@ class HeldSnapshot:
 
     version: WeightVersion
     buckets: list[Bucket]
-    probe: Probe | None = None  # weights.verify_logprobs
+    scored_text: ScoredText | None = None  # weights.verify_logprobs
     digests: list[asyncio.Future[str]] = field(default_factory=list)  # of the buckets, filled in by the sender
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -150,8 +150,8 @@ class Broadcast:
                 dtypes=[dtype for spec in specs for dtype in spec.dtypes],
                 shapes=[shape for spec in specs for shape in spec.shapes],
             ),
-            probe_ids=held.probe.input_ids if held.probe is not None else [],
-            probe_logprobs=held.probe.logprobs if held.probe is not None else [],
+            probe_ids=held.scored_text.input_ids if held.scored_text is not None else [],
+            probe_logprobs=held.scored_text.logprobs if held.scored_text is not None else [],
         )
         await _of_all([self._client.post(target, "/begin_weight_update", begin) for target in self._targets])
 

@@ -32,7 +32,7 @@ from asyncrl.model import checkpoint
 from asyncrl.model.broadcast import HeldSnapshot, WeightSender
 from asyncrl.model.compute import Compute
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.probe import LogprobProbe
+from asyncrl.model.logprob_check import TextScorer
 from asyncrl.model.shards import Box, Holding, Piece, plan_moves, plan_owners, tensors_of
 from asyncrl.model.tensor_exchange import (
     CPU,
@@ -65,7 +65,7 @@ from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call
 from asyncrl.runtime.trace import Tracer
 from asyncrl.weights.update_group import Bucket, dtype_of, empty_buckets, num_bytes_of
-from asyncrl.weights.versions import FileWriter, Probe, commit_folder, commit_version, name_shards, write_part
+from asyncrl.weights.versions import FileWriter, ScoredText, commit_folder, commit_version, name_shards, write_part
 
 GENERATION_CONFIG = "generation_config.json"
 _MAX_BYTES = 256_000_000  # on the way at a rank at once
@@ -252,8 +252,8 @@ class Exporter:
         """sender: at the first rank of the model that is served."""
         self._config, self._info, self._compute, self._sender = config, config.worker, compute, sender
         self._tasks, self._board, self._trace, self._clock = tasks, board, trace, clock
-        self._probe = LogprobProbe(config.worker.seed) if config.weights.verify_logprobs else None
-        self._measured: Probe | None = None  # with the newest snapshot
+        self._scorer = TextScorer(config.worker.seed) if config.weights.verify_logprobs else None
+        self._measured: ScoredText | None = None  # with the newest snapshot
         self._held_version = ""  # that all ranks have made for the sender
         self._weights, self._checkpoints = (
             _Lane(f"{config.worker.name}-writer"),
@@ -275,7 +275,7 @@ class Exporter:
             return HeldSnapshot(WeightVersion.parse(body.weight_version), buckets, self._measure(engine))
 
         held = await self._snapshot(snapshot, body.role)
-        self._held_version, self._measured = body.weight_version, held.probe
+        self._held_version, self._measured = body.weight_version, held.scored_text
         if self._sender is not None:
             self._sender.hold(held)
 
@@ -340,8 +340,8 @@ class Exporter:
         """Raises OutsideRunError."""
         return path_of(self._info.run_dir, folder)
 
-    def _measure(self, engine: TrainEngine) -> Probe | None:
-        return self._probe.measure(engine) if self._probe is not None else None
+    def _measure(self, engine: TrainEngine) -> ScoredText | None:
+        return self._scorer.measure(engine) if self._scorer is not None else None
 
     async def _snapshot(self, take: Callable[[], T], role: str) -> T:
         with self._trace.overlapping("snapshot", kind="weights", role=role):
@@ -391,7 +391,7 @@ class Exporter:
         )
 
     def _commit(
-        self, path: Path, body: CommitWeights, engine: TrainEngine, model: ModelConfig, probe: Probe | None
+        self, path: Path, body: CommitWeights, engine: TrainEngine, model: ModelConfig, scored_text: ScoredText | None
     ) -> list[WrittenFile]:
         fsync, source_dir = self._config.weights.fsync, Path(model.path)
         if body.weight_version:
@@ -402,7 +402,7 @@ class Exporter:
                 source_dir=source_dir,
                 version=version,
                 fsync=fsync,
-                probe=probe,
+                scored_text=scored_text,
                 replace=body.rewrite,
             )
         else:
