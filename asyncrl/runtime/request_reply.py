@@ -9,7 +9,7 @@ verdict, and may come in any order: it completes a future, nothing is polled. A 
 comes back as a new incarnation, the calls it had not answered fail with ReceiverRestarted. Workers of a world that is apart
 (dataflow/worlds.py) come back together, in its next life: with the first of them the calls of all have failed.
 
-Start-up barrier: the client sends each worker a probe as soon as it finds its name, and `start` returns when all have answered.
+Start-up barrier: the client sends each worker a resend query as soon as it finds its name. `start` returns when all have answered.
 Entries of workers long gone, still published, do not answer and hence do not count.
 """
 
