@@ -74,7 +74,7 @@ class Reward:
         if judges is not None:
             self._arguments = judges.arguments
         else:
-            function = RewardFunction.load(spec)
+            function = RewardFunction.import_from(spec)
             self._function, self._is_async, self._arguments = function.call, function.is_async, function.arguments
         self._threads = asyncio.Semaphore(_MAX_THREADS)
         self._abandoned: list[threading.Thread] = []

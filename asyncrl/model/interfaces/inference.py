@@ -12,7 +12,7 @@ from asyncrl.config.schema import ConfigError, TrainConfig
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.model.interfaces.common import Engine, Interface, Stats, groups_here, temperature_of
-from asyncrl.rewards.loading import load_object
+from asyncrl.rewards.import_object import import_object
 
 
 class LogprobsInterface(Interface):
@@ -96,7 +96,7 @@ def _nothing(keys: Sequence[str]) -> SequenceSample:
 
 
 def _import_function(mfc: MFCDef) -> Callable[..., Any]:
-    function = load_object(mfc.interface, f"MFC {mfc.name!r}: interface")
+    function = import_object(mfc.interface, f"MFC {mfc.name!r}: interface")
     if not callable(function):
         raise ConfigError(f"MFC {mfc.name!r}: interface {mfc.interface!r} is not a function")
     return function  # type: ignore[no-any-return]
