@@ -26,7 +26,6 @@ import contextlib
 import itertools
 import logging
 import math
-import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +57,7 @@ from asyncrl.protocol.messages import (
     VersionSpan,
     WeightVersion,
 )
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)
@@ -176,8 +176,9 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         eos_token_ids: Iterable[int] = (),
         on_tokens: Callable[[int, str], None] | None = None,
         trace: Tracer = OFF,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace)
+        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace, clock=clock)
         self._server = server
         self._limits = ModelLimits.of(model_path)
         self._tensors = ModelTensors(model_path, tied=self._limits.tied)
@@ -258,18 +259,18 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
 
         Waits for its end, for half a second at most, then asks for its load. A server that ends takes with it what is in flight.
         """
-        answered = time.monotonic()
+        answered = self._clock.monotonic()
         while self._failure is None:
             await self._server.wait_ended(_WATCH_S)
             ended = await self._how_it_ended()
             if ended is None:
                 try:
                     self._told_tokens = await self._client.used_tokens(limit_s=_ASK_LIMIT_S)
-                    answered = time.monotonic()
+                    answered = self._clock.monotonic()
                 except SGLangError as error:
                     self._told_tokens = None
                     ended = await self._how_it_ended()
-                    if time.monotonic() - answered > _SILENT_LIMIT_S:
+                    if self._clock.monotonic() - answered > _SILENT_LIMIT_S:
                         ended = f"the SGLang server has not answered for {_SILENT_LIMIT_S:g} s: {error}"
             if ended is not None:
                 self._die(f"{ended}; {self._server.told()}")
@@ -436,11 +437,11 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         Waits for the requests' ends, for _ABORT_LIMIT_S at most, then returns False. Raises EngineFailed when SGLang has died.
         """
         ends = [pending.ended for pending in requests]
-        deadline = time.monotonic() + _ABORT_LIMIT_S
+        deadline = self._clock.monotonic() + _ABORT_LIMIT_S
         while left := [ended for ended in ends if not ended.is_set()]:
             if self._failure is not None:
                 raise EngineFailed(str(self._failure)) from self._failure
-            if time.monotonic() > deadline:
+            if self._clock.monotonic() > deadline:
                 return False
             with contextlib.suppress(SGLangError):
                 await self._client.abort(key, limit_s=_ASK_LIMIT_S)

@@ -34,6 +34,7 @@ from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.data.model_limits import UNLIMITED, ModelLimits
 from asyncrl.generation.sglang_environment import SETUP_HINT
 from asyncrl.runtime import security
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.devices import usable_cores, visible_devices
 from asyncrl.runtime.ports import free_ports
 from asyncrl.runtime.process import dying_with_parent, tail_of
@@ -111,7 +112,9 @@ class ServerLink(Protocol):
 # ------------------------------------------------------------------------------------------------------ how it is started
 
 
-def own_server(config: GenerationConfig, model_path: str, *, tensor: int, seed: int, log: Path) -> SGLangProcess:
+def own_server(
+    config: GenerationConfig, model_path: str, *, tensor: int, seed: int, log: Path, clock: Clock = SYSTEM_CLOCK
+) -> SGLangProcess:
     """A server for this model, to be started: on the GPUs that this process may use, without any on the CPU."""
     api_key = random_secrets.token_hex(_KEY_BYTES) if security.current() is not None else ""
     if api_key and "config" in config.server_args:
@@ -132,6 +135,7 @@ def own_server(config: GenerationConfig, model_path: str, *, tensor: int, seed: 
         log=log,
         on_gpu=on_gpu,
         api_key=api_key,
+        clock=clock,
     )
 
 
@@ -239,12 +243,13 @@ class SGLangProcess:
         log: Path,
         on_gpu: bool,
         api_key: str = "",
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """arguments: by the port; environment: by the folder for its temporary files. api_key: what it is to ask for."""
         self._python = python
         self._arguments, self._environment = arguments, environment
         self.api_key = api_key
-        self._log = log
+        self._log, self._clock = log, clock
         self._grace_s = _GRACE_S[on_gpu]
         self._port = 0
         self._tmp = ""
@@ -273,7 +278,7 @@ class SGLangProcess:
         return list(self._children)
 
     async def start(self, is_ready: IsReady, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
+        deadline = self._clock.monotonic() + limit_s
         self._log.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers()
         self._tmp = tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{os.getpid()}-")
@@ -387,7 +392,8 @@ class SGLangProcess:
             try:
                 opened = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600 if self.api_key else 0o666)
                 with open(opened, "ab") as log:
-                    log.write(f"{time.strftime('[%Y-%m-%d %H:%M:%S]')} {' '.join(command)}\n".encode())
+                    began = time.strftime("[%Y-%m-%d %H:%M:%S]", time.localtime(self._clock.time()))
+                    log.write(f"{began} {' '.join(command)}\n".encode())
                     log.flush()
                     process = self._process = subprocess.Popen(
                         wrapper,
@@ -414,7 +420,7 @@ class SGLangProcess:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self._ended.set)
-            _end_group(process.pid)  # before its number is given back: afterwards it may be another's
+            _end_group(process.pid, self._clock)  # before its number is given back: afterwards it may be another's
             _remove_shared_memory(noted)
             guard.kill()
             guard.communicate()
@@ -429,25 +435,25 @@ class SGLangProcess:
     async def _until_ready(self, is_ready: IsReady, deadline: float) -> bool:
         """False if it has exited or the time is over. Its shared memory is noted on the way, all of it at the end."""
         note_at, ready = 0.0, False
-        while not ready and time.monotonic() < deadline and not self._ended.is_set():
+        while not ready and self._clock.monotonic() < deadline and not self._ended.is_set():
             if not (ready := await is_ready(self.url)):
                 await self.wait_ended(_POLL_S)
-            if ready or time.monotonic() > note_at:
+            if ready or self._clock.monotonic() > note_at:
                 await asyncio.to_thread(_note_shared_memory, self.pid, self._noted)
-                note_at = time.monotonic() + _NOTE_S
+                note_at = self._clock.monotonic() + _NOTE_S
         return ready
 
 
-def _end_group(leader: int) -> None:
+def _end_group(leader: int, clock: Clock) -> None:
     """Kill what is left of the group of a process that has ended. Python's resource trackers are left a moment to end by
     themselves: they remove the shared memory that the others have left."""
-    deadline = time.monotonic() + _TRACKER_LIMIT_S
-    while time.monotonic() < deadline and (members := _members(leader)):
+    deadline = clock.monotonic() + _TRACKER_LIMIT_S
+    while clock.monotonic() < deadline and (members := _members(leader)):
         for process, is_tracker in members:
             if not is_tracker:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-        time.sleep(_SWEEP_S)
+        clock.sleep(_SWEEP_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -530,8 +536,8 @@ def read_api_key(path: str) -> str:
 class AttachedServer:
     """A server that somebody else runs, at a URL. It is neither started nor stopped here."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str, api_key: str = "", *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._url, self._clock = url.rstrip("/"), clock
         self.api_key = api_key
 
     @property
@@ -539,9 +545,9 @@ class AttachedServer:
         return self._url
 
     async def start(self, is_ready: IsReady, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
+        deadline = self._clock.monotonic() + limit_s
         while not await is_ready(self._url):
-            if time.monotonic() > deadline:
+            if self._clock.monotonic() > deadline:
                 raise ConfigError(
                     f"generation.urls: no SGLang server answers at {self._url} within {limit_s:g} s (generation.load_timeout_s); "
                     "start it there, or correct the URL"

@@ -52,6 +52,7 @@ from asyncrl.generation.engine import (
 from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights import versions as weights
 from asyncrl.weights.versions import VerifiedVersion, WeightsError
@@ -274,9 +275,10 @@ class TransformersEngine(QueueingEngine[_Pending]):
         eos_token_ids: Iterable[int] = (),
         on_tokens: Callable[[int, str], None] | None = None,
         trace: Tracer = OFF,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         _check_config(config)
-        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace)
+        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace, clock=clock)
         self._initial_path, self._seed = model_path, seed
         self._verified = VerifiedVersion()
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -537,7 +539,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         return num_aborted
 
     def weight_receiver(self, host: str) -> WeightReceiver:
-        return StagedReceiver(self, host)
+        return StagedReceiver(self, host, self._clock)
 
     @property
     def weights_device(self) -> torch.device:

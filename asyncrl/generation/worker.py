@@ -37,7 +37,7 @@ class GenerationServer(Worker):
     ) -> None:
         super().__init__(config.worker, system)
         self._config = config
-        self._engines = engines if engines is not None else Engines(config, self.trace)
+        self._engines = engines if engines is not None else Engines(config, self.trace, self.system.clock)
 
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
         config, engines = self._config, self._engines
@@ -64,6 +64,7 @@ class GenerationServer(Worker):
             fetched=fetched,
             run_dir=self.info.run_dir,
             published=lambda: self._published(directory),
+            clock=self.system.clock,
         )
         url = await after_engine.enter_async_context(http.listening(self.info.runtime.host, self.system.listen))
         await directory.publish(self.names.generation_server(self.info.index), url)

@@ -302,7 +302,7 @@ class WeightSender:
         store, address = await asyncio.to_thread(serve_store, self._host, broadcast.left_s)
         host, _, port = address.rpartition(":")
         name = f"{self._name}-{uuid.uuid4().hex[:8]}"  # a server may outlive runs, and keeps what was not destroyed
-        member = GroupMember(name, self._backend)
+        member = GroupMember(name, self._backend, self._clock)
         self._groups[key] = member  # from here on it is left, whatever happens
         joins = [
             JoinUpdateGroup(

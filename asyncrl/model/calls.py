@@ -229,7 +229,7 @@ class Calls:
             (place, meta) for place, meta in placed if self._heads[meta.head % len(self._heads)] == self._info.index
         ]
         entries = [Entry(self.store.whole(meta.ticket_id), meta, place) for place, meta in mine]
-        files = trajectory_files(self._config, self._folder(body.folder))
+        files = trajectory_files(self._config, self._folder(body.folder), self._clock)
         try:
             files.write(body.version, len(body.metas), entries)
         except OSError as error:
@@ -281,7 +281,7 @@ class Calls:
         return self.engines[model]
 
 
-def trajectory_files(config: ModelWorkerConfig, folder: Path) -> TrajectoryStore:
+def trajectory_files(config: ModelWorkerConfig, folder: Path, clock: Clock) -> TrajectoryStore:
     """Recordings of this worker in a folder."""
     return TrajectoryStore(
         folder,
@@ -290,4 +290,5 @@ def trajectory_files(config: ModelWorkerConfig, folder: Path) -> TrajectoryStore
         max_bytes=config.record.max_bytes,
         prune=True,
         tokenizer=tokenizer_fingerprint(config.tokenizer_path or config.model_path),
+        clock=clock,
     )

@@ -54,6 +54,7 @@ class Recorder(Worker):
             max_bytes=config.max_bytes,
             prune=False,  # what is rolled out is the result of the run
             tokenizer=tokenizer_fingerprint(config.tokenizer_path),
+            clock=self.system.clock,
         )
         self._num_batches = 0  # recorded
 

@@ -200,7 +200,7 @@ class ModelWorker(Worker):
         if not self.config.record.trajectories or self.info.index not in self._first.heads:
             return None
         folder = recording_dir(Path(self.info.run_dir), self.info.attempt)
-        recorder = BackgroundRecorder(trajectory_files(self.config, folder))
+        recorder = BackgroundRecorder(trajectory_files(self.config, folder, self.system.clock), clock=self.system.clock)
         opened.push_async_callback(asyncio.to_thread, recorder.close, self.info.runtime.stop_timeout_s / 4)
         return recorder
 

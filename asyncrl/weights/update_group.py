@@ -16,7 +16,6 @@ import contextlib
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +34,7 @@ from torch._C._distributed_c10d import (
 )
 
 from asyncrl.protocol.messages import TensorSpecs
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 T = TypeVar("T")
 
@@ -200,10 +200,10 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 class GroupMember:
     """One process's place in a group."""
 
-    def __init__(self, name: str, backend: str) -> None:
+    def __init__(self, name: str, backend: str, clock: Clock = SYSTEM_CLOCK) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend {backend!r}: one of {', '.join(BACKENDS)}")
-        self.name, self.backend = name, backend
+        self.name, self.backend, self._clock = name, backend, clock
         self._thread = GroupThread(f"update group {name}")
         self._group: Backend | None = None
 
@@ -223,7 +223,7 @@ class GroupMember:
         """Send (rank 0) or receive a flat tensor. Raises RuntimeError where that took longer than limit_s, or a peer is gone."""
         group = self._group
         assert group is not None, "join first"
-        await self._thread.call(lambda: _broadcast(group, flat, limit_s))
+        await self._thread.call(lambda: _broadcast(group, flat, limit_s, self._clock))
 
     def leave(self) -> None:
         """What is under way ends by its own limit; the sockets are closed then."""
@@ -254,14 +254,14 @@ def _open(store: Store, name: str, backend: str, rank: int, size: int, limit_s: 
     return ProcessGroupNCCL(prefixed, rank, size, nccl)
 
 
-def _broadcast(group: Backend, flat: Tensor, limit_s: float) -> None:
+def _broadcast(group: Backend, flat: Tensor, limit_s: float, clock: Clock) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     options.timeout = timedelta(seconds=limit_s)
-    started = time.monotonic()
+    started = clock.monotonic()
     work = group.broadcast([flat], options)  # type: ignore[attr-defined]
-    work.wait(timedelta(seconds=max(0.001, limit_s - (time.monotonic() - started))))
+    work.wait(timedelta(seconds=max(0.001, limit_s - (clock.monotonic() - started))))
 
 
 def serve_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:

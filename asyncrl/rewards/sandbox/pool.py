@@ -36,7 +36,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType
@@ -187,8 +187,9 @@ class SandboxPool:
         read_only: Sequence[str | Path] = (),
         packages: Sequence[str | Path] = (),
         logger: logging.Logger | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """read_only: more folders that programs see. packages: such ones that Python looks for modules in.
+        """read_only: more folders that programs see. packages: such ones that Python looks for modules in. now: monotonic seconds.
 
         Tries a sandbox. Raises IsolationMissing where there can be none, unless isolation is "limits".
         """
@@ -198,7 +199,7 @@ class SandboxPool:
         self._size = size or max(2, len(os.sched_getaffinity(0)))
         self._spare = min(spare, self._size)
         self._packages = [str(Path(folder).resolve()) for folder in packages]
-        self._logger = logger or logging.getLogger("asyncrl.sandbox")
+        self._logger, self._now = logger or logging.getLogger("asyncrl.sandbox"), now
         folders = [str(Path(folder).resolve()) for folder in read_only] + self._packages
         self._recipe = _Recipe.make(isolation == "required", self.limits, folders)
         self._renew()
@@ -271,7 +272,7 @@ class SandboxPool:
         while True:
             with self._lock:
                 spare = self._ready.popleft() if self._ready else None
-            sandbox = spare or Sandbox(self._recipe)
+            sandbox = spare or Sandbox(self._recipe, self._now)
             try:
                 sandbox.wait_until_ready()
                 sandbox.load(program, self._packages)
@@ -285,7 +286,7 @@ class SandboxPool:
         with self._lock:
             if len(self._ready) >= self._spare:
                 return
-        sandbox = Sandbox(self._recipe)
+        sandbox = Sandbox(self._recipe, self._now)
         with self._lock:
             self._ready.append(sandbox)
 
@@ -321,8 +322,8 @@ class _Recipe:
 class Sandbox:
     """One of them. Not for two threads at once."""
 
-    def __init__(self, recipe: _Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: _Recipe, now: Callable[[], float]) -> None:
+        self._recipe, self._now = recipe, now
         self._listener = -1
         self._closed = False
         self._used = False
@@ -353,9 +354,9 @@ class Sandbox:
 
     def wait_until_ready(self) -> None:
         """Raises SandboxError where it has not come up."""
-        deadline = time.monotonic() + START_LIMIT_S
+        deadline = self._now() + START_LIMIT_S
         try:
-            self._control.settimeout(max(0.1, deadline - time.monotonic()))
+            self._control.settimeout(max(0.1, deadline - self._now()))
             word = self._control.recv(1)
             if word == b"T":
                 _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
@@ -425,7 +426,7 @@ class Sandbox:
         if self._closed:
             raise SandboxError("this sandbox has ended, with the program or its `with` block")
         refused: dict[str, int] = {}
-        start = time.monotonic()
+        start = self._now()
         deadline = start + self._recipe.limits.wall_s + ANSWER_SLACK_S
         try:
             self._control.settimeout(ANSWER_SLACK_S)
@@ -433,10 +434,10 @@ class Sandbox:
             answer = self._answer(deadline, refused)
         except _Forbidden:
             self.close()
-            return Result("forbidden", None, "", "", refused, 0, 0.0, time.monotonic() - start)
+            return Result("forbidden", None, "", "", refused, 0, 0.0, self._now() - start)
         except (OSError, EOFError):
             self.close()
-            return Result("killed", None, "", "", refused, 0, 0.0, time.monotonic() - start)
+            return Result("killed", None, "", "", refused, 0, 0.0, self._now() - start)
         (why, code, left, cpu_us, wall_us), out, err = answer
         outcome = _OUTCOMES[why]
         return Result(
@@ -489,7 +490,7 @@ class Sandbox:
         if self._listener >= 0:
             poll.register(self._listener, select.POLLIN)
         while len(data) < wanted:
-            left_s = deadline - time.monotonic()
+            left_s = deadline - self._now()
             if left_s <= 0:
                 raise TimeoutError("no answer")
             for fd, event in poll.poll(left_s * 1000):
