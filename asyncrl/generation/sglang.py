@@ -205,7 +205,6 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 return False
             return True
 
-        self._client.open()
         await self._server.start(is_ready, self._config.load_timeout_s)
         try:
             settings = await self._client.settings(limit_s=_ASK_LIMIT_S)

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -228,6 +229,37 @@ def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
 # ------------------------------------------------------------------------------------------------------------- our own
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A server that was started, until it has ended."""
+
+    process: subprocess.Popen[bytes]
+    ended: asyncio.Event
+    exited: threading.Event  # and nothing is left of it
+
+    def exit_code(self) -> int | None:
+        """Minus the signal where one ended it. None while it runs. Reaps nothing: the thread that owns it does."""
+        if self.exited.is_set():
+            return self.process.returncode
+        try:
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # reaped just now
+            self.exited.wait(_SPAWN_LIMIT_S)
+            return self.process.returncode
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.process.pid, number)  # its number is its own: the thread that owns it reaps it last
+
+    async def wait_ended(self, limit_s: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self.ended.wait()
+
+
 class SGLangProcess:
     """Starts one server, watches it and its children, and stops it. All methods are called on one event loop.
 
@@ -253,10 +285,8 @@ class SGLangProcess:
         self._grace_s = _GRACE_S[on_gpu]
         self._port = 0
         self._tmp = ""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._running: _Running | None = None  # what was started last
         self._children: list[psutil.Process] = []
-        self._ended = asyncio.Event()
-        self._exited = threading.Event()  # and nothing is left of it
 
     @property
     def url(self) -> str:
@@ -265,8 +295,9 @@ class SGLangProcess:
     @property
     def pid(self) -> int:
         """Of the running server, or of the last one."""
-        assert self._process is not None, "start() first"
-        return self._process.pid
+        if self._running is None:
+            raise RuntimeError("no SGLang server was started")
+        return self._running.process.pid
 
     @property
     def _noted(self) -> Path:
@@ -286,18 +317,17 @@ class SGLangProcess:
         for tries_left in reversed(range(_START_TRIES)):
             began_at = self._log.stat().st_size if self._log.exists() else 0
             (self._port,) = free_ports(LOOPBACK, 1)
-            self._spawn(asyncio.get_running_loop())
-            if await self._until_ready(is_ready, deadline):
-                self._children = [
-                    child for child in psutil.Process(self.pid).children(recursive=True) if _is_sglang(child)
-                ]
+            running = self._spawn(asyncio.get_running_loop())
+            if await self._until_ready(running, is_ready, deadline):
+                children = psutil.Process(running.process.pid).children(recursive=True)
+                self._children = [child for child in children if _is_sglang(child)]
                 await asyncio.to_thread(self._blot_key, began_at)
                 return
             await asyncio.to_thread(self._blot_key, began_at)
             said = tail_of(self._log, began_at, line_chars=_LINE_CHARS)
             whole = tail_of(self._log, began_at, lines=_ALL_LINES, line_chars=_LINE_CHARS).lower()
-            if self._ended.is_set() and "address already in use" in whole and tries_left:
-                await asyncio.to_thread(self._exited.wait, _KILL_LIMIT_S)
+            if running.ended.is_set() and "address already in use" in whole and tries_left:
+                await asyncio.to_thread(running.exited.wait, _KILL_LIMIT_S)
                 continue
             ended = self.how_it_ended()
             await self.close()
@@ -324,7 +354,7 @@ class SGLangProcess:
 
     def how_it_ended(self) -> str | None:
         """Its own end comes first: its children die of it."""
-        if self._process is not None and (code := self._exit_code()) is not None:
+        if self._running is not None and (code := self._running.exit_code()) is not None:
             return f"the SGLang server {_how(code)}"
         for child in self._children:
             with contextlib.suppress(psutil.Error):
@@ -333,24 +363,11 @@ class SGLangProcess:
             return f"a process of the SGLang server (pid {child.pid}) has ended"
         return None
 
-    def _exit_code(self) -> int | None:
-        """Minus the signal where one ended it. None while it runs. Reaps nothing: that is for the thread that owns it."""
-        assert self._process is not None
-        if self._exited.is_set():
-            return self._process.returncode
-        try:
-            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # reaped just now
-            self._exited.wait(_SPAWN_LIMIT_S)
-            return self._process.returncode
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
     async def wait_ended(self, limit_s: float) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._ended.wait()
+        if self._running is None:
+            await asyncio.sleep(limit_s)
+        else:
+            await self._running.wait_ended(limit_s)
 
     def told(self) -> str:
         """Where its log is and what it ends with, for an error."""
@@ -358,23 +375,19 @@ class SGLangProcess:
 
     async def close(self) -> None:
         """SIGTERM; after a moment SIGKILL. The thread that owns it sees to what it leaves."""
-        if self._process is not None and not self._exited.is_set():
-            await asyncio.to_thread(_note_shared_memory, self.pid, self._noted)
-            self._signal(signal.SIGTERM)
-            self._signal(signal.SIGCONT)  # one that is stopped could not end
-            await self.wait_ended(self._grace_s)
-            if not self._ended.is_set():
-                self._signal(signal.SIGKILL)
-            await asyncio.to_thread(self._exited.wait, _KILL_LIMIT_S)
+        running = self._running
+        if running is not None and not running.exited.is_set():
+            await asyncio.to_thread(_note_shared_memory, running.process.pid, self._noted)
+            running.signal(signal.SIGTERM)
+            running.signal(signal.SIGCONT)  # one that is stopped could not end
+            await running.wait_ended(self._grace_s)
+            if not running.ended.is_set():
+                running.signal(signal.SIGKILL)
+            await asyncio.to_thread(running.exited.wait, _KILL_LIMIT_S)
         if self._tmp:
             shutil.rmtree(self._tmp, ignore_errors=True)
 
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self._process.pid, number)  # its number is its own: `own` reaps it last
-
-    def _spawn(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _spawn(self, loop: asyncio.AbstractEventLoop) -> _Running:
         command = [self._python, "-m", "sglang.launch_server", *self._arguments(self._port)]
         if self.api_key:  # by a file: command lines can be read by everybody
             file = Path(self._tmp) / "key.yaml"
@@ -384,8 +397,9 @@ class SGLangProcess:
             command += ["--config", str(file)]
         wrapper = dying_with_parent(command)
         environment, noted = self._environment(self._tmp), self._noted
-        self._exited, self._ended, self._process, self._children = threading.Event(), asyncio.Event(), None, []
-        spawned, failure = threading.Event(), list[OSError]()
+        self._running, self._children = None, []
+        ended, exited = asyncio.Event(), threading.Event()
+        spawned, started, failure = threading.Event(), list[_Running](), list[OSError]()
 
         def own() -> None:
             """Starts and reaps it: the parent-death signal fires when the thread that spawned ends, so this one stays."""
@@ -395,7 +409,7 @@ class SGLangProcess:
                     began = time.strftime("[%Y-%m-%d %H:%M:%S]", time.localtime(self._clock.time()))
                     log.write(f"{began} {' '.join(command)}\n".encode())
                     log.flush()
-                    process = self._process = subprocess.Popen(
+                    process = subprocess.Popen(
                         wrapper,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -408,6 +422,8 @@ class SGLangProcess:
                 failure.append(error)
                 spawned.set()
                 return
+            self._running = _Running(process, ended, exited)
+            started.append(self._running)
             spawned.set()
             guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid), str(noted), str(_SHARED_MEMORY)],
@@ -419,27 +435,28 @@ class SGLangProcess:
             )
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(self._ended.set)
+                loop.call_soon_threadsafe(ended.set)
             _end_group(process.pid, self._clock)  # before its number is given back: afterwards it may be another's
             _remove_shared_memory(noted)
             guard.kill()
             guard.communicate()
             process.wait()
-            self._exited.set()
+            exited.set()
 
         threading.Thread(target=own, name="sglang server", daemon=True).start()
         if not spawned.wait(_SPAWN_LIMIT_S) or failure:
             why = failure[0] if failure else f"not made within {_SPAWN_LIMIT_S:g} s"
             raise ConfigError(f"generation.python={self._python!r}: its process could not be made: {why}")
+        return started[0]
 
-    async def _until_ready(self, is_ready: IsReady, deadline: float) -> bool:
+    async def _until_ready(self, running: _Running, is_ready: IsReady, deadline: float) -> bool:
         """False if it has exited or the time is over. Its shared memory is noted on the way, all of it at the end."""
         note_at, ready = 0.0, False
-        while not ready and self._clock.monotonic() < deadline and not self._ended.is_set():
+        while not ready and self._clock.monotonic() < deadline and not running.ended.is_set():
             if not (ready := await is_ready(self.url)):
-                await self.wait_ended(_POLL_S)
+                await running.wait_ended(_POLL_S)
             if ready or self._clock.monotonic() > note_at:
-                await asyncio.to_thread(_note_shared_memory, self.pid, self._noted)
+                await asyncio.to_thread(_note_shared_memory, running.process.pid, self._noted)
                 note_at = self._clock.monotonic() + _NOTE_S
         return ready
 

@@ -69,7 +69,7 @@ class Calls:
         store: DataStore,
         *,
         receiver: TrajectoryReceiver | None,
-        group_maker: GroupMaker | None,
+        group_makers: Mapping[str, GroupMaker],
         data: DataManager,
         fetcher: DataFetcher,
         exporter: Exporter,
@@ -80,11 +80,11 @@ class Calls:
         trace: Tracer,
         clock: Clock,
     ) -> None:
-        """engines: by model, interfaces: by MFC; those of this worker. receiver: at heads. group_maker: of a worker with the MFC
+        """engines: by model, interfaces: by MFC; those of this worker. receiver: at heads. group_makers: by the MFC
         that generates."""
         self.store, self.engines = store, engines
         self._config, self._info, self._world = config, config.worker, world
-        self._receiver, self._group_maker, self._data, self._fetcher = receiver, group_maker, data, fetcher
+        self._receiver, self._group_makers, self._data, self._fetcher = receiver, group_makers, data, fetcher
         self._exporter, self._recorder, self._compute = exporter, recorder, compute
         self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
         self._models = {model.name: model for model in config.models}
@@ -198,9 +198,8 @@ class Calls:
 
     def _make_groups(self, body: ExecuteMFC, ids: list[str]) -> CallResult:
         """Those of this worker's replica; all but an evaluation's go into the store."""
-        assert self._group_maker is not None, f"this worker has the MFC {body.mfc}"
         start = self._clock.monotonic()
-        made = self._group_maker.make(body, ids)
+        made = self._group_makers[body.mfc].make(body, ids)
         if not body.eval_mode:
             for sample, meta in zip(made.samples, made.metas, strict=True):
                 if reason := self.store.put(sample):

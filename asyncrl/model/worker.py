@@ -99,11 +99,12 @@ class ModelWorker(Worker):
             for model in config.models
             if index in self._placements[model.name].workers
         }
-        group_maker = None
+        group_makers: dict[str, GroupMaker] = {}
         for mfc in config.mfcs:
             if mfc.kind == "generate" and mfc.model in engines:
                 group_maker = GroupMaker(config, engines[mfc.model], self.board, self.logger, clock=self.system.clock)
                 opened.callback(group_maker.close)
+                group_makers[mfc.name] = group_maker
         data = DataManager(store, worker=index, limit_s=limit_s, rank_of=world.rank_of)
         opened.callback(data.close)
         sender = None
@@ -120,7 +121,7 @@ class ModelWorker(Worker):
             interfaces,
             store,
             receiver=receiver,
-            group_maker=group_maker,
+            group_makers=group_makers,
             data=data,
             fetcher=fetcher,
             exporter=exporter,

@@ -221,9 +221,9 @@ class _Stream:
             await asyncio.wait({answering})
             if not answering.cancelled():
                 answering.exception()  # retrieved: what matters of it has been told
-        assert self._reply is not None
-        await self._reply.write_eof()
-        return self._reply
+        reply = await self._opened()
+        await reply.write_eof()
+        return reply
 
     def _on_piece(self, response: Response) -> None:
         self._so_far = response
@@ -252,8 +252,7 @@ class _Stream:
         await self._send_delta({}, finish_reason=answer.finish_reason)
         if self._request.include_usage:
             await self._send({**self._head, "choices": [], "usage": _usage(answer)})
-        assert self._reply is not None
-        await self._reply.write(b"data: [DONE]\n\n")
+        await (await self._opened()).write(b"data: [DONE]\n\n")
 
     async def _send_delta(
         self, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
@@ -264,12 +263,16 @@ class _Stream:
         await self._send({**self._head, "choices": [choice]})
 
     async def _send(self, event: dict[str, Any]) -> None:
-        if self._reply is None:  # only now: an error before it has a status of its own
+        await (await self._opened()).write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+    async def _opened(self) -> web.StreamResponse:
+        """The reply, which begins with its first event: an error before that has a status of its own."""
+        if self._reply is None:
             self._reply = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             )
             await self._reply.prepare(self._http)
-        await self._reply.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        return self._reply
 
 
 def _shared_client(base_url: str) -> AsyncOpenAI:

@@ -148,7 +148,6 @@ async def test_without_begin_it_answers_400_and_nothing_is_sent(
 ) -> None:
     """SGLang's own answer, and ours before it is asked."""
     client = SGLangClient(sglang_url)
-    client.open()
     try:
         body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
         with pytest.raises(SGLangError, match="must run between begin_weight_update") as refused:

@@ -330,6 +330,8 @@ class Sandbox:
         self._scratch = "" if recipe.alone else tempfile.mkdtemp(prefix="asyncrl-sandbox-")
         self._control, theirs = socket.socketpair()
         info, info_theirs = os.pipe()
+        errors, errors_theirs = os.pipe()
+        self._errors = open(errors, "rb")  # noqa: SIM115 - closed by `forget`
         more = ("--info-fd", str(info_theirs), "--") if recipe.alone else ()
         python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         bootstrap = _BOOTSTRAP.format(fd=theirs.fileno())
@@ -339,12 +341,13 @@ class Sandbox:
                     [*recipe.command, *more, python, "-I", "-S", "-c", bootstrap],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
+                    stderr=errors_theirs,
                     pass_fds=(theirs.fileno(), info_theirs),
                     env={},
                 )
             finally:
                 os.close(info_theirs)
+                os.close(errors_theirs)
             self._info = os.dup(told.fileno())
         self._inner = -1  # a descriptor of the first process inside
         code = marshal.dumps(_stage_code())
@@ -473,8 +476,7 @@ class Sandbox:
         for fd in (self._inner, self._listener, self._info):
             if fd >= 0:
                 os.close(fd)
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        self._errors.close()
         self._process.returncode = self._process.returncode or 0
 
     # ---------------------------------------------------------------------------------------------------------- the answer
@@ -557,10 +559,9 @@ class Sandbox:
     def _not_started(self, why: str) -> SandboxError:
         said = b""
         self._process.kill()
-        assert self._process.stderr is not None
-        os.set_blocking(self._process.stderr.fileno(), False)
+        os.set_blocking(self._errors.fileno(), False)
         with contextlib.suppress(OSError):
-            said = (self._process.stderr.read() or b"")[-1000:]
+            said = (self._errors.read() or b"")[-1000:]
         self.close()
         text = said.decode("utf-8", "replace").strip()
         return SandboxError(f"a sandbox did not start within {START_LIMIT_S:g} s: {text or why}")
