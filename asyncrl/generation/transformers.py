@@ -283,6 +283,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         self._verified = VerifiedVersion()
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")
+        self._opened = contextlib.AsyncExitStack()  # what `start` made, until `close`
         self._keys = itertools.count()
         self._standstill = contextlib.ExitStack()  # holds the manager between two passes, after a pause in place
         self._stands_still = False
@@ -338,6 +339,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
             on_pass=self._count_pass,
             trace=self._trace,
         )
+        self._opened.push_async_callback(self._stop)
         self._manager.output_router = _Router(self._on_results, self._loop)
         self._manager.prepare()
         self._manager.start()
@@ -346,11 +348,13 @@ class TransformersEngine(QueueingEngine[_Pending]):
         if self._closing:
             return
         self._closing = True
-        if hasattr(self, "_manager"):
-            await self._in_control(self._move_on)
-            await self._in_control(lambda: self._manager.stop(hard_stop=True, timeout=_STOP_TIMEOUT_S))
+        await self._opened.aclose()
         self._control.shutdown(wait=False)
         self._fail_all(EngineUnavailable("the server is closing"))
+
+    async def _stop(self) -> None:
+        await self._in_control(self._move_on)
+        await self._in_control(lambda: self._manager.stop(hard_stop=True, timeout=_STOP_TIMEOUT_S))
 
     async def _in_control(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._control, function)
