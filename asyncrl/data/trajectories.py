@@ -317,7 +317,7 @@ class BackgroundRecorder:
         self._thread.start()
 
     def record_nowait(self, step: int, batch: int, entries: Sequence[Entry]) -> None:
-        """Have these written. Nobody may change the samples' arrays afterwards (nobody does: samples are immutable)."""
+        """Have these written. The samples' arrays must not change afterwards (samples are immutable)."""
         try:
             self._queue.put_nowait((step, batch, entries))
         except queue.Full:

@@ -1,4 +1,4 @@
-"""The engine `sglang`: a real SGLang server behind our own queue. `external` is the same, with a server that somebody else runs.
+"""The engine `sglang`: a real SGLang server behind our own queue. `external` is the same, with a server that is run elsewhere.
 
     submit -> checks -> _waiting -> _admit -> one POST /generate a request, streamed -> future
                           ^                                             |
@@ -15,7 +15,7 @@ with its requests; it runs without overlap scheduling then, which makes the labe
 SGLang's own names for requests are ours (`GrowingResponse.key`): unique, none a prefix of another, since it aborts by prefix.
 
 Weights over the network are passed on step by step; SGLang's schedulers are the ranks. SGLang loads each bucket as it comes, so
-from the first one until the last has been confirmed nobody knows what it holds: the engine has no version meanwhile, and
+from the first one until the last has been confirmed its weights are unknown: the engine has no version meanwhile, and
 generates nothing. One that hangs in a group can only be killed.
 """
 
@@ -150,8 +150,8 @@ def _check_label(label: str, began: WeightVersion, served: WeightVersion | None)
         known = False
     if not known:
         raise SGLangError(
-            f"SGLang says that {label!r} sampled tokens; {served} is served, and was {began} when the request was sent: somebody "
-            "else updates its weights"
+            f"SGLang says that {label!r} sampled tokens; {served} is served, and was {began} when the request was sent: another "
+            "program updates its weights"
         )
 
 
@@ -238,7 +238,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             return
         self._closing, had_some = True, bool(self._running)
         self._fail_all(EngineUnavailable("the server is closing"))
-        if had_some and self._failure is None:  # somebody else's server, or one that is slow to end
+        if had_some and self._failure is None:  # an external server, or one that is slow to end
             with contextlib.suppress(SGLangError):
                 await self._client.abort(limit_s=1.0)
         for task in self._tasks:
@@ -275,7 +275,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 self._die(f"{ended}; {self._server.told()}")
 
     async def _how_it_ended(self) -> str | None:
-        """One of its processes may be seen dead a moment before the one whose death it died of."""
+        """A child of SGLang's main process may be seen dead a moment before the main process, which took it along."""
         ended = self._server.how_it_ended()
         if ended is not None:
             await self._server.wait_ended(_WATCH_S)
@@ -283,7 +283,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         return ended
 
     def _die(self, why: str) -> None:
-        """Nothing brings it back. Who waits for an answer gets one now."""
+        """The engine has failed for good. All requests are answered now."""
         if self._failure is not None or self._closing:
             return
         self._failure = EngineFailed(why)
@@ -366,7 +366,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._admit()
 
     async def _lost(self, pending: GrowingResponse, error: SGLangError) -> None:
-        """No whole answer. If the server has died, everybody learns that at once; else this request has failed alone."""
+        """No whole answer. If the server has died, all requests fail at once; else this one fails alone."""
         await asyncio.sleep(0)  # the thread that waits for the process may be a moment later than its sockets
         if error.status == 0:
             await self._server.wait_ended(_WATCH_S)
@@ -375,7 +375,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         pending.ended.set()
         if error.status == 0 and self._failure is None:
             with contextlib.suppress(SGLangError):
-                await self._client.abort(pending.key, limit_s=_ASK_LIMIT_S)  # nobody reads it any more
+                await self._client.abort(pending.key, limit_s=_ASK_LIMIT_S)  # its answer is read no more
         if 400 <= error.status < 500:
             self._fail(pending, RequestRefused(f"SGLang refuses it: {error}"))
         elif error.status == 503:
@@ -519,7 +519,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 return num_aborted
 
     async def _load(self, path: Path, version: WeightVersion) -> None:
-        """Have SGLang load it, and say which version it serves. What fails after it was told leaves weights that nobody knows."""
+        """Have SGLang load it, and say which version it serves. A failure after that leaves unknown weights."""
         limit_s, flush = self._config.load_timeout_s, not self._held
         for tries_left in reversed(range(_FLUSH_TRIES)):
             try:
@@ -642,7 +642,7 @@ class SGLangReceiver(WeightReceiver):
             "shapes": bucket.shapes,
             "group_name": bucket.group_name,
             "load_format": bucket.load_format,
-            # SGLang calls an update failed whose flush comes a moment too early, and keeps its old label: flushed in `end`
+            # Where a flush comes a moment too early, SGLang calls the update failed and keeps its old label: flushed in `end`
             "flush_cache": False,
         }
         if bucket.weight_version is not None:

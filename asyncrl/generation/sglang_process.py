@@ -1,4 +1,4 @@
-"""The SGLang server behind a generation server: a process of ours (SGLangProcess), or one that somebody else runs (AttachedServer).
+"""The SGLang server behind a generation server: a child process (SGLangProcess), or one that is run elsewhere (AttachedServer).
 
     GenerationServer (our process) -- owns --> python -m sglang.launch_server -- its own --> scheduler of each rank, detokenizer
 
@@ -6,8 +6,8 @@ SGLang runs with the interpreter of its own environment: its pins of torch and t
 on loopback, talks to us alone, and dies with us: the kernel kills it when the thread that started it ends (parent-death signal),
 and its children when it ends, as SGLang asks for that itself; what is left of its process group is killed with it.
 
-SGLang never removes the file of its load in /dev/shm, and its name is random. What it has open there is noted while it lives,
-for that is the only time when it can be told whose a file is; after its end what was noted is removed, by us or by the guard.
+SGLang never removes the file of its load in /dev/shm, and its name is random. The files that it has open there are noted while
+it lives, since only then their owner can be known. After its end this process or the guard removes them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ IsReady = Callable[[str], Awaitable[bool]]
 LOOPBACK = "127.0.0.1"
 SPARE_POSITIONS = 8  # SGLang keeps some of the context length for itself: up to 6 of a prompt's, 2 of all
 
-_START_TRIES = 3  # somebody may take a port between its choice and its use
+_START_TRIES = 3  # another process may take a port between its choice and its use
 _POLL_S = 0.1
 _TRACKER_LIMIT_S, _SWEEP_S = 2.0, 0.05
 _TMP_PREFIX = "asyncrl-sglang-"
@@ -389,7 +389,7 @@ class SGLangProcess:
 
     def _spawn(self, loop: asyncio.AbstractEventLoop) -> _Running:
         command = [self._python, "-m", "sglang.launch_server", *self._arguments(self._port)]
-        if self.api_key:  # by a file: command lines can be read by everybody
+        if self.api_key:  # by a file: every user can read command lines
             file = Path(self._tmp) / "key.yaml"
             file.unlink(missing_ok=True)
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
@@ -434,7 +434,7 @@ class SGLangProcess:
                 start_new_session=True,
             )
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
                 loop.call_soon_threadsafe(ended.set)
             _end_group(process.pid, self._clock)  # before its number is given back: afterwards it may be another's
             _remove_shared_memory(noted)
@@ -505,7 +505,7 @@ def _remove_shared_memory(noted: Path) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Folders of servers whose owner was killed, and their shared memory if their guard was killed, too."""
+    """Remove the folders of servers that outlived their owner, and their shared memory if the guard was killed, too."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TMP_PREFIX}*-*"):
         owner = folder.name.removeprefix(_TMP_PREFIX).partition("-")[0]
         with contextlib.suppress(FileNotFoundError):
@@ -516,7 +516,7 @@ def _remove_leftovers() -> None:
 
 
 def _is_sglang(process: psutil.Process) -> bool:
-    """Those whose death is SGLang's: not the resource trackers of Python."""
+    """Whether SGLang needs this process to live. It does not need Python's resource trackers."""
     with contextlib.suppress(psutil.Error):
         return any(argument.startswith("sglang::") for argument in process.cmdline()[:1])
     return False
@@ -537,7 +537,7 @@ def _did_not_start(ended: str | None, said: str, python: str, log: Path, limit_s
     return f"{what} while it was starting ({python}); its log, {log}, ends with\n{said}"
 
 
-# --------------------------------------------------------------------------------------------------- somebody else's
+# ------------------------------------------------------------------------------------------------------ run elsewhere
 
 
 def read_api_key(path: str) -> str:
@@ -551,7 +551,7 @@ def read_api_key(path: str) -> str:
 
 
 class AttachedServer:
-    """A server that somebody else runs, at a URL. It is neither started nor stopped here."""
+    """A server that is run elsewhere, at a URL. It is neither started nor stopped here."""
 
     def __init__(self, url: str, api_key: str = "", *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._url, self._clock = url.rstrip("/"), clock
@@ -578,7 +578,7 @@ class AttachedServer:
         return None
 
     def told(self) -> str:
-        return f"it is somebody else's: see its log where {self._url} runs"
+        return f"this run does not own it: see its log where {self._url} runs"
 
     async def wait_ended(self, limit_s: float) -> None:
         await asyncio.sleep(limit_s)

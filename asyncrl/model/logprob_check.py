@@ -48,7 +48,7 @@ class TextScorer:
         return ScoredText(self._input_ids, logprobs_T[-_NUM_SAMPLED:].tolist())
 
     def _write_text(self, engine: ScoringModel) -> list[int]:
-        """Once a run, in less than the time of a train step. Layouts have the logprobs of given tokens and nobody all logits, so a
+        """Once a run, in less than the time of a train step. Layouts give logprobs of given tokens, no rank has all logits. So a
         token is sampled by importance: candidates from a simple distribution, one of them by its weight p(model) / p(candidate).
 
         Candidates are log-uniform: tokenizers number tokens by how frequent they are, the frequent first (Zipf's law).

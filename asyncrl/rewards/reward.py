@@ -216,7 +216,7 @@ class Reward:
 
 
 def start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, asyncio.Future[Any]]:
-    """Run in a new daemon thread; the future gets what it returns or raises, unless nobody waits any more."""
+    """Run in a new daemon thread; the future gets what it returns or raises, unless it was cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

@@ -85,7 +85,7 @@ class Episode:
         self.input_ids += response.output_ids
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
-        """The environment's turn: nobody sampled these tokens, and none is trained."""
+        """The environment's turn: these tokens were not sampled, and none is trained."""
         self.input_ids += token_ids
 
     @property

@@ -197,7 +197,7 @@ class ChaosRun:
         )
         self._number += 1
         strike = injector.strike(fault)
-        assert strike is not None, f"nobody to strike: {cell}"
+        assert strike is not None, f"no process to strike: {cell}"
         outcome.name, outcome.in_phase = strike.name, strike.in_phase
         trained = len(train_steps(self.run_dir))
         if cell.target == "launcher" and cell.kind != "stop":

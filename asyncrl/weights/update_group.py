@@ -5,7 +5,7 @@ tensor parallel ranks. Tensors travel in buckets: those of one dtype one after a
 `load_format=flattened_bucket`. A group stands beside all others of its process: nothing is registered with torch.distributed, and
 its store has the prefixes that SGLang's side makes of the same name.
 
-Every call that waits for a peer runs on a thread that belongs to the group and to nobody else: one that hangs holds up
+Every call that waits for a peer runs on a thread that belongs to the group alone: one that hangs holds up
 neither the event loop nor the end of the process, and ends by its own limit.
 """
 
@@ -183,7 +183,7 @@ class GroupThread:
                 result, error = function(), None
             except BaseException as caught:
                 result, error = None, caught
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
                 self._loop.call_soon_threadsafe(_settle, future, result, error)
             del item, function, future, result, error  # a group must not live on because its thread waits
 
@@ -267,7 +267,7 @@ def _broadcast(group: Backend, flat: Tensor, limit_s: float, clock: Clock) -> No
 def serve_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
     """A torch.distributed store on a free port of one interface, and its address.
 
-    It answers whoever reaches it. Ranks of the training side that authenticate meet in name resolve instead (model/name_store.py);
+    It answers every connection. Ranks of the training side that authenticate meet in name resolve instead (model/name_store.py);
     the groups by which weights travel cannot: SGLang's /init_weights_update_group takes the address of a TCPStore and nothing else.
     """
     listener = socket.create_server((host, 0), backlog=1024)

@@ -371,7 +371,7 @@ def prune_versions(directory: Path, *, keep: int, in_use: Iterable[WeightVersion
     """Remove all but the newest `keep` versions and those in use. Returns what was removed.
 
     A version is renamed away before its files go, so that no reader takes a half-removed one for complete. What an attempt
-    before that of the newest version has left unfinished goes, too: nobody is at work on it any more.
+    before that of the newest version has left unfinished goes, too: no process writes it any more.
     """
     versions = list_versions(directory)
     for unfinished in directory.glob(f"*{_TMP_SUFFIX}") if versions else ():

@@ -102,7 +102,7 @@ class Limits:
     wall_s: float = 30.0  # what a machine that is busy with others may take; the CPU time is the program's
     memory_bytes: int = 512 << 20
     address_bytes: int = 0  # of one process; 0: memory_bytes. Node and Java reserve far more than they use
-    processes: int = 16  # and threads; who has so many at once is ended
+    processes: int = 16  # and threads; a program that has so many at once is ended
     scratch_bytes: int = 64 << 20  # also of one file, there or anywhere
     open_files: int = 64  # of a process
     output_bytes: int = 64_000  # of stdout, and of stderr
@@ -279,7 +279,7 @@ class SandboxPool:
                 return sandbox
             except SandboxError:
                 sandbox.close()
-                if spare is None:  # else it was killed meanwhile, by whoever looked for memory
+                if spare is None:  # else it was killed meanwhile, for memory
                     raise
 
     def _make_spare(self) -> None:
@@ -388,9 +388,8 @@ class Sandbox:
             "RLIMIT_MEMLOCK": 0,
         }
         if self._recipe.alone and (os.getuid() == 0 or _kernel() >= _PROC_COUNTED_APART):
-            rlimits["RLIMIT_NPROC"] = (
-                limits.processes + 1
-            )  # the first process counts; who reaches it is seen, and ended
+            # The first process counts. A program that reaches the limit is seen, and ended.
+            rlimits["RLIMIT_NPROC"] = limits.processes + 1
         job = {
             "files": files,
             "command": list(program.command),
@@ -540,7 +539,7 @@ class Sandbox:
     # ----------------------------------------------------------------------------------------------------------- start, end
 
     def _find_inner(self) -> None:
-        """bwrap tells who the first process inside is, to which this one can send a signal from then on."""
+        """bwrap tells the id of the first process inside. From then on this process can send it a signal."""
         if not self._recipe.alone:
             self._inner = os.pidfd_open(self._process.pid)
             return

@@ -2,7 +2,7 @@
 
 One line a strike: {"event": "fault", "number", "kind", "target", "name", "pid", "phase", "in_phase", "time"}; one when a stopped
 process goes on or is found dead: {"event": "continued" | "killed_meanwhile", ...}; one when another process has the name of one
-that was struck: {"event": "recovered", "name", "pid", "after_s", "time"}; {"event": "missed", "why"} where nobody of it lived.
+that was struck: {"event": "recovered", "name", "pid", "after_s", "time"}; {"event": "missed", "why"} where none of it lived.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Injector:
             self._clock.sleep(_POLL_S)
 
     def strike(self, fault: Fault) -> Strike | None:
-        """Wait for the fault's phase, and strike. None where nobody of the target lives; that is noted."""
+        """Wait for the fault's phase, and strike. None where no process of the target lives; that is noted."""
         living = self._processes.of(fault.target)
         if not living:
             self._note("missed", fault, why=f"no {fault.target} lives")
@@ -124,7 +124,7 @@ class Injector:
         return len(self._stopped) + len(self._lost)
 
     def turn(self) -> None:
-        """Let go on what has been stopped long enough; note who is back. Does not wait."""
+        """Continue processes that were stopped long enough; note processes that are back. Does not wait."""
         now = self._clock.monotonic()
         for stopped in [stopped for stopped in self._stopped if stopped.until <= now or not _lives(stopped.process)]:
             self._stopped.remove(stopped)
@@ -155,7 +155,7 @@ class Injector:
             with contextlib.suppress(psutil.NoSuchProcess):
                 stopped.process.send_signal(signal.SIGCONT)
             self._note("continued", strike.fault, name=strike.name, pid=strike.pid)
-        else:  # whoever missed it has killed it
+        else:  # it was killed because it was silent
             self._lost.append(strike)
             self._note("killed_meanwhile", strike.fault, name=strike.name, pid=strike.pid)
 
