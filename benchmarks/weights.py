@@ -178,8 +178,7 @@ class Trainer:
 
     async def _open(self, device: Any) -> tuple[Any, str]:
         from asyncrl.config.schema import WeightsConfig
-        from asyncrl.model.broadcast import WeightSender
-        from asyncrl.model.sending import ServerClient
+        from asyncrl.model.broadcast import ServerClient, WeightSender
         from asyncrl.runtime.http_client import open_session
 
         session = await self._opened.enter_async_context(open_session(max_connections=0))
@@ -244,12 +243,12 @@ class Publisher:
 
     def broadcast(self) -> float:
         """Seconds until the next version is served, sent from memory."""
-        from asyncrl.model.sending import Held
+        from asyncrl.model.broadcast import HeldSnapshot
         from asyncrl.protocol.messages import WeightVersion
 
         version = WeightVersion(1, self._version)
         start = time.monotonic()
-        self._trainer.run(self._trainer.hold(Held(version, self._buckets)))
+        self._trainer.run(self._trainer.hold(HeldSnapshot(version, self._buckets)))
         self._manager.send(version=version.version, in_memory=True)
         told = self._manager.receive(_PUBLISH_LIMIT_S)
         self._version += 1

@@ -14,7 +14,6 @@ import logging
 import queue
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from safetensors.numpy import load, save
 
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import DECODE_ERRORS, TrajectoryMeta
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 FORMAT = 1
 FOLDER = "trajectories"  # of a run
@@ -234,7 +234,15 @@ class TrajectoryStore:
     """Writes the files of one worker, and keeps them within max_bytes: the oldest go, whole steps at a time."""
 
     def __init__(
-        self, folder: Path, worker: str, *, trained: bool, max_bytes: int, prune: bool, tokenizer: str = ""
+        self,
+        folder: Path,
+        worker: str,
+        *,
+        trained: bool,
+        max_bytes: int,
+        prune: bool,
+        tokenizer: str = "",
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """prune: False: refuse what does not fit instead."""
         self.folder = folder
@@ -243,6 +251,7 @@ class TrajectoryStore:
         self._max_bytes = max_bytes
         self._prune = prune
         self._tokenizer = tokenizer
+        self._clock = clock
         self._steps: deque[tuple[list[Path], int]] = deque()  # the files of a step, and their bytes
         self.num_bytes = 0
         self.num_files = 0
@@ -272,7 +281,7 @@ class TrajectoryStore:
             batch=batch,
             trained=self._trained,
             recorded_by=self._worker,
-            time=time.time(),
+            time=self._clock.time(),
             tokenizer=self._tokenizer,
         )
         path = write_trajectory(self.folder, header, entry.sample)
@@ -299,8 +308,8 @@ class BackgroundRecorder:
 
     MAX_WAITING = 2
 
-    def __init__(self, store: TrajectoryStore) -> None:
-        self._store = store
+    def __init__(self, store: TrajectoryStore, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._store, self._clock = store, clock
         self._queue: queue.Queue[tuple[int, int, Sequence[Entry]] | None] = queue.Queue(self.MAX_WAITING)
         self._said = float("-inf")
         self.num_lost = 0  # groups
@@ -308,7 +317,7 @@ class BackgroundRecorder:
         self._thread.start()
 
     def record_nowait(self, step: int, batch: int, entries: Sequence[Entry]) -> None:
-        """Have these written. Nobody may change the samples' arrays afterwards (nobody does: samples are immutable)."""
+        """Have these written. The samples' arrays must not change afterwards (samples are immutable)."""
         try:
             self._queue.put_nowait((step, batch, entries))
         except queue.Full:
@@ -331,8 +340,8 @@ class BackgroundRecorder:
 
     def _lose(self, count: int, why: str) -> None:
         self.num_lost += count
-        if time.monotonic() - self._said > _SAY_AGAIN_S:
-            self._said = time.monotonic()
+        if (now := self._clock.monotonic()) - self._said > _SAY_AGAIN_S:
+            self._said = now
             logger.warning("%d trajectories were not recorded so far: %s", self.num_lost, why)
 
 

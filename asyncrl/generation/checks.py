@@ -7,7 +7,7 @@ A version is refused from any sender where it is of a lower attempt than was loa
 A gserver manager that was frozen, or a trainer, may speak after its successor: it must not take a server back. After a version
 that is far ahead the server would refuse all versions that follow.
 
-The logprob check is the servers' half of weights.verify_logprobs; the trainer's is model/probe.py.
+The logprob check is the servers' half of weights.verify_logprobs; the trainer's is model/logprob_check.py.
 
     manifest.json of the version (`probe`: tokens, the trainer's logprobs) --+
     engine: load the version, score the same tokens -------------------------+--> LogprobCheck --> the version is echoed, or refused
@@ -38,7 +38,7 @@ from asyncrl.generation.engine import (
 from asyncrl.protocol.fence import Fence
 from asyncrl.protocol.messages import SamplingParams, TensorSpecs, WeightVersion
 from asyncrl.weights import versions as weights
-from asyncrl.weights.versions import Probe, read_manifest
+from asyncrl.weights.versions import ScoredText, read_manifest
 
 _FLOATING = frozenset({"F32", "F16", "BF16", "float32", "float16", "bfloat16"})  # in files, and as torch calls them
 _SHOWN = 5  # problems of a version that are named
@@ -250,12 +250,12 @@ class LogprobMismatch(WeightsRefused):
 class _Passed:
     version: WeightVersion
     fingerprint: str
-    probe: Probe
+    scored_text: ScoredText
     scores: list[float]
 
 
 class LogprobCheck:
-    """Compares a server's logprobs of the probe with the trainer's (pure). Two rules:
+    """Compares a server's logprobs of the check's text with the trainer's (pure). Two rules:
 
     near: none differs by more than `tolerance`, and on average none by more than a sixth of that. Finds weights that are wrong,
         or old by more than the tolerance shows.
@@ -267,19 +267,23 @@ class LogprobCheck:
         self._tolerance = tolerance
         self._last: _Passed | None = None
 
-    def check(self, version: WeightVersion, probe: Probe, fingerprint: str, scores: Sequence[float]) -> float:
-        """scores: the server's logprobs of probe.input_ids, as GenerationEngine.score gives them; fingerprint: of the tensors.
+    def check(
+        self, version: WeightVersion, scored_text: ScoredText, fingerprint: str, scores: Sequence[float]
+    ) -> float:
+        """scores: the server's logprobs of the text, as GenerationEngine.score gives them; fingerprint: of the tensors.
 
         Returns the largest difference. Raises LogprobMismatch with the figures.
         """
-        mine = list(scores[-len(probe.logprobs) :])
-        if len(mine) != len(probe.logprobs):
+        mine = list(scores[-len(scored_text.logprobs) :])
+        if len(mine) != len(scored_text.logprobs):
             raise LogprobMismatch(
-                f"weights {version}: {len(mine)} logprobs for the probe's {len(probe.logprobs)} tokens"
+                f"weights {version}: {len(mine)} logprobs for the text's {len(scored_text.logprobs)} tokens"
             )
         last = self._last
-        largest, mean = _difference(mine, probe.logprobs)
-        comparable = last is not None and last.probe.input_ids == probe.input_ids and last.fingerprint != fingerprint
+        largest, mean = _difference(mine, scored_text.logprobs)
+        comparable = (
+            last is not None and last.scored_text.input_ids == scored_text.input_ids and last.fingerprint != fingerprint
+        )
         kept = comparable and last is not None and mine == last.scores
         origin = (
             f"; to the last bit they are those of {last.version}: the old weights are still there"
@@ -288,16 +292,20 @@ class LogprobCheck:
         )
         if not (largest <= self._tolerance and mean <= self._tolerance / _MEAN_SHARE):
             raise LogprobMismatch(
-                f"weights {version} were loaded, but the server's logprobs of the probe are not the trainer's: they differ by"
-                f" {largest:.3g} at most and {mean:.3g} on average (allowed: {self._tolerance:g} and"
+                f"weights {version} were loaded, but the server's logprobs of the check's text are not the trainer's: they"
+                f" differ by {largest:.3g} at most and {mean:.3g} on average (allowed: {self._tolerance:g} and"
                 f" {self._tolerance / _MEAN_SHARE:.3g}, weights.verify_tolerance){origin}"
             )
-        if kept and last is not None and _difference(probe.logprobs, last.probe.logprobs)[1] > _LEAST_CHANGE:
+        if (
+            kept
+            and last is not None
+            and _difference(scored_text.logprobs, last.scored_text.logprobs)[1] > _LEAST_CHANGE
+        ):
             raise LogprobMismatch(
-                f"weights {version} were loaded, but the server's logprobs of the probe did not move, while the trainer's did"
-                f" (by {_difference(probe.logprobs, last.probe.logprobs)[1]:.3g} on average){origin}"
+                f"weights {version} were loaded, but the server's logprobs of the check's text did not move, while the trainer's"
+                f" did (by {_difference(scored_text.logprobs, last.scored_text.logprobs)[1]:.3g} on average){origin}"
             )
-        self._last = _Passed(version, fingerprint, probe, mine)
+        self._last = _Passed(version, fingerprint, scored_text, mine)
         return largest
 
 
@@ -309,15 +317,15 @@ def _difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
 
 
 class VerifiedLoads:
-    """Loads versions into an engine and lets them pass only if the probe says so."""
+    """Loads versions into an engine and lets them pass only if the logprob check does."""
 
     def __init__(self, engine: GenerationEngine, *, tolerance: float, limit_s: float, logger: logging.Logger) -> None:
-        """limit_s: for scoring the probe."""
+        """limit_s: for scoring the text."""
         self._engine, self._limit_s, self._logger = engine, limit_s, logger
         self._check = LogprobCheck(tolerance)
 
     async def load(self, path: Path, version: WeightVersion, *, abort_running: bool = False) -> int:
-        """GenerationEngine.load_weights, and the probe of the version's manifest. Raises WeightsRefused."""
+        """GenerationEngine.load_weights, and the logprob check with the version's manifest. Raises WeightsRefused."""
         self.require_pause()
         num_ended = await self._engine.load_weights(path, version, abort_running=abort_running)
         try:
@@ -325,7 +333,7 @@ class VerifiedLoads:
         except ValueError as error:
             self._engine.forget_version()
             raise WeightsRefused(str(error)) from error
-        await self.verify(version, manifest.probe, manifest.fingerprint)
+        await self.verify(version, manifest.scored_text, manifest.fingerprint)
         return num_ended
 
     def require_pause(self) -> None:
@@ -335,16 +343,17 @@ class VerifiedLoads:
                 "weights.verify_logprobs is on: pause generation before an update, and continue after it"
             )
 
-    async def verify(self, version: WeightVersion, probe: Probe | None, fingerprint: str) -> None:
+    async def verify(self, version: WeightVersion, scored_text: ScoredText | None, fingerprint: str) -> None:
         """What was just loaded, by whatever way: let it pass, or have the engine serve nothing and raise WeightsRefused."""
         try:
-            if probe is None:
+            if scored_text is None:
                 raise WeightsRefused(
-                    f"weights {version} have no probe in their manifest, and weights.verify_logprobs is on for this server"
+                    f"weights {version} have no text to score in their manifest, and weights.verify_logprobs is on for this"
+                    " server"
                 )
             async with asyncio.timeout(self._limit_s):
-                scores = await self._engine.score(probe.input_ids)
-            largest = self._check.check(version, probe, fingerprint, scores)
+                scores = await self._engine.score(scored_text.input_ids)
+            largest = self._check.check(version, scored_text, fingerprint, scores)
         except WeightsRefused as refusal:
             self._engine.forget_version()
             self._logger.error("%s", refusal)
@@ -352,8 +361,8 @@ class VerifiedLoads:
         except (asyncio.TimeoutError, EngineFailed, EngineUnavailable, RequestRefused) as error:
             self._engine.forget_version()
             why = f"not within {self._limit_s:g} s" if isinstance(error, asyncio.TimeoutError) else str(error)
-            raise WeightsRefused(f"weights {version}: the probe could not be scored: {why}") from error
+            raise WeightsRefused(f"weights {version}: the check's text could not be scored: {why}") from error
         except BaseException:
             self._engine.forget_version()
             raise
-        self._logger.info("weights %s verified: logprobs of the probe differ by at most %.2g", version, largest)
+        self._logger.info("weights %s verified: logprobs of the check's text differ by at most %.2g", version, largest)

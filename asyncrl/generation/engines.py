@@ -12,6 +12,7 @@ from asyncrl.data.prompts import load_tokenizer
 from asyncrl.dataflow.topology import ENGINES
 from asyncrl.generation.engine import GenerationEngine
 from asyncrl.generation.journal import TokenJournal, journal_path
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.loading import LoadProgress
 from asyncrl.runtime.trace import Tracer
 
@@ -20,7 +21,7 @@ class Engines:
     """transformers, which computes in this process; sglang, a SGLang server that this process starts and owns; external, one that
     another program runs."""
 
-    def __init__(self, config: GenerationServerConfig, trace: Tracer) -> None:
+    def __init__(self, config: GenerationServerConfig, trace: Tracer, clock: Clock) -> None:
         """Raises ValueError for what can be known before anything heavy is imported."""
         if config.engine not in ENGINES:
             raise ValueError(f"engine is {config.engine!r}; known are {', '.join(ENGINES)}")
@@ -28,10 +29,10 @@ class Engines:
             raise ValueError(
                 f"model_path {config.model_path!r} holds no config.json; give a model directory in Hugging Face format"
             )
-        self._config, self._info, self._trace = config, config.worker, trace
+        self._config, self._info, self._trace, self._clock = config, config.worker, trace, clock
 
     def journal(self) -> TokenJournal:
-        return TokenJournal(journal_path(self._info.run_dir, self._info.index))
+        return TokenJournal(journal_path(self._info.run_dir, self._info.index), now=self._clock.time)
 
     def tokenizer(self) -> Any:
         return load_tokenizer(self._config.tokenizer_path)
@@ -64,7 +65,8 @@ class Engines:
         config, info = self._config, self._info
         server: ServerLink
         if config.engine == "external":
-            server = AttachedServer(config.generation.urls[info.index], read_api_key(config.generation.api_key_file))
+            api_key = read_api_key(config.generation.api_key_file)
+            server = AttachedServer(config.generation.urls[info.index], api_key, clock=self._clock)
         else:
             logs = Path(info.run_dir) / "logs" / f"attempt_{info.attempt}"
             server = own_server(
@@ -73,6 +75,7 @@ class Engines:
                 tensor=config.tensor_parallel,
                 seed=info.seed * 1000 + info.index,
                 log=logs / f"{info.kind}_{info.index}_sglang.log",
+                clock=self._clock,
             )
         return SGLangEngine(
             config.model_path,
@@ -81,6 +84,7 @@ class Engines:
             eos_token_ids=eos_token_ids,
             on_tokens=journal.add,
             trace=self._trace,
+            clock=self._clock,
         )
 
     def _make_transformers(self, journal: TokenJournal, eos_token_ids: list[int]) -> GenerationEngine:
@@ -100,4 +104,5 @@ class Engines:
             eos_token_ids=eos_token_ids,
             on_tokens=journal.add,
             trace=self._trace,
+            clock=self._clock,
         )

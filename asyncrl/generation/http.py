@@ -62,6 +62,7 @@ from asyncrl.protocol.messages import (
 )
 from asyncrl.protocol.names import ACTOR
 from asyncrl.protocol.run_folder import name_of
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.http_server import Listen, listen_http, refusal_of
 from asyncrl.weights.versions import version_dir
 
@@ -126,6 +127,7 @@ class GenerationHTTP:
         fetched: FetchedWeights | None = None,
         run_dir: str = "",
         published: Published | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """verified: loads versions in the engine's place (weights.verify_logprobs). receiver: of weights over the network.
         fetched: versions that this host does not see in the run's folder. published: as in VersionFence.
@@ -135,7 +137,7 @@ class GenerationHTTP:
         self._fence = VersionFence(published)
         self._run_dir = run_dir
         self._fetched = fetched
-        self._receiving = ReceivingHTTP(receiver, verified, self._fence)
+        self._receiving = ReceivingHTTP(receiver, verified, self._fence, clock)
         self._engine_name, self._settings = engine_name, settings
         self._decode_text = decode_text or (lambda ids: "")
         self._registry = CollectorRegistry()

@@ -7,10 +7,10 @@ One JSON line per 100 ms in which tokens were sampled, in `<run_dir>/journal/gen
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from asyncrl.runtime.clock import SYSTEM_CLOCK
 from asyncrl.runtime.metrics import JOURNAL_BUCKET_S, JsonLinesWriter
 
 FLUSH_INTERVAL_S = 1.0
@@ -24,7 +24,7 @@ def journal_path(run_dir: str | Path, index: int) -> Path:
 class TokenJournal:
     """`add` is called by the generation thread after every forward pass; `flush` about once a second by the server."""
 
-    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, *, now: Callable[[], float] = SYSTEM_CLOCK.time) -> None:
         self._writer = JsonLinesWriter(path)
         self._now = now
         self._lock = threading.Lock()

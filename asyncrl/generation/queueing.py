@@ -10,7 +10,6 @@ An engine adds what it checks, and how a request begins and ends. While it is pa
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from asyncrl.generation.engine import (
     WeightsRefused,
 )
 from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
+from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.trace import Tracer
 
 
@@ -59,10 +59,11 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         eos_token_ids: Iterable[int],
         on_tokens: Callable[[int, str], None] | None,
         trace: Tracer,
+        clock: Clock,
     ) -> None:
         self._path, self._config = model_path, config
         self._eos_token_ids = set(eos_token_ids)
-        self._on_tokens, self._trace = on_tokens, trace
+        self._on_tokens, self._trace, self._clock = on_tokens, trace, clock
         self._waiting: OrderedDict[str, P] = OrderedDict()  # by rid
         self._running: dict[str, P] = {}  # by key
         self._rids: set[str] = set()  # of both
@@ -112,7 +113,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         self._check(request)
         if len(self._waiting) >= self._config.max_queue:
             raise EngineUnavailable(f"the queue is full ({self._config.max_queue} requests wait)")
-        pending = self._make(request, time.monotonic(), asyncio.get_running_loop().create_future())
+        pending = self._make(request, self._clock.monotonic(), asyncio.get_running_loop().create_future())
         pending.future.add_done_callback(lambda future: self._cancelled(pending) if future.cancelled() else None)
         self._rids.add(request.rid)
         self._waiting[request.rid] = pending
@@ -145,7 +146,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
 
     def _put_back(self, pending: P) -> None:
         """It was retracted, and goes on before all others."""
-        pending.since = time.monotonic()
+        pending.since = self._clock.monotonic()
         self._waiting[pending.request.rid] = pending
         self._waiting.move_to_end(pending.request.rid, last=False)
 
@@ -189,7 +190,7 @@ class QueueingEngine(GenerationEngine, Generic[P]):
         self._admit()
 
     def expire_waiting(self) -> int:
-        too_old = time.monotonic() - self._config.max_wait_s
+        too_old = self._clock.monotonic() - self._config.max_wait_s
         old = [pending for pending in self._waiting.values() if pending.since < too_old]
         for pending in old:
             if pending.token_ids:  # it was retracted: what it has is worth something

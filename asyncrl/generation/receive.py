@@ -15,7 +15,6 @@ needs room for its weights twice; nothing is copied, and no fresh memory is aske
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +36,8 @@ from asyncrl.protocol.messages import (
     UpdateWeightsReply,
     WeightVersion,
 )
-from asyncrl.weights.versions import Probe
+from asyncrl.runtime.clock import Clock
+from asyncrl.weights.versions import ScoredText
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +87,8 @@ class _Update:
 class StagedReceiver(WeightReceiver):
     """Collects the tensors of an update, then has the engine load them all at once."""
 
-    def __init__(self, engine: TensorEngine, host: str) -> None:
-        self._engine, self._host = engine, host
+    def __init__(self, engine: TensorEngine, host: str, clock: Clock) -> None:
+        self._engine, self._host, self._clock = engine, host, clock
         self._groups: OrderedDict[str, GroupMember] = OrderedDict()
         self._update: _Update | None = None
         # Buckets of the last updates: the model's tensors are in some, the others are free
@@ -105,7 +105,7 @@ class StagedReceiver(WeightReceiver):
         if name in self._groups:
             raise WeightsRefused(f"group {name!r} exists already")
         try:
-            member = GroupMember(name, group.backend)
+            member = GroupMember(name, group.backend, self._clock)
         except ValueError as error:
             raise WeightsRefused(str(error)) from error
         try:
@@ -199,8 +199,10 @@ class StagedReceiver(WeightReceiver):
 class ReceivingHTTP:
     """The routes. `verified`: compares logprobs after each update (weights.verify_logprobs)."""
 
-    def __init__(self, receiver: WeightReceiver | None, verified: VerifiedLoads | None, fence: VersionFence) -> None:
-        self._receiver, self._verified, self._fence = receiver, verified, fence
+    def __init__(
+        self, receiver: WeightReceiver | None, verified: VerifiedLoads | None, fence: VersionFence, clock: Clock
+    ) -> None:
+        self._receiver, self._verified, self._fence, self._clock = receiver, verified, fence, clock
         self._begun: BeginWeightUpdate | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -242,11 +244,11 @@ class ReceivingHTTP:
         return "begun"
 
     async def _receive(self, bucket: ReceiveWeights) -> str:
-        began = time.monotonic()
+        began = self._clock.monotonic()
         if bucket.weight_version:  # it takes the place of the one that the update began with
             await self._check(bucket.weight_version)
         await self._to_the_end(self._engines.receive(bucket))
-        return f"{len(bucket.names)} tensors received in {time.monotonic() - began:.3f} s"
+        return f"{len(bucket.names)} tensors received in {self._clock.monotonic() - began:.3f} s"
 
     async def _end(self, ended: EndWeightUpdate) -> str:
         await self._to_the_end(self._load(ended))
@@ -256,8 +258,8 @@ class ReceivingHTTP:
         begun, self._begun = self._begun, None
         await self._engines.end(ended)
         if self._verified is not None and begun is not None:
-            probe = Probe(begun.probe_ids, begun.probe_logprobs) if begun.probe_ids else None
-            await self._verified.verify(_parse(begun.weight_version), probe, ",".join(ended.xxh3))
+            scored_text = ScoredText(begun.probe_ids, begun.probe_logprobs) if begun.probe_ids else None
+            await self._verified.verify(_parse(begun.weight_version), scored_text, ",".join(ended.xxh3))
         if begun is not None and begun.weight_version:
             self._fence.loaded(_parse(begun.weight_version))
 

@@ -1,4 +1,4 @@
-"""The engine `sglang`: a real SGLang server behind our own queue. `external` is the same, with a server that somebody else runs.
+"""The engine `sglang`: a real SGLang server behind our own queue. `external` is the same, with a server that is run elsewhere.
 
     submit -> checks -> _waiting -> _admit -> one POST /generate a request, streamed -> future
                           ^                                             |
@@ -15,7 +15,7 @@ with its requests; it runs without overlap scheduling then, which makes the labe
 SGLang's own names for requests are ours (`GrowingResponse.key`): unique, none a prefix of another, since it aborts by prefix.
 
 Weights over the network are passed on step by step; SGLang's schedulers are the ranks. SGLang loads each bucket as it comes, so
-from the first one until the last has been confirmed nobody knows what it holds: the engine has no version meanwhile, and
+from the first one until the last has been confirmed its weights are unknown: the engine has no version meanwhile, and
 generates nothing. One that hangs in a group can only be killed.
 """
 
@@ -26,7 +26,6 @@ import contextlib
 import itertools
 import logging
 import math
-import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +57,7 @@ from asyncrl.protocol.messages import (
     VersionSpan,
     WeightVersion,
 )
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.trace import OFF, Tracer
 
 logger = logging.getLogger(__name__)
@@ -150,8 +150,8 @@ def _check_label(label: str, began: WeightVersion, served: WeightVersion | None)
         known = False
     if not known:
         raise SGLangError(
-            f"SGLang says that {label!r} sampled tokens; {served} is served, and was {began} when the request was sent: somebody "
-            "else updates its weights"
+            f"SGLang says that {label!r} sampled tokens; {served} is served, and was {began} when the request was sent: another "
+            "program updates its weights"
         )
 
 
@@ -176,8 +176,9 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         eos_token_ids: Iterable[int] = (),
         on_tokens: Callable[[int, str], None] | None = None,
         trace: Tracer = OFF,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace)
+        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace, clock=clock)
         self._server = server
         self._limits = ModelLimits.of(model_path)
         self._tensors = ModelTensors(model_path, tied=self._limits.tied)
@@ -204,7 +205,6 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 return False
             return True
 
-        self._client.open()
         await self._server.start(is_ready, self._config.load_timeout_s)
         try:
             settings = await self._client.settings(limit_s=_ASK_LIMIT_S)
@@ -238,7 +238,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
             return
         self._closing, had_some = True, bool(self._running)
         self._fail_all(EngineUnavailable("the server is closing"))
-        if had_some and self._failure is None:  # somebody else's server, or one that is slow to end
+        if had_some and self._failure is None:  # an external server, or one that is slow to end
             with contextlib.suppress(SGLangError):
                 await self._client.abort(limit_s=1.0)
         for task in self._tasks:
@@ -258,24 +258,24 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
 
         Waits for its end, for half a second at most, then asks for its load. A server that ends takes with it what is in flight.
         """
-        answered = time.monotonic()
+        answered = self._clock.monotonic()
         while self._failure is None:
             await self._server.wait_ended(_WATCH_S)
             ended = await self._how_it_ended()
             if ended is None:
                 try:
                     self._told_tokens = await self._client.used_tokens(limit_s=_ASK_LIMIT_S)
-                    answered = time.monotonic()
+                    answered = self._clock.monotonic()
                 except SGLangError as error:
                     self._told_tokens = None
                     ended = await self._how_it_ended()
-                    if time.monotonic() - answered > _SILENT_LIMIT_S:
+                    if self._clock.monotonic() - answered > _SILENT_LIMIT_S:
                         ended = f"the SGLang server has not answered for {_SILENT_LIMIT_S:g} s: {error}"
             if ended is not None:
                 self._die(f"{ended}; {self._server.told()}")
 
     async def _how_it_ended(self) -> str | None:
-        """One of its processes may be seen dead a moment before the one whose death it died of."""
+        """A child of SGLang's main process may be seen dead a moment before the main process, which took it along."""
         ended = self._server.how_it_ended()
         if ended is not None:
             await self._server.wait_ended(_WATCH_S)
@@ -283,7 +283,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         return ended
 
     def _die(self, why: str) -> None:
-        """Nothing brings it back. Who waits for an answer gets one now."""
+        """The engine has failed for good. All requests are answered now."""
         if self._failure is not None or self._closing:
             return
         self._failure = EngineFailed(why)
@@ -366,7 +366,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         self._admit()
 
     async def _lost(self, pending: GrowingResponse, error: SGLangError) -> None:
-        """No whole answer. If the server has died, everybody learns that at once; else this request has failed alone."""
+        """No whole answer. If the server has died, all requests fail at once; else this one fails alone."""
         await asyncio.sleep(0)  # the thread that waits for the process may be a moment later than its sockets
         if error.status == 0:
             await self._server.wait_ended(_WATCH_S)
@@ -375,7 +375,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         pending.ended.set()
         if error.status == 0 and self._failure is None:
             with contextlib.suppress(SGLangError):
-                await self._client.abort(pending.key, limit_s=_ASK_LIMIT_S)  # nobody reads it any more
+                await self._client.abort(pending.key, limit_s=_ASK_LIMIT_S)  # its answer is read no more
         if 400 <= error.status < 500:
             self._fail(pending, RequestRefused(f"SGLang refuses it: {error}"))
         elif error.status == 503:
@@ -436,11 +436,11 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
         Waits for the requests' ends, for _ABORT_LIMIT_S at most, then returns False. Raises EngineFailed when SGLang has died.
         """
         ends = [pending.ended for pending in requests]
-        deadline = time.monotonic() + _ABORT_LIMIT_S
+        deadline = self._clock.monotonic() + _ABORT_LIMIT_S
         while left := [ended for ended in ends if not ended.is_set()]:
             if self._failure is not None:
                 raise EngineFailed(str(self._failure)) from self._failure
-            if time.monotonic() > deadline:
+            if self._clock.monotonic() > deadline:
                 return False
             with contextlib.suppress(SGLangError):
                 await self._client.abort(key, limit_s=_ASK_LIMIT_S)
@@ -519,7 +519,7 @@ class SGLangEngine(QueueingEngine[GrowingResponse]):
                 return num_aborted
 
     async def _load(self, path: Path, version: WeightVersion) -> None:
-        """Have SGLang load it, and say which version it serves. What fails after it was told leaves weights that nobody knows."""
+        """Have SGLang load it, and say which version it serves. A failure after that leaves unknown weights."""
         limit_s, flush = self._config.load_timeout_s, not self._held
         for tries_left in reversed(range(_FLUSH_TRIES)):
             try:
@@ -642,7 +642,7 @@ class SGLangReceiver(WeightReceiver):
             "shapes": bucket.shapes,
             "group_name": bucket.group_name,
             "load_format": bucket.load_format,
-            # SGLang calls an update failed whose flush comes a moment too early, and keeps its old label: flushed in `end`
+            # Where a flush comes a moment too early, SGLang calls the update failed and keeps its old label: flushed in `end`
             "flush_cache": False,
         }
         if bucket.weight_version is not None:

@@ -111,21 +111,26 @@ def sglang_params(params: SamplingParams, stop_token_ids: list[int]) -> dict[str
 
 
 class SGLangClient:
-    """One server. All calls raise SGLangError; a call that reaches nobody or its limit does so, too."""
+    """One server. All calls raise SGLangError; a call that gets no answer within its limit does so, too.
+
+    The first call opens a session, on its event loop; `close` ends it.
+    """
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
-    def open(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            response_class=BoundedResponse,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
-            headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else None,
-        )
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                response_class=BoundedResponse,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("User-Agent", "Accept-Encoding"),
+                headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else None,
+            )
+        return self._session
 
     async def close(self) -> None:
         if self._session is not None:
@@ -143,9 +148,8 @@ class SGLangClient:
         stream = params["max_new_tokens"] > STREAM_INTERVAL
         body = _encode(_Generate(rid=rid, input_ids=input_ids, sampling_params=params, stream=stream))
         timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_LIMIT_S, sock_read=idle_limit_s)
-        assert self._session is not None, "open() first"
         try:
-            async with self._session.post(f"{self.url}/generate", data=body, headers=_JSON, timeout=timeout) as answer:
+            async with self._opened().post(f"{self.url}/generate", data=body, headers=_JSON, timeout=timeout) as answer:
                 if answer.status != 200:
                     raise SGLangError(_said(await answer.read()), answer.status)
                 if not stream:
@@ -226,10 +230,9 @@ class SGLangClient:
         return sum(load.num_used_tokens for load in _decode(answer, LoadsReply, "/v1/loads").loads)
 
     async def _request(self, method: str, path: str, body: bytes | None, limit_s: float) -> bytes:
-        assert self._session is not None, "open() first"
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=min(_CONNECT_LIMIT_S, limit_s))
         try:
-            async with self._session.request(
+            async with self._opened().request(
                 method, f"{self.url}{path}", data=body, headers=_JSON, timeout=timeout
             ) as answer:
                 content = await answer.read()

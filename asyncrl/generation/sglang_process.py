@@ -1,4 +1,4 @@
-"""The SGLang server behind a generation server: a process of ours (SGLangProcess), or one that somebody else runs (AttachedServer).
+"""The SGLang server behind a generation server: a child process (SGLangProcess), or one that is run elsewhere (AttachedServer).
 
     GenerationServer (our process) -- owns --> python -m sglang.launch_server -- its own --> scheduler of each rank, detokenizer
 
@@ -6,8 +6,8 @@ SGLang runs with the interpreter of its own environment: its pins of torch and t
 on loopback, talks to us alone, and dies with us: the kernel kills it when the thread that started it ends (parent-death signal),
 and its children when it ends, as SGLang asks for that itself; what is left of its process group is killed with it.
 
-SGLang never removes the file of its load in /dev/shm, and its name is random. What it has open there is noted while it lives,
-for that is the only time when it can be told whose a file is; after its end what was noted is removed, by us or by the guard.
+SGLang never removes the file of its load in /dev/shm, and its name is random. The files that it has open there are noted while
+it lives, since only then their owner can be known. After its end this process or the guard removes them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +35,7 @@ from asyncrl.config.schema import ConfigError, GenerationConfig
 from asyncrl.data.model_limits import UNLIMITED, ModelLimits
 from asyncrl.generation.sglang_environment import SETUP_HINT
 from asyncrl.runtime import security
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.devices import usable_cores, visible_devices
 from asyncrl.runtime.ports import free_ports
 from asyncrl.runtime.process import dying_with_parent, tail_of
@@ -45,7 +47,7 @@ IsReady = Callable[[str], Awaitable[bool]]
 LOOPBACK = "127.0.0.1"
 SPARE_POSITIONS = 8  # SGLang keeps some of the context length for itself: up to 6 of a prompt's, 2 of all
 
-_START_TRIES = 3  # somebody may take a port between its choice and its use
+_START_TRIES = 3  # another process may take a port between its choice and its use
 _POLL_S = 0.1
 _TRACKER_LIMIT_S, _SWEEP_S = 2.0, 0.05
 _TMP_PREFIX = "asyncrl-sglang-"
@@ -111,7 +113,9 @@ class ServerLink(Protocol):
 # ------------------------------------------------------------------------------------------------------ how it is started
 
 
-def own_server(config: GenerationConfig, model_path: str, *, tensor: int, seed: int, log: Path) -> SGLangProcess:
+def own_server(
+    config: GenerationConfig, model_path: str, *, tensor: int, seed: int, log: Path, clock: Clock = SYSTEM_CLOCK
+) -> SGLangProcess:
     """A server for this model, to be started: on the GPUs that this process may use, without any on the CPU."""
     api_key = random_secrets.token_hex(_KEY_BYTES) if security.current() is not None else ""
     if api_key and "config" in config.server_args:
@@ -132,6 +136,7 @@ def own_server(config: GenerationConfig, model_path: str, *, tensor: int, seed: 
         log=log,
         on_gpu=on_gpu,
         api_key=api_key,
+        clock=clock,
     )
 
 
@@ -224,6 +229,37 @@ def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
 # ------------------------------------------------------------------------------------------------------------- our own
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A server that was started, until it has ended."""
+
+    process: subprocess.Popen[bytes]
+    ended: asyncio.Event
+    exited: threading.Event  # and nothing is left of it
+
+    def exit_code(self) -> int | None:
+        """Minus the signal where one ended it. None while it runs. Reaps nothing: the thread that owns it does."""
+        if self.exited.is_set():
+            return self.process.returncode
+        try:
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # reaped just now
+            self.exited.wait(_SPAWN_LIMIT_S)
+            return self.process.returncode
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.process.pid, number)  # its number is its own: the thread that owns it reaps it last
+
+    async def wait_ended(self, limit_s: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self.ended.wait()
+
+
 class SGLangProcess:
     """Starts one server, watches it and its children, and stops it. All methods are called on one event loop.
 
@@ -239,19 +275,18 @@ class SGLangProcess:
         log: Path,
         on_gpu: bool,
         api_key: str = "",
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """arguments: by the port; environment: by the folder for its temporary files. api_key: what it is to ask for."""
         self._python = python
         self._arguments, self._environment = arguments, environment
         self.api_key = api_key
-        self._log = log
+        self._log, self._clock = log, clock
         self._grace_s = _GRACE_S[on_gpu]
         self._port = 0
         self._tmp = ""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._running: _Running | None = None  # what was started last
         self._children: list[psutil.Process] = []
-        self._ended = asyncio.Event()
-        self._exited = threading.Event()  # and nothing is left of it
 
     @property
     def url(self) -> str:
@@ -260,8 +295,9 @@ class SGLangProcess:
     @property
     def pid(self) -> int:
         """Of the running server, or of the last one."""
-        assert self._process is not None, "start() first"
-        return self._process.pid
+        if self._running is None:
+            raise RuntimeError("no SGLang server was started")
+        return self._running.process.pid
 
     @property
     def _noted(self) -> Path:
@@ -273,7 +309,7 @@ class SGLangProcess:
         return list(self._children)
 
     async def start(self, is_ready: IsReady, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
+        deadline = self._clock.monotonic() + limit_s
         self._log.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers()
         self._tmp = tempfile.mkdtemp(prefix=f"{_TMP_PREFIX}{os.getpid()}-")
@@ -281,18 +317,17 @@ class SGLangProcess:
         for tries_left in reversed(range(_START_TRIES)):
             began_at = self._log.stat().st_size if self._log.exists() else 0
             (self._port,) = free_ports(LOOPBACK, 1)
-            self._spawn(asyncio.get_running_loop())
-            if await self._until_ready(is_ready, deadline):
-                self._children = [
-                    child for child in psutil.Process(self.pid).children(recursive=True) if _is_sglang(child)
-                ]
+            running = self._spawn(asyncio.get_running_loop())
+            if await self._until_ready(running, is_ready, deadline):
+                children = psutil.Process(running.process.pid).children(recursive=True)
+                self._children = [child for child in children if _is_sglang(child)]
                 await asyncio.to_thread(self._blot_key, began_at)
                 return
             await asyncio.to_thread(self._blot_key, began_at)
             said = tail_of(self._log, began_at, line_chars=_LINE_CHARS)
             whole = tail_of(self._log, began_at, lines=_ALL_LINES, line_chars=_LINE_CHARS).lower()
-            if self._ended.is_set() and "address already in use" in whole and tries_left:
-                await asyncio.to_thread(self._exited.wait, _KILL_LIMIT_S)
+            if running.ended.is_set() and "address already in use" in whole and tries_left:
+                await asyncio.to_thread(running.exited.wait, _KILL_LIMIT_S)
                 continue
             ended = self.how_it_ended()
             await self.close()
@@ -319,7 +354,7 @@ class SGLangProcess:
 
     def how_it_ended(self) -> str | None:
         """Its own end comes first: its children die of it."""
-        if self._process is not None and (code := self._exit_code()) is not None:
+        if self._running is not None and (code := self._running.exit_code()) is not None:
             return f"the SGLang server {_how(code)}"
         for child in self._children:
             with contextlib.suppress(psutil.Error):
@@ -328,24 +363,11 @@ class SGLangProcess:
             return f"a process of the SGLang server (pid {child.pid}) has ended"
         return None
 
-    def _exit_code(self) -> int | None:
-        """Minus the signal where one ended it. None while it runs. Reaps nothing: that is for the thread that owns it."""
-        assert self._process is not None
-        if self._exited.is_set():
-            return self._process.returncode
-        try:
-            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # reaped just now
-            self._exited.wait(_SPAWN_LIMIT_S)
-            return self._process.returncode
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
     async def wait_ended(self, limit_s: float) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._ended.wait()
+        if self._running is None:
+            await asyncio.sleep(limit_s)
+        else:
+            await self._running.wait_ended(limit_s)
 
     def told(self) -> str:
         """Where its log is and what it ends with, for an error."""
@@ -353,25 +375,21 @@ class SGLangProcess:
 
     async def close(self) -> None:
         """SIGTERM; after a moment SIGKILL. The thread that owns it sees to what it leaves."""
-        if self._process is not None and not self._exited.is_set():
-            await asyncio.to_thread(_note_shared_memory, self.pid, self._noted)
-            self._signal(signal.SIGTERM)
-            self._signal(signal.SIGCONT)  # one that is stopped could not end
-            await self.wait_ended(self._grace_s)
-            if not self._ended.is_set():
-                self._signal(signal.SIGKILL)
-            await asyncio.to_thread(self._exited.wait, _KILL_LIMIT_S)
+        running = self._running
+        if running is not None and not running.exited.is_set():
+            await asyncio.to_thread(_note_shared_memory, running.process.pid, self._noted)
+            running.signal(signal.SIGTERM)
+            running.signal(signal.SIGCONT)  # one that is stopped could not end
+            await running.wait_ended(self._grace_s)
+            if not running.ended.is_set():
+                running.signal(signal.SIGKILL)
+            await asyncio.to_thread(running.exited.wait, _KILL_LIMIT_S)
         if self._tmp:
             shutil.rmtree(self._tmp, ignore_errors=True)
 
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self._process.pid, number)  # its number is its own: `own` reaps it last
-
-    def _spawn(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _spawn(self, loop: asyncio.AbstractEventLoop) -> _Running:
         command = [self._python, "-m", "sglang.launch_server", *self._arguments(self._port)]
-        if self.api_key:  # by a file: command lines can be read by everybody
+        if self.api_key:  # by a file: every user can read command lines
             file = Path(self._tmp) / "key.yaml"
             file.unlink(missing_ok=True)
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
@@ -379,17 +397,19 @@ class SGLangProcess:
             command += ["--config", str(file)]
         wrapper = dying_with_parent(command)
         environment, noted = self._environment(self._tmp), self._noted
-        self._exited, self._ended, self._process, self._children = threading.Event(), asyncio.Event(), None, []
-        spawned, failure = threading.Event(), list[OSError]()
+        self._running, self._children = None, []
+        ended, exited = asyncio.Event(), threading.Event()
+        spawned, started, failure = threading.Event(), list[_Running](), list[OSError]()
 
         def own() -> None:
             """Starts and reaps it: the parent-death signal fires when the thread that spawned ends, so this one stays."""
             try:
                 opened = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600 if self.api_key else 0o666)
                 with open(opened, "ab") as log:
-                    log.write(f"{time.strftime('[%Y-%m-%d %H:%M:%S]')} {' '.join(command)}\n".encode())
+                    began = time.strftime("[%Y-%m-%d %H:%M:%S]", time.localtime(self._clock.time()))
+                    log.write(f"{began} {' '.join(command)}\n".encode())
                     log.flush()
-                    process = self._process = subprocess.Popen(
+                    process = subprocess.Popen(
                         wrapper,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -402,6 +422,8 @@ class SGLangProcess:
                 failure.append(error)
                 spawned.set()
                 return
+            self._running = _Running(process, ended, exited)
+            started.append(self._running)
             spawned.set()
             guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid), str(noted), str(_SHARED_MEMORY)],
@@ -412,42 +434,43 @@ class SGLangProcess:
                 start_new_session=True,
             )
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(self._ended.set)
-            _end_group(process.pid)  # before its number is given back: afterwards it may be another's
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
+                loop.call_soon_threadsafe(ended.set)
+            _end_group(process.pid, self._clock)  # before its number is given back: afterwards it may be another's
             _remove_shared_memory(noted)
             guard.kill()
             guard.communicate()
             process.wait()
-            self._exited.set()
+            exited.set()
 
         threading.Thread(target=own, name="sglang server", daemon=True).start()
         if not spawned.wait(_SPAWN_LIMIT_S) or failure:
             why = failure[0] if failure else f"not made within {_SPAWN_LIMIT_S:g} s"
             raise ConfigError(f"generation.python={self._python!r}: its process could not be made: {why}")
+        return started[0]
 
-    async def _until_ready(self, is_ready: IsReady, deadline: float) -> bool:
+    async def _until_ready(self, running: _Running, is_ready: IsReady, deadline: float) -> bool:
         """False if it has exited or the time is over. Its shared memory is noted on the way, all of it at the end."""
         note_at, ready = 0.0, False
-        while not ready and time.monotonic() < deadline and not self._ended.is_set():
+        while not ready and self._clock.monotonic() < deadline and not running.ended.is_set():
             if not (ready := await is_ready(self.url)):
-                await self.wait_ended(_POLL_S)
-            if ready or time.monotonic() > note_at:
-                await asyncio.to_thread(_note_shared_memory, self.pid, self._noted)
-                note_at = time.monotonic() + _NOTE_S
+                await running.wait_ended(_POLL_S)
+            if ready or self._clock.monotonic() > note_at:
+                await asyncio.to_thread(_note_shared_memory, running.process.pid, self._noted)
+                note_at = self._clock.monotonic() + _NOTE_S
         return ready
 
 
-def _end_group(leader: int) -> None:
+def _end_group(leader: int, clock: Clock) -> None:
     """Kill what is left of the group of a process that has ended. Python's resource trackers are left a moment to end by
     themselves: they remove the shared memory that the others have left."""
-    deadline = time.monotonic() + _TRACKER_LIMIT_S
-    while time.monotonic() < deadline and (members := _members(leader)):
+    deadline = clock.monotonic() + _TRACKER_LIMIT_S
+    while clock.monotonic() < deadline and (members := _members(leader)):
         for process, is_tracker in members:
             if not is_tracker:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-        time.sleep(_SWEEP_S)
+        clock.sleep(_SWEEP_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -482,7 +505,7 @@ def _remove_shared_memory(noted: Path) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Folders of servers whose owner was killed, and their shared memory if their guard was killed, too."""
+    """Remove the folders of servers that outlived their owner, and their shared memory if the guard was killed, too."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_TMP_PREFIX}*-*"):
         owner = folder.name.removeprefix(_TMP_PREFIX).partition("-")[0]
         with contextlib.suppress(FileNotFoundError):
@@ -493,7 +516,7 @@ def _remove_leftovers() -> None:
 
 
 def _is_sglang(process: psutil.Process) -> bool:
-    """Those whose death is SGLang's: not the resource trackers of Python."""
+    """Whether SGLang needs this process to live. It does not need Python's resource trackers."""
     with contextlib.suppress(psutil.Error):
         return any(argument.startswith("sglang::") for argument in process.cmdline()[:1])
     return False
@@ -514,7 +537,7 @@ def _did_not_start(ended: str | None, said: str, python: str, log: Path, limit_s
     return f"{what} while it was starting ({python}); its log, {log}, ends with\n{said}"
 
 
-# --------------------------------------------------------------------------------------------------- somebody else's
+# ------------------------------------------------------------------------------------------------------ run elsewhere
 
 
 def read_api_key(path: str) -> str:
@@ -528,10 +551,10 @@ def read_api_key(path: str) -> str:
 
 
 class AttachedServer:
-    """A server that somebody else runs, at a URL. It is neither started nor stopped here."""
+    """A server that is run elsewhere, at a URL. It is neither started nor stopped here."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str, api_key: str = "", *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._url, self._clock = url.rstrip("/"), clock
         self.api_key = api_key
 
     @property
@@ -539,9 +562,9 @@ class AttachedServer:
         return self._url
 
     async def start(self, is_ready: IsReady, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
+        deadline = self._clock.monotonic() + limit_s
         while not await is_ready(self._url):
-            if time.monotonic() > deadline:
+            if self._clock.monotonic() > deadline:
                 raise ConfigError(
                     f"generation.urls: no SGLang server answers at {self._url} within {limit_s:g} s (generation.load_timeout_s); "
                     "start it there, or correct the URL"
@@ -555,7 +578,7 @@ class AttachedServer:
         return None
 
     def told(self) -> str:
-        return f"it is somebody else's: see its log where {self._url} runs"
+        return f"this run does not own it: see its log where {self._url} runs"
 
     async def wait_ended(self, limit_s: float) -> None:
         await asyncio.sleep(limit_s)

@@ -52,6 +52,7 @@ from asyncrl.generation.engine import (
 from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.generation.receive import StagedReceiver
 from asyncrl.protocol.messages import FinishReason, SamplingParams, TensorSpecs, VersionSpan, WeightVersion
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights import versions as weights
 from asyncrl.weights.versions import VerifiedVersion, WeightsError
@@ -274,13 +275,15 @@ class TransformersEngine(QueueingEngine[_Pending]):
         eos_token_ids: Iterable[int] = (),
         on_tokens: Callable[[int, str], None] | None = None,
         trace: Tracer = OFF,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         _check_config(config)
-        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace)
+        super().__init__(model_path, config, eos_token_ids=eos_token_ids, on_tokens=on_tokens, trace=trace, clock=clock)
         self._initial_path, self._seed = model_path, seed
         self._verified = VerifiedVersion()
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generation_control")
+        self._opened = contextlib.AsyncExitStack()  # what `start` made, until `close`
         self._keys = itertools.count()
         self._standstill = contextlib.ExitStack()  # holds the manager between two passes, after a pause in place
         self._stands_still = False
@@ -336,6 +339,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
             on_pass=self._count_pass,
             trace=self._trace,
         )
+        self._opened.push_async_callback(self._stop)
         self._manager.output_router = _Router(self._on_results, self._loop)
         self._manager.prepare()
         self._manager.start()
@@ -344,11 +348,13 @@ class TransformersEngine(QueueingEngine[_Pending]):
         if self._closing:
             return
         self._closing = True
-        if hasattr(self, "_manager"):
-            await self._in_control(self._move_on)
-            await self._in_control(lambda: self._manager.stop(hard_stop=True, timeout=_STOP_TIMEOUT_S))
+        await self._opened.aclose()
         self._control.shutdown(wait=False)
         self._fail_all(EngineUnavailable("the server is closing"))
+
+    async def _stop(self) -> None:
+        await self._in_control(self._move_on)
+        await self._in_control(lambda: self._manager.stop(hard_stop=True, timeout=_STOP_TIMEOUT_S))
 
     async def _in_control(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._control, function)
@@ -537,7 +543,7 @@ class TransformersEngine(QueueingEngine[_Pending]):
         return num_aborted
 
     def weight_receiver(self, host: str) -> WeightReceiver:
-        return StagedReceiver(self, host)
+        return StagedReceiver(self, host, self._clock)
 
     @property
     def weights_device(self) -> torch.device:

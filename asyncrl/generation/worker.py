@@ -37,7 +37,7 @@ class GenerationServer(Worker):
     ) -> None:
         super().__init__(config.worker, system)
         self._config = config
-        self._engines = engines if engines is not None else Engines(config, self.trace)
+        self._engines = engines if engines is not None else Engines(config, self.trace, self.system.clock)
 
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
         config, engines = self._config, self._engines
@@ -64,6 +64,7 @@ class GenerationServer(Worker):
             fetched=fetched,
             run_dir=self.info.run_dir,
             published=lambda: self._published(directory),
+            clock=self.system.clock,
         )
         url = await after_engine.enter_async_context(http.listening(self.info.runtime.host, self.system.listen))
         await directory.publish(self.names.generation_server(self.info.index), url)
@@ -117,7 +118,7 @@ class GenerationServer(Worker):
             return ""
 
     def _verified_loads(self, engine: GenerationEngine) -> VerifiedLoads | None:
-        """weights.verify_logprobs: each version loaded must score a probe as the trainer does."""
+        """weights.verify_logprobs: each version loaded must score a text as the trainer does."""
         tolerance = self._config.verify_tolerance
         limit_s = self._config.generation.load_timeout_s
         return VerifiedLoads(engine, tolerance=tolerance, limit_s=limit_s, logger=self.logger) if tolerance else None

@@ -18,7 +18,7 @@ from typing import NoReturn
 from asyncrl.config.schema import WorkerInfo
 from asyncrl.launch.program import ProcessConfig, load_process_config
 from asyncrl.launch.rundir import logs_dir
-from asyncrl.rewards.loading import no_terminal
+from asyncrl.rewards.import_object import no_terminal
 from asyncrl.runtime import security, unix_sockets
 from asyncrl.runtime.process import die_with_parent
 from asyncrl.runtime.stacks import SUFFIX, answer_requests

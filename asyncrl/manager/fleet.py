@@ -1,4 +1,4 @@
-"""What is done with generation servers: probes and weight updates over HTTP, as routing.py and update_plan.py decide.
+"""What is done with generation servers: health probes and weight updates over HTTP, as routing.py and update_plan.py decide.
 
 consumes: published versions, announced servers (from the worker's watches), the servers' answers.
 produces: states and versions in the ServerTable; `on_change` after each.
@@ -402,7 +402,7 @@ class Fleet:
     def _begin_probe(self, server: Server) -> None:
         key = server.name, server.incarnation
         if key not in self._probes and server.listed and server.state is not ServerState.UPDATING:
-            self._probes[key] = asyncio.create_task(self._probe(server), name=f"probe {server.name}")
+            self._probes[key] = asyncio.create_task(self._probe(server), name=f"health probe of {server.name}")
             self._probes[key].add_done_callback(partial(self._probed, key))
 
     def _probed(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
@@ -428,7 +428,7 @@ class Fleet:
                 info = await asking
         except _FAILURES as error:
             if server.incarnation == incarnation:
-                self.table.silent(server.name, f"probe failed: {error!r}", self._clock.monotonic())
+                self.table.silent(server.name, f"health probe failed: {error!r}", self._clock.monotonic())
                 self.plan.silent(server.name)
         else:
             now = self._clock.monotonic()

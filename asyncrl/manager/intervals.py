@@ -19,7 +19,7 @@ def heartbeat_s(least_s: float, num_workers: int, lease_s: float) -> float:
 
 
 def probe_s(least_s: float, num_servers: int, lease_s: float) -> float:
-    """Between two probes of a server that is well; others are asked every least_s, so that their end is not seen later."""
+    """Between two health probes of a server that is well; others are asked every least_s, so that their end is not seen later."""
     return _stretched_s(least_s, num_servers / _MOST_PROBES_A_SECOND, lease_s)
 
 

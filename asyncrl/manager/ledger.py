@@ -396,7 +396,7 @@ class Ledger:
             server = self.servers.pick(min_version, exclude=request.lost_server) or here
         else:
             server = self.servers.pick_for_moved(min_version, exclude="" if replaced else request.lost_server)
-            if server is None and stays and told_before:  # no other; and it has answered a probe since it was lost
+            if server is None and stays and told_before:  # no other; a health probe has found it well since it was lost
                 server = here
         if server is None:
             return ScheduleReply(reason="no_server")

@@ -4,7 +4,7 @@ consumes: the servers' answers to /v1/loads (SGLang's route, which every engine'
 produces: `load_told` in the ServerTable; `on_told` after each answer of a server that leaves.
 waits for: each server by itself, within a limit; none waits for another. unblocked by: its answer.
 
-Whether a server is well is not judged here: that is what probes are for (fleet.py).
+Whether a server is well is not judged here: health probes do that (fleet.py).
 """
 
 from __future__ import annotations

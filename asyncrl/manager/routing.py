@@ -97,7 +97,7 @@ class Server:
     is_new: bool = True  # nothing was done with it yet: a manager before this one may have had it load what it serves
     num_updates: int = 0  # that were begun
     failed_load: bool = False  # it stays interrupted until a load succeeds
-    late_answer: str = ""  # how long it took to answer a probe, where that was long
+    late_answer: str = ""  # how long it took to answer a health probe, where that was long
     pace: Pace = field(default_factory=lambda: Pace())
     leaving: bool = False  # it is not wanted any more: DRAINING, or DEAD for good
     drains_since: float = 0.0
@@ -182,10 +182,10 @@ class ServerTable:
             self._move(server, ServerState.DEAD, "its name is gone")
 
     def answered(self, name: str, echo: str, now: float, *, paused: bool = False, took_s: float = 0.0) -> None:
-        """It answered a probe and says that it serves `echo`. paused: it does not generate, by somebody else's order."""
+        """It answered a health probe and says that it serves `echo`. paused: it does not generate, by somebody else's order."""
         server = self.servers[name]
         server.last_answer = now
-        server.late_answer = f"took {took_s:.1f} s to answer a probe" if took_s > self.late_after_s else ""
+        server.late_answer = f"took {took_s:.1f} s to answer a health probe" if took_s > self.late_after_s else ""
         if server.state is ServerState.DEAD:
             self._come_back(server, "back from the dead", now)
         elif server.state in (ServerState.HEALTHY, ServerState.SUSPECT):
@@ -197,7 +197,7 @@ class ServerTable:
                 self._move(server, ServerState.HEALTHY, "")
 
     def silent(self, name: str, reason: str, now: float) -> None:
-        """It did not answer a probe, or a rollout worker could not reach it."""
+        """It did not answer a health probe, or a rollout worker could not reach it."""
         server = self.servers[name]
         if server.state is ServerState.HEALTHY:
             self._move(server, ServerState.SUSPECT, reason)
@@ -269,7 +269,7 @@ class ServerTable:
 
     @property
     def late_after_s(self) -> float:
-        """An answer to a probe that takes longer is late."""
+        """An answer to a health probe that takes longer is late."""
         return self.dead_after_s / 6
 
     def _come_back(self, server: Server, reason: str, now: float) -> None:

@@ -200,7 +200,7 @@ class UpdatePlan:
         return 0.0
 
     def silent(self, server: str) -> None:
-        """It did not answer a probe, or its announcement is gone."""
+        """It did not answer a health probe, or its announcement is gone."""
         self._silent.add(server)
 
     def answers(self, server: str, now: float) -> bool:

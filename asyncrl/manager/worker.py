@@ -2,7 +2,7 @@
 
 It joins the pure parts (ledger.py, routing.py, update_plan.py) with what touches the world: the HTTP side
 (http.py), the generation servers (fleet.py, load.py) and name resolve (here). All on one event loop, on which nothing waits for a
-server: updates and probes are tasks of their own, checksums are computed on a thread.
+server: updates and health probes are tasks of their own, checksums are computed on a thread.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Management:
         tasks.spawn(self._watch_experiment(), "watch experiment status")
         tasks.spawn(self.fleet.verify_loop(), "verify weights")
         tasks.spawn(self.fleet.update_loop(), "update servers")
-        tasks.spawn(self.fleet.probe_loop(), "probe servers")
+        tasks.spawn(self.fleet.probe_loop(), "health probes of servers")
 
     async def run(self) -> None:
         """Cancelled when the run is over."""

@@ -1,11 +1,11 @@
-"""WeightSender: gives generation servers the newest weights over the network. The first rank of the model that is served has it.
+"""Broadcast of the newest weights to generation servers over the network. The first rank of the model that is served does it.
 
     compute threads of all ranks -- export.take_whole, in buckets --> held: the newest version, in this rank's memory
     gserver manager -- POST /broadcast_weights: version, servers that it has paused --> one broadcast to all of them
     per server: join a group (kept while the servers are the same), begin, a request a bucket beside its broadcast, end
 
-Whatever the layout, that rank holds the whole model in CPU memory, in the dtype handed out: once, and twice while the version
-before is still sent. Where that is too much, weights.transport=disk has every rank write what it holds.
+Whatever the layout, that rank holds the whole model in CPU memory, in the dtype of exports: once, and twice while the version
+before is still broadcast. Where that is too much, weights.transport=disk has every rank write what it holds.
 
 Nothing is broadcast before every server has joined and has agreed to what will come. A server that refuses, dies or hangs
 costs this broadcast and no more: within its limit the manager is told, the group is given up, and the servers load from disk.
@@ -18,34 +18,180 @@ import contextlib
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import aiohttp
 import msgspec
 import torch
 from aiohttp import web
 
 from asyncrl.config.schema import ConfigError, WeightsConfig
-from asyncrl.model.sending import FAILURES, Held, SendError, Sending, ServerClient, of_all
 from asyncrl.protocol.messages import (
     DECODE_ERRORS,
+    BeginWeightUpdate,
     BroadcastReply,
     BroadcastRequest,
     BroadcastTarget,
+    EndWeightUpdate,
     JoinUpdateGroup,
     LeaveUpdateGroup,
+    ReceiveWeights,
+    TensorSpecs,
+    UpdateWeightsReply,
+    WeightVersion,
 )
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.http_server import for_the_run, serve
 from asyncrl.runtime.trace import OFF, Tracer
-from asyncrl.weights.update_group import GroupMember, digest, rank_offsets, serve_store
+from asyncrl.weights.update_group import Bucket, GroupMember, digest, rank_offsets, serve_store
+from asyncrl.weights.versions import ScoredText
 
 _MAX_GROUPS = 4  # waves come in few combinations of servers; the one unused for longest is given up
 _LEAVE_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 1.0
+_FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of a step; torch's errors are RuntimeErrors
+
+
+class BroadcastError(RuntimeError):
+    """A server did not do its part of a broadcast."""
+
+
+@dataclass(frozen=True)
+class HeldSnapshot:
+    """A version in memory, whole."""
+
+    version: WeightVersion
+    buckets: list[Bucket]
+    scored_text: ScoredText | None = None  # weights.verify_logprobs
+    digests: list[asyncio.Future[str]] = field(default_factory=list)  # of the buckets, filled in by the sender
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [named for bucket in self.buckets for named in bucket.tensors()]
+
+
+class _Info(msgspec.Struct):
+    """What of GET /server_info is needed; tp_size is what a bare SGLang server says."""
+
+    num_weight_ranks: int | None = None
+    tp_size: int = 1
+
+
+class ServerClient:
+    """Asks generation servers to take part. Every call is bounded by the caller."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def num_ranks(self, target: BroadcastTarget) -> int:
+        """How many ranks of a group a server takes."""
+        info = msgspec.json.decode(await self._ask(target, "GET", "/server_info", b""), type=_Info)
+        return info.tp_size if info.num_weight_ranks is None else info.num_weight_ranks
+
+    async def post(self, target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
+        """Raises BroadcastError where the server does not say that it was done."""
+        body = await self._ask(target, "POST", path, msgspec.json.encode(message))
+        reply = msgspec.json.decode(body, type=UpdateWeightsReply)
+        if not reply.success and not reply.mismatch:
+            raise BroadcastError(f"{target.server} answered {path}: {reply.message}")
+        return reply
+
+    async def _ask(self, target: BroadcastTarget, method: str, path: str, body: bytes) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.request(method, target.url + path, data=body, headers=headers) as response:
+                answer = await response.read()
+        except aiohttp.ClientError as error:
+            raise BroadcastError(f"{target.server} did not answer {path}: {error!r}") from error
+        if response.status not in (200, 400) or not answer.startswith(b"{"):
+            text = answer[:200].decode(errors="replace")
+            raise BroadcastError(f"{target.server} answered {path} with {response.status}: {text}")
+        return answer
+
+
+class Broadcast:
+    """One broadcast of a version. `stage` names the step it has reached; the error of a broadcast that fails begins with it."""
+
+    def __init__(
+        self,
+        held: HeldSnapshot,
+        targets: Sequence[BroadcastTarget],
+        client: ServerClient,
+        *,
+        deadline: float,
+        clock: Clock,
+    ) -> None:
+        self._held, self._targets, self._client = held, targets, client
+        self._deadline, self._clock = deadline, clock
+        self.stage = ""
+
+    @property
+    def left_s(self) -> float:
+        return max(0.001, self._deadline - self._clock.monotonic())
+
+    async def run(self, group: GroupMember, device: torch.device) -> BroadcastReply:
+        """Everything from `begin` to `end`, to servers that have joined the group. device: where the group sends from."""
+        await self._begin()
+        last = len(self._held.buckets) - 1
+        for number, bucket in enumerate(self._held.buckets):
+            self.stage = f"broadcasting bucket {number + 1} of {last + 1}"
+            await self._send(group, bucket, bucket.flat.to(device), is_last=number == last)
+        return await self._end()
+
+    async def _begin(self) -> None:
+        self.stage = "asking servers whether they take the weights"
+        held = self._held
+        specs = [bucket.specs for bucket in held.buckets]
+        begin = BeginWeightUpdate(
+            weight_version=str(held.version),
+            specs=TensorSpecs(
+                names=[name for spec in specs for name in spec.names],
+                dtypes=[dtype for spec in specs for dtype in spec.dtypes],
+                shapes=[shape for spec in specs for shape in spec.shapes],
+            ),
+            probe_ids=held.scored_text.input_ids if held.scored_text is not None else [],
+            probe_logprobs=held.scored_text.logprobs if held.scored_text is not None else [],
+        )
+        await _of_all([self._client.post(target, "/begin_weight_update", begin) for target in self._targets])
+
+    async def _send(self, group: GroupMember, bucket: Bucket, flat: torch.Tensor, *, is_last: bool) -> None:
+        """The servers answer when they have received: the broadcast goes on beside the requests. One refusal ends it."""
+        message = ReceiveWeights(
+            names=bucket.specs.names,
+            dtypes=bucket.specs.dtypes,
+            shapes=bucket.specs.shapes,
+            group_name=group.name,
+            flush_cache=is_last,
+            weight_version=str(self._held.version) if is_last else None,
+            load_format="flattened_bucket",
+            limit_s=self.left_s,
+        )
+        received = [self._client.post(target, "/update_weights_from_distributed", message) for target in self._targets]
+        await _of_all([*received, group.broadcast(flat, self.left_s)])
+
+    async def _end(self) -> BroadcastReply:
+        """Each server for itself: a server that has loaded serves, whatever became of the others."""
+        self.stage = "waiting for servers to load"
+        end = EndWeightUpdate(xxh3=list(await asyncio.gather(*self._held.digests)))
+        answers = await asyncio.gather(
+            *(self._client.post(target, "/end_weight_update", end) for target in self._targets), return_exceptions=True
+        )
+        errors: dict[str, str] = {}
+        mismatched = []
+        for target, answer in zip(self._targets, answers, strict=True):
+            if isinstance(answer, _FAILURES):
+                errors[target.server] = str(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            elif not answer.success:
+                errors[target.server] = answer.message
+                mismatched.append(target.server)
+        return BroadcastReply(errors=errors, mismatched=mismatched)
 
 
 class WeightSender:
-    """consumes: snapshots (`hold`), requests of the manager.  produces: weights in servers; replies that say who lacks them.
+    """consumes: snapshots (`hold`), requests of the manager.  produces: weights in servers; replies that name those that failed.
 
     waits for: servers to join, to agree, to receive; all of a broadcast within weights.broadcast_timeout_s.
     unblocked by: the servers, or that limit. The training side never waits for any of this.
@@ -64,7 +210,7 @@ class WeightSender:
             raise ConfigError("weights.broadcast_backend='nccl': the trainer has no GPU; use gloo, or auto")
         self._logger, self._trace, self._clock = logger, trace, clock
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
-        self._held: Held | None = None
+        self._held: HeldSnapshot | None = None
         self._failing = False  # the last broadcast has failed, which was told
         self._client = client
         self._goodbyes: set[asyncio.Task[None]] = set()
@@ -84,13 +230,13 @@ class WeightSender:
     async def _leave_all(self) -> None:
         for key in list(self._groups):
             self._leave(key)
-        if self._goodbyes:  # servers that somebody else runs go on without us
+        if self._goodbyes:  # servers that this run did not start go on without us
             await asyncio.wait(self._goodbyes, timeout=_CLOSE_LIMIT_S)
         for task in self._goodbyes:
             task.cancel()
 
-    def hold(self, held: Held) -> None:
-        """Have this version at hand instead of the one before. That one stays in memory only while it is being sent or written."""
+    def hold(self, held: HeldSnapshot) -> None:
+        """Hold this version instead of the one before. That one stays in memory only while it is being broadcast or written."""
         loop = asyncio.get_running_loop()
         held.digests.extend(loop.run_in_executor(None, digest, bucket.flat) for bucket in held.buckets)
         self._held = held
@@ -100,59 +246,63 @@ class WeightSender:
         return self._options.bucket_bytes
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> HeldSnapshot | None:
         return self._held
 
     # ---------------------------------------------------------------------------------------------------- one broadcast
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastReply:
-        """Send the version to these servers together. Answers within the limit, whatever they do."""
+        """Broadcast the version to these servers together. Answers within the limit, whatever they do."""
         held, targets = self._held, sorted(request.targets, key=lambda target: target.server)
         if held is None or str(held.version) != request.weight_version:
             here = "no weights" if held is None else f"weights {held.version}"
             return _all_failed(targets, f"the trainer holds {here}, not {request.weight_version}")
         limit_s = min(request.limit_s, self._options.broadcast_timeout_s)
-        sending = Sending(held, targets, self._client, deadline=self._clock.monotonic() + limit_s, clock=self._clock)
+        broadcast = Broadcast(
+            held, targets, self._client, deadline=self._clock.monotonic() + limit_s, clock=self._clock
+        )
         began = self._clock.monotonic()
         try:
             with self._trace.overlapping(f"broadcast {held.version}", kind="weights", servers=len(targets)):
                 async with asyncio.timeout(limit_s):
-                    reply = await self._send(sending, targets)
-        except (asyncio.TimeoutError, *FAILURES) as error:
+                    reply = await self._send(broadcast, targets)
+        except (asyncio.TimeoutError, *_FAILURES) as error:
             why = f"not within {limit_s:g} s" if isinstance(error, asyncio.TimeoutError) else str(error) or repr(error)
-            reply = _all_failed(targets, f"{sending.stage}: {why}")
+            reply = _all_failed(targets, f"{broadcast.stage}: {why}")
         if reply.errors:
             self._forget(targets)
             level, self._failing = logging.DEBUG if self._failing else logging.WARNING, True
             causes = "; ".join(sorted(set(reply.errors.values())))
-            self._logger.log(level, "weights %s were not sent: %s; servers load them from disk", held.version, causes)
+            self._logger.log(
+                level, "weights %s were not broadcast: %s; servers load them from disk", held.version, causes
+            )
         else:
             self._failing = False
             self._logger.info(
-                "weights %s sent to %s (%.2f s)", held.version, _who(targets), self._clock.monotonic() - began
+                "weights %s broadcast to %s (%.2f s)", held.version, _who(targets), self._clock.monotonic() - began
             )
         return reply
 
-    async def _send(self, sending: Sending, targets: Sequence[BroadcastTarget]) -> BroadcastReply:
-        group = await self._group_of(targets, sending)
-        return await sending.run(group, torch.device("cpu") if self._backend == "gloo" else self._device)
+    async def _send(self, broadcast: Broadcast, targets: Sequence[BroadcastTarget]) -> BroadcastReply:
+        group = await self._group_of(targets, broadcast)
+        return await broadcast.run(group, torch.device("cpu") if self._backend == "gloo" else self._device)
 
-    async def _group_of(self, targets: Sequence[BroadcastTarget], sending: Sending) -> GroupMember:
+    async def _group_of(self, targets: Sequence[BroadcastTarget], broadcast: Broadcast) -> GroupMember:
         """The group of these servers, made now if there is none yet."""
         key = tuple(target.url for target in targets)
         if (known := self._groups.get(key)) is not None:
             self._groups.move_to_end(key)
             return known
-        sending.stage = "asking servers for their ranks"
-        ranks = await of_all([self._client.num_ranks(target) for target in targets])
+        broadcast.stage = "asking servers for their ranks"
+        ranks = await _of_all([self._client.num_ranks(target) for target in targets])
         if unable := [target.server for target, count in zip(targets, ranks, strict=True) if count < 1]:
-            raise SendError(f"{', '.join(unable)} take no weights over the network")
+            raise BroadcastError(f"{', '.join(unable)} take no weights over the network")
         offsets, size = rank_offsets(ranks)
-        sending.stage = "meeting in a group"
-        store, address = await asyncio.to_thread(serve_store, self._host, sending.left_s)
+        broadcast.stage = "meeting in a group"
+        store, address = await asyncio.to_thread(serve_store, self._host, broadcast.left_s)
         host, _, port = address.rpartition(":")
         name = f"{self._name}-{uuid.uuid4().hex[:8]}"  # a server may outlive runs, and keeps what was not destroyed
-        member = GroupMember(name, self._backend)
+        member = GroupMember(name, self._backend, self._clock)
         self._groups[key] = member  # from here on it is left, whatever happens
         joins = [
             JoinUpdateGroup(
@@ -162,18 +312,18 @@ class WeightSender:
                 world_size=size,
                 group_name=name,
                 backend=self._backend,
-                limit_s=sending.left_s,
+                limit_s=broadcast.left_s,
             )
             for offset in offsets
         ]
         mine = member.join(
-            lambda: store, rank=0, size=size, limit_s=sending.left_s, host=self._host, device=self._device
+            lambda: store, rank=0, size=size, limit_s=broadcast.left_s, host=self._host, device=self._device
         )
         theirs = [
             self._client.post(target, "/init_weights_update_group", join)
             for target, join in zip(targets, joins, strict=True)
         ]
-        await of_all([mine, *theirs])
+        await _of_all([mine, *theirs])
         while len(self._groups) > _MAX_GROUPS:
             self._leave(next(iter(self._groups)))
         return member
@@ -221,3 +371,20 @@ def _all_failed(targets: Sequence[BroadcastTarget], why: str) -> BroadcastReply:
 
 def _who(targets: Sequence[BroadcastTarget]) -> str:
     return ", ".join(target.server for target in targets)
+
+
+async def _of_all(steps: Sequence[Awaitable[Any]]) -> list[Any]:
+    """The results of all; the first error is raised at once, without a wait for the others."""
+    tasks = [asyncio.ensure_future(step) for step in steps]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # seen

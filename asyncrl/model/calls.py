@@ -16,11 +16,11 @@ from asyncrl.model import checkpoint
 from asyncrl.model.compute import Compute
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import LAST_WORDS_S, SHARED, Exporter
 from asyncrl.model.fetching import DataFetcher, FetchError
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import Interface
 from asyncrl.model.process_group import ProcessGroup
-from asyncrl.model.publishing import LAST_WORDS_S, SHARED, Publisher
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver
@@ -55,7 +55,7 @@ from asyncrl.runtime.trace import Tracer
 class Calls:
     """Executes calls in the order in which they come.
 
-    consumes: calls.  produces: their replies, by itself or by the publisher when what it wrote is on disk.
+    consumes: calls.  produces: their replies, by itself or by the exporter when what it wrote is on disk.
     waits for: the compute thread, and there for the other workers of a call; within train.call_timeout_s.
     unblocked by: the other workers making the same call, or losing their connection.
     """
@@ -69,10 +69,10 @@ class Calls:
         store: DataStore,
         *,
         receiver: TrajectoryReceiver | None,
-        group_maker: GroupMaker | None,
+        group_makers: Mapping[str, GroupMaker],
         data: DataManager,
         fetcher: DataFetcher,
-        publisher: Publisher,
+        exporter: Exporter,
         recorder: BackgroundRecorder | None,
         compute: Compute,
         board: StatusBoard,
@@ -80,12 +80,12 @@ class Calls:
         trace: Tracer,
         clock: Clock,
     ) -> None:
-        """engines: by model, interfaces: by MFC; those of this worker. receiver: at heads. group_maker: of a worker with the MFC
+        """engines: by model, interfaces: by MFC; those of this worker. receiver: at heads. group_makers: by the MFC
         that generates."""
         self.store, self.engines = store, engines
         self._config, self._info, self._process_group = config, config.worker, process_group
-        self._receiver, self._group_maker, self._data, self._fetcher = receiver, group_maker, data, fetcher
-        self._publisher, self._recorder, self._compute = publisher, recorder, compute
+        self._receiver, self._group_makers, self._data, self._fetcher = receiver, group_makers, data, fetcher
+        self._exporter, self._recorder, self._compute = exporter, recorder, compute
         self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
         self._models = {model.name: model for model in config.models}
         self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
@@ -110,21 +110,21 @@ class Calls:
                 raise
 
     async def _execute(self, call: Call) -> None:
-        """One call. Its reply is given here, or by the publisher when what it wrote is on disk."""
-        body, publisher = call.body, self._publisher
+        """One call. Its reply is given here, or by the exporter when what it wrote is on disk."""
+        body, exporter = call.body, self._exporter
         if isinstance(body, ExecuteMFC):
             call.reply(await self._compute(partial(self._run_mfc_traced, body), f"MFC {body.mfc}"))
         elif isinstance(body, (WriteWeights, SaveModel)):
-            await publisher.write(call, body, self._engine(body.role))
+            await exporter.write(call, body, self._engine(body.role))
         elif isinstance(body, CommitWeights):
-            await publisher.commit(call, body, self._engine(body.role), self._models[body.role])
+            await exporter.commit(call, body, self._engine(body.role), self._models[body.role])
         elif isinstance(body, ShareWeights):
-            await publisher.share(call, body, self._engine(body.model))
+            await exporter.share(call, body, self._engine(body.model))
         elif isinstance(body, SaveCheckpoint):
             state = {f"{mfc}/{name}": x for mfc, it in self._interfaces.items() for name, x in it.state().items()}
-            await publisher.write_checkpoint(call, body, self._checkpointed, state)
+            await exporter.write_checkpoint(call, body, self._checkpointed, state)
         elif isinstance(body, CommitCheckpoint):
-            await publisher.commit_checkpoint(call, body)
+            await exporter.commit_checkpoint(call, body)
         else:
             await self._execute_here(call)
 
@@ -150,7 +150,7 @@ class Calls:
             )
             await self._compute(take, f"weights of {body.model}")
         elif isinstance(body, HoldWeights):
-            await self._publisher.hold(body, self._engine(body.role))
+            await self._exporter.hold(body, self._engine(body.role))
         elif isinstance(body, LoadCheckpoint):
             await self._compute(
                 partial(self._load_checkpoint, self._folder(body.folder)), "the checkpoint to be loaded"
@@ -198,9 +198,8 @@ class Calls:
 
     def _make_groups(self, body: ExecuteMFC, ids: list[str]) -> CallResult:
         """Those of this worker's replica; all but an evaluation's go into the store."""
-        assert self._group_maker is not None, f"this worker has the MFC {body.mfc}"
         start = self._clock.monotonic()
-        made = self._group_maker.make(body, ids)
+        made = self._group_makers[body.mfc].make(body, ids)
         if not body.eval_mode:
             for sample, meta in zip(made.samples, made.metas, strict=True):
                 if reason := self.store.put(sample):
@@ -229,7 +228,7 @@ class Calls:
             (place, meta) for place, meta in placed if self._heads[meta.head % len(self._heads)] == self._info.index
         ]
         entries = [Entry(self.store.whole(meta.ticket_id), meta, place) for place, meta in mine]
-        files = trajectory_files(self._config, self._folder(body.folder))
+        files = trajectory_files(self._config, self._folder(body.folder), self._clock)
         try:
             files.write(body.version, len(body.metas), entries)
         except OSError as error:
@@ -281,7 +280,7 @@ class Calls:
         return self.engines[model]
 
 
-def trajectory_files(config: ModelWorkerConfig, folder: Path) -> TrajectoryStore:
+def trajectory_files(config: ModelWorkerConfig, folder: Path, clock: Clock) -> TrajectoryStore:
     """Recordings of this worker in a folder."""
     return TrajectoryStore(
         folder,
@@ -290,4 +289,5 @@ def trajectory_files(config: ModelWorkerConfig, folder: Path) -> TrajectoryStore
         max_bytes=config.record.max_bytes,
         prune=True,
         tokenizer=tokenizer_fingerprint(config.tokenizer_path or config.model_path),
+        clock=clock,
     )

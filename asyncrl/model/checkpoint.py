@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 
-from asyncrl.model.moving import (
+from asyncrl.model.shards import plan_writers, tensors_of
+from asyncrl.model.tensor_exchange import (
     ShardedModel,
     exchange,
     exchange_holdings,
@@ -41,7 +42,6 @@ from asyncrl.model.moving import (
     this_worker,
     workers_of,
 )
-from asyncrl.model.shards import plan_writers, tensors_of
 from asyncrl.protocol.messages import DECODE_ERRORS, WrittenFile
 from asyncrl.weights.checkpoints import (
     FORMAT,

@@ -1,7 +1,7 @@
 """Training engine: one rank of one Hugging Face model, in any layout of data, tensor and pipeline ranks.
 
 Interfaces (asyncrl/model/interfaces) say what to compute; the engine loads, runs forward and backward in token-budget
-micro-batches, sums gradients over ranks, steps the optimizer and hands out weights. How a model is split: sharding.py, pipeline.py.
+micro-batches, sums gradients over ranks, steps the optimizer and exports weights. How a model is split: sharding.py, pipeline.py.
 
 Same update in any layout: the loss of a micro-batch is a sum that is already divided by the global denominator, so that
 gradients add up over micro-batches and over ranks, whoever holds what. A rank that holds nothing adds zero: it runs
@@ -62,7 +62,7 @@ class TrainEngine:
         """mesh: of model.grid; None where this is the only rank. Collective. Raises ConfigError where model and grid do not fit.
 
         Trained weights are float32 whatever train.dtype says: with bfloat16 the computation is in bfloat16 and weights are
-        handed out in bfloat16, while small updates are not lost. A frozen model is loaded in train.dtype itself.
+        exported in bfloat16, while small updates are not lost. A frozen model is loaded in train.dtype itself.
         """
         if train.dtype not in DTYPES:
             raise ValueError(f"train.dtype is {train.dtype!r}; choose one of {', '.join(DTYPES)}")

@@ -88,7 +88,7 @@ class GroupMaker:
             PromptSource(groups.eval_prompts, self._tokenizer, info.seed) if groups.eval_prompts else None
         )
         self._rewards = {
-            name: Reward.of(task.reward, groups.rollout, board=board, logger=logger)
+            name: Reward.of(task.reward, groups.rollout, board=board, logger=logger, clock=clock)
             for name, task in groups.rollout.tasks.items()
         }
         self._task_ids = {name: task_id for task_id, name in enumerate(sorted(groups.rollout.tasks))}

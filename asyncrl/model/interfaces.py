@@ -37,7 +37,7 @@ from asyncrl.algorithms.value import ValueLoss, ValueNorm
 from asyncrl.config.schema import ConfigError, PPOConfig, TrainConfig, judges_by_group
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import MFCDef
-from asyncrl.rewards.loading import load_object
+from asyncrl.rewards.import_object import import_object
 
 # (outputs, data, cu_seqlens) -> (loss, statistics): what an engine calls on each micro-batch. outputs: `logprobs` and `entropy` of
 # a policy, `values` of a critic; data: the keys of the micro-batch; all packed alike. The loss is a sum already divided by the
@@ -388,7 +388,7 @@ def _nothing(keys: Sequence[str]) -> SequenceSample:
 
 
 def _import_function(mfc: MFCDef) -> Callable[..., Any]:
-    function = load_object(mfc.interface, f"MFC {mfc.name!r}: interface")
+    function = import_object(mfc.interface, f"MFC {mfc.name!r}: interface")
     if not callable(function):
         raise ConfigError(f"MFC {mfc.name!r}: interface {mfc.interface!r} is not a function")
     return function  # type: ignore[no-any-return]

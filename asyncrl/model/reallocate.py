@@ -14,14 +14,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from asyncrl.model.moving import ShardedModel, carry, exchange, holding_of, local_part, transport_device
 from asyncrl.model.shards import Holding, Move, ShardError, plan_moves, tensors_of
+from asyncrl.model.tensor_exchange import ShardedModel, carry, exchange, holding_of, local_part, transport_device
 from asyncrl.weights.update_group import dtype_of
 
 _MAX_BYTES = 256_000_000
 
 
-class _Held(msgspec.Struct, frozen=True):
+class _HeldShards(msgspec.Struct, frozen=True):
     """What a worker holds of both models."""
 
     source: Holding | None
@@ -51,12 +51,12 @@ def reallocate(
             model.onload()
     read_from = source.named_parameters() if source is not None else {}
     written_to = target.named_parameters() if target is not None else {}
-    mine = _Held(
+    mine = _HeldShards(
         holding_of(source, read_from) if source is not None else None,
         holding_of(target, written_to) if target is not None else None,
     )
     told = {
-        worker: msgspec.msgpack.decode(payload, type=_Held)
+        worker: msgspec.msgpack.decode(payload, type=_HeldShards)
         for worker, payload in exchange(workers, msgspec.msgpack.encode(mine)).items()
     }
     sources = {worker: held.source for worker, held in told.items() if held.source is not None}

@@ -1,6 +1,6 @@
 """Recorder: what stands in the place of the model workers where nothing is trained (mode=rollout_only). No torch.
 
-    rollout workers -- trajectory --> [intake] -> store -- metadata --> master
+    rollout workers -- trajectory --> [trajectory receiver] -> store -- metadata --> master
     master -- calls --> [reply server]: a batch to disk, the initial weights published as they are
 
 To the others it is a head: the same streams, the same verdicts, the same calls.
@@ -54,6 +54,7 @@ class Recorder(Worker):
             max_bytes=config.max_bytes,
             prune=False,  # what is rolled out is the result of the run
             tokenizer=tokenizer_fingerprint(config.tokenizer_path),
+            clock=self.system.clock,
         )
         self._num_batches = 0  # recorded
 

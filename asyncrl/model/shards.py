@@ -8,7 +8,7 @@ cut is one box on each. Three things are the same plan with another aim:
     reallocation   each rank of another model gets its own boxes
 
 So nobody gathers more than what he is to have, and what is cut alike on both sides is sent without being put together.
-Everything here is computed alike on every worker from what all have told each other (moving.py), in one order.
+Everything here is computed alike on every worker from what all have told each other (tensor_exchange.py), in one order.
 """
 
 from __future__ import annotations

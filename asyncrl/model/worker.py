@@ -28,18 +28,17 @@ from asyncrl.data.trajectories import BackgroundRecorder, recording_dir
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.dataflow.topology import ModelPlacement
 from asyncrl.dataflow.worker_groups import WorkerGroups
-from asyncrl.model.broadcast import WeightSender
+from asyncrl.model.broadcast import ServerClient, WeightSender
 from asyncrl.model.calls import Calls, trajectory_files
 from asyncrl.model.compute import Compute
 from asyncrl.model.data_manager import DataManager
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import Exporter
 from asyncrl.model.fetching import DataFetcher, HeldData
 from asyncrl.model.group_maker import GroupMaker
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.mesh import ModelMesh
 from asyncrl.model.process_group import ProcessGroup, choose_device
-from asyncrl.model.publishing import Publisher
-from asyncrl.model.sending import ServerClient
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.protocol.names import ACTOR
@@ -100,20 +99,21 @@ class ModelWorker(Worker):
             for model in config.models
             if index in self._placements[model.name].workers
         }
-        group_maker = None
+        group_makers: dict[str, GroupMaker] = {}
         for mfc in config.mfcs:
             if mfc.kind == "generate" and mfc.model in engines:
                 group_maker = GroupMaker(config, engines[mfc.model], self.board, self.logger, clock=self.system.clock)
                 opened.callback(group_maker.close)
+                group_makers[mfc.name] = group_maker
         data = DataManager(store, worker=index, limit_s=limit_s, rank_of=process_group.rank_of)
         opened.callback(data.close)
         sender = None
         if index == self._first.workers[0] and config.weights.transport == "broadcast":
             sender = await self._open_sender(directory, opened, device)
-        publisher = Publisher(
+        exporter = Exporter(
             config, compute, sender, self.tasks, board=self.board, trace=self.trace, clock=self.system.clock
         )
-        opened.callback(publisher.close)
+        opened.callback(exporter.close)
         calls = Calls(
             config,
             process_group,
@@ -121,10 +121,10 @@ class ModelWorker(Worker):
             interfaces,
             store,
             receiver=receiver,
-            group_maker=group_maker,
+            group_makers=group_makers,
             data=data,
             fetcher=fetcher,
-            publisher=publisher,
+            exporter=exporter,
             recorder=self._open_recorder(opened),
             compute=compute,
             board=self.board,
@@ -201,7 +201,7 @@ class ModelWorker(Worker):
         if not self.config.record.trajectories or self.info.index not in self._first.heads:
             return None
         folder = recording_dir(Path(self.info.run_dir), self.info.attempt)
-        recorder = BackgroundRecorder(trajectory_files(self.config, folder))
+        recorder = BackgroundRecorder(trajectory_files(self.config, folder, self.system.clock), clock=self.system.clock)
         opened.push_async_callback(asyncio.to_thread, recorder.close, self.info.runtime.stop_timeout_s / 4)
         return recorder
 

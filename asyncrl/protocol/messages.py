@@ -348,7 +348,7 @@ class UpdateWeightsReply(Struct, frozen=True, kw_only=True):
     success: bool
     message: str
     num_paused_requests: int = 0
-    mismatch: bool = False  # loaded, but the logprobs of the version's probe are others than the trainer's
+    mismatch: bool = False  # loaded, but the logprobs of the version's text are others than the trainer's
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
@@ -390,7 +390,7 @@ class BeginWeightUpdate(Struct, frozen=True, kw_only=True):
 
     weight_version: str = ""
     specs: TensorSpecs = TensorSpecs()
-    probe_ids: list[int] = []  # what weights.verify_logprobs compares (weights.Probe)
+    probe_ids: list[int] = []  # what weights.verify_logprobs compares (weights.ScoredText)
     probe_logprobs: list[float] = []
 
 
@@ -466,7 +466,7 @@ class BroadcastReply(Struct, frozen=True, kw_only=True):
     """What went wrong, by server; a server that is not named has loaded the version."""
 
     errors: dict[str, str] = {}
-    mismatched: list[str] = []  # of these: loaded, but it scores the version's probe otherwise than the trainer
+    mismatched: list[str] = []  # of these: loaded, but it scores the version's text otherwise than the trainer
 
 
 # ------------------------------------------------------------------------------------------ trajectories (head -> master)

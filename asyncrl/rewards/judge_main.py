@@ -93,12 +93,12 @@ def _be_nursery(control: socket.socket) -> NoReturn:
 
 def _load(spec: str, control: socket.socket) -> Any:
     """The user's function; where there is none the worker is told, and this process ends."""
-    from asyncrl.rewards.loading import no_terminal
+    from asyncrl.rewards.import_object import no_terminal
     from asyncrl.rewards.reward_function import RewardFunction
 
     sys.breakpointhook = no_terminal
     try:
-        return RewardFunction.load(spec)
+        return RewardFunction.import_from(spec)
     except BaseException as error:
         kind = "config" if type(error).__name__ == "ConfigError" else "error"
         told = str(error) if kind == "config" else "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]

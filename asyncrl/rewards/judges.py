@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl.config.schema import ConfigError
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 Calls = Sequence[Call]
@@ -117,6 +118,7 @@ class Judges:
         pace: RestartPace | None = None,
         death_limit_s: float = 2.0,
         end_limit_s: float = 10.0,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Starts the nursery, and waits for it to have imported the function. Raises ConfigError where there is none.
 
@@ -127,7 +129,7 @@ class Judges:
         self.spec = spec
         self._memory_bytes = memory_bytes
         self._logger = logger
-        self._output = output
+        self._output, self._clock = output, clock
         self._free: list[_Judge] = []
         self._judges: dict[int, _Judge] = {}
         self._starting: deque[asyncio.Future[int]] = deque()
@@ -313,7 +315,7 @@ class Judges:
     async def _revive(self) -> None:
         control = None
         try:
-            pause_s = self._pace.died(asyncio.get_running_loop().time())
+            pause_s = self._pace.died(self._clock.monotonic())
             self._logger.warning(
                 "the process that starts the judges of %s has died; starting another after %g s", self.spec, pause_s
             )

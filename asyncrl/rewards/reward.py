@@ -15,7 +15,6 @@ import math
 import os
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from asyncrl.rewards.judges import Call, Calls, JudgeDied, Judges, JudgesLost
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutEnded, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward_function import RewardFunction, as_reward, shown
 from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 _SLOW_CALL_S = 0.01
 _MAX_THREADS = 16  # or judges, of a sync function
@@ -59,13 +59,14 @@ class Reward:
         logger: logging.Logger,
         judges: Judges | None = None,
         slow_call_s: float = _SLOW_CALL_S,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """judges: processes that run it, ended by `close`; None: it runs in threads of this process. slow_call_s: functions slower
         than this judge the responses of a group side by side."""
         self.spec = spec
         self._timeout_s = timeout_s
         self._board = board
-        self._logger = logger
+        self._logger, self._clock = logger, clock
         self._slow_call_s = slow_call_s
         self._call_s = math.inf  # how long a call took last; unknown counts as slow
         self._logged: set[str] = set()
@@ -74,13 +75,21 @@ class Reward:
         if judges is not None:
             self._arguments = judges.arguments
         else:
-            function = RewardFunction.load(spec)
+            function = RewardFunction.import_from(spec)
             self._function, self._is_async, self._arguments = function.call, function.is_async, function.arguments
         self._threads = asyncio.Semaphore(_MAX_THREADS)
         self._abandoned: list[threading.Thread] = []
 
     @classmethod
-    def of(cls, spec: str, rollout: RolloutConfig, *, board: StatusBoard, logger: logging.Logger) -> Reward:
+    def of(
+        cls,
+        spec: str,
+        rollout: RolloutConfig,
+        *,
+        board: StatusBoard,
+        logger: logging.Logger,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> Reward:
         """As the config has it."""
         judges = None
         if rollout.reward_isolation == "process" and sys.platform == "linux":
@@ -90,8 +99,9 @@ class Reward:
                 most=_MAX_THREADS,
                 most_async=rollout.max_concurrent_per_worker,
                 logger=logger,
+                clock=clock,
             )
-        return cls(spec, timeout_s=rollout.reward_timeout_s, board=board, logger=logger, judges=judges)
+        return cls(spec, timeout_s=rollout.reward_timeout_s, board=board, logger=logger, judges=judges, clock=clock)
 
     def close(self) -> None:
         """End its processes, if it has any."""
@@ -165,9 +175,9 @@ class Reward:
         """
 
         def run() -> list[Any]:
-            start = time.perf_counter()
+            start = self._clock.monotonic()
             values = [self._function(*args, **kwargs) for args, kwargs in calls]
-            self._call_s = (time.perf_counter() - start) / max(1, len(calls))
+            self._call_s = (self._clock.monotonic() - start) / max(1, len(calls))
             return values
 
         async with self._threads:
@@ -206,7 +216,7 @@ class Reward:
 
 
 def start_thread(run: Callable[[], Any], name: str) -> tuple[threading.Thread, asyncio.Future[Any]]:
-    """Run in a new daemon thread; the future gets what it returns or raises, unless nobody waits any more."""
+    """Run in a new daemon thread; the future gets what it returns or raises, unless it was cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

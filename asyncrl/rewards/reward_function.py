@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.rewards.loading import config_error, load_object
+from asyncrl.rewards.import_object import config_error, import_object
 
 OPTIONAL_ARGUMENTS = ("finished", "task", "row")
 _LARGEST = 3.4028234663852886e38  # rewards travel as float32, where more than this is infinite
@@ -25,9 +25,9 @@ class RewardFunction:
     arguments: tuple[str, ...]
 
     @classmethod
-    def load(cls, spec: str) -> RewardFunction:
+    def import_from(cls, spec: str) -> RewardFunction:
         """Raises ConfigError where there is no such function; errors of the user's module pass through."""
-        function = load_object(spec, "reward")
+        function = import_object(spec, "reward")
         if not callable(function):
             raise config_error(f"reward {spec!r} is {function!r}, which cannot be called; name a function")
         _check_signature(spec, function)

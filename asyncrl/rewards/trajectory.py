@@ -7,7 +7,6 @@ on it. With mode=sync model/group_maker.py does all of it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import TRAJECTORY_KEYS
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 MAX_LOGPROB = 0.5  # a logprob is 0 at most, but for rounding (to 16 bits, at worst)
 NOT_SAMPLED = -1  # the version of a token that no policy sampled
@@ -85,7 +85,7 @@ class Episode:
         self.input_ids += response.output_ids
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
-        """The environment's turn: nobody sampled these tokens, and none is trained."""
+        """The environment's turn: these tokens were not sampled, and none is trained."""
         self.input_ids += token_ids
 
     @property
@@ -98,7 +98,7 @@ class Episode:
         return sum(len(response.output_ids) for _, response in self.responses)
 
 
-def build_sample(sample_id: str, episodes: Sequence[Episode]) -> SequenceSample:
+def build_sample(sample_id: str, episodes: Sequence[Episode], *, clock: Clock = SYSTEM_CLOCK) -> SequenceSample:
     """A group's episodes, packed, with every key of a trajectory. Ticket keys hold defaults until `complete_sample`."""
     lengths = [len(episode.input_ids) for episode in episodes]
     total = sum(lengths)
@@ -134,7 +134,7 @@ def build_sample(sample_id: str, episodes: Sequence[Episode]) -> SequenceSample:
         "versions": versions,
         "version_start": oldest,
         "version_end": newest,
-        "birth_time": np.array([time.time()], np.float64),
+        "birth_time": np.array([clock.time()], np.float64),
     }
     runs = {"token": lengths, "prompt": [prompt_length], "sequence": [1] * len(episodes), "group": [1]}
     seqlens = {key: [runs[KEY_SPECS[key].layout]] for key in data}

@@ -17,7 +17,6 @@ import importlib
 import logging
 import secrets
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from asyncrl.rollout.openai_session import Answer, Session, SessionCounts, close
 from asyncrl.rollout.tool_calls import held_back
 from asyncrl.runtime import security
 from asyncrl.runtime.board import StatusBoard
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.http_server import no_stranger, serve
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ _CHAT = "/v1/chat/completions"
 class ChatEndpoint:
     """The server and its open sessions."""
 
-    def __init__(self, *, board: StatusBoard, logger: logging.Logger) -> None:
-        self._board, self._logger = board, logger
+    def __init__(self, *, board: StatusBoard, logger: logging.Logger, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._board, self._logger, self._clock = board, logger, clock
         self._sessions: dict[str, Session] = {}  # bounded by the rollouts and their groups
         self._runner: web.AppRunner | None = None
         self._client: AsyncOpenAI | None = None
@@ -116,9 +116,9 @@ class ChatEndpoint:
         try:
             request = await self._parsed(http, session)
             if request.stream:
-                return await _Stream(http, session, request, self._refusal_of).serve()
+                return await _Stream(http, session, request, self._refusal_of, self._clock).serve()
             answer = await session.answer(request)
-            return _json(_completion(request, session, answer))
+            return _json(_completion(request, session, answer, self._clock))
         except (RequestError, ConnectionError):
             raise
         except Exception as error:
@@ -190,12 +190,13 @@ class _Stream:
         session: Session,
         request: ChatRequest,
         refusal_of: Callable[[Exception, Session], RequestError],
+        clock: Clock,
     ) -> None:
         self._http, self._session, self._request = http, session, request
         self._refusal_of = refusal_of
         self._markers = request.stops + ((session.tool_call_tag,) if request.parse_tools else ())
         self._sent_text = self._sent_tokens = 0
-        self._head = _head(request, "chat.completion.chunk")
+        self._head = _head(request, "chat.completion.chunk", clock)
         self._reply: web.StreamResponse | None = None
         self._so_far: Response | None = None
         self._news = asyncio.Event()
@@ -220,9 +221,9 @@ class _Stream:
             await asyncio.wait({answering})
             if not answering.cancelled():
                 answering.exception()  # retrieved: what matters of it has been told
-        assert self._reply is not None
-        await self._reply.write_eof()
-        return self._reply
+        reply = await self._opened()
+        await reply.write_eof()
+        return reply
 
     def _on_piece(self, response: Response) -> None:
         self._so_far = response
@@ -251,8 +252,7 @@ class _Stream:
         await self._send_delta({}, finish_reason=answer.finish_reason)
         if self._request.include_usage:
             await self._send({**self._head, "choices": [], "usage": _usage(answer)})
-        assert self._reply is not None
-        await self._reply.write(b"data: [DONE]\n\n")
+        await (await self._opened()).write(b"data: [DONE]\n\n")
 
     async def _send_delta(
         self, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
@@ -263,12 +263,16 @@ class _Stream:
         await self._send({**self._head, "choices": [choice]})
 
     async def _send(self, event: dict[str, Any]) -> None:
-        if self._reply is None:  # only now: an error before it has a status of its own
+        await (await self._opened()).write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+    async def _opened(self) -> web.StreamResponse:
+        """The reply, which begins with its first event: an error before that has a status of its own."""
+        if self._reply is None:
             self._reply = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             )
             await self._reply.prepare(self._http)
-        await self._reply.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        return self._reply
 
 
 def _shared_client(base_url: str) -> AsyncOpenAI:
@@ -286,10 +290,10 @@ def _shared_client(base_url: str) -> AsyncOpenAI:
 # ----------------------------------------------------------------------------------------------------------------- bodies
 
 
-def _completion(request: ChatRequest, session: Session, answer: Answer) -> dict[str, Any]:
+def _completion(request: ChatRequest, session: Session, answer: Answer, clock: Clock) -> dict[str, Any]:
     response = answer.response
     return {
-        **_head(request, "chat.completion"),
+        **_head(request, "chat.completion", clock),
         "choices": [
             {
                 "index": 0,
@@ -302,11 +306,11 @@ def _completion(request: ChatRequest, session: Session, answer: Answer) -> dict[
     }
 
 
-def _head(request: ChatRequest, kind: str) -> dict[str, Any]:
+def _head(request: ChatRequest, kind: str, clock: Clock) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": kind,
-        "created": int(time.time()),
+        "created": int(clock.time()),
         "model": request.model or MODEL,
     }
 

@@ -18,7 +18,7 @@ from asyncrl.config.schema import ConfigError, RolloutConfig, SamplingConfig, Ta
 from asyncrl.data.prompts import Prompt, PromptError
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.protocol.messages import RolloutResult, Ticket, TrajectoryMeta, WeightVersion
-from asyncrl.rewards.loading import load_object
+from asyncrl.rewards.import_object import import_object
 from asyncrl.rewards.outcome import RolloutEnded, RolloutRejected, RolloutReleased, objection_to
 from asyncrl.rewards.reward import Reward
 from asyncrl.rewards.reward_function import shown
@@ -62,12 +62,12 @@ class Task:
         self.task_id = task_id
         self._config = config
         self._reward = Reward.of(config.reward, rollout, board=board, logger=logger) if config.reward else None
-        agent_class = _load_class(config.agent, SingleStepAgent, _AGENTS, f"rollout.tasks.{name}.agent")
+        agent_class = _import_class(config.agent, SingleStepAgent, _AGENTS, f"rollout.tasks.{name}.agent")
         judges_itself = issubclass(agent_class, ChatAgent) and not config.reward
         if not (config.reward or config.env or judges_itself):
             raise ConfigError(f"rollout.tasks.{name} has neither reward nor env; set one of them")
         default_env = UnjudgedEnv if judges_itself else RewardEnv
-        self._env_class = _load_class(config.env, default_env, (Env,), f"rollout.tasks.{name}.env")
+        self._env_class = _import_class(config.env, default_env, (Env,), f"rollout.tasks.{name}.env")
         modes: dict[str, tuple[SamplingConfig, int]] = {
             TRAIN: (rollout.sampling, rollout.group_size),
             "sampled": (replace(rollout.sampling, greedy=False), 1),
@@ -141,15 +141,15 @@ def check_class(spec: str, kind: str, arguments: Mapping[str, Any]) -> float:
     Raises ConfigError, or the error of the user's module.
     """
     bases, own = (_AGENTS, _AGENT_ARGUMENTS) if kind == "agent" else ((Env,), _ENV_ARGUMENTS)
-    found = _load_class(spec, object, bases, kind)
+    found = _import_class(spec, object, bases, kind)
     _check_arguments(found, f"{kind}_args", arguments, own)
     return 1.0
 
 
-def _load_class(spec: str, default: type, bases: tuple[type, ...], what: str) -> type:
+def _import_class(spec: str, default: type, bases: tuple[type, ...], what: str) -> type:
     if not spec:
         return default
-    loaded = load_object(spec, what)
+    loaded = import_object(spec, what)
     if not (inspect.isclass(loaded) and issubclass(loaded, bases)):
         wanted = " or ".join(f"{base.__module__}.{base.__name__}" for base in bases)
         raise ConfigError(f"{what} {spec!r} is {loaded!r}; it must be a subclass of {wanted}")

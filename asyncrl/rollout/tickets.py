@@ -174,7 +174,7 @@ STOP_REPORT_S = 2.0  # for telling the manager what a stopped worker releases
 
 
 @dataclass
-class _Held:
+class _HeldTicket:
     """A ticket this worker holds, from its grant until the manager has its result."""
 
     ticket: Ticket
@@ -207,7 +207,7 @@ class HeldTickets:
         self.rollouts = rollouts
         self._manager, self._client, self._tasks = manager, client, tasks
         self._board, self._trace, self._logger, self._clock = board, trace, logger, clock
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldTicket] = {}
         self._changed = asyncio.Event()  # a ticket has ended
 
     async def run(self) -> None:
@@ -247,7 +247,7 @@ class HeldTickets:
     def _begin(self, ticket: Ticket) -> None:
         if ticket.ticket_id in self._held:
             return  # granted twice: the answer to a repeated request
-        held = _Held(ticket, birth_time=self._clock.time())
+        held = _HeldTicket(ticket, birth_time=self._clock.time())
         self._held[ticket.ticket_id] = held
         self._board.set_queue("rollouts", len(self._held))
         held.task = self._tasks.spawn(self._see_through(held), f"rollout {ticket.ticket_id}")
@@ -274,7 +274,7 @@ class HeldTickets:
             if num_left := self._client.leave(reply.dead):
                 self._logger.warning("%d requests left servers that are dead (%s)", num_left, ", ".join(reply.dead))
 
-    def _cancel(self, held: _Held | None, why: str) -> None:
+    def _cancel(self, held: _HeldTicket | None, why: str) -> None:
         if held is None or held.task is None or held.reporting or held.taken_back:
             return
         held.taken_back = why
@@ -298,7 +298,7 @@ class HeldTickets:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _see_through(self, held: _Held) -> None:
+    async def _see_through(self, held: _HeldTicket) -> None:
         """A ticket's life: roll out, then report, whatever happens. Errors that are not the rollout's fail the worker."""
         ticket = held.ticket
         try:

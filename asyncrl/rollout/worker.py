@@ -82,7 +82,7 @@ class RolloutWorker(Worker):
             encode=data.encode,
         )
         opened.push_async_callback(pusher.close)
-        endpoint = ChatEndpoint(board=self.board, logger=self.logger)
+        endpoint = ChatEndpoint(board=self.board, logger=self.logger, clock=clock)
         opened.push_async_callback(endpoint.close)
         if tasks.chat:
             await endpoint.start(info.runtime.host)

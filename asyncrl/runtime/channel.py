@@ -1,6 +1,6 @@
 """Channels: acknowledged messages from many senders to one receiver. Both streams are built on this file.
 
-        ChannelSender  -- data, probes (PUSH) -->  (PULL)  ChannelReceiver
+        ChannelSender  -- data, resend queries (PUSH) -->  (PULL)  ChannelReceiver
               (PULL)  <-- verdicts, what is missing (PUSH) --
 
 A message is a typed header and raw frames, in one multipart message. It is sent again until the receiving application settles
@@ -44,9 +44,9 @@ from asyncrl.runtime.channel_protocol import (
     InOrder,
     Outgoing,
     PeerLedger,
-    Probe,
     ReceiverRestarted,
     Report,
+    ResendQuery,
     SendWindow,
     Verdict,
     decode_forward,
@@ -264,7 +264,7 @@ class ChannelSender:
         self._on_connect(endpoint)
         for out in self._window.new_receiver(self._loop.time()):
             self._transmit(out, link)
-        self._send_probe([], link)  # asks for a sign of life
+        self._send_query([], link)  # asks for a sign of life
         self._start_timer()
 
     def fail_all(self, error: Exception) -> None:
@@ -336,12 +336,12 @@ class ChannelSender:
             message.header,
             message.digest,
         )
-        # A full socket is no error: the next probe finds the message missing.
+        # A full socket is no error: the next resend query finds the message missing.
         link.push.send_nowait([encode(envelope), *packed])
 
-    def _send_probe(self, seqs: list[int], link: _Link) -> None:
-        probe = Probe(link.endpoint.incarnation, self._incarnation, self.name, link.back, self._window.low, seqs)
-        link.push.send_nowait([encode(probe)])
+    def _send_query(self, seqs: list[int], link: _Link) -> None:
+        query = ResendQuery(link.endpoint.incarnation, self._incarnation, self.name, link.back, self._window.low, seqs)
+        link.push.send_nowait([encode(query)])
 
     def _start_timer(self) -> None:
         if self._timer is None:
@@ -350,9 +350,9 @@ class ChannelSender:
     def _tick(self) -> None:
         """The channel's one timer: runs while something is unsettled."""
         self._timer = None
-        seqs = self._window.probe(self._loop.time())
+        seqs = self._window.resend_query(self._loop.time())
         if seqs is not None and self._link is not None:
-            self._send_probe(seqs, self._link)
+            self._send_query(seqs, self._link)
         if self._window.num_pending or not self._window.answered:
             self._start_timer()
 
@@ -477,7 +477,7 @@ class Delivery:
 class ChannelReceiver:
     """Receives from any number of senders. A new object is a new incarnation.
 
-    consumes: messages and probes from the socket.
+    consumes: messages and resend queries from the socket.
     produces: deliveries, each message once; verdicts, and what is missing, to the senders.
     waits for: room among the deliveries not yet received (queue_items, queue_bytes): meanwhile it reads nothing.
     unblocked by: `receive`.
@@ -585,7 +585,7 @@ class ChannelReceiver:
                 logger.warning("%s: unreadable message (number %d): %s", self.name, self.num_malformed, error)
             return
         self._peers.move_to_end(message.source)
-        if isinstance(message, Probe):
+        if isinstance(message, ResendQuery):
             self._answer(peer, message.seqs, message.low)
             return
         if digest_of(frames[1:]) != message.digest and has_sizes(frames[1:], message.sizes):  # else malformed: refused
@@ -668,7 +668,7 @@ class ChannelReceiver:
     def _connect(self, back: str) -> PushSocket:
         return self._transport.connect_push(back, queue_messages=2 * self._limits.credit_items + QUEUE_SLACK)
 
-    def _new_peer(self, message: Data | Probe) -> _Peer:
+    def _new_peer(self, message: Data | ResendQuery) -> _Peer:
         peer = _Peer(message.source, message.name, message.back, message.low)
         peer.push = self._connect(peer.back)
         for earlier in self._peers.values():

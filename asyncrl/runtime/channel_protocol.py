@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-QUEUE_SLACK = 64  # room in sockets' queues above the credit, for probes and what is sent again
+QUEUE_SLACK = 64  # room in sockets' queues above the credit, for resend queries and what is sent again
 ENVELOPE_SLACK = 65536  # bytes that a frame may have besides what counts as the message
 _CHECKSUM_BYTES = 4
 _JOINED_BYTES = 1 << 15  # frames of up to this size travel as one: a frame costs as much as copying this
 # The oldest unacknowledged message and the newest one are never further apart: this bounds what a receiver must remember.
 WINDOW_SPAN = 4096
 MAX_SENDS = 16  # a message that a receiver asks for again and again never will arrive: refuse it
-MAX_BACKOFF = 8  # probes come at most this many times later than the first
-MAX_PROBE = 1024  # sequence numbers in one probe
+MAX_BACKOFF = 8  # resend queries come at most this many times later than the first
+MAX_QUERY = 1024  # sequence numbers in one resend query
 
 
 class ChannelError(Exception):
@@ -109,7 +109,9 @@ class Data(Struct, frozen=True, array_like=True, tag="data"):
     digest: int = 0  # of the frames as they travel; see `digest_of`
 
 
-class Probe(Struct, frozen=True, array_like=True, tag="probe"):
+class ResendQuery(Struct, frozen=True, array_like=True, tag="probe"):
+    """Asks which of these messages have come; without any, whether the receiver is there."""
+
     target: str
     source: str
     name: str
@@ -126,16 +128,16 @@ class Report(Struct, frozen=True, array_like=True, tag="report"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_forward_decoder: msgspec.msgpack.Decoder[Data | Probe] = msgspec.msgpack.Decoder(Data | Probe)
+_forward_decoder: msgspec.msgpack.Decoder[Data | ResendQuery] = msgspec.msgpack.Decoder(Data | ResendQuery)
 _report_decoder = msgspec.msgpack.Decoder(Report)
 
 
-def encode(message: Data | Probe | Report) -> bytes:
+def encode(message: Data | ResendQuery | Report) -> bytes:
     body = _encoder.encode(message)
     return zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little") + body
 
 
-def decode_forward(frame: bytes) -> Data | Probe:
+def decode_forward(frame: bytes) -> Data | ResendQuery:
     return _forward_decoder.decode(_checked(frame))
 
 
@@ -223,9 +225,9 @@ class Outgoing(Generic[T]):
 class SendWindow(Generic[T]):
     """Unsettled messages of one sender, bounded by credit in items and bytes.
 
-    A message stays until the receiver settles it. What has waited for resend_after_s is asked about (a probe lists sequence
+    A message stays until the receiver settles it. What has waited for resend_after_s is asked about (a resend query lists sequence
     numbers, and costs next to nothing while the receiver is frozen or slow); only what the receiver then says it lacks is sent
-    again. Unanswered or fruitless probes come at growing intervals. A new receiver gets everything again.
+    again. Unanswered or fruitless queries come at growing intervals. A new receiver gets everything again.
     """
 
     def __init__(self, *, credit_items: int, credit_bytes: int, resend_after_s: float) -> None:
@@ -241,8 +243,8 @@ class SendWindow(Generic[T]):
         self._pending_bytes = 0
         self._next_seq = 0
         self._answered = False  # the present receiver has said something
-        self._probe_interval_s = resend_after_s
-        self._no_probe_before = 0.0
+        self._query_interval_s = resend_after_s
+        self._no_query_before = 0.0
 
     @property
     def num_pending(self) -> int:
@@ -311,23 +313,23 @@ class SendWindow(Generic[T]):
     def new_receiver(self, now: float) -> list[Outgoing[T]]:
         """A new incarnation of the receiver: everything pending is to be sent (again), in order."""
         self._answered = False
-        self._probe_interval_s = self._resend_after_s
-        self._no_probe_before = now + self._resend_after_s
+        self._query_interval_s = self._resend_after_s
+        self._no_query_before = now + self._resend_after_s
         for out in self._pending.values():
             out.sent_at = now
             out.num_sends = 1
         return list(self._pending.values())
 
-    def probe(self, now: float) -> list[int] | None:
+    def resend_query(self, now: float) -> list[int] | None:
         """Sequence numbers to ask the receiver about now (none, to ask whether it is there at all). None: nothing to ask."""
-        if now < self._no_probe_before:
+        if now < self._no_query_before:
             return None
         oldest = now - self._resend_after_s
-        seqs = [out.seq for out in self._pending.values() if out.sent_at <= oldest][:MAX_PROBE]
+        seqs = [out.seq for out in self._pending.values() if out.sent_at <= oldest][:MAX_QUERY]
         if not seqs and self._answered:
             return None
-        self._probe_interval_s = min(self._probe_interval_s * 2, self._resend_after_s * MAX_BACKOFF)
-        self._no_probe_before = now + self._probe_interval_s
+        self._query_interval_s = min(self._query_interval_s * 2, self._resend_after_s * MAX_BACKOFF)
+        self._no_query_before = now + self._query_interval_s
         return seqs
 
     def clear(self) -> list[T]:
@@ -338,8 +340,8 @@ class SendWindow(Generic[T]):
         return items
 
     def _progress(self, now: float) -> None:
-        self._probe_interval_s = self._resend_after_s
-        self._no_probe_before = min(self._no_probe_before, now + self._resend_after_s)
+        self._query_interval_s = self._resend_after_s
+        self._no_query_before = min(self._no_query_before, now + self._resend_after_s)
 
 
 Arrival = Literal["new", "held", "past", "beyond"]
@@ -389,7 +391,7 @@ class PeerLedger:
         return True
 
     def asked(self, seqs: Sequence[int], low: int) -> tuple[list[tuple[int, Verdict]], list[int]]:
-        """A probe: the verdicts of those that are settled, and those that have not come. The rest is held."""
+        """A resend query: the verdicts of those that are settled, and those that have not come. The rest is held."""
         self._advance(low)
         settled: list[tuple[int, Verdict]] = []
         missing: list[int] = []

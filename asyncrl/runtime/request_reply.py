@@ -9,7 +9,7 @@ verdict, and may come in any order: it completes a future, nothing is polled. A 
 comes back as a new incarnation, the calls it had not answered fail with ReceiverRestarted. Workers of a detached group
 (dataflow/worker_groups.py) come back together, as its next incarnation: when the first of them connects, the calls of all fail.
 
-Start-up barrier: the client sends each worker a probe as soon as it finds its name, and `start` returns when all have answered.
+Start-up barrier: the client sends each worker a resend query as soon as it finds its name. `start` returns when all have answered.
 Entries of workers long gone, still published, do not answer and hence do not count.
 """
 

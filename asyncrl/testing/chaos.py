@@ -14,7 +14,6 @@ before them.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from types import TracebackType
 from asyncrl.config.schema import max_head_offpolicyness
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.testing.faults.injector import Injector
 from asyncrl.testing.faults.schedule import Fault, Kind, Phase
 from asyncrl.testing.runs import (
@@ -120,10 +120,12 @@ class Report:
 class ChaosRun:
     """A run, struck cell by cell. Leaving the `with` block kills what is left of it."""
 
-    def __init__(self, config: Path, *overrides: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, config: Path, *overrides: str, env: Mapping[str, str] | None = None, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self.config = load_experiment(config, overrides)
         self.run_dir = run_directory(self.config)
-        self._env = env
+        self._env, self._clock = env, clock
         self._pace = config.parent / "pace"
         self._pace.touch()
         self._handles = [launch(config, *overrides, env=env)]
@@ -143,7 +145,7 @@ class ChaosRun:
         """One fault; then wait until the process is back, and the run trains."""
         if self._injector is None:
             self.wait_for_step()
-            self._injector = Injector(self.run_dir)
+            self._injector = Injector(self.run_dir, clock=self._clock)
         outcome = Outcome(cell)
         try:
             self._strike(self._injector, cell, outcome)
@@ -195,7 +197,7 @@ class ChaosRun:
         )
         self._number += 1
         strike = injector.strike(fault)
-        assert strike is not None, f"nobody to strike: {cell}"
+        assert strike is not None, f"no process to strike: {cell}"
         outcome.name, outcome.in_phase = strike.name, strike.in_phase
         trained = len(train_steps(self.run_dir))
         if cell.target == "launcher" and cell.kind != "stop":
@@ -206,7 +208,7 @@ class ChaosRun:
         if cell.kind == "stop":
             trained = len(train_steps(self.run_dir))
         self._wait(lambda: len(train_steps(self.run_dir)) > trained, injector, f"a train step after {cell}")
-        outcome.useful_s = time.time() - strike.time
+        outcome.useful_s = self._clock.time() - strike.time
 
     def _wait(self, condition: Callable[[], bool], injector: Injector, what: str) -> None:
         def turn() -> bool:
@@ -218,7 +220,7 @@ class ChaosRun:
     def _resume_after(self, struck: float) -> None:
         """The launcher is gone: all else goes with it, and `resume` goes on."""
         self.handle.wait(LAUNCHER_LIMIT_S + 10.0)
-        assert_nothing_left(self.run_dir, within_s=max(0.0, struck + LAUNCHER_LIMIT_S - time.time()))
+        assert_nothing_left(self.run_dir, within_s=max(0.0, struck + LAUNCHER_LIMIT_S - self._clock.time()))
         command = [sys.executable, "-m", "asyncrl.cli.main", "resume", str(self.run_dir)]
         self._handles.append(RunHandle(command, self.run_dir, self._env))
 

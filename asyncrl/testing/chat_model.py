@@ -6,7 +6,6 @@ are within a major version.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.warm_start import Recipe, evaluate, save, train
 
@@ -71,10 +71,17 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> s
 
 
 def make_model(
-    out: Path, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, *, architecture: str, max_positions: int, seed: int
+    out: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: Recipe,
+    *,
+    architecture: str,
+    max_positions: int,
+    seed: int,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> None:
     """Warm-start a model on the recipe's demonstrations, write it to out/model, and say how good it is."""
-    started = time.monotonic()
+    started = clock.monotonic()
     model = make_tiny_model(
         None, architecture, tokenizer=tokenizer, hidden_size=64, max_positions=max_positions, seed=seed
     )
@@ -84,7 +91,7 @@ def make_model(
     greedy = evaluate(model, tokenizer, recipe, greedy=True)
     print(
         f"{out / 'model'}: {architecture}, {model.num_parameters():,} parameters, {len(tokenizer)} tokens; "
-        f"sampled reward {sampled:.3f}, greedy reward {greedy:.3f} ({time.monotonic() - started:.0f} s)"
+        f"sampled reward {sampled:.3f}, greedy reward {greedy:.3f} ({clock.monotonic() - started:.0f} s)"
     )
 
 

@@ -31,6 +31,7 @@ from asyncrl.generation.engine import (
 )
 from asyncrl.generation.queueing import Pending, QueueingEngine
 from asyncrl.protocol.messages import FinishReason, VersionSpan, WeightVersion
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.trace import OFF
 from asyncrl.weights.versions import WeightsError, verify_version
 
@@ -102,8 +103,9 @@ class PacedEngine(QueueingEngine[_Paced]):
         load_s: float = 0.0,
         on_tokens: Callable[[int, str], None] | None = None,
         verify: Callable[[Path, WeightVersion], object] = verify_version,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        super().__init__("", config, eos_token_ids=(EOS,), on_tokens=on_tokens, trace=OFF)
+        super().__init__("", config, eos_token_ids=(EOS,), on_tokens=on_tokens, trace=OFF, clock=clock)
         self._tail, self._load_s, self._verify = tail, load_s, verify
         self.tokens_per_s = tokens_per_s  # may be changed while it is paused
         self._keys = itertools.count()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -58,16 +57,21 @@ class PacedServer(Worker):
 
     def __init__(self, config: GenerationServerConfig, pace: Pace, system: System | None = None) -> None:
         super().__init__(config.worker, system)
-        self._journal = TokenJournal(journal_path(self.info.run_dir, self.info.index))
+        self._journal = TokenJournal(journal_path(self.info.run_dir, self.info.index), now=self.system.clock.time)
         self._engine = PacedEngine(
             LongTail(pace.seed, pace.prompt_tokens),
             config.generation,
             tokens_per_s=pace.tokens_per_s,
             load_s=pace.load_s,
             on_tokens=self._journal.add,
+            clock=self.system.clock,
         )
         self._http = GenerationHTTP(
-            self._engine, engine_name="paced", settings=msgspec.to_builtins(pace), run_dir=self.info.run_dir
+            self._engine,
+            engine_name="paced",
+            settings=msgspec.to_builtins(pace),
+            run_dir=self.info.run_dir,
+            clock=self.system.clock,
         )
 
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
@@ -153,7 +157,7 @@ class PacedTrainer(Worker):
             raise
 
     async def _execute(self, body: CallBody, receiver: TrajectoryReceiver) -> CallResult:
-        start = time.monotonic()
+        start = self.system.clock.monotonic()
         if isinstance(body, ClearData):
             receiver.discard(body.ids)
         if not isinstance(body, ExecuteMFC):
@@ -163,7 +167,7 @@ class PacedTrainer(Worker):
             raise RuntimeError(f"MFC {mfc.name!r}: {missing[:5]} are not here; master and head disagree")
         if mfc.kind == "train_step":
             await asyncio.sleep(self._step_s)
-        return CallResult(ids=list(body.ids), keys=list(mfc.output_keys), seconds=time.monotonic() - start)
+        return CallResult(ids=list(body.ids), keys=list(mfc.output_keys), seconds=self.system.clock.monotonic() - start)
 
     async def _write(self, call: Call, body: CommitWeights) -> None:
         version, source = WeightVersion.parse(body.weight_version), Path(self._config.model_path)

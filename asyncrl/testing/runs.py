@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +27,7 @@ from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.launch.rundir import RUN_DIR_ENV, is_running
 from asyncrl.runtime import unix_sockets
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.metrics import METRICS_FILE, read_json_lines
 
 T = TypeVar("T")
@@ -40,9 +40,14 @@ class RunHandle:
     """A launcher in a process group of its own, as in a terminal. Leaving the `with` block kills what is left of the run."""
 
     def __init__(
-        self, command: list[str], run_dir: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        command: list[str],
+        run_dir: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self.run_dir = run_dir
+        self.run_dir, self._clock = run_dir, clock
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self._printed = ""  # the whole output, once that is closed
         self.popen = subprocess.Popen(
@@ -78,15 +83,15 @@ class RunHandle:
 
     def wait_until(self, condition: Callable[[], T], what: str, limit_s: float) -> T:
         """The first true value of the condition. An AssertionError with the output if the run ends or the limit comes first."""
-        deadline = time.monotonic() + limit_s
+        deadline = self._clock.monotonic() + limit_s
         while True:
             ended = self.popen.poll() is not None  # asked first: what became true just before the end counts
             if value := condition():
                 return value
-            if ended or time.monotonic() > deadline:
+            if ended or self._clock.monotonic() > deadline:
                 why = f"the run ended with code {self.popen.returncode}" if ended else f"{limit_s:g} s went by"
                 raise AssertionError(f"{why} before {what}; it printed:\n{self.output()}")
-            time.sleep(_POLL_S)
+            self._clock.sleep(_POLL_S)
 
     def wait_for_step(self, step: int, limit_s: float) -> dict[str, Any]:
         """Metrics of a train step, as soon as it is done."""
@@ -216,12 +221,12 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
     ]
 
 
-def assert_nothing_left(run_dir: Path, within_s: float = 10.0) -> None:
+def assert_nothing_left(run_dir: Path, within_s: float = 10.0, *, clock: Clock = SYSTEM_CLOCK) -> None:
     """No process of the run lives (so that no port is held either), and its folder is free. Waits for it up to within_s."""
-    deadline = time.monotonic() + within_s
+    deadline = clock.monotonic() + within_s
     while (left := processes_of(run_dir)) or is_running(run_dir):
-        assert time.monotonic() < deadline, f"{within_s:g} s later there still are {describe(left) or 'locks'}"
-        time.sleep(_POLL_S)
+        assert clock.monotonic() < deadline, f"{within_s:g} s later there still are {describe(left) or 'locks'}"
+        clock.sleep(_POLL_S)
 
 
 def describe(processes: list[psutil.Process]) -> str:
@@ -236,7 +241,7 @@ def _names(run_dir: Path, cmdline: list[str]) -> bool:
 def _environment_names(run_dir: Path, process: psutil.Process) -> bool:
     try:
         environment = process.environ()
-    except (psutil.Error, OSError):  # gone, or somebody else's
+    except (psutil.Error, OSError):  # gone, or of another user
         return False
     return str(run_dir) in (environment.get(RUN_DIR_ENV), environment.get(_LAUNCHED_ENV))
 

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.cli.progress import StepProgress
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
     import torch
@@ -59,17 +59,19 @@ class Completion:
     finished: bool  # ended with EOS
 
 
-def main(make_recipe: Callable[[np.random.Generator], Recipe], description: str) -> None:
+def main(
+    make_recipe: Callable[[np.random.Generator], Recipe], description: str, *, clock: Clock = SYSTEM_CLOCK
+) -> None:
     """`make.py --out DIR [--seed N]`: writes DIR/data/{train,eval}.jsonl and DIR/model, and says how good the start is."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="directory that gets model/ and data/")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    started = time.monotonic()
+    started = clock.monotonic()
     sampled, greedy = make(make_recipe(np.random.default_rng(arguments.seed)), arguments.out, seed=arguments.seed)
     print(
         f"{arguments.out / 'model'}: sampled reward {sampled:.3f}, greedy reward {greedy:.3f} "
-        f"({time.monotonic() - started:.0f} s)"
+        f"({clock.monotonic() - started:.0f} s)"
     )
 
 

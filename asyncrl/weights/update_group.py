@@ -5,7 +5,7 @@ tensor parallel ranks. Tensors travel in buckets: those of one dtype one after a
 `load_format=flattened_bucket`. A group stands beside all others of its process: nothing is registered with torch.distributed, and
 its store has the prefixes that SGLang's side makes of the same name.
 
-Every call that waits for a peer runs on a thread that belongs to the group and to nobody else: one that hangs holds up
+Every call that waits for a peer runs on a thread that belongs to the group alone: one that hangs holds up
 neither the event loop nor the end of the process, and ends by its own limit.
 """
 
@@ -16,7 +16,6 @@ import contextlib
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +34,7 @@ from torch._C._distributed_c10d import (
 )
 
 from asyncrl.protocol.messages import TensorSpecs
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
 T = TypeVar("T")
 
@@ -183,7 +183,7 @@ class GroupThread:
                 result, error = function(), None
             except BaseException as caught:
                 result, error = None, caught
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
                 self._loop.call_soon_threadsafe(_settle, future, result, error)
             del item, function, future, result, error  # a group must not live on because its thread waits
 
@@ -200,10 +200,10 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 class GroupMember:
     """One process's place in a group."""
 
-    def __init__(self, name: str, backend: str) -> None:
+    def __init__(self, name: str, backend: str, clock: Clock = SYSTEM_CLOCK) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend {backend!r}: one of {', '.join(BACKENDS)}")
-        self.name, self.backend = name, backend
+        self.name, self.backend, self._clock = name, backend, clock
         self._thread = GroupThread(f"update group {name}")
         self._group: Backend | None = None
 
@@ -223,7 +223,7 @@ class GroupMember:
         """Send (rank 0) or receive a flat tensor. Raises RuntimeError where that took longer than limit_s, or a peer is gone."""
         group = self._group
         assert group is not None, "join first"
-        await self._thread.call(lambda: _broadcast(group, flat, limit_s))
+        await self._thread.call(lambda: _broadcast(group, flat, limit_s, self._clock))
 
     def leave(self) -> None:
         """What is under way ends by its own limit; the sockets are closed then."""
@@ -254,20 +254,20 @@ def _open(store: Store, name: str, backend: str, rank: int, size: int, limit_s: 
     return ProcessGroupNCCL(prefixed, rank, size, nccl)
 
 
-def _broadcast(group: Backend, flat: Tensor, limit_s: float) -> None:
+def _broadcast(group: Backend, flat: Tensor, limit_s: float, clock: Clock) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     options.timeout = timedelta(seconds=limit_s)
-    started = time.monotonic()
+    started = clock.monotonic()
     work = group.broadcast([flat], options)  # type: ignore[attr-defined]
-    work.wait(timedelta(seconds=max(0.001, limit_s - (time.monotonic() - started))))
+    work.wait(timedelta(seconds=max(0.001, limit_s - (clock.monotonic() - started))))
 
 
 def serve_store(host: str, timeout_s: float) -> tuple[TCPStore, str]:
     """A torch.distributed store on a free port of one interface, and its address.
 
-    It answers whoever reaches it. Ranks of the training side that authenticate meet in name resolve instead (model/name_store.py);
+    It answers every connection. Ranks of the training side that authenticate meet in name resolve instead (model/name_store.py);
     the groups by which weights travel cannot: SGLang's /init_weights_update_group takes the address of a TCPStore and nothing else.
     """
     listener = socket.create_server((host, 0), backlog=1024)

@@ -70,7 +70,7 @@ class FileEntry(msgspec.Struct, frozen=True):
     xxh3: str
 
 
-class Probe(msgspec.Struct, frozen=True):
+class ScoredText(msgspec.Struct, frozen=True):
     """A short text as the trainer scores it under these weights: what a server that has loaded them must score, too."""
 
     input_ids: list[int]
@@ -84,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int
     kind: Literal["full"]
     files: dict[str, FileEntry]
-    probe: Probe | None = None  # weights.verify_logprobs
+    scored_text: ScoredText | None = msgspec.field(default=None, name="probe")  # weights.verify_logprobs
 
     @property
     def weight_version(self) -> WeightVersion:
@@ -137,7 +137,7 @@ def write_version(
     version: WeightVersion,
     shard_bytes: int = 2_000_000_000,
     fsync: bool = True,
-    probe: Probe | None = None,
+    scored_text: ScoredText | None = None,
 ) -> Manifest:
     """Both steps, where one process has all tensors.
 
@@ -146,7 +146,7 @@ def write_version(
     """
     _check_absent(path)
     files = write_part(path, tensors, shard_bytes=shard_bytes, fsync=fsync)
-    return commit_version(path, files, source_dir=source_dir, version=version, fsync=fsync, probe=probe)
+    return commit_version(path, files, source_dir=source_dir, version=version, fsync=fsync, scored_text=scored_text)
 
 
 def write_part(
@@ -195,7 +195,7 @@ def commit_version(
     source_dir: Path,
     version: WeightVersion,
     fsync: bool = True,
-    probe: Probe | None = None,
+    scored_text: ScoredText | None = None,
     replace: bool = False,
 ) -> Manifest:
     """The second step, at one process that sees what all have written: Hugging Face's names, side files (config, tokenizer) from
@@ -208,7 +208,7 @@ def commit_version(
 
     def finish(writer: FileWriter) -> Manifest:
         name_shards(writer, files)
-        return _finish_version(writer, source_dir, version, probe)
+        return _finish_version(writer, source_dir, version, scored_text)
 
     return commit_folder(path, files, finish, fsync=fsync, replace=replace)
 
@@ -262,12 +262,16 @@ def name_shards(writer: FileWriter, files: Sequence[WrittenFile]) -> None:
         writer.write(INDEX, [msgspec.json.encode(index)])
 
 
-def _finish_version(writer: FileWriter, source_dir: Path, version: WeightVersion, probe: Probe | None) -> Manifest:
+def _finish_version(
+    writer: FileWriter, source_dir: Path, version: WeightVersion, scored_text: ScoredText | None
+) -> Manifest:
     for pattern in _SIDE_FILES:
         for side in sorted(source_dir.glob(pattern)):
             writer.write(side.name, [side.read_bytes()])
     files = dict(sorted(writer.files.items()))
-    manifest = Manifest(attempt=version.attempt, version=version.version, kind="full", files=files, probe=probe)
+    manifest = Manifest(
+        attempt=version.attempt, version=version.version, kind="full", files=files, scored_text=scored_text
+    )
     writer.write(MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest), indent=1)])
     return manifest
 
@@ -367,7 +371,7 @@ def prune_versions(directory: Path, *, keep: int, in_use: Iterable[WeightVersion
     """Remove all but the newest `keep` versions and those in use. Returns what was removed.
 
     A version is renamed away before its files go, so that no reader takes a half-removed one for complete. What an attempt
-    before that of the newest version has left unfinished goes, too: nobody is at work on it any more.
+    before that of the newest version has left unfinished goes, too: no process writes it any more.
     """
     versions = list_versions(directory)
     for unfinished in directory.glob(f"*{_TMP_SUFFIX}") if versions else ():

@@ -59,7 +59,7 @@ def test_a_run_with_broadcasts(tmp_path: Path) -> None:
         assert run.run_dir / "logs" / "latest" == logs
         assert run.wait(400) == 0, run.output()
     assert len(train_steps(run.run_dir)) == STEPS
-    sent = re.findall(r"weights (\S+) sent to (.*) \(", (logs / "model_worker_0.log").read_text())
+    sent = re.findall(r"weights (\S+) broadcast to (.*) \(", (logs / "model_worker_0.log").read_text())
     versions = [str(WeightVersion(1, number)) for number in range(STEPS + 1)]
     # A wave may part, so that servers get a version one after the other. The last one comes when everybody is leaving already.
     reached = {(version, server) for version, servers in sent for server in servers.split(", ")}

@@ -22,7 +22,7 @@ from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.data.trajectories import read_trajectory
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.rewards.loading import load_object
+from asyncrl.rewards.import_object import import_object
 from asyncrl.rollout.tool_calls import Said, parse_tool_calls
 from asyncrl.testing.runs import RunHandle, evaluations, launch, train_steps
 
@@ -107,7 +107,7 @@ def test_both_tasks_are_trained_and_evaluated(word_run: RunHandle) -> None:
 
 def test_rewards_are_what_judge_and_environment_make_of_the_text(word_run: RunHandle, word_problems: Path) -> None:
     tokenizer = load_tokenizer(word_problems / "model")
-    score = load_object(f"{EXAMPLES}/word_problems/reward.py:score", "reward")
+    score = import_object(f"{EXAMPLES}/word_problems/reward.py:score", "reward")
     answers = {rendered(row): row["answer"] for row in rows_of(word_problems)}
     seen = []
     for sample in recorded(word_run.run_dir):
@@ -230,8 +230,8 @@ def test_an_agent_of_openais_client(tmp_path: Path) -> None:
     samples = recorded(run.run_dir)
     assert len(samples) == STEPS * BATCH
     tokenizer = load_tokenizer(made / "model")
-    calculate = load_object(f"{EXAMPLES}/openai_agent/agent.py:calculate", "tool")
-    final_number = load_object(f"{EXAMPLES}/openai_agent/agent.py:final_number", "answer")
+    calculate = import_object(f"{EXAMPLES}/openai_agent/agent.py:calculate", "tool")
+    final_number = import_object(f"{EXAMPLES}/openai_agent/agent.py:final_number", "answer")
     answers = {row["messages"][0]["content"]: int(row["answer"]) for row in rows_of(made)}
     called = 0
     for sample in samples:

@@ -158,7 +158,7 @@ def test_two_servers_one_killed_one_killed_in_an_update_one_frozen(
     assert moved_tickets(run.run_dir) > killed
     assert largest_logprob_error(run.run_dir, moved_tickets(run.run_dir)) < 1e-4
     updates = (run.run_dir / "logs" / "attempt_1" / "generation_server_0.log").read_text()
-    assert updates.count("verified: logprobs of the probe differ by at most") >= 3
+    assert updates.count("verified: logprobs of the check's text differ by at most") >= 3
 
 
 def test_the_only_server_is_waited_for_and_too_many_deaths_end_the_run(

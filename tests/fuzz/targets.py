@@ -370,7 +370,7 @@ def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     header, frames = encode_sample(_sample())
     digest = channel_protocol.digest_of(channel_protocol.pack(frames, [frame.nbytes for frame in frames]))
     data = channel_protocol.Data(target, "s.1", "s", "mem://h:1", 0, 1, [f.nbytes for f in frames], header, digest)
-    probe = channel_protocol.Probe(target, "s.1", "s", "mem://h:1", 0, [1, 2])
+    query = channel_protocol.ResendQuery(target, "s.1", "s", "mem://h:1", 0, [1, 2])
     report = channel_protocol.Report(source, target, [(0, False, b"done")], [1])
     body = b"".join(frames)
     to_receiver, to_sender = transport.sockets
@@ -391,7 +391,7 @@ def _channel(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
 
     corpus = [
         _joined(channel_protocol.encode(data)[4:], [memoryview(body)]),
-        _joined(channel_protocol.encode(probe)[4:], []),
+        _joined(channel_protocol.encode(query)[4:], []),
     ]
     yield Target("arrival at a receiver", corpus, arrive)
     yield Target("report to a sender", [channel_protocol.encode(report)[4:]], answered)

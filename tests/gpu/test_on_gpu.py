@@ -10,7 +10,7 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation.engine import EngineRequest
 from asyncrl.generation.transformers import TransformersEngine
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.publishing import take_share
+from asyncrl.model.export import take_share
 from asyncrl.protocol.messages import SamplingParams, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version

@@ -137,9 +137,9 @@ MUTANTS = [
         ),
         (
             "a-new-receiver-counts-as-heard",
-            "        self._answered = False\n        self._probe_interval_s",
-            "        self._probe_interval_s",
-            "TestSendWindow::test_a_silent_receiver_is_probed_though_nothing_is_pending",
+            "        self._answered = False\n        self._query_interval_s",
+            "        self._query_interval_s",
+            "TestSendWindow::test_a_silent_receiver_is_queried_though_nothing_is_pending",
         ),
         (
             "a-settled-message-gets-no-verdict-again",
@@ -157,7 +157,7 @@ MUTANTS = [
             "what-the-sender-has-given-up-is-asked-for",
             "            if seq < self._low:\n                continue\n",
             "",
-            "TestPeerLedger::test_answers_a_probe",
+            "TestPeerLedger::test_answers_a_resend_query",
         ),
         (
             "a-message-that-was-skipped-is-kept",

@@ -16,11 +16,11 @@ from asyncrl.data.bad_batches import folder_of, list_bad_batches
 from asyncrl.data.trajectories import Trajectory, list_recording, read_trajectory
 from asyncrl.master.skipped import SkippedSteps
 from asyncrl.protocol.messages import CommitWeights, WriteWeights
-from asyncrl.rewards.loading import load_object
+from asyncrl.rewards.import_object import import_object
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
 
-EXAMINE = load_object(f"{Path(__file__).parents[2]}/examples/bad_batch/examine.py:examine", "the script")
+EXAMINE = import_object(f"{Path(__file__).parents[2]}/examples/bad_batch/examine.py:examine", "the script")
 LOGGER = logging.getLogger("test_bad_batches")
 IDS = ["a", "b", "c", "d", "e"]
 HEADS = {"a": 0, "b": 1, "c": 0, "d": 0, "e": 1}

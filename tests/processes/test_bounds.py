@@ -82,7 +82,6 @@ async def test_sglang_is_read_up_to_a_limit_too() -> None:
     routes = web.post("/generate", endless), web.get("/model_info", endless)
     async with server(*routes) as url:
         client = SGLangClient(url)
-        client.open()
         try:
             with pytest.raises(SGLangError, match=f"more than {MOST} bytes"):
                 await client.info(limit_s=LIMIT_S)

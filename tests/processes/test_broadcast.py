@@ -32,8 +32,7 @@ from asyncrl.config.schema import (
     WorkerInfo,
 )
 from asyncrl.generation.worker import GenerationServer
-from asyncrl.model.broadcast import WeightSender
-from asyncrl.model.sending import Held, ServerClient
+from asyncrl.model.broadcast import HeldSnapshot, ServerClient, WeightSender
 from asyncrl.protocol.messages import (
     BeginWeightUpdate,
     BroadcastReply,
@@ -76,11 +75,11 @@ def tensors_of(version: WeightVersion) -> list[tuple[str, torch.Tensor]]:
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
-def held(version: WeightVersion, bucket_bytes: int = 100_000) -> Held:
+def held(version: WeightVersion, bucket_bytes: int = 100_000) -> HeldSnapshot:
     """Several buckets, so that there is a middle."""
     buckets = pack(((name, tensor, tensor.dtype) for name, tensor in tensors_of(version)), bucket_bytes)
     assert len(buckets) > 3
-    return Held(version, buckets)
+    return HeldSnapshot(version, buckets)
 
 
 # -------------------------------------------------------------------------------------------------------------- servers
@@ -304,7 +303,7 @@ async def test_nothing_is_broadcast_that_a_server_refuses(model_path: Path, monk
     async with served(model_path) as client, sender() as trainer:
         before = await client.logprobs()
         tensors = [(f"other.{name}", tensor, tensor.dtype) for name, tensor in tensors_of(V1)]
-        trainer.hold(Held(V1, pack(tensors, 100_000)))
+        trainer.hold(HeldSnapshot(V1, pack(tensors, 100_000)))
         reply = await send(trainer, V1, client)
         assert "do not fit the model: other." in reply.errors["here"]
         assert (
@@ -362,7 +361,7 @@ async def test_a_sender_that_repeats_itself_fills_no_memory(model_path: Path) ->
     """One that does not announce what will come: else it would be refused for that."""
     async with served(model_path) as client, sender(client=Unannounced) as trainer:
         buckets = held(V1).buckets
-        trainer.hold(Held(V1, [*buckets, buckets[0]]))
+        trainer.hold(HeldSnapshot(V1, [*buckets, buckets[0]]))
         reply = await send(trainer, V1, client)
         assert f"{min(buckets[0].specs.names)} came before in this update" in reply.errors["here"]
 
@@ -381,7 +380,7 @@ async def test_one_that_hangs_in_the_middle_holds_nobody_up(model_path: Path, pr
         try:
             assert time.monotonic() - began < SEND_LIMIT_S + 15.0
             assert set(reply.errors) == {"here", "there"}
-            assert "sending bucket 2 of" in reply.errors["there"]
+            assert "broadcasting bucket 2 of" in reply.errors["there"]
             assert await client.version() == str(V0)
             await client.load(V1)
             await client.resume()

@@ -16,8 +16,8 @@ from sharded_models import placement, shard
 from asyncrl.model import checkpoint
 from asyncrl.model.checkpoint import CheckpointError
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_whole
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.publishing import take_whole
 from asyncrl.protocol.messages import WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights.versions import WeightsError

@@ -32,7 +32,7 @@ from asyncrl.config.schema import (
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.generation.worker import GenerationServer
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.publishing import take_share
+from asyncrl.model.export import take_share
 from asyncrl.protocol.messages import (
     Locator,
     ScheduleReply,

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config.schema import ConfigError
+from asyncrl.model.export import checkpoint_tensors, commit_model, take_share, take_whole
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.publishing import checkpoint_tensors, commit_model, take_share, take_whole
 from asyncrl.protocol.messages import WeightVersion, WrittenFile
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model
 from asyncrl.weights.versions import commit_version, tensor_files, verify_version, write_part

@@ -29,9 +29,9 @@ from asyncrl.data.trajectories import list_recording, read_trajectory, recording
 from asyncrl.dataflow.graph import build_dataflow
 from asyncrl.dataflow.topology import ModelPlacement, ParallelGrid
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
 from asyncrl.model.generating import Sampler
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.publishing import take_share
 from asyncrl.protocol.messages import Locator, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import training_side

@@ -35,12 +35,12 @@ from asyncrl.config.schema import (
 from asyncrl.data.model_limits import ModelLimits
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import build_dataflow
-from asyncrl.model import publishing
+from asyncrl.model import export
 from asyncrl.model.calls import Calls
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
 from asyncrl.model.interfaces import make_interface
 from asyncrl.model.process_group import interface_of
-from asyncrl.model.publishing import take_share
 from asyncrl.model.store import DataStore
 from asyncrl.model.trajectory_receiver import TrajectoryReceiver, trajectory_error
 from asyncrl.model.worker import ModelWorker
@@ -357,13 +357,13 @@ async def test_a_store_that_stays_full_refuses_by_reason(memory, tmp_path, model
 
 async def test_training_goes_on_while_weights_are_written(memory, tmp_path, model_path, monkeypatch):
     may_write = threading.Event()
-    write_part = publishing.write_part
+    write_part = export.write_part
 
     def slow_write_part(*args, **kwargs):
         assert may_write.wait(LIMIT_S)
         return write_part(*args, **kwargs)
 
-    monkeypatch.setattr(publishing, "write_part", slow_write_part)
+    monkeypatch.setattr(export, "write_part", slow_write_part)
     async with worker_here(worker_config(memory, tmp_path, model_path)) as (worker, world):
         await world.push(*trajectory("t"))
         before = load_file(model_path / "model.safetensors")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from sharded_models import placement, shard
 
+from asyncrl.model.export import take_whole
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.publishing import take_whole
 from asyncrl.model.reallocate import reallocate
 from asyncrl.model.shards import ShardError
 from asyncrl.testing.tiny import ALPHABET, make_char_tokenizer, make_tiny_model

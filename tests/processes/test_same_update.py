@@ -28,8 +28,8 @@ from asyncrl.data.sequence import SequenceSample
 from asyncrl.dataflow.graph import DataflowGraph, training_mfcs
 from asyncrl.dataflow.topology import ParallelGrid
 from asyncrl.model.engine import TrainEngine
+from asyncrl.model.export import take_share
 from asyncrl.model.interfaces import make_interface
-from asyncrl.model.publishing import take_share
 from asyncrl.protocol.messages import CommitWeights, Locator, TrajectoryMeta, WriteWeights
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.testing.training_side import TrainingSide, training_side
@@ -189,7 +189,7 @@ async def train_all(
 async def export(
     side: TrainingSide, models: list[ModelConfig], model: str, run_dir: Path, name: str
 ) -> dict[str, torch.Tensor]:
-    """The weights of a model as they are published: written by the ranks that hold them."""
+    """The weights of a model as they are exported: written by the ranks that hold them."""
     version = "a0001-v00000001"
     workers = next(config.workers for config in models if config.name == model)
     path = run_dir / name / version

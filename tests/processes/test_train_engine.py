@@ -18,8 +18,8 @@ from transformers import (
 from asyncrl.config.schema import ConfigError, ModelConfig, OptimizerConfig, TrainConfig
 from asyncrl.data.sequence import SequenceSample
 from asyncrl.model.engine import TrainEngine, learning_rate
+from asyncrl.model.export import commit_model, take_share
 from asyncrl.model.process_group import choose_device
-from asyncrl.model.publishing import commit_model, take_share
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import write_part
 

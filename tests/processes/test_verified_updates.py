@@ -21,8 +21,8 @@ from asyncrl.generation.checks import VerifiedLoads
 from asyncrl.generation.http import GenerationHTTP
 from asyncrl.generation.transformers import LiveTensors, TransformersEngine
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.probe import LogprobProbe
-from asyncrl.model.publishing import take_share
+from asyncrl.model.export import take_share
+from asyncrl.model.logprob_check import TextScorer
 from asyncrl.protocol.messages import UpdateWeightsReply, WeightVersion
 from asyncrl.testing.tiny import make_tiny_model
 from asyncrl.weights.versions import version_dir, write_version
@@ -33,20 +33,20 @@ TOLERANCE = 1e-3
 
 
 class Trainer:
-    """What a model worker's rank 0 does: train, take a snapshot with its probe, write it."""
+    """What a model worker's rank 0 does: train, take a snapshot, score a text, write both."""
 
     def __init__(self, model_path: Path, run_dir: Path) -> None:
         self.engine = TrainEngine(
             ModelConfig("actor", str(model_path), "d1", [0], trainable=True, optimizer=TRAIN.optimizer), TRAIN
         )
-        self.probe = LogprobProbe(seed=1)
+        self.scorer = TextScorer(seed=1)
         self.model_path, self.run_dir = model_path, run_dir
 
-    def write(self, version: WeightVersion, *, with_probe: bool = True) -> Path:
+    def write(self, version: WeightVersion, *, with_text: bool = True) -> Path:
         path = version_dir(self.run_dir, "actor", version)
-        probe = self.probe.measure(self.engine) if with_probe else None
+        scored_text = self.scorer.measure(self.engine) if with_text else None
         tensors = take_share(self.engine).items()
-        write_version(path, tensors, source_dir=self.model_path, version=version, fsync=False, probe=probe)
+        write_version(path, tensors, source_dir=self.model_path, version=version, fsync=False, scored_text=scored_text)
         return path
 
     def train(self) -> None:
@@ -156,7 +156,10 @@ async def test_stale_weights_are_caught_and_not_served(
     reply = await server.update(path, V1)
     assert not reply.success
     assert reply.mismatch
-    assert f"weights {V1} were loaded, but the server's logprobs of the probe are not the trainer's" in reply.message
+    assert (
+        f"weights {V1} were loaded, but the server's logprobs of the check's text are not the trainer's"
+        in reply.message
+    )
     assert ("the old weights are still there" in reply.message) == (fault is nothing)
     assert await server.echo() == ""
     await server.post("/continue_generation", {})  # even if somebody does
@@ -169,7 +172,7 @@ async def test_stale_weights_are_caught_and_not_served(
 async def test_what_was_refused_before_still_is_and_the_old_version_goes_on(
     trainer: Trainer, server: Server, model_path: Path
 ) -> None:
-    """Wrong shapes and torn files never get as far as the probe; what was served before stays."""
+    """Wrong shapes and torn files never get as far as the logprob check; what was served before stays."""
     assert (await server.update(trainer.write(V0), V0)).success
     other = version_dir(trainer.run_dir, "actor", V1)
     tensors = [(name, torch.zeros(3, 64) if "up_proj" in name else t) for name, t in take_share(trainer.engine).items()]
@@ -187,8 +190,8 @@ async def test_what_was_refused_before_still_is_and_the_old_version_goes_on(
 async def test_an_update_that_cannot_be_verified_is_refused(trainer: Trainer, server: Server) -> None:
     reply = await server.update(trainer.write(V0), V0, pause=False)
     assert "pause generation before an update" in reply.message
-    reply = await server.update(trainer.write(V1, with_probe=False), V1)
-    assert f"weights {V1} have no probe in their manifest" in reply.message
+    reply = await server.update(trainer.write(V1, with_text=False), V1)
+    assert f"weights {V1} have no text to score in their manifest" in reply.message
     assert await server.echo() == ""
     assert (await server.generate())[0] == 503
 
@@ -200,18 +203,18 @@ async def test_scoring_between_the_passes_leaves_running_requests_exact(trainer:
     await engine.start()
     try:
         await engine.load_weights(trainer.write(V0), V0)
-        probe = trainer.probe.measure(trainer.engine)
+        scored_text = trainer.scorer.measure(trainer.engine)
         prompt, params = [5, 6, 7], engine_module.SamplingParams(max_new_tokens=300, ignore_eos=True)
         running = engine.submit(engine_module.EngineRequest("a", prompt, params))
         scores = []
         while not running.done():
-            scores.append(await engine.score(probe.input_ids))
+            scores.append(await engine.score(scored_text.input_ids))
         result = await running
     finally:
         await engine.close()
     assert len(scores) > 2
     assert all(score == scores[0] for score in scores)
-    np.testing.assert_allclose(scores[0][-len(probe.logprobs) :], probe.logprobs, atol=1e-4)
+    np.testing.assert_allclose(scores[0][-len(scored_text.logprobs) :], scored_text.logprobs, atol=1e-4)
     sample = SequenceSample.from_groups(["a"], [{"packed_input_ids": [np.array(prompt + result.token_ids)]}])
     np.testing.assert_allclose(result.logprobs, trainer.engine.logprobs(sample, temperature=1.0)[3:], atol=1e-4)
 
@@ -224,16 +227,16 @@ async def test_an_engine_that_cannot_score_serves_nothing(
 
     monkeypatch.setattr(TransformersEngine, "score", fail)
     reply = await server.update(trainer.write(V0), V0)
-    assert reply.message == f"weights {V0}: the probe could not be scored: no room"
+    assert reply.message == f"weights {V0}: the check's text could not be scored: no room"
     assert await server.echo() == ""
 
 
 def test_the_text_stays_the_same_while_the_weights_move(trainer: Trainer) -> None:
-    first = trainer.probe.measure(trainer.engine)
+    first = trainer.scorer.measure(trainer.engine)
     trainer.train()
-    second = trainer.probe.measure(trainer.engine)
+    second = trainer.scorer.measure(trainer.engine)
     assert second.input_ids == first.input_ids
     assert len(second.logprobs) == 24 < len(second.input_ids)
     assert np.abs(np.subtract(second.logprobs, first.logprobs)).max() > 10 * TOLERANCE
-    again = LogprobProbe(seed=2).measure(trainer.engine)
+    again = TextScorer(seed=2).measure(trainer.engine)
     assert again.input_ids != first.input_ids

@@ -27,7 +27,6 @@ class ServerInThread:
         async def start() -> SGLangProcess:
             process = own_server(self._config, str(self._model_path), tensor=1, seed=1, log=self.log)
             client = SGLangClient("")
-            client.open()
 
             async def is_ready(url: str) -> bool:
                 client.url = url

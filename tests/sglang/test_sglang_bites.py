@@ -40,7 +40,6 @@ SHORT = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 async def raw(url: str) -> AsyncIterator[SGLangClient]:
     """SGLang without asyncrl between."""
     client = SGLangClient(url)
-    client.open()
     try:
         yield client
     finally:

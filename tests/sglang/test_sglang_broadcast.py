@@ -20,8 +20,7 @@ from asyncrl.generation.sglang import SGLangEngine
 from asyncrl.generation.sglang_http import SGLangClient, SGLangError
 from asyncrl.generation.sglang_process import AttachedServer
 from asyncrl.generation.transformers import TransformersEngine
-from asyncrl.model.broadcast import WeightSender
-from asyncrl.model.sending import Held, ServerClient
+from asyncrl.model.broadcast import HeldSnapshot, ServerClient, WeightSender
 from asyncrl.protocol.messages import (
     BroadcastReply,
     BroadcastRequest,
@@ -90,10 +89,10 @@ async def sender(limit_s: float = LIMIT_S) -> AsyncIterator[WeightSender]:
             yield made
 
 
-def held(store: WeightStore, version: WeightVersion) -> Held:
+def held(store: WeightStore, version: WeightVersion) -> HeldSnapshot:
     buckets = pack(((name, tensor, tensor.dtype) for name, tensor in store.tensors(version).items()), 100_000)
     assert len(buckets) > 3
-    return Held(version, buckets)
+    return HeldSnapshot(version, buckets)
 
 
 async def send(trainer: WeightSender, version: WeightVersion, *servers: Served, mode: str = "abort") -> BroadcastReply:
@@ -149,7 +148,6 @@ async def test_without_begin_it_answers_400_and_nothing_is_sent(
 ) -> None:
     """SGLang's own answer, and ours before it is asked."""
     client = SGLangClient(sglang_url)
-    client.open()
     try:
         body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
         with pytest.raises(SGLangError, match="must run between begin_weight_update") as refused:
@@ -160,7 +158,7 @@ async def test_without_begin_it_answers_400_and_nothing_is_sent(
     async with sglang(sglang_url, store, sglang_config) as ours, sender() as trainer:
         with pytest.raises(WeightsRefused, match="no weight update is open"):
             await ours.receiver.end(EndWeightUpdate())
-        trainer.hold(Held(V1, pack([("other", torch.zeros(3), torch.float32)], 100)))
+        trainer.hold(HeldSnapshot(V1, pack([("other", torch.zeros(3), torch.float32)], 100)))
         assert "other does not belong to this model" in (await send(trainer, V1, ours)).errors["sglang"]
         await ours.engine.resume()
         assert store.assert_versions_are_exact(PROMPT, await ours.generate("sound")) == {str(V0)}
@@ -183,7 +181,7 @@ async def test_a_sender_that_goes_away_leaves_a_server_that_loads_from_disk(
         with monkeypatch.context() as patch:
             patch.setattr(GroupMember, "broadcast", stop_sending)
             reply = await send(trainer, V2, ours)
-        assert "sending bucket 3 of" in reply.errors["sglang"]
+        assert "broadcasting bucket 3 of" in reply.errors["sglang"]
         assert ours.engine.stats().version == ""  # two buckets are in the model
         await asyncio.wait_for(ours.engine.load_weights(store.path(V2), V2), LIMIT_S)
         await ours.engine.resume()

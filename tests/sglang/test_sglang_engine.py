@@ -374,7 +374,6 @@ async def test_a_caller_that_goes_away_frees_its_place(
     sglang_url: str, store: WeightStore, sglang_config: GenerationConfig
 ) -> None:
     client = SGLangClient(sglang_url)
-    client.open()
     async with attached(sglang_url, store, sglang_config, max_running_requests=2) as engine:
         futures = [engine.submit(EngineRequest(f"r{i}", [1, 2], LONG)) for i in range(3)]
         await counter_of(engine).reaches(10)

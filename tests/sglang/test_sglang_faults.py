@@ -132,7 +132,7 @@ async def test_sglang_that_stands_still_is_given_up_and_who_waits_is_told(
     server = session_servers().process  # type: ignore[attr-defined]
     engine = SGLangEngine(str(store.model_path), sglang_config, AttachedServer(server.url))
     await engine.start()
-    processes = [psutil.Process(server._process.pid)]
+    processes = [psutil.Process(server.pid)]
     processes += processes[0].children(recursive=True)
     try:
         await engine.load_weights(store.path(V0), V0)

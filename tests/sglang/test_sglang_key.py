@@ -18,7 +18,6 @@ async def test_a_server_of_a_run_that_authenticates_asks_for_its_key(store, sgla
     with security.secured(Security(Secrets.make())):
         server = own_server(sglang_config, str(store.model_path), tensor=1, seed=1, log=log)
     client = SGLangClient("", server.api_key)
-    client.open()
 
     async def is_ready(url):
         client.url = url

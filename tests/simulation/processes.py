@@ -364,7 +364,7 @@ class SimModelWorker(Worker):
         return f"{self.info.run_dir}/{folder}"
 
     async def _write(self, call: Call, weights: Weights) -> None:
-        """As the publisher: files beside the path, then, by the first worker, the name."""
+        """As the exporter: files beside the path, then, by the first worker, the name."""
         world, process = here().world, here()
         body: Any = call.body
         path = self._path(body.folder)

@@ -86,14 +86,14 @@ class TestSendWindow:
         state.settle(0, 0.0)
         assert state.can_admit(1)
 
-    def test_probes_ask_only_for_what_is_old_and_less_and_less_often(self):
+    def test_resend_queries_ask_only_for_what_is_old_and_less_and_less_often(self):
         state = window()
         state.heard()
         state.admit("a", 1, 0.0)
         state.admit("b", 1, 0.5)
-        assert state.probe(0.9) is None
-        assert state.probe(1.0) == [0]
-        times = [now / 10 for now in range(11, 500) if state.probe(now / 10) is not None]
+        assert state.resend_query(0.9) is None
+        assert state.resend_query(1.0) == [0]
+        times = [now / 10 for now in range(11, 500) if state.resend_query(now / 10) is not None]
         assert times == pytest.approx([3.0, 7.0, 15.0, 23.0, 31.0, 39.0, 47.0])
 
     def test_a_verdict_ends_the_backing_off(self):
@@ -102,20 +102,20 @@ class TestSendWindow:
         for item in "ab":
             state.admit(item, 1, 0.0)
         for now in (1.0, 3.0, 7.0):
-            assert state.probe(now) == [0, 1]
+            assert state.resend_query(now) == [0, 1]
         state.settle(0, 7.1)
-        assert state.probe(8.0) is None
-        assert state.probe(8.1) == [1]
+        assert state.resend_query(8.0) is None
+        assert state.resend_query(8.1) == [1]
 
-    def test_a_silent_receiver_is_probed_though_nothing_is_pending(self):
+    def test_a_silent_receiver_is_queried_though_nothing_is_pending(self):
         state = window()
         state.new_receiver(0.0)
-        assert state.probe(0.5) is None
-        assert state.probe(1.0) == []
+        assert state.resend_query(0.5) is None
+        assert state.resend_query(1.0) == []
         state.heard()
-        assert state.probe(50.0) is None
+        assert state.resend_query(50.0) is None
         state.new_receiver(60.0)
-        assert state.probe(61.0) == []  # the new one has said nothing yet
+        assert state.resend_query(61.0) == []  # the new one has said nothing yet
 
     def test_what_never_arrives_is_given_up(self):
         state = window()
@@ -160,7 +160,7 @@ class TestPeerLedger:
         assert ledger.arrive(6 + WINDOW_SPAN, 6) == "beyond"
         assert not ledger.settle(5, Verdict(False, b""))
 
-    def test_answers_a_probe(self):
+    def test_answers_a_resend_query(self):
         ledger = PeerLedger(0)
         ledger.arrive(0, 0)
         ledger.arrive(1, 0)
@@ -218,7 +218,7 @@ class TestInOrder:
         assert order.arrive(3, 0, "late") == []
         assert len(order) == 0
 
-    def test_a_probe_too_says_what_was_given_up(self):
+    def test_a_resend_query_too_says_what_was_given_up(self):
         order = InOrder(0)
         assert order.arrive(1, 0, "one") == []
         assert order.advance(1) == ["one"]
@@ -243,8 +243,8 @@ def test_any_schedule_settles_everything_and_delivers_once(seed):
             out = sender.admit(admitted, 10, now)
             admitted += 1
             net.append(("data", incarnation, (out.seq, sender.low)))
-        if (seqs := sender.probe(now)) is not None:
-            net.append(("probe", incarnation, (seqs, sender.low)))
+        if (seqs := sender.resend_query(now)) is not None:
+            net.append(("query", incarnation, (seqs, sender.low)))
         if held and random.random() < 0.5:
             seq = held.pop(random.randrange(len(held)))
             if receiver.settle(seq, Verdict(False, b"")):
@@ -265,7 +265,7 @@ def test_any_schedule_settles_everything_and_delivers_once(seed):
                 again, lost = sender.missing(content[1], now)
                 assert not lost
                 net += [("data", incarnation, (out.seq, sender.low)) for out in again]
-            elif kind == "probe":
+            elif kind == "query":
                 verdicts, missing = receiver.asked(*content)
                 net.append(("report", incarnation, ([seq for seq, _ in verdicts], missing)))
             else:
@@ -423,12 +423,12 @@ async def test_without_faults_nothing_is_sent_twice(net):
     assert 100 < net.transport.num_sent - before <= 200  # a message each, and their verdicts, some of them together
 
 
-async def test_a_held_message_is_probed_but_not_sent_again(net):
+async def test_a_held_message_is_queried_but_not_sent_again(net):
     messages, enough = [], asyncio.Event()
 
     def count(frames):
         messages.append(frames)
-        if len(messages) == 8:  # signs of life, the message, two probes and two answers, and one more
+        if len(messages) == 8:  # signs of life, the message, two queries and two answers, and one more
             enough.set()
         return frames
 
@@ -825,5 +825,5 @@ async def test_a_paused_socket_delivers_what_came_meanwhile_when_it_is_resumed()
         push.close()
 
 
-def test_the_window_fits_into_what_a_probe_asks():
-    assert channel_protocol.MAX_PROBE <= WINDOW_SPAN
+def test_the_window_fits_into_what_a_resend_query_asks():
+    assert channel_protocol.MAX_QUERY <= WINDOW_SPAN

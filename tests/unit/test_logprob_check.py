@@ -12,17 +12,17 @@ from asyncrl.generation.checks import LogprobCheck, LogprobMismatch
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import plan
 from asyncrl.protocol.messages import WeightVersion
-from asyncrl.weights.versions import Probe
+from asyncrl.weights.versions import ScoredText
 
 V0, V1, V2 = (WeightVersion(1, version) for version in range(3))
 IDS = [7, 8, 9, 10, 11]
-BEFORE, AFTER = Probe(IDS, [-1.0, -2.0, -3.0]), Probe(IDS, [-1.1, -1.9, -3.3])
+BEFORE, AFTER = ScoredText(IDS, [-1.0, -2.0, -3.0]), ScoredText(IDS, [-1.1, -1.9, -3.3])
 
 
-def scored(probe: Probe, *shifts: float) -> list[float]:
+def scored(scored_text: ScoredText, *shifts: float) -> list[float]:
     """What a server says: a logprob a token, 0 for the first."""
-    shifts = shifts or (0.0,) * len(probe.logprobs)
-    return [0.0, -5.0, *(logprob + shift for logprob, shift in zip(probe.logprobs, shifts, strict=True))]
+    shifts = shifts or (0.0,) * len(scored_text.logprobs)
+    return [0.0, -5.0, *(logprob + shift for logprob, shift in zip(scored_text.logprobs, shifts, strict=True))]
 
 
 def test_what_is_near_passes() -> None:
@@ -53,7 +53,7 @@ def test_old_weights_are_called_by_their_name() -> None:
 
 def test_old_weights_are_found_within_the_tolerance() -> None:
     """A small step in a coarse dtype: further from the trainer than the step is long, but the figures did not move at all."""
-    small = Probe(IDS, [logprob + 1e-4 for logprob in BEFORE.logprobs])
+    small = ScoredText(IDS, [logprob + 1e-4 for logprob in BEFORE.logprobs])
     noise = (0.02, -0.03, 0.01)
     check = LogprobCheck(0.3)
     check.check(V0, BEFORE, "a", scored(BEFORE, *noise))
@@ -63,7 +63,7 @@ def test_old_weights_are_found_within_the_tolerance() -> None:
 
 
 def test_figures_may_stand_still_where_the_weights_do() -> None:
-    near = Probe(IDS, [logprob + 1e-3 for logprob in BEFORE.logprobs])
+    near = ScoredText(IDS, [logprob + 1e-3 for logprob in BEFORE.logprobs])
     check = LogprobCheck(0.3)
     check.check(V0, BEFORE, "a", scored(BEFORE))
     check.check(V1, near, "a", scored(BEFORE))  # the same files: bfloat16 swallowed the step
@@ -74,12 +74,12 @@ def test_another_text_is_not_compared_with() -> None:
     """A trainer that was started again."""
     check = LogprobCheck(0.3)
     check.check(V0, BEFORE, "a", scored(BEFORE))
-    other = Probe([1, 2, 3, 4, 5], [logprob + 1e-3 for logprob in BEFORE.logprobs])
+    other = ScoredText([1, 2, 3, 4, 5], [logprob + 1e-3 for logprob in BEFORE.logprobs])
     check.check(V1, other, "b", scored(BEFORE))
 
 
 def test_too_few_figures_are_refused() -> None:
-    with pytest.raises(LogprobMismatch, match="2 logprobs for the probe's 3 tokens"):
+    with pytest.raises(LogprobMismatch, match="2 logprobs for the text's 3 tokens"):
         LogprobCheck(0.3).check(V0, BEFORE, "a", [0.0, -1.0])
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from asyncrl.launch.checks.task_arguments import check_task_arguments
 from asyncrl.launch.experiment import load_experiment
-from asyncrl.rewards.loading import load_object
+from asyncrl.rewards.import_object import import_object
 
 FOLDER = Path(__file__).parents[2] / "examples" / "openai_agent"
 
 
 def load(name: str) -> object:
-    return load_object(f"{FOLDER}/agent.py:{name}", "example")
+    return import_object(f"{FOLDER}/agent.py:{name}", "example")
 
 
 @pytest.mark.parametrize(

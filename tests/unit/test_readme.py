@@ -17,7 +17,7 @@ from asyncrl.config.schema import ExperimentConfig, NameResolveConfig, RuntimeCo
 from asyncrl.data.prompts import PromptSource, load_tokenizer
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.protocol.messages import Locator
-from asyncrl.rewards.loading import load_object
+from asyncrl.rewards.import_object import import_object
 from asyncrl.rewards.reward import Completion
 from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.rollouts import TRAIN, TaskTable
@@ -136,7 +136,7 @@ def test_a_cluster_takes_five_lines(heading: str) -> None:
 
 
 def test_its_agent_of_openais_client_is_one(folder: Path) -> None:
-    agent = load_object(str(folder / "my_agent.py:MyAgent"), "agent")
+    agent = import_object(str(folder / "my_agent.py:MyAgent"), "agent")
     assert issubclass(agent, ChatAgent)
     assert inspect.iscoroutinefunction(agent.chat)
 

@@ -18,8 +18,8 @@ import pytest
 
 from asyncrl.config.schema import NameResolveConfig, RuntimeConfig, WorkerInfo
 from asyncrl.data.prompts import Prompt
+from asyncrl.rewards.import_object import import_object
 from asyncrl.rewards.judges import Judges, RestartPace
-from asyncrl.rewards.loading import load_object
 from asyncrl.rewards.outcome import REWARD_LOST, RolloutRejected, RolloutReleased
 from asyncrl.rewards.reward import Completion, Reward
 from asyncrl.runtime.board import StatusBoard
@@ -161,7 +161,7 @@ async def test_a_fast_function_judges_a_group_in_one_thread_away_from_the_loop(
 ) -> None:
     reward = make_in_thread("exact", slow_call_s=LIMIT_S)  # a busy machine makes no slow function of it
     await reward.score(PROMPT, [RIGHT])  # tells that it is fast
-    threads: set[str] = load_object(f"{path}:threads", "threads")
+    threads: set[str] = import_object(f"{path}:threads", "threads")
     starts: list[threading.Thread] = []
     original = threading.Thread.start
 
@@ -186,7 +186,7 @@ async def test_a_function_that_hangs_is_a_timeout_and_holds_up_nothing(
                 await reward.score(PROMPT, [RIGHT, RIGHT])
             assert caught.value.reason == "reward_timeout"
     finally:
-        load_object(f"{path}:release", "release").set()
+        import_object(f"{path}:release", "release").set()
 
 
 async def test_an_async_function_that_hangs_is_a_timeout(make: Callable[..., Reward]) -> None:
@@ -231,14 +231,14 @@ async def test_a_truth_value_is_a_number(make: Callable[..., Reward]) -> None:
 )
 def test_a_wrong_path_says_what_is_wrong(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_object(spec, "reward")
+        import_object(spec, "reward")
 
 
 def test_an_import_error_of_the_users_module_passes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_rewards.py").write_text("import a_module_that_is_not_there\n")
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
-        load_object("broken_rewards:exact", "reward")
+        import_object("broken_rewards:exact", "reward")
 
 
 def test_what_cannot_be_called_is_no_reward(make: Callable[..., Any]) -> None:

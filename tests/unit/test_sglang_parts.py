@@ -322,8 +322,8 @@ def test_labels_of_a_request_that_was_paused_in_place():
 @pytest.mark.parametrize(
     ("spans", "why"),
     [
-        ([span(V2, 0, 1)], "somebody else updates its weights"),
-        ([span(V0, 0, 1)], "somebody else updates its weights"),
+        ([span(V2, 0, 1)], "another program updates its weights"),
+        ([span(V0, 0, 1)], "another program updates its weights"),
         ([VersionSpan(version="default", start=0, end=1)], "'default' sampled tokens"),
         ([], "do not cover 1 tokens"),
         ([span(V1, 1, 2)], "do not cover"),

@@ -65,7 +65,7 @@ def test_slow_servers_are_better_than_none() -> None:
     desk.table.max_groups = 2
     desk.table.answered(SLOW, str(WeightVersion(1, 0)), desk.now, took_s=5.0)
     assert states(desk)[SLOW] == "suspect"
-    assert desk.table.servers[SLOW].slow == "took 5.0 s to answer a probe"
+    assert desk.table.servers[SLOW].slow == "took 5.0 s to answer a health probe"
     tickets = desk.take(4)
     assert [ticket.server for ticket in tickets] == [QUICK, QUICK, SLOW, SLOW]
     desk.table.answered(SLOW, str(WeightVersion(1, 0)), desk.now, took_s=0.1)
@@ -75,7 +75,7 @@ def test_slow_servers_are_better_than_none() -> None:
 def test_who_waits_for_a_slow_server_is_not_told_that_it_is_dead() -> None:
     desk = Desk(num_servers=2)
     (ticket,) = [ticket for ticket in desk.take(2) if ticket.server == SLOW]
-    for _ in range(10):  # it is silent past the limit of a probe each time, and answers then
+    for _ in range(10):  # it is silent past the limit of a health probe each time, and answers then
         desk.now += 6.0
         desk.table.silent(SLOW, "no answer for 5 s", desk.now)
         assert states(desk)[SLOW] == "suspect"

@@ -36,7 +36,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType
@@ -102,7 +102,7 @@ class Limits:
     wall_s: float = 30.0  # what a machine that is busy with others may take; the CPU time is the program's
     memory_bytes: int = 512 << 20
     address_bytes: int = 0  # of one process; 0: memory_bytes. Node and Java reserve far more than they use
-    processes: int = 16  # and threads; who has so many at once is ended
+    processes: int = 16  # and threads; a program that has so many at once is ended
     scratch_bytes: int = 64 << 20  # also of one file, there or anywhere
     open_files: int = 64  # of a process
     output_bytes: int = 64_000  # of stdout, and of stderr
@@ -187,8 +187,9 @@ class SandboxPool:
         read_only: Sequence[str | Path] = (),
         packages: Sequence[str | Path] = (),
         logger: logging.Logger | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """read_only: more folders that programs see. packages: such ones that Python looks for modules in.
+        """read_only: more folders that programs see. packages: such ones that Python looks for modules in. now: monotonic seconds.
 
         Tries a sandbox. Raises IsolationMissing where there can be none, unless isolation is "limits".
         """
@@ -198,7 +199,7 @@ class SandboxPool:
         self._size = size or max(2, len(os.sched_getaffinity(0)))
         self._spare = min(spare, self._size)
         self._packages = [str(Path(folder).resolve()) for folder in packages]
-        self._logger = logger or logging.getLogger("asyncrl.sandbox")
+        self._logger, self._now = logger or logging.getLogger("asyncrl.sandbox"), now
         folders = [str(Path(folder).resolve()) for folder in read_only] + self._packages
         self._recipe = _Recipe.make(isolation == "required", self.limits, folders)
         self._renew()
@@ -271,21 +272,21 @@ class SandboxPool:
         while True:
             with self._lock:
                 spare = self._ready.popleft() if self._ready else None
-            sandbox = spare or Sandbox(self._recipe)
+            sandbox = spare or Sandbox(self._recipe, self._now)
             try:
                 sandbox.wait_until_ready()
                 sandbox.load(program, self._packages)
                 return sandbox
             except SandboxError:
                 sandbox.close()
-                if spare is None:  # else it was killed meanwhile, by whoever looked for memory
+                if spare is None:  # else it was killed meanwhile, for memory
                     raise
 
     def _make_spare(self) -> None:
         with self._lock:
             if len(self._ready) >= self._spare:
                 return
-        sandbox = Sandbox(self._recipe)
+        sandbox = Sandbox(self._recipe, self._now)
         with self._lock:
             self._ready.append(sandbox)
 
@@ -321,14 +322,16 @@ class _Recipe:
 class Sandbox:
     """One of them. Not for two threads at once."""
 
-    def __init__(self, recipe: _Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: _Recipe, now: Callable[[], float]) -> None:
+        self._recipe, self._now = recipe, now
         self._listener = -1
         self._closed = False
         self._used = False
         self._scratch = "" if recipe.alone else tempfile.mkdtemp(prefix="asyncrl-sandbox-")
         self._control, theirs = socket.socketpair()
         info, info_theirs = os.pipe()
+        errors, errors_theirs = os.pipe()
+        self._errors = open(errors, "rb")  # noqa: SIM115 - closed by `forget`
         more = ("--info-fd", str(info_theirs), "--") if recipe.alone else ()
         python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         bootstrap = _BOOTSTRAP.format(fd=theirs.fileno())
@@ -338,12 +341,13 @@ class Sandbox:
                     [*recipe.command, *more, python, "-I", "-S", "-c", bootstrap],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
+                    stderr=errors_theirs,
                     pass_fds=(theirs.fileno(), info_theirs),
                     env={},
                 )
             finally:
                 os.close(info_theirs)
+                os.close(errors_theirs)
             self._info = os.dup(told.fileno())
         self._inner = -1  # a descriptor of the first process inside
         code = marshal.dumps(_stage_code())
@@ -353,9 +357,9 @@ class Sandbox:
 
     def wait_until_ready(self) -> None:
         """Raises SandboxError where it has not come up."""
-        deadline = time.monotonic() + START_LIMIT_S
+        deadline = self._now() + START_LIMIT_S
         try:
-            self._control.settimeout(max(0.1, deadline - time.monotonic()))
+            self._control.settimeout(max(0.1, deadline - self._now()))
             word = self._control.recv(1)
             if word == b"T":
                 _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
@@ -384,9 +388,8 @@ class Sandbox:
             "RLIMIT_MEMLOCK": 0,
         }
         if self._recipe.alone and (os.getuid() == 0 or _kernel() >= _PROC_COUNTED_APART):
-            rlimits["RLIMIT_NPROC"] = (
-                limits.processes + 1
-            )  # the first process counts; who reaches it is seen, and ended
+            # The first process counts. A program that reaches the limit is seen, and ended.
+            rlimits["RLIMIT_NPROC"] = limits.processes + 1
         job = {
             "files": files,
             "command": list(program.command),
@@ -425,7 +428,7 @@ class Sandbox:
         if self._closed:
             raise SandboxError("this sandbox has ended, with the program or its `with` block")
         refused: dict[str, int] = {}
-        start = time.monotonic()
+        start = self._now()
         deadline = start + self._recipe.limits.wall_s + ANSWER_SLACK_S
         try:
             self._control.settimeout(ANSWER_SLACK_S)
@@ -433,10 +436,10 @@ class Sandbox:
             answer = self._answer(deadline, refused)
         except _Forbidden:
             self.close()
-            return Result("forbidden", None, "", "", refused, 0, 0.0, time.monotonic() - start)
+            return Result("forbidden", None, "", "", refused, 0, 0.0, self._now() - start)
         except (OSError, EOFError):
             self.close()
-            return Result("killed", None, "", "", refused, 0, 0.0, time.monotonic() - start)
+            return Result("killed", None, "", "", refused, 0, 0.0, self._now() - start)
         (why, code, left, cpu_us, wall_us), out, err = answer
         outcome = _OUTCOMES[why]
         return Result(
@@ -472,8 +475,7 @@ class Sandbox:
         for fd in (self._inner, self._listener, self._info):
             if fd >= 0:
                 os.close(fd)
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        self._errors.close()
         self._process.returncode = self._process.returncode or 0
 
     # ---------------------------------------------------------------------------------------------------------- the answer
@@ -489,7 +491,7 @@ class Sandbox:
         if self._listener >= 0:
             poll.register(self._listener, select.POLLIN)
         while len(data) < wanted:
-            left_s = deadline - time.monotonic()
+            left_s = deadline - self._now()
             if left_s <= 0:
                 raise TimeoutError("no answer")
             for fd, event in poll.poll(left_s * 1000):
@@ -537,7 +539,7 @@ class Sandbox:
     # ----------------------------------------------------------------------------------------------------------- start, end
 
     def _find_inner(self) -> None:
-        """bwrap tells who the first process inside is, to which this one can send a signal from then on."""
+        """bwrap tells the id of the first process inside. From then on this process can send it a signal."""
         if not self._recipe.alone:
             self._inner = os.pidfd_open(self._process.pid)
             return
@@ -556,10 +558,9 @@ class Sandbox:
     def _not_started(self, why: str) -> SandboxError:
         said = b""
         self._process.kill()
-        assert self._process.stderr is not None
-        os.set_blocking(self._process.stderr.fileno(), False)
+        os.set_blocking(self._errors.fileno(), False)
         with contextlib.suppress(OSError):
-            said = (self._process.stderr.read() or b"")[-1000:]
+            said = (self._errors.read() or b"")[-1000:]
         self.close()
         text = said.decode("utf-8", "replace").strip()
         return SandboxError(f"a sandbox did not start within {START_LIMIT_S:g} s: {text or why}")

@@ -2,14 +2,13 @@
 
 One line a strike: {"event": "fault", "number", "kind", "target", "name", "pid", "phase", "in_phase", "time"}; one when a stopped
 process goes on or is found dead: {"event": "continued" | "killed_meanwhile", ...}; one when another process has the name of one
-that was struck: {"event": "recovered", "name", "pid", "after_s", "time"}; {"event": "missed", "why"} where nobody of it lived.
+that was struck: {"event": "recovered", "name", "pid", "after_s", "time"}; {"event": "missed", "why"} where none of it lived.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from types import TracebackType
 import psutil
 from msgspec import Struct
 
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.runtime.metrics import JsonLinesWriter
 from asyncrl.testing.faults.phases import PhaseWatch
 from asyncrl.testing.faults.processes import RunProcesses
@@ -44,7 +44,7 @@ class Strike(Struct, frozen=True, kw_only=True):
 class _Stopped:
     process: psutil.Process
     strike: Strike
-    until: float  # time.monotonic()
+    until: float  # monotonic seconds
 
 
 class Injector:
@@ -61,13 +61,14 @@ class Injector:
         *,
         notice: Callable[[str], None] = lambda _: None,
         phase_limit_s: float = _PHASE_LIMIT_S,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.strikes: list[Strike] = []
         self.recovered_s: dict[int, float] = {}  # by the number of the fault: until another process had the name
         self._processes = RunProcesses(run_dir)
-        self._phases = PhaseWatch(run_dir)
+        self._phases = PhaseWatch(run_dir, clock)
         self._phase_limit_s = phase_limit_s
-        self._notice = notice
+        self._notice, self._clock = notice, clock
         self._journal = JsonLinesWriter(run_dir / "journal" / f"{FAULTS_JOURNAL}.jsonl")
         self._stopped: list[_Stopped] = []
         self._lost: list[Strike] = []  # struck so that another process must come
@@ -76,21 +77,21 @@ class Injector:
         self, faults: Sequence[Fault], *, until: Callable[[], bool], after_each: Callable[[], None] = lambda: None
     ) -> None:
         """Strike each at its time, until the last one's process is back or `until` says that the run is over."""
-        start = time.monotonic()
+        start = self._clock.monotonic()
         for fault in faults:
-            while time.monotonic() < start + fault.at:
+            while self._clock.monotonic() < start + fault.at:
                 if until():
                     return
                 self.turn()
-                time.sleep(_POLL_S)
+                self._clock.sleep(_POLL_S)
             self.strike(fault)
             after_each()
         while self.num_open and not until():
             self.turn()
-            time.sleep(_POLL_S)
+            self._clock.sleep(_POLL_S)
 
     def strike(self, fault: Fault) -> Strike | None:
-        """Wait for the fault's phase, and strike. None where nobody of the target lives; that is noted."""
+        """Wait for the fault's phase, and strike. None where no process of the target lives; that is noted."""
         living = self._processes.of(fault.target)
         if not living:
             self._note("missed", fault, why=f"no {fault.target} lives")
@@ -105,10 +106,10 @@ class Injector:
             return None
         finally:
             self._phases.release(fault.phase, process if fault.kind == "stop" else None)
-        strike = Strike(fault=fault, name=name, pid=process.pid, in_phase=in_phase, time=time.time())
+        strike = Strike(fault=fault, name=name, pid=process.pid, in_phase=in_phase, time=self._clock.time())
         self.strikes.append(strike)
         if fault.kind == "stop":
-            self._stopped.append(_Stopped(process, strike, time.monotonic() + fault.stop_s))
+            self._stopped.append(_Stopped(process, strike, self._clock.monotonic() + fault.stop_s))
         else:
             self._lost.append(strike)
         self._note("fault", fault, name=name, pid=process.pid, in_phase=in_phase)
@@ -123,8 +124,8 @@ class Injector:
         return len(self._stopped) + len(self._lost)
 
     def turn(self) -> None:
-        """Let go on what has been stopped long enough; note who is back. Does not wait."""
-        now = time.monotonic()
+        """Continue processes that were stopped long enough; note processes that are back. Does not wait."""
+        now = self._clock.monotonic()
         for stopped in [stopped for stopped in self._stopped if stopped.until <= now or not _lives(stopped.process)]:
             self._stopped.remove(stopped)
             self._go_on(stopped)
@@ -154,7 +155,7 @@ class Injector:
             with contextlib.suppress(psutil.NoSuchProcess):
                 stopped.process.send_signal(signal.SIGCONT)
             self._note("continued", strike.fault, name=strike.name, pid=strike.pid)
-        else:  # whoever missed it has killed it
+        else:  # it was killed because it was silent
             self._lost.append(strike)
             self._note("killed_meanwhile", strike.fault, name=strike.name, pid=strike.pid)
 
@@ -165,7 +166,7 @@ class Injector:
             if found is None or found.pid == strike.pid:
                 continue
             self._lost.remove(strike)
-            after_s = self.recovered_s[strike.fault.number] = time.time() - strike.time
+            after_s = self.recovered_s[strike.fault.number] = self._clock.time() - strike.time
             self._note("recovered", strike.fault, name=strike.name, pid=found.pid, after_s=round(after_s, 3))
             self._notice(
                 f"fault {strike.fault.number}: {strike.name} is back after {after_s:.1f} s (process {found.pid})"
@@ -173,7 +174,7 @@ class Injector:
 
     def _note(self, event: str, fault: Fault, **more: object) -> None:
         record = {"event": event, "number": fault.number, "kind": fault.kind, "target": fault.target}
-        self._journal.write({**record, "phase": fault.phase, "time": time.time(), **more})
+        self._journal.write({**record, "phase": fault.phase, "time": self._clock.time(), **more})
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
 from pathlib import Path
 
 import psutil
 
+from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 from asyncrl.testing.faults.processes import RunProcesses
 from asyncrl.testing.faults.schedule import Phase
 
@@ -34,8 +34,8 @@ _HOLD_S = 0.5  # so long the master is held still: what is finished meanwhile wa
 class PhaseWatch:
     """Waits for phases of one run."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._run_dir, self._clock = run_dir, clock
         self._processes = RunProcesses(run_dir)
 
     def wait(self, phase: Phase, target: psutil.Process, limit_s: float) -> bool:
@@ -43,14 +43,14 @@ class PhaseWatch:
 
         In `push` the master is held still (SIGSTOP) on return: let it go with `release`, when the fault has struck.
         """
-        deadline = time.monotonic() + limit_s
+        deadline = self._clock.monotonic() + limit_s
         versions = self._versions()
         while target.is_running():
             if self._is_in(phase, target, versions):
                 return True
-            if time.monotonic() > deadline:
+            if self._clock.monotonic() > deadline:
                 return False
-            time.sleep(_POLL_S)
+            self._clock.sleep(_POLL_S)
         return False
 
     def release(self, phase: Phase, stopped: psutil.Process | None = None) -> None:
@@ -60,7 +60,7 @@ class PhaseWatch:
 
     def _is_in(self, phase: Phase, target: psutil.Process, versions: set[str]) -> bool:
         if phase == "idle":
-            return busy_share([target]) < _IDLE
+            return busy_share([target], clock=self._clock) < _IDLE
         if phase == "generation":
             return self._computes("generation_server", target)
         if phase == "train_step":
@@ -71,7 +71,7 @@ class PhaseWatch:
             return bool(self._versions() - versions)
         if phase == "push":
             self._signal_master(signal.SIGSTOP)
-            time.sleep(_HOLD_S)
+            self._clock.sleep(_HOLD_S)
         return True
 
     def _computes(self, kind: str, target: psutil.Process) -> bool:
@@ -81,7 +81,7 @@ class PhaseWatch:
         those = {process.pid: process for process in (of_kind | engines).values()}
         if target.pid in {process.pid for process in of_kind.values()} and not engines:
             those = {target.pid: target}
-        return any(busy_share([process]) > _BUSY for process in those.values())
+        return any(busy_share([process], clock=self._clock) > _BUSY for process in those.values())
 
     def _writes(self) -> bool:
         folders = [*self._run_dir.glob("weights/*"), *self._run_dir.glob("checkpoints/*")]
@@ -101,14 +101,14 @@ class PhaseWatch:
                     process.send_signal(number)
 
 
-def busy_share(processes: list[psutil.Process], look_s: float = _LOOK_S) -> float:
+def busy_share(processes: list[psutil.Process], look_s: float = _LOOK_S, clock: Clock = SYSTEM_CLOCK) -> float:
     """Share of a short time in which the busiest thread of these processes computed or waited for a core (Linux)."""
     before = _counted(processes)
-    start = time.monotonic()
-    time.sleep(look_s)
+    start = clock.monotonic()
+    clock.sleep(look_s)
     after = _counted(processes)
     largest = max((after[thread] - before.get(thread, after[thread]) for thread in after), default=0)
-    return largest / 1e9 / (time.monotonic() - start)
+    return largest / 1e9 / (clock.monotonic() - start)
 
 
 def _counted(processes: list[psutil.Process]) -> dict[str, int]:

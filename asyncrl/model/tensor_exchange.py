@@ -3,7 +3,7 @@
     exchange     every worker tells the others a few bytes (what it holds)
     carry        parts travel, raw, in rounds; what is on the way is never more than max_bytes at a worker
 
-Point to point over the world, in which a worker's rank is its number: any workers can take part, and nobody else is asked.
+Point to point over the world, in which a worker's rank is its number: any workers can take part, and no others are asked.
 With NCCL the world must have spoken once, all ranks together, before some of them do.
 """
 

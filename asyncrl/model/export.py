@@ -1,14 +1,14 @@
-"""Hands weights out: files of a version, of a model for the user, of a checkpoint; and a copy in memory for the sender.
+"""Exports weights: files of a version, of a model for the user, of a checkpoint; and a copy in memory for the sender.
 
     all ranks of the model   take_share: numbered, collective, on the compute thread: each has some tensors whole, on the CPU
     each rank's writer       weights.write_part: its share's files to disk, beside what follows; the reply has them
     the model's first rank   commit: manifest, final name, when the master says that all files are there
 
-Hugging Face format out of any layout. No rank gathers the whole model, unless it is to send it over the network: the first rank
+Hugging Face format out of any layout. No rank gathers the whole model, unless it is to be broadcast: the first rank
 of the model then also has the sender (weights.transport=broadcast), and with take_whole the whole model in CPU memory.
 
-Names and values are those of the checkpoint the model was loaded from; bits are those of the parameters, cast to the dtype that
-is handed out. Architectures whose modules hold several tensors of a checkpoint in one (fused experts) are taken apart again, which
+Names and values are those of the checkpoint the model was loaded from; bits are those of the parameters, cast to the dtype
+of exports. Architectures whose modules hold several tensors of a checkpoint in one (fused experts) are taken apart again, which
 only a single rank can do.
 """
 
@@ -29,10 +29,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from asyncrl.config.schema import ConfigError, ModelConfig, ModelWorkerConfig
 from asyncrl.data.prompts import load_tokenizer
 from asyncrl.model import checkpoint
-from asyncrl.model.broadcast import WeightSender
+from asyncrl.model.broadcast import HeldSnapshot, WeightSender
 from asyncrl.model.compute import Compute
 from asyncrl.model.engine import TrainEngine
-from asyncrl.model.moving import (
+from asyncrl.model.logprob_check import TextScorer
+from asyncrl.model.shards import Box, Holding, Piece, plan_moves, plan_owners, tensors_of
+from asyncrl.model.tensor_exchange import (
     CPU,
     ShardedModel,
     carry,
@@ -43,9 +45,6 @@ from asyncrl.model.moving import (
     transport_device,
     workers_of,
 )
-from asyncrl.model.probe import LogprobProbe
-from asyncrl.model.sending import Held
-from asyncrl.model.shards import Box, Holding, Piece, plan_moves, plan_owners, tensors_of
 from asyncrl.protocol.messages import (
     CallResult,
     CommitCheckpoint,
@@ -66,7 +65,7 @@ from asyncrl.runtime.disk import writing
 from asyncrl.runtime.request_reply import Call
 from asyncrl.runtime.trace import Tracer
 from asyncrl.weights.update_group import Bucket, dtype_of, empty_buckets, num_bytes_of
-from asyncrl.weights.versions import FileWriter, Probe, commit_folder, commit_version, name_shards, write_part
+from asyncrl.weights.versions import FileWriter, ScoredText, commit_folder, commit_version, name_shards, write_part
 
 GENERATION_CONFIG = "generation_config.json"
 _MAX_BYTES = 256_000_000  # on the way at a rank at once
@@ -77,7 +76,7 @@ class ExportedModel(ShardedModel, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which its weights are handed out."""
+        """In which its weights are exported."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -89,7 +88,7 @@ class ExportedModel(ShardedModel, Protocol):
 
 
 def take_share(model: ExportedModel, *, max_bytes: int = _MAX_BYTES) -> dict[str, Tensor]:
-    """Copies of this rank's share of the model's tensors, whole, on the CPU, in the dtype handed out, in the model's order.
+    """Copies of this rank's share of the model's tensors, whole, on the CPU, in the dtype of exports, in the model's order.
 
     Collective over all ranks of the model. Every tensor is in one share, that of a rank of its stage; the shares of a stage's ranks
     have about the same size. Beside its share a rank holds at most max_bytes of what is on the way. Training may go on with the
@@ -105,9 +104,9 @@ def take_share(model: ExportedModel, *, max_bytes: int = _MAX_BYTES) -> dict[str
 
 
 def take_whole(model: ExportedModel, bucket_bytes: int, *, max_bytes: int = _MAX_BYTES) -> list[Bucket]:
-    """Copies of all tensors, at the model's first worker, in buckets as they are sent (update_group.py); nothing at the others.
+    """Copies of all tensors, at the first worker of the model, in buckets for a broadcast (update_group.py). The others get none.
 
-    Collective over all ranks of the model. That worker then holds the whole model in CPU memory, in the dtype handed out.
+    Collective over all ranks of the model. That worker then holds the whole model in CPU memory, in the dtype of exports.
     """
     tensors, holdings, dtypes = _told(model)
     whole = tensors_of(holdings)
@@ -164,7 +163,7 @@ def checkpoint_tensors(model: ExportedModel) -> dict[str, Tensor]:
     if len(workers_of(model)) > 1:
         raise ConfigError(
             f"allocation: models of type {model.config.model_type!r} keep {changed[0]} in one tensor, their checkpoints in "
-            "several; weights of such a model cannot be handed out from more than one rank: train it on d1p1m1"
+            "several; weights of such a model cannot be exported from more than one rank: train it on d1p1m1"
         )
     return dict(_reverted(model.model, tensors))
 
@@ -175,7 +174,7 @@ def _reverted(model: PreTrainedModel, tensors: dict[str, Tensor]) -> Mapping[str
 
 
 def _told(model: ExportedModel) -> tuple[dict[str, Tensor], dict[int, Holding], dict[str, torch.dtype]]:
-    """This rank's tensors, what all ranks hold, and the dtype in which each tensor is handed out. Collective."""
+    """This rank's tensors, what all ranks hold, and the dtype in which each tensor is exported. Collective."""
     tensors = checkpoint_tensors(model)
     holdings = exchange_holdings(workers_of(model), holding_of(model, tensors))
     dtypes = {name: dtype_of(piece.dtype) for name, piece in tensors_of(holdings).items()}
@@ -231,12 +230,12 @@ class _Lane:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Publisher:
-    """One worker's part of handing weights out.
+class Exporter:
+    """One worker's part of exporting weights.
 
     consumes: calls.  produces: files, replies; what the sender holds.
     waits for: the compute thread, and for the write before: so there is never more than one snapshot in memory that is written,
-    one that is sent, and one of a checkpoint.  unblocked by: the other ranks of the model; the disk.
+    one that is broadcast, and one of a checkpoint.  unblocked by: the other ranks of the model; the disk.
     """
 
     def __init__(
@@ -253,8 +252,8 @@ class Publisher:
         """sender: at the first rank of the model that is served."""
         self._config, self._info, self._compute, self._sender = config, config.worker, compute, sender
         self._tasks, self._board, self._trace, self._clock = tasks, board, trace, clock
-        self._probe = LogprobProbe(config.worker.seed) if config.weights.verify_logprobs else None
-        self._measured: Probe | None = None  # with the newest snapshot
+        self._scorer = TextScorer(config.worker.seed) if config.weights.verify_logprobs else None
+        self._measured: ScoredText | None = None  # with the newest snapshot
         self._held_version = ""  # that all ranks have made for the sender
         self._weights, self._checkpoints = (
             _Lane(f"{config.worker.name}-writer"),
@@ -271,12 +270,12 @@ class Publisher:
         """Snapshot for the sender; at the other ranks nothing is left of it. The same snapshot is what WriteWeights writes."""
         await self._end_of_writing(self._weights)
 
-        def snapshot() -> Held:
+        def snapshot() -> HeldSnapshot:
             buckets = take_whole(engine, self._config.weights.bucket_bytes)
-            return Held(WeightVersion.parse(body.weight_version), buckets, self._measure(engine))
+            return HeldSnapshot(WeightVersion.parse(body.weight_version), buckets, self._measure(engine))
 
         held = await self._snapshot(snapshot, body.role)
-        self._held_version, self._measured = body.weight_version, held.probe
+        self._held_version, self._measured = body.weight_version, held.scored_text
         if self._sender is not None:
             self._sender.hold(held)
 
@@ -341,8 +340,8 @@ class Publisher:
         """Raises OutsideRunError."""
         return path_of(self._info.run_dir, folder)
 
-    def _measure(self, engine: TrainEngine) -> Probe | None:
-        return self._probe.measure(engine) if self._probe is not None else None
+    def _measure(self, engine: TrainEngine) -> ScoredText | None:
+        return self._scorer.measure(engine) if self._scorer is not None else None
 
     async def _snapshot(self, take: Callable[[], T], role: str) -> T:
         with self._trace.overlapping("snapshot", kind="weights", role=role):
@@ -392,7 +391,7 @@ class Publisher:
         )
 
     def _commit(
-        self, path: Path, body: CommitWeights, engine: TrainEngine, model: ModelConfig, probe: Probe | None
+        self, path: Path, body: CommitWeights, engine: TrainEngine, model: ModelConfig, scored_text: ScoredText | None
     ) -> list[WrittenFile]:
         fsync, source_dir = self._config.weights.fsync, Path(model.path)
         if body.weight_version:
@@ -403,7 +402,7 @@ class Publisher:
                 source_dir=source_dir,
                 version=version,
                 fsync=fsync,
-                probe=probe,
+                scored_text=scored_text,
                 replace=body.rewrite,
             )
         else:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from sharded_models import placement, shard
 
+from asyncrl.model.logprob_check import TextScorer
 from asyncrl.model.mesh import ModelMesh
-from asyncrl.model.probe import LogprobProbe
 from asyncrl.testing.tiny import make_tiny_model
-from asyncrl.weights.versions import Probe
+from asyncrl.weights.versions import ScoredText
 from tests.support.rank_processes import RankProcesses
 
 
@@ -21,17 +21,17 @@ def model_path(tmp_path_factory) -> str:
     return str(path)
 
 
-def measure(rank: int, path: str, grid: str) -> list[Probe]:
+def measure(rank: int, path: str, grid: str) -> list[ScoredText]:
     """Before and after the weights have changed."""
     mesh = ModelMesh.make(placement("actor", grid), "cpu") if grid != "d1" else None
     if mesh is None and rank:
         return []
-    probe, engine = LogprobProbe(seed=3), shard(path, mesh)
-    before = probe.measure(engine)
+    scorer, engine = TextScorer(seed=3), shard(path, mesh)
+    before = scorer.measure(engine)
     with torch.no_grad():
         for parameter in engine.named_parameters().values():
             parameter.mul_(1.1)
-    return [before, probe.measure(engine)]
+    return [before, scorer.measure(engine)]
 
 
 def test_every_rank_of_every_layout_has_the_same(model_path):
@@ -50,12 +50,12 @@ def test_every_rank_of_every_layout_has_the_same(model_path):
 def test_the_text_is_such_as_the_model_writes(model_path):
     """As likely as what is sampled from it: a mean logprob near minus its entropy, and not that of random tokens."""
     engine = shard(model_path, None)
-    probe = LogprobProbe(seed=3).measure(engine)
+    scored_text = TextScorer(seed=3).measure(engine)
     entropies = []
-    for end in range(len(probe.input_ids) - len(probe.logprobs), len(probe.input_ids)):
+    for end in range(len(scored_text.input_ids) - len(scored_text.logprobs), len(scored_text.input_ids)):
         with torch.no_grad():
-            logits_V = engine.model(input_ids=torch.tensor([probe.input_ids[:end]])).logits[0, -1]
+            logits_V = engine.model(input_ids=torch.tensor([scored_text.input_ids[:end]])).logits[0, -1]
         entropies.append(float(torch.distributions.Categorical(logits=logits_V).entropy()))
-    mean, expected = np.mean(probe.logprobs), -np.mean(entropies)
+    mean, expected = np.mean(scored_text.logprobs), -np.mean(entropies)
     assert abs(mean - expected) < 0.6, (mean, expected)
     assert expected > -np.log(64) + 1.0  # the model is far from uniform

@@ -1,4 +1,4 @@
-"""The trainer's half of weights.verify_logprobs: a short text, and its logprobs under the weights that are handed out.
+"""The trainer's half of weights.verify_logprobs: a short text, and its logprobs under the weights that are exported.
 
 Measured on the compute threads of all ranks of the model, in the same call that takes a snapshot of the weights; the rank that
 commits the version writes the result into its manifest. The servers' half is asyncrl/generation/checks.py.
@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.data.sequence import SequenceSample
-from asyncrl.model.moving import ShardedModel, exchange, workers_of
-from asyncrl.weights.versions import Probe
+from asyncrl.model.tensor_exchange import ShardedModel, exchange, workers_of
+from asyncrl.weights.versions import ScoredText
 
 _NUM_RANDOM = 8
 _NUM_SAMPLED = 24
@@ -30,7 +30,7 @@ class ScoringModel(ShardedModel, Protocol):
         """Of each token, packed like packed_input_ids, at the ranks of the last stage. Collective."""
 
 
-class LogprobProbe:
+class TextScorer:
     """One text a run, fixed from the first measurement on. After some random tokens the model itself has continued it, at
     temperature 1: tokens like those of rollouts are where the precision of a dtype is known. A text of random tokens only has
     logprobs far from 0, where bfloat16 is coarse; one of its likeliest tokens has logprobs close to 0 under any weights.
@@ -40,15 +40,15 @@ class LogprobProbe:
         self._seed = seed
         self._input_ids: list[int] | None = None
 
-    def measure(self, engine: ScoringModel) -> Probe:
+    def measure(self, engine: ScoringModel) -> ScoredText:
         """Under the weights that the engine has now. Collective over all ranks of the model; the same result on each."""
         if self._input_ids is None:
             self._input_ids = self._write_text(engine)
         (logprobs_T,) = _score(engine, [self._input_ids])
-        return Probe(self._input_ids, logprobs_T[-_NUM_SAMPLED:].tolist())
+        return ScoredText(self._input_ids, logprobs_T[-_NUM_SAMPLED:].tolist())
 
     def _write_text(self, engine: ScoringModel) -> list[int]:
-        """Once a run, in less than the time of a train step. Layouts have the logprobs of given tokens and nobody all logits, so a
+        """Once a run, in less than the time of a train step. Layouts give logprobs of given tokens, no rank has all logits. So a
         token is sampled by importance: candidates from a simple distribution, one of them by its weight p(model) / p(candidate).
 
         Candidates are log-uniform: tokenizers number tokens by how frequent they are, the frequent first (Zipf's law).

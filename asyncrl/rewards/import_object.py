@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import ConfigError
 
 
-def load_object(spec: str, what: str) -> Any:
+def import_object(spec: str, what: str) -> Any:
     """The named object. Raises ConfigError that says which part of the path is wrong; errors of the user's module pass through.
 
-    A file is loaded once, however often it is named; its folder is appended to sys.path, so that it may import its neighbours.
+    A file is imported once, however often it is named; its folder is appended to sys.path, so that it may import its neighbours.
     """
     location, colon, name = spec.rpartition(":")
     if not colon or not location or not name:
         raise config_error(f"{what} {spec!r}: expected `package.module:name` or `path/to/file.py:name`")
-    module = _load_file(location, what) if location.endswith(".py") else _load_module(location, what)
+    module = _import_file(location, what) if location.endswith(".py") else _import_module(location, what)
     try:
         return getattr(module, name)
     except AttributeError:
@@ -45,7 +45,7 @@ def no_terminal(*_args: object, **_kwargs: object) -> None:
     )
 
 
-def _load_module(location: str, what: str) -> ModuleType:
+def _import_module(location: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
@@ -54,7 +54,7 @@ def _load_module(location: str, what: str) -> ModuleType:
         raise  # the module is there; something it imports is not
 
 
-def _load_file(location: str, what: str) -> ModuleType:
+def _import_file(location: str, what: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
     if not path.is_file():
         raise config_error(f"{what}: there is no file {path}")
