@@ -157,7 +157,7 @@ class NameService:
         self.resolver.add(self._names.last_checkpoint(), str(attempt), replace=True)
 
     def watch_stop(self, callback: WatchCallback) -> None:
-        """Have the callback told, likewise, that somebody on another host wants the run to stop."""
+        """Have the callback told, likewise, that `asyncrl-launch stop` on another host asks the run to stop."""
         self._watch(self._names.stop_request(), callback)
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool = False) -> None:
@@ -233,7 +233,7 @@ def _claim_name(
                 f"at {name_resolve.where} too; choose another trial=... (the name of a run that was killed is free again after "
                 f"{ttl_s:g} s)"
             ) from None
-        # our predecessor's, who is dead: the folder's lock is ours
+        # its launcher is dead: the lock of the folder is ours
         resolver.add(names.owner(), owner, replace=True, lease=lease.id)
 
 

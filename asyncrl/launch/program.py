@@ -501,7 +501,7 @@ def _only_at_start(evaluation: EvalConfig) -> EvalConfig:
 
 
 def _patient(config: ExperimentConfig) -> ExperimentConfig:
-    """A process that somebody starts by hand may come late, and stand still in a debugger: the others wait for it."""
+    """A process that a person starts by hand may come late, and stand still in a debugger: the others wait for it."""
     if not config.debug.leave_out:
         return config
     wait_s = config.debug.wait_s

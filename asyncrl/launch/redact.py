@@ -46,7 +46,7 @@ _ASSIGNED = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Whether a field, variable or option of this name holds something nobody should read over a shoulder."""
+    """Whether a field, variable or option of this name holds something that a bystander should not read."""
     words = [word.lower() for word in _WORD.findall(name)]
     if _WORDS.intersection(words) or "api_key" in name.lower():
         return True

@@ -1,4 +1,4 @@
-"""The folder of a run: who runs in it, which attempt this is, where things are.
+"""The folder of a run: which launcher holds it, which attempt this is, where things are.
 
 <fileroot>/<experiment>/<trial>/
   config.yaml          what the user asked for, merged, and the values of `auto`
@@ -138,7 +138,7 @@ class RunLock:
     def acquire(self, take_over_s: float = 0.0) -> None:
         """Raises RunBusyError where another launcher holds it, LaunchError where the folder cannot be written.
 
-        take_over_s: so long another one is given to end, which is told to: whoever started us has given it up, and it may not know.
+        take_over_s: so long another launcher may take to end, which is told to: it was given up, and may not know.
         """
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)

@@ -189,7 +189,7 @@ class Scaling:
         if child.process is None:
             return False  # it is being forked
         if not child.was_running:
-            return True  # nobody knows of it yet
+            return True  # no other process knows of it yet
         with self._lock:
             drained = self._drained.get(child.spec.config.worker.index) == self._request
         if not drained and now - leaving.since > self._drain_limit_s:

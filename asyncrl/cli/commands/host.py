@@ -137,7 +137,7 @@ def _start_led_at(resolver: NameResolver, config: ExperimentConfig) -> str:
 
 
 def _names_at(config: ExperimentConfig, run_dir: Path) -> NameResolveConfig | None:
-    """How name resolve is reached; None: nobody has said so yet."""
+    """How name resolve is reached; None: it is not known yet."""
     if config.name_resolve.endpoints:
         return absolute_name_resolve(config.name_resolve)
     record = read_record(run_dir)

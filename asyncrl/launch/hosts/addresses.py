@@ -58,7 +58,7 @@ def address_of(host: str, *, towards: Sequence[str] = ()) -> str:
 
 
 def refuses(endpoint: str, limit_s: float = 1.0) -> bool:
-    """Whether the host of host:port answers that nobody listens there. False where it does not answer at all."""
+    """Whether the host of host:port answers that nothing listens there. False where it does not answer at all."""
     host, _, port = endpoint.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), limit_s):

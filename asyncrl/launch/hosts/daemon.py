@@ -134,7 +134,7 @@ class HostDaemon:
         self._first_desired_at: float | None = None
         self._notices: deque[tuple[int, str]] = deque(maxlen=_MAX_NOTICES)
         self._num_notices = 0
-        self._launcher = ""  # whom we obey
+        self._launcher = ""  # the incarnation that this daemon obeys
         os.environ[HOST_DAEMON_ENV] = self.incarnation
         network = config.network
         tether = Tether(clock.monotonic(), cut_off_limit_s=network.cut_off_limit_s, wait_s=network.hosts_limit_s)
@@ -215,7 +215,7 @@ class HostDaemon:
                     hosted.child.kill()
 
     def _start(self, desired: Mapping[str, DesiredProcess]) -> None:
-        """Start those that are not there. The first time a moment later: then it is known for whom fork servers are worth while."""
+        """Start those that are not there. The first start waits _GATHER_S, so that fork servers are made for all of them."""
         missing = [goal for name, goal in desired.items() if name not in self._hosted and goal.state == "run"]
         now = self._clock.monotonic()
         self._first_desired_at = now if self._first_desired_at is None else self._first_desired_at
@@ -393,7 +393,7 @@ class _LauncherLink:
             self._newest = report
 
     def lease_of(self, goal: DesiredProcess) -> Lease:
-        """The launcher's: nobody here refreshes or revokes it."""
+        """The launcher's: no process of this host refreshes or revokes it."""
         return Lease(self._resolver, goal.lease, self._config.runtime.lease_ttl_s)
 
     def close(self) -> None:
@@ -411,7 +411,7 @@ class _LauncherLink:
 
     def _run(self) -> None:
         sent: HostReport | None = None
-        met = ""  # the launcher whose secrets we have
+        met = ""  # the launcher that has brought the secrets which this host has
         next_look = next_read = 0.0
         while True:
             closing = self._closing.wait(_REPORT_S)

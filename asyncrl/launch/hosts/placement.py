@@ -47,7 +47,7 @@ class Place:
 
 
 class Placement:
-    """Who is where. Of a host that is lost nobody is; what was there may be placed again, at another."""
+    """The place of each process. No process is on a lost host; those that were there may be placed again, on another."""
 
     def __init__(self, hosts: Iterable[Host], first: str) -> None:
         """first: name of the host for what computes nothing: the launcher's own."""
@@ -78,7 +78,7 @@ class Placement:
             self.release(name)
 
     def release(self, name: str) -> None:
-        """A process that is no matter any more."""
+        """A process that does not matter any more."""
         self._places.pop(name, None)
         self._needs.pop(name, None)
 

@@ -91,7 +91,7 @@ class RemoteChild(Child):
         self._cpu_s = 0.0
 
     def progress_count(self) -> int | None:
-        """Of a host that is silent nobody knows whether its processes stand still."""
+        """While its host is silent it counts on: whether the process stands still is not known."""
         count = super().progress_count()
         silent_s = self.clock.monotonic() - self._heard
         return count + int(silent_s) if count is not None and silent_s > _SILENT_S else count
@@ -189,7 +189,7 @@ class RemoteProcessPool:
         self._own_daemon_ends = 0
         self._news = threading.Condition()
         self._daemons: dict[str, HostRecord] = {}  # what is observed
-        self._reports: dict[str, HostReport] = {}  # likewise: those not taken in yet
+        self._reports: dict[str, HostReport] = {}  # observed, and not taken in yet
         self._known: dict[str, HostRecord] = {}  # what was taken in
         self._noticed: dict[str, int] = {}  # by host daemon: number of its last notice
         self._placement = Placement([], own_host)

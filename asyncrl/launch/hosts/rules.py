@@ -83,7 +83,7 @@ class Tether:
         self.launcher = record
 
     def unreachable(self, now: float, *, refused: bool) -> None:
-        """Name resolve does not answer. refused: its host does, and says that nobody listens there."""
+        """Name resolve does not answer. refused: its host does, and says that nothing listens there."""
         self._cut_off = now if self._cut_off is None else self._cut_off
         self._refused = (now if self._refused is None else self._refused) if refused else None
 

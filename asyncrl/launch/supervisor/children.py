@@ -1,4 +1,4 @@
-"""A process of a run as the launcher that started it sees it: its pipe, its end, and whose failure came first.
+"""A process of a run as the launcher that started it sees it: its pipe, its end, and which of several failed first.
 
 It is started by an interpreter of its own (`start`), or forked by a fork server: then it is known before it has a pid.
 """
@@ -162,7 +162,7 @@ class Child:
 
     @property
     def was_killed(self) -> bool:
-        """By the kernel, by somebody or by the launcher: what ended it did not come from another process of the run."""
+        """By the kernel, by a person or by the launcher: what ended it did not come from another process of the run."""
         return self.returncode is not None and -self.returncode in _KILLED_BY
 
     @property
@@ -173,7 +173,7 @@ class Child:
 
     @property
     def waits_for_words_of(self) -> str:
-        """Who has the error that this one was answered with; "" if that is its own."""
+        """The process whose error this one was answered with; "" if the error is its own."""
         passed_on = _PASSED_ON.search(self.status.error) if self.status is not None else None
         return passed_on[1] if passed_on else ""
 
@@ -267,7 +267,7 @@ def first_failed(children: Sequence[Child]) -> Child:
 
 
 def first_cause(children: Sequence[Child]) -> str:
-    """Of the failed ones the first: what happened to it, its traceback, where to look, and who failed after it."""
+    """Of the failed ones the first: what happened to it, its traceback, where to look, and which processes failed after it."""
     first = first_failed(children)
     others = [child.name for child in _in_order(children) if child is not first]
     also = f"\nFailed after it: {', '.join(others)}" if others else ""

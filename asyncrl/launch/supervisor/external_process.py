@@ -1,4 +1,4 @@
-"""Processes of a run that the launcher does not start (debug.leave_out): somebody does, in another terminal, under a debugger.
+"""Processes of a run that the launcher does not start (debug.leave_out): a person does, in another terminal, under a debugger.
 
 Such a process keeps a lease of its own and publishes its status in name resolve, where the launcher watches for it. It is
 waited for, by name and with a limit; that it ends without an error is news and no failure, because it may be started again.

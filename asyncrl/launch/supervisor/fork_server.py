@@ -166,7 +166,7 @@ def _changed(environment: Mapping[str, str], changes: Env) -> dict[str, str]:
 
 
 def is_supported() -> bool:
-    """Whether this system gives orphans to whom asks for them."""
+    """Whether this system gives orphans to a process that asks for them."""
     return sys.platform == "linux" and adopt_orphans(False)
 
 
@@ -197,7 +197,7 @@ def main(kind: str, socket_fd: int, run: Callable[[Path], int]) -> int:
     gc.disable()  # there is no garbage yet to be found by looking through a million new objects again and again
     for module in PRELOADS[kind]:
         importlib.import_module(module)
-    gc.freeze()  # so that no collection in a worker writes to, and thereby copies, every page they share
+    gc.freeze()  # so that no collection in a worker writes to every page that they share, which would copy it
     request = _serve(requests, launcher)
     if request is None:
         return 0

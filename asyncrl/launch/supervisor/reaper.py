@@ -37,7 +37,7 @@ class Reaper:
         self._tell(f"add {group}")
 
     def gone(self, group: int) -> None:
-        """The group has ended; its number may be somebody else's soon."""
+        """The group has ended. Another process may soon have its number."""
         self._groups.discard(group)
         self._tell(f"gone {group}")
 
