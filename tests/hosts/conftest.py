@@ -19,11 +19,11 @@ def hosts():
 
 @pytest.fixture
 def run_on_hosts(hosts):
-    """run_on_hosts(config, "key=value", ...) starts a run across the three hosts; with a folder, by the README's lines."""
+    """run_on_hosts(config, "key=value", ...) starts a run across the three hosts; with a folder, by the page's lines."""
     started = []
 
     def start(config, *overrides):
-        run = HostsRun.of_the_readme(hosts, config) if config.is_dir() else HostsRun.of(hosts, config, *overrides)
+        run = HostsRun.of_the_page(hosts, config) if config.is_dir() else HostsRun.of(hosts, config, *overrides)
         started.append(run)
         return run
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from asyncrl.launch.experiment import load_experiment
 from asyncrl.launch.program import run_directory
 from asyncrl.testing.runs import RunHandle
-from tests import readme
+from tests import pages
 from tests.support.namespaces import Hosts, NetworkHost
 
-HEADING = "## On several machines"
+PAGE = pages.ROOT / "docs" / "hosts.md"
 
 
 def launch(host, *words, limit_s=60):
@@ -42,11 +42,11 @@ class HostsRun:
         return cls(hosts, run_dir, lambda command: [sys.executable, "-m", "asyncrl.cli.main", command, *words])
 
     @classmethod
-    def of_the_readme(cls, hosts: Hosts, folder: Path) -> HostsRun:
+    def of_the_page(cls, hosts: Hosts, folder: Path) -> HostsRun:
         """By its lines, in this folder, on the hosts that they are for."""
         on = {command: re.findall(r"node\d", line_of(command).partition("#")[2]) for command in ("run", "host")}
         assert [on["run"], on["host"]] == [hosts.names[:1], hosts.names[1:]]
-        return cls(hosts, folder / "runs" / "mine" / "t0", lambda command: readme.as_written(line_of(command), folder))
+        return cls(hosts, folder / "runs" / "mine" / "t0", lambda command: pages.as_written(line_of(command), folder))
 
     def _start(self, host: NetworkHost, command: str) -> RunHandle:
         return RunHandle(host.command(self._command(command)), self.run_dir)
@@ -65,5 +65,5 @@ class HostsRun:
 
 
 def line_of(command: str) -> str:
-    """The README's."""
-    return readme.line_of(HEADING, f"asyncrl-launch {command}")
+    """The page's."""
+    return pages.line_of(PAGE, f"asyncrl-launch {command}")

@@ -9,7 +9,7 @@ from hosts_run import launch, line_of, status_of
 
 from asyncrl.testing.runs import assert_nothing_left, make_tiny_run, train_steps
 from asyncrl.weights.checkpoints import list_checkpoints
-from tests import readme
+from tests import pages
 
 pytestmark = pytest.mark.timeout(400)
 START_S = 200  # a busy machine imports torch on three hosts at once
@@ -44,9 +44,9 @@ def test_no_sample_is_lost_when_a_cable_is_pulled_for_a_while(run_on_hosts, tmp_
     assert_nothing_left(run.run_dir)
 
 
-def test_the_readmes_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_path):
+def test_the_pages_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_path):
     """Its lines as they are written there, each on a host that it is for; my_run.yaml is a small one."""
-    readme.write_config(
+    pages.write_config(
         tmp_path / "my_run.yaml",
         make_tiny_run(tmp_path),
         "experiment=mine",
@@ -64,7 +64,7 @@ def test_the_readmes_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_p
     dead = run.hosts[1]
     moved = {name for name, host in where.items() if host == dead.name}
     assert moved
-    shown = run.hosts[2].run(readme.as_written(line_of("status"), tmp_path))
+    shown = run.hosts[2].run(pages.as_written(line_of("status"), tmp_path))
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert all(name in shown.stdout for name in where)
 
@@ -82,7 +82,7 @@ def test_the_readmes_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_p
     run.launcher.wait_for_step(train_steps(run.run_dir)[-1]["step"] + 2, START_S)
     assert len(train_steps(run.run_dir)) > done
 
-    told = run.hosts[2].run(readme.as_written(line_of("scale"), tmp_path))  # from another host than the launcher's
+    told = run.hosts[2].run(pages.as_written(line_of("scale"), tmp_path))  # from another host than the launcher's
     assert told.returncode == 0, told.stdout + told.stderr
     run.launcher.wait_until(
         lambda: status_of(run, run.hosts[2]).get("generation_server/2", {}).get("state") == "running",
@@ -90,7 +90,7 @@ def test_the_readmes_commands_are_a_run_that_outlives_a_host(run_on_hosts, tmp_p
         START_S,
     )
 
-    told = run.hosts[2].run(readme.as_written(line_of("stop"), tmp_path), limit_s=120)
+    told = run.hosts[2].run(pages.as_written(line_of("stop"), tmp_path), limit_s=120)
     assert told.returncode == 0, told.stdout + told.stderr
     assert run.launcher.wait(60) == 128 + signal.SIGTERM
     assert run.daemons[run.hosts[2].name].wait(30) == 0

@@ -1,4 +1,4 @@
-"""The surface that users see: commands with their options, config fields with type and default, claims of the README.
+"""The surface that users see: commands with their options, config fields with type and default, claims of docs/verification.md.
 
 An entry is a name and a value, such as `field train.batch_size` and `int = 64`. `surface.json` holds the entries of the base commit
 and never changes. `surface_changes.md` lists every intended difference from it.
@@ -33,7 +33,9 @@ def read_checkout() -> Entries:
     from asyncrl.cli.main import _parser
     from asyncrl.config.schema import ExperimentConfig
 
-    return _commands(_parser()) | _fields(ExperimentConfig(), "") | _claims(HERE.parents[1] / "README.md")
+    return (
+        _commands(_parser()) | _fields(ExperimentConfig(), "") | _claims(HERE.parents[1] / "docs" / "verification.md")
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- entries
@@ -86,18 +88,20 @@ def _inner(hint: Any) -> tuple[Any, str]:
     return None, ""
 
 
-def _claims(readme: Path) -> Entries:
-    """Rows of the first table below "What is measured"; a claim is named by its first words."""
-    _, found, section = readme.read_text(encoding="utf-8").partition("\n## What is measured\n")
+def _claims(page: Path) -> Entries:
+    """Rows of the tables below "What is measured"; a claim is named by its first words."""
+    _, found, section = page.read_text(encoding="utf-8").partition("\n## What is measured\n")
     if not found:
-        raise RuntimeError(f"{readme} has no section 'What is measured'")
+        raise RuntimeError(f"{page} has no section 'What is measured'")
     rows = [_cells(line) for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
     entries: Entries = {}
-    for claim, shown_by in rows[2:]:
+    for claim, shown_by in rows:
+        if claim == "claim" or set(claim) == {"-"}:  # the head of a table
+            continue
         words = _normalised(claim).split()
         name = f"claim: {' '.join(words[:CLAIM_WORDS])}"
         if name in entries:
-            raise RuntimeError(f"{readme}: two claims begin with {name!r}; give one of them another beginning")
+            raise RuntimeError(f"{page}: two claims begin with {name!r}; give one of them another beginning")
         entries[name] = f"{' '.join(words[CLAIM_WORDS:])} | shown by {_normalised(shown_by)}"
     return entries
 

@@ -1,6 +1,6 @@
 """What other processes send fills nobody's memory: answers over HTTP, streams of SGLang, changes in name resolve.
 
-DESIGN.md, Bounds, has the list; most of it is tested with what it bounds (test_channel.py, test_streams.py, test_journal.py ...).
+docs/design/bounds.md, has the list; most of it is tested with what it bounds (test_channel.py, test_streams.py, test_journal.py ...).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ async def next_of(changes: AsyncIterator[WatchEvent]) -> WatchEvent:
 
 
 async def test_a_loop_that_stands_still_finds_the_newest_of_each_key(directory: Directory) -> None:
-    """DESIGN.md, Bounds: 10,000 changes wait at most, then the newest of each key."""
+    """docs/design/bounds.md: 10,000 changes wait at most, then the newest of each key."""
     names, puts = directory.resolver, 25_000
     names.add("server/last", "")
     changes = directory.watch("server", subtree=True)

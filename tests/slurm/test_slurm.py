@@ -21,7 +21,7 @@ from asyncrl.launch.slurm import job_state, read_job
 from asyncrl.testing.runs import RunHandle, train_steps
 from asyncrl.weights.checkpoints import list_checkpoints
 from asyncrl.weights.lineage import audit
-from tests import readme
+from tests import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "launcher" / "slurm"
@@ -33,7 +33,7 @@ QUICK = [
     "runtime.start_timeout_s=200",
 ]
 
-HEADING = "## On Slurm"
+PAGE = pages.ROOT / "docs" / "slurm.md"
 
 pytestmark = pytest.mark.timeout(900)
 LONG = pytest.mark.skipif(
@@ -121,10 +121,10 @@ def job_of(cluster: SlurmCluster, run_dir: Path) -> Job:
 
 
 def test_the_template_runs_the_quickstart(cluster: SlurmCluster, tiny: Path, tmp_path: Path) -> None:
-    """By the README's line and as it is in launcher/slurm, on two nodes with GPUs; with a small model, for a few steps."""
+    """By the page's line and as it is in launcher/slurm, on two nodes with GPUs; with a small model, for a few steps."""
     (tmp_path / "launcher").symlink_to(ROOT / "launcher")
     (tmp_path / "configs").mkdir()
-    readme.write_config(
+    pages.write_config(
         tmp_path / "configs" / "quickstart_cpu.yaml",
         ROOT / "configs" / "quickstart_cpu.yaml",
         f"model_path={tiny.parent}/model",
@@ -132,7 +132,7 @@ def test_the_template_runs_the_quickstart(cluster: SlurmCluster, tiny: Path, tmp
         f"rollout.tasks.default.reward={ROOT}/examples/sloppy_sorter/reward.py:reward",
         *("eval.prompts=null", "train.max_steps=3", "train.batch_size=8", "runtime.fork_server=false", *QUICK),
     )
-    said = cluster.run("env", "SBATCH_GRES=gpu:2", *readme.as_written(readme.line_of(HEADING, "sbatch"), tmp_path))
+    said = cluster.run("env", "SBATCH_GRES=gpu:2", *pages.as_written(pages.line_of(PAGE, "sbatch"), tmp_path))
     job_id = said.removeprefix("Submitted batch job ").strip()
     run_dir, output = tmp_path / "runs" / "sloppy-sorter" / "b", tmp_path / f"slurm-{job_id}.out"
     job = Job(cluster, job_id, run_dir, lambda: output.read_text() if output.exists() else "")
@@ -179,7 +179,7 @@ def test_a_heterogeneous_job_has_rollout_workers_on_cpu_nodes_and_scancel_leaves
 # -------------------------------------------------------------------------------------------------------- a job's whole life
 
 
-def test_the_readmes_commands_are_a_job_that_is_queued_again_loses_a_node_and_goes_on_in_another(
+def test_the_pages_commands_are_a_job_that_is_queued_again_loses_a_node_and_goes_on_in_another(
     cluster: SlurmCluster,
     tiny: Path,
     tmp_path: Path,
@@ -188,7 +188,7 @@ def test_the_readmes_commands_are_a_job_that_is_queued_again_loses_a_node_and_go
 ) -> None:
     """Its lines as they are written there; my_run.yaml is a small one."""
     small = ("train.max_steps=0", "train.num_epochs=10", "slurm.partition=all", *QUICK)
-    readme.write_config(tmp_path / "my_run.yaml", tiny, "experiment=mine", *small, leave_out=("fileroot",))
+    pages.write_config(tmp_path / "my_run.yaml", tiny, "experiment=mine", *small, leave_out=("fileroot",))
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "mine" / "t0"
     with RunHandle(typed("asyncrl-launch run"), run_dir) as terminal:
@@ -219,8 +219,8 @@ def test_the_readmes_commands_are_a_job_that_is_queued_again_loses_a_node_and_go
 
 
 def typed(start: str) -> list[str]:
-    """The README's line that begins so, in the current folder."""
-    return readme.as_written(readme.line_of(HEADING, start), Path.cwd())
+    """The page's line that begins so, in the current folder."""
+    return pages.as_written(pages.line_of(PAGE, start), Path.cwd())
 
 
 def start_soon(cluster: SlurmCluster, job: Job) -> None:

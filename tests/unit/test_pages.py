@@ -1,12 +1,14 @@
-"""The README's page on own models, data and rewards: its files, put where it says, are a run that `check` accepts."""
+"""The code of the pages: the files of your-own-task.md are a run that `check` accepts, and every command of a page exists."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
 import logging
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ from asyncrl.rollout.chat_agent import ChatAgent
 from asyncrl.rollout.rollouts import TRAIN, TaskTable
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.testing.tiny import make_char_tokenizer, make_tiny_model
-from tests import readme
+from tests import pages
 
-HEADING = "## Your own model, data and reward"
+TASK_PAGE = pages.ROOT / "docs" / "your-own-task.md"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}:{{ m.content }}>{% endfor %}"
     "{% if add_generation_prompt %}<assistant:{% endif %}"
@@ -34,7 +36,7 @@ CHAT_TEMPLATE = (
 
 def blocks(language: str) -> list[str]:
     """The page's code blocks in this language."""
-    return readme.blocks(HEADING, language)
+    return pages.blocks(TASK_PAGE, language)
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def table(config: ExperimentConfig, tokenizer: Any) -> TaskTable:
     worker = WorkerInfo(
         "rollout_worker", 0, 1, "e", "t", 1, "", 1, NameResolveConfig(endpoints=["memory://"]), RuntimeConfig()
     )
-    logger = logging.getLogger("test_readme")
+    logger = logging.getLogger("test_pages")
     return TaskTable(config.rollout, tokenizer=tokenizer, board=StatusBoard(worker, logger), logger=logger)
 
 
@@ -102,37 +104,47 @@ def test_its_rewards_and_environments_do_what_it_says(folder: Path) -> None:
             assert asyncio.run(play()) == expected
 
 
-def is_command(name: str) -> bool:
-    """Whether asyncrl-launch has help for it."""
-    try:
-        parse([name, "--help"])
-    except UsageError:
-        return False
-    except SystemExit as end:
-        return end.code == 0
-    raise AssertionError("--help ends the program")
+def shown_commands(page: Path) -> list[list[str]]:
+    """The words of each line of the page's bash blocks, without comments and assignments of variables."""
+    lines = [line for block in pages.blocks(page, "bash") for line in block.splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), line)) for line in words if line]
 
 
-def test_its_commands_exist() -> None:
-    assert not is_command("none-such")
-    words = [line.split() for block in blocks("bash") for line in block.splitlines() if line.strip()]
-    shown = [line[1] for line in words if line[0] == "asyncrl-launch"]
-    assert len(shown) >= 4
-    assert all(is_command(name) for name in shown)
-    for line in words:
-        if "bash" in line:
-            script = line.index("bash") + 1
-            assert all((readme.README.parent / path).is_file() for path in line[script : script + 2])
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_exist(page: Path) -> None:
+    """asyncrl-launch takes their words, and the scripts and configs that they name are files of the repository."""
+    for program, *words in shown_commands(page):
+        if program == "asyncrl-launch":
+            parse(words)
+        if program in ("bash", "sbatch"):
+            assert (pages.ROOT / words[0]).is_file()
+        for word in words:
+            if re.match(r"(configs|examples|benchmarks|launcher)/", word):
+                assert (pages.ROOT / word).exists(), word
 
 
-@pytest.mark.parametrize("heading", ["## On several machines", "## On Slurm"])
-def test_a_cluster_takes_five_lines(heading: str) -> None:
+def test_a_command_that_is_none_is_found(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("```bash\nasyncrl-launch none-such RUN   # no command\n```\n")
+    with pytest.raises(UsageError):
+        test_the_commands_of_a_page_exist(tmp_path / "page.md")
+
+
+def test_the_config_of_the_readme_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = pages.blocks(pages.ROOT / "README.md", "yaml")
+    (tmp_path / "my_run.yaml").write_text(block)
+    config = load_experiment(tmp_path / "my_run.yaml")
+    assert config.rollout.tasks["default"].reward == "my_task.py:reward"
+    assert len(block.splitlines()) <= 15
+
+
+@pytest.mark.parametrize("name", ["hosts", "slurm"])
+def test_a_cluster_takes_five_lines(name: str) -> None:
     """tests/hosts and tests/slurm run them."""
-    lines = [line.split() for line in readme.commands(heading)]
+    lines = shown_commands(pages.ROOT / "docs" / f"{name}.md")
     assert len(lines) == 5
-    for program, word, *_ in lines:
-        assert program in ("asyncrl-launch", "sbatch")
-        assert is_command(word) if program == "asyncrl-launch" else (readme.README.parent / word).is_file()
+    assert {line[0] for line in lines} <= {"asyncrl-launch", "sbatch"}
 
 
 def test_its_agent_of_openais_client_is_one(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The README's code blocks, for tests that do what it says."""
+"""The code blocks of README.md and of the pages in docs/, for tests that do what they say."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def blocks(heading: str, language: str) -> list[str]:
-    """Those of a section in this language."""
-    _, found, rest = README.read_text(encoding="utf-8").partition(f"{heading}\n")
-    assert found, f"{README} has no section {heading!r}"
-    section = re.split(r"^## ", rest, maxsplit=1, flags=re.MULTILINE)[0]
-    return re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+def blocks(page: Path, language: str) -> list[str]:
+    """The page's code blocks in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def commands(heading: str) -> list[str]:
-    """The lines, comments too, of a section that shows one block of commands."""
-    (block,) = blocks(heading, "bash")
+def commands(page: Path) -> list[str]:
+    """The lines, comments too, of a page that shows one block of commands."""
+    (block,) = blocks(page, "bash")
     return block.splitlines()
 
 
-def line_of(heading: str, start: str) -> str:
+def line_of(page: Path, start: str) -> str:
     """The one line that begins so, blanks apart."""
-    (line,) = (line for line in commands(heading) if line.split()[: len(start.split())] == start.split())
+    (line,) = (line for line in commands(page) if line.split()[: len(start.split())] == start.split())
     return line
 
 
