@@ -123,7 +123,7 @@ class _Seen:
 
     training: TrainingProgress
     statuses: list[WorkerStatus]
-    wanted: int | None  # generation servers, where `scale` was used
+    desired: int | None  # number of generation servers, where `scale` was used
     at: float  # when it was read, unix seconds
 
 
@@ -136,7 +136,7 @@ def _show(run_dir: Path, record: RunRecord, seen: _Seen, console: Console, *, as
             "reward": training.reward if math.isfinite(training.reward) else None,
             "left_s": training.left_s,
         }
-        there = {"progress": progress, "workers": seen.statuses, "generation_wanted": seen.wanted}
+        there = {"progress": progress, "workers": seen.statuses, "generation_wanted": seen.desired}
         print_json({"run_dir": str(run_dir), "running": True, "record": record, **there})
     else:
         console.print(_view(run_dir, record, seen))
@@ -168,8 +168,8 @@ def _view(run_dir: Path, record: RunRecord, seen: _Seen) -> Group:
     title = f"{run_dir}, attempt {record.attempt}, up {seen.at - record.started:.0f} s"
     servers = [status for status in seen.statuses if status.worker.startswith("generation_server/")]
     num_running = sum(status.state == "running" for status in servers)
-    if seen.wanted not in (None, num_running):
-        title += f"; {seen.wanted} generation servers are wanted, {num_running} run"
+    if seen.desired not in (None, num_running):
+        title += f"; {seen.desired} generation servers are wanted, {num_running} run"
     table = Table(title=title, title_justify="left")
     for column in ("worker", "state", "heartbeat", "version", "waits for", "queues"):
         table.add_column(column)
