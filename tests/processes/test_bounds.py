@@ -1,6 +1,6 @@
 """What other processes send fills nobody's memory: answers over HTTP, streams of SGLang, changes in name resolve.
 
-docs/design/bounds.md, has the list; most of it is tested with what it bounds (test_channel.py, test_streams.py, test_journal.py ...).
+docs/design/bounds.md has the list. Most of it is tested beside its code (test_channel.py, test_streams.py, test_journal.py ...).
 """
 
 from __future__ import annotations
