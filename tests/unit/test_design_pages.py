@@ -15,16 +15,20 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *map(ROOT.joinpath, ("README.md", "DESIGN.md", "CONTRIBUTING.md"))]
 HISTORY = {"lab-notebook.md"}  # of what was there at the time
 _TEST = re.compile(r"`((?:tests|benchmarks|launcher|examples)/[\w/.-]+\.\w+)`")
-_FILE = re.compile(r"`(asyncrl/[\w/]+\.py)`(?: `(\w+)`)?")
+_FILE = re.compile(r"`(asyncrl/[\w/]+\.py)`((?:,? `[\w.]+`)*)")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: page.name)
 def test_files_and_names_exist(page: Path) -> None:
     assert all((ROOT / file).is_file() for file in _TEST.findall(page.read_text()))
-    for file, name in _FILE.findall(page.read_text()):
-        text = (ROOT / file).read_text()
-        defined = rf"^(?:class|(?:async )?def) {name}\b|^{name}(?:: [^=]+)? = "
-        assert not name or re.search(defined, text, re.MULTILINE), (file, name)
+    missing = {
+        f"{file}:{name}"
+        for file, names in _FILE.findall(page.read_text())
+        for name in re.findall(r"`([\w.]+)`", names)
+        if "." in name or not re.search(rf"^{name}(?:: [^=]+)? = ", (ROOT / file).read_text(), re.MULTILINE)
+        if name not in set(defined_in(ast.parse((ROOT / file).read_text())))
+    }
+    assert not missing
 
 
 _FUNCTIONS = re.compile(r"`(asyncrl/[\w/]+\.py)`((?:,? `[\w.]+`)+)")
