@@ -137,9 +137,15 @@ def _bad_roles(config: ExperimentConfig) -> Iterator[Problem]:
         yield "train.ref.update_share", ref.update_share, "must be above 0 and at most 1 (1: a plain copy)"
 
 
-def _bad_choices(config: ExperimentConfig) -> Iterator[Problem]:
+def allowed_values(config: ExperimentConfig) -> dict[str, Sequence[str]]:
+    """By path: the values of each field that takes one of a few words."""
+    return {name: allowed for name, _, allowed in _choices(config)}
+
+
+def _choices(config: ExperimentConfig) -> Sequence[tuple[str, Any, Sequence[str]]]:
+    """Path, value and allowed values."""
     dtypes = ("float32", "bfloat16", "float16", AUTO)
-    choices = (
+    return (
         ("manager.routing", config.manager.routing, ("round_robin", "least_requests", "least_token_usage")),
         ("manager.head_policy", config.manager.head_policy, ("balanced", "grouping")),
         ("rollout.reward_isolation", config.rollout.reward_isolation, ("process", "thread")),
@@ -169,7 +175,10 @@ def _bad_choices(config: ExperimentConfig) -> Iterator[Problem]:
         *((f"eval.modes[{index}]", mode, ("sampled", "greedy")) for index, mode in enumerate(config.eval.modes)),
         *((f"train.extra_mfcs.{name}.kind", mfc.kind, MFC_KINDS) for name, mfc in config.train.extra_mfcs.items()),
     )
-    for name, value, allowed in choices:
+
+
+def _bad_choices(config: ExperimentConfig) -> Iterator[Problem]:
+    for name, value, allowed in _choices(config):
         if value not in allowed:
             yield name, value, one_of(value, allowed)
     switches = (

@@ -1,0 +1,65 @@
+"""`asyncrl-launch config`: the reference of the config's fields."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from asyncrl.cli.commands.common import Commands, add_command, print_json
+from asyncrl.config.fields import find_field
+from asyncrl.config.reference import FieldReference, all_fields, json_schema, markdown, select
+from asyncrl.config.schema import ConfigError
+
+_DESCRIPTION = """Print the fields of a config: type, default, allowed values and meaning.
+
+FIELD is a dotted path of a field, or of a section. Without it all fields are printed."""
+
+_EPILOG = """examples:
+  asyncrl-launch config train.optimizer
+  asyncrl-launch config manager.max_head_offpolicyness
+  asyncrl-launch config --schema > asyncrl.schema.json    for editors: let the first line of a YAML file be
+                                                          # yaml-language-server: $schema=asyncrl.schema.json
+
+exit codes: 0 printed; 2 there is no such field, and the nearest one is named."""
+
+
+def add_to(commands: Commands) -> None:
+    parser = add_command(commands, "config", show, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("field", metavar="FIELD", nargs="?", default="", help="dotted path of a field or of a section")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--schema", action="store_true", help="print the JSON schema of a config file")
+    form.add_argument("--markdown", action="store_true", help="print the page docs/configuration.md")
+
+
+def show(arguments: argparse.Namespace, console: Console) -> int:
+    """Print the fields of a config, with type, default, allowed values and meaning."""
+    if arguments.schema:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n")
+        return 0
+    if arguments.markdown:
+        sys.stdout.write(markdown())
+        return 0
+    found = select(arguments.field) if arguments.field else all_fields()
+    if not found:
+        near = find_field(arguments.field)
+        raise ConfigError(f"there is no field {arguments.field}" + (f"; did you mean {near}?" if near else ""))
+    if arguments.json:
+        print_json(found)
+        return 0
+    for field in found:
+        for line in _lines(field):
+            console.print(line, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _lines(field: FieldReference) -> list[str]:
+    limits = " | ".join(value or '""' for value in field.allowed) or field.limits
+    head = f"[bold]{escape(field.path)}[/bold]: {escape(field.type)} = {escape(field.default)}"
+    return [
+        f"{head}  ({escape(limits)})" if limits else head,
+        *([f"    {escape(field.meaning)}"] if field.meaning else []),
+    ]

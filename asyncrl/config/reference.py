@@ -1,0 +1,255 @@
+"""The reference of the config (pure): each field with type, default, limits, allowed values and meaning.
+
+`asyncrl-launch config` prints it. docs/configuration.md and the JSON schema for editors are made from it. The meaning of a field is
+its comment in schema.py: at the end of its line, or on the lines directly above it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import math
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from asyncrl.config import schema
+from asyncrl.config.schema import ExperimentConfig, Limits
+from asyncrl.config.validation import allowed_values
+
+KEY = "<name>"  # in a path: a key that the user chooses
+_NO_LIMITS = Limits()
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+
+
+@dataclass(frozen=True)
+class FieldReference:
+    """One field. `allowed` is empty where any value of the type is allowed, and `limits` where no limit is declared."""
+
+    path: str
+    type: str
+    default: str
+    limits: str
+    allowed: tuple[str, ...]
+    meaning: str
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """A field of a section, as its class declares it."""
+
+    path: str
+    entry: Field[Any]
+    hint: Any
+    default: Any
+    meaning: str
+    section: type | None  # the class below it, if the field holds sections
+
+
+def all_fields() -> list[FieldReference]:
+    """In the order of the schema."""
+    allowed = allowed_values(ExperimentConfig())
+    return [
+        FieldReference(
+            path=declared.path,
+            type=str(declared.entry.type),
+            default=_shown(declared.default),
+            limits=_limits_text(declared.entry),
+            allowed=tuple(allowed.get(declared.path, ())),
+            meaning=declared.meaning,
+        )
+        for declared in _declared(ExperimentConfig, ExperimentConfig(), "")
+        if declared.section is None
+    ]
+
+
+def sections() -> dict[str, str]:
+    """Path of each section, and what it holds."""
+    declared = _declared(ExperimentConfig, ExperimentConfig(), "")
+    return {one.path: inspect.getdoc(one.section) or "" for one in declared if one.section is not None}
+
+
+def select(path: str) -> list[FieldReference]:
+    """The field of this path, or the fields below it. A key that the user chooses matches any name."""
+    parts = path.split(".")
+
+    def matches(field: FieldReference) -> bool:
+        own = field.path.split(".")[: len(parts)]
+        return len(own) == len(parts) and all(a in (b, KEY) for a, b in zip(own, parts, strict=True))
+
+    return [field for field in all_fields() if matches(field)]
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of a config file, for editors. Unknown fields are refused, as asyncrl refuses them."""
+    found = _object_schema(ExperimentConfig, ExperimentConfig(), "", allowed_values(ExperimentConfig()))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "asyncrl", **found}
+
+
+def markdown() -> str:
+    """The page docs/configuration.md."""
+    lines = [
+        "# Configuration",
+        "",
+        "This page lists each field of a config. `asyncrl-launch config --markdown` writes it from",
+        "`asyncrl/config/schema.py`. `asyncrl-launch config FIELD` prints one field or section in the terminal, and",
+        "`asyncrl-launch config --schema` prints a JSON schema, with which an editor completes and checks YAML.",
+        "",
+        f"`{KEY}` in a path stands for a name that you choose. Times are in seconds where a name ends with `_s`, and sizes",
+        "in bytes where it ends with `_bytes`.",
+    ]
+    described, section = sections(), None
+    for field in all_fields():
+        if (inside := field.path.rpartition(".")[0]) != section:
+            section = inside
+            lines += ["", f"## {section or 'The run'}".replace("<", "&lt;"), ""]
+            lines += [described[section].partition("\n\n")[0].replace("\n", " "), ""] if described.get(section) else []
+            lines += ["| field | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+        allowed = ", ".join(f"`{value}`" if value else '`""`' for value in field.allowed) or field.limits
+        cells = (f"`{field.path}`", f"`{field.type}`", f"`{field.default}`", allowed, _escaped(field.meaning))
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """A "<" outside of code is text, not HTML."""
+    return "`".join(part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(text.split("`")))
+
+
+# ------------------------------------------------------------------------------------------------------------- fields
+
+
+def _declared(section: type, value: Any, prefix: str) -> Iterator[_Declared]:
+    """value: the section with its defaults; None: it is absent by default."""
+    hints, meanings = get_type_hints(section), _comments()[section.__name__]
+    for entry in fields(section):
+        path, hint = f"{prefix}{entry.name}", hints[entry.name]
+        default = getattr(value, entry.name) if value is not None else _default_of(entry)
+        below, is_keyed = _section_in(hint)
+        if below is not None and is_keyed:
+            path = f"{path}.{KEY}"
+        yield _Declared(path, entry, hint, default, meanings.get(entry.name, ""), below)
+        if below is not None:
+            yield from _declared(below, default if is_dataclass(default) else None, f"{path}.")
+
+
+def _section_in(hint: Any) -> tuple[type | None, bool]:
+    """The section class in a type hint, and whether it is the value of a dict."""
+    if get_origin(hint) is dict:
+        below, _ = _section_in(get_args(hint)[1])
+        return below, True
+    for option in get_args(hint) or (hint,):
+        if isinstance(option, type) and is_dataclass(option):
+            return option, False
+    return None, False
+
+
+def _default_of(entry: Field[Any]) -> Any:
+    return entry.default_factory() if entry.default_factory is not MISSING else entry.default
+
+
+def _shown(value: Any) -> str:
+    """As YAML writes it."""
+    if value is MISSING:
+        return "required"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return '""' if value == "" else str(value)
+
+
+def _limits_text(entry: Field[Any]) -> str:
+    limits: Limits = entry.metadata.get("limits", _NO_LIMITS)
+    texts = (
+        ("above", limits.above),
+        ("at least", limits.at_least),
+        ("at most", None if math.isinf(limits.at_most) else limits.at_most),
+    )
+    return ", ".join(
+        f"{word} {number:,g}" if number < 1e6 else f"{word} {number:,.0f}"
+        for word, number in texts
+        if number is not None
+    )
+
+
+@cache
+def _comments() -> Mapping[str, Mapping[str, str]]:
+    """By class and field of schema.py: the comment that gives its meaning."""
+    source = inspect.getsource(schema)
+    found = {
+        token.start[0]: (token.string.lstrip("#").strip(), token.line.lstrip().startswith("#"))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    return {
+        node.name: {
+            entry.target.id: _comment_of(entry, found)
+            for entry in node.body
+            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
+        }
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def _comment_of(entry: ast.AnnAssign, comments: Mapping[int, tuple[str, bool]]) -> str:
+    """comments: by line number, the text, and whether the line has nothing else."""
+    above: list[str] = []
+    line = entry.lineno - 1
+    while line in comments and comments[line][1]:
+        above.insert(0, comments[line][0])
+        line -= 1
+    last = entry.end_lineno or entry.lineno
+    return " ".join([*above, *(comments[number][0] for number in range(entry.lineno, last + 1) if number in comments)])
+
+
+# -------------------------------------------------------------------------------------------------------- JSON schema
+
+
+def _object_schema(section: type, value: Any, prefix: str, allowed: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for declared in _declared(section, value, prefix):
+        name = declared.entry.name
+        if declared.path.removesuffix(f".{KEY}") != f"{prefix}{name}":
+            continue  # of a section below
+        if declared.section is None:
+            properties[name] = _value_schema(declared, allowed)
+            continue
+        below = declared.default if is_dataclass(declared.default) else None
+        inner = _object_schema(declared.section, below, f"{declared.path}.", allowed)
+        if declared.path.endswith(KEY):
+            inner = {"type": "object", "additionalProperties": inner}
+        elif NoneType in get_args(declared.hint):
+            inner = {"anyOf": [inner, {"type": "null"}]}
+        properties[name] = inner
+    described = {"description": inspect.getdoc(section)} if section.__doc__ else {}
+    return {"type": "object", "additionalProperties": False, **described, "properties": properties}
+
+
+def _value_schema(declared: _Declared, allowed: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"description": declared.meaning} if declared.meaning else {}
+    found |= _type_schema(declared.hint)
+    if choices := allowed.get(declared.path):
+        found["enum"] = list(choices)
+    limits: Limits = declared.entry.metadata.get("limits", _NO_LIMITS)
+    bounds = {"minimum": limits.at_least, "exclusiveMinimum": limits.above}
+    bounds["maximum"] = None if math.isinf(limits.at_most) else limits.at_most
+    found |= {name: bound for name, bound in bounds.items() if bound is not None}
+    if declared.default is not MISSING:
+        found["default"] = declared.default
+    return found
+
+
+def _type_schema(hint: Any) -> dict[str, Any]:
+    if hint in _TYPES:
+        return {"type": _TYPES[hint]}
+    if get_origin(hint) is list:
+        return {"type": "array", "items": _type_schema(get_args(hint)[0])}
+    if get_origin(hint) is dict:
+        return {"type": "object", "additionalProperties": _type_schema(get_args(hint)[1])}
+    if options := get_args(hint):
+        return {"type": [_type_schema(option)["type"] for option in options]}
+    return {}
