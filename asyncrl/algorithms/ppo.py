@@ -44,7 +44,7 @@ from asyncrl.config.validation import ppo_problems
 def token_ratios(
     logprobs_T: Tensor, anchor_logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str
 ) -> Tensor:
-    """The ratio of the tokens' probabilities under the policy and under its anchor; 0 where mask_T is False.
+    """The ratio of the tokens' probabilities under two policies; 0 where mask_T is False.
 
     token:     r_t = exp(logprob_t - anchor_t)                        (PPO, arXiv:1707.06347, eq. 6)
     sequence:  s   = exp(mean over the sequence's masked tokens of (logprob_t - anchor_t)), given to each of them

@@ -2,7 +2,7 @@
 
     <run>/bad_batches/a0001-s00000012/      attempt 1, train step 12, which began from version 11
         step_00000011-group_0000-model_worker_0.safetensors ...       as in trajectories.py, with all keys present at the time
-        why.json                                                      the statistics of the step
+        why.json                                                      time and statistics of the step
         weights/                                                      mode=sync: the weights it left; else see <run>/weights
 
 The run keeps the newest `train.keep_bad_batches`, each with the weights that its step began from. No torch.
@@ -45,7 +45,7 @@ def folder_of(run_dir: Path, attempt: int, step: int) -> Path:
 
 
 def write_why(folder: Path, time: float, stats: Mapping[str, float]) -> None:
-    """Write the statistics of the step."""
+    """Write why.json: time and statistics of the step."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _WHY).write_bytes(
         msgspec.json.encode({"time": time, "stats": dict(stats)})

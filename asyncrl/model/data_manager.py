@@ -109,7 +109,7 @@ class DataManager:
         except RuntimeError as error:
             raise RuntimeError(f"receiving {what}: {error}") from error
 
-    # ----------------------------------------------------------------------------------------------- what has been posted
+    # ----------------------------------------------------------------------------------------------------- posted sends
 
     def _keep(self, work: dist.Work | None, part: Tensor, what: str) -> None:
         assert work is not None, "this worker is in the world"

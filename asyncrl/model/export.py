@@ -148,7 +148,7 @@ def commit_model(
 
 
 def checkpoint_tensors(model: ExportedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of this rank's stage, under their checkpoint names. Loads an offloaded model.
+    """Parameters and persistent buffers of this rank's stage, under their checkpoint names. Offloaded weights are moved back first.
 
     Raises ConfigError if the checkpoint's tensors differ from the module's and the model is on several ranks.
     """

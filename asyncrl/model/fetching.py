@@ -1,7 +1,7 @@
 """Transfers data between model workers of different worker groups (worker_groups.py). Collectives end at the border of a group, so
 it uses HTTP.
 
-    HeldData, at each worker of a run with detached groups -- POST /held_data: ids, keys --> as many of these ids as fit, raw
+    HeldData, at each worker of a run with detached groups -- POST /held_data: ids, keys --> the first of these ids that fit, raw
     master -- FetchData(parts) --> DataFetcher of a worker: requests, checks, stores copies
 
 Data moves only on the master's request. The master names the incarnation of the source's worker group: a restarted worker is asked
@@ -89,7 +89,7 @@ def unpack_sample(body: bytes, *, max_bytes: int) -> SequenceSample:
     return decode_sample(parts[0], parts[1:], max_bytes=max_bytes)
 
 
-# --------------------------------------------------------------------------------------------------------------- who gives
+# --------------------------------------------------------------------------------------------------------------- server
 
 
 class HeldData:
@@ -138,7 +138,7 @@ class HeldData:
         return pack_sample(SequenceSample.gather(groups))
 
 
-# ---------------------------------------------------------------------------------------------------------------- who asks
+# --------------------------------------------------------------------------------------------------------------- client
 
 
 class DataFetcher:

@@ -40,8 +40,8 @@ from asyncrl.dataflow.graph import MFCDef
 from asyncrl.rewards.import_object import import_object
 
 # (outputs, data, cu_seqlens) -> (loss, statistics): an engine calls it on each micro-batch. outputs: `logprobs` and `entropy` of a
-# policy, `values` of a critic; data: the keys of the micro-batch; all packed alike. The loss is a sum already divided by the global
-# denominator. Statistics named *_max are maxima, all others sums over tokens. An optional method
+# policy, `values` of a critic; data: the keys of the micro-batch; all packed in the same way. The loss is a sum already divided by
+# the global denominator. Statistics named *_max are maxima, all others sums over tokens. An optional method
 # `stop_reason(statistics of all ranks) -> str` stops the engine from stepping if it returns a non-empty text.
 LossFn = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], tuple[Tensor, dict[str, Tensor]]]
 Stats = dict[str, float]
@@ -375,7 +375,7 @@ class FunctionInterface(Interface):
         missing = [key for key in self.mfc.output_keys if key not in getattr(result, "keys", ())]
         if not isinstance(result, SequenceSample) or missing or set(result.ids) != set(here.ids):
             raise ValueError(
-                f"MFC {self.mfc.name!r}: {self.mfc.interface} must return a SequenceSample of the ids it was given with the keys "
+                f"MFC {self.mfc.name!r}: {self.mfc.interface} must return a SequenceSample with the ids of its input and the keys "
                 f"{list(self.mfc.output_keys)}; missing {missing}"
             )
         return result.select_keys(self.mfc.output_keys), {}

@@ -70,7 +70,7 @@ class TextScorer:
 def _score(engine: ScoringModel, texts: list[list[int]]) -> list[npt.NDArray[np.float32]]:
     """Logprobs of texts of the same length, at temperature 1, on all ranks of the model. Collective.
 
-    Every data rank scores the texts, because a rank must not be without groups; the first one's result is used.
+    Every data rank scores the texts, so that no rank is without groups; the first one's result is used.
     """
     groups = [{"packed_input_ids": [np.array(text)]} for text in texts]
     found = engine.logprobs(SequenceSample.from_groups([str(i) for i in range(len(texts))], groups), temperature=1.0)

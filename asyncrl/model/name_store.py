@@ -41,7 +41,7 @@ class NameStore(Store):
         return all(self._now(key) is not None for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        while True:  # a failed swap means that another rank succeeded: at most one retry per rank
+        while True:  # a failed swap means that another rank succeeded: the number of ranks bounds the retries
             before = self._now(key)
             count = amount + (int(_bytes(before)) if before is not None else 0)
             if self._resolver.compare_and_swap(self._name(key), before, _text(str(count))):

@@ -77,7 +77,8 @@ class ProcessGroup:
             world_size=self.size,
             timeout=timedelta(seconds=self._limit_s),
         )
-        # NCCL makes its communicator at first use, with all ranks. Point-to-point copies would not, so run one collective first
+        # NCCL creates its communicator at the first operation, which must include all ranks. A copy between two ranks does not,
+        # so run a collective first
         dist.all_reduce(torch.zeros(1, device=device))
 
     def meshes(self, placements: list[ModelPlacement], device: torch.device) -> dict[str, ModelMesh | None]:

@@ -321,7 +321,7 @@ class Filler:
 
 
 def split_evenly(size: int, parts: int, part: int) -> tuple[int, int]:
-    """(start, length) of a part, as in DTensor's Shard: all parts but the last non-empty one have the same length."""
+    """(start, length) of a part, as in DTensor's Shard: ceil(size / parts) each; the last parts may be shorter or empty."""
     length = -(-size // parts)
     start = min(part * length, size)
     return start, min(length, size - start)
