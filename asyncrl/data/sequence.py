@@ -593,7 +593,7 @@ def _read_layout(encoded: bytes) -> _Layout:
         if key.dtype not in DTYPES:
             raise CodecError(f"key {key.name!r}: dtype {key.dtype!r} is unknown; known are {', '.join(DTYPES)}")
         if key.lengths < 0:
-            raise CodecError(f"key {key.name!r}: no lengths number {key.lengths}")
+            raise CodecError(f"key {key.name!r}: the lengths index {key.lengths} is negative")
         spec = KEY_SPECS.get(key.name)
         if spec is not None and _DTYPES[key.dtype] != spec.dtype:
             raise CodecError(f"key {key.name!r}: expected dtype {spec.dtype}, found {key.dtype}")
@@ -636,7 +636,7 @@ def _count(seqlens: SeqLens, num_ids: int) -> int:
 def _objection(head: _Header, name: str, dtype: DType, lengths: int, found: int) -> str:
     """What is wrong with the size of a key's frame; "" if it is right."""
     if lengths >= len(head.lengths):
-        return f"key {name!r}: no lengths number {lengths}; there are {len(head.lengths)}"
+        return f"key {name!r}: the lengths index {lengths} is out of range; the header has {len(head.lengths)} lengths"
     seqlens = head.lengths[lengths]
     if any(n < 0 for group in seqlens for n in group):
         return f"key {name!r}: a length is negative"

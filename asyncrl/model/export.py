@@ -76,7 +76,7 @@ class ExportedModel(ShardedModel, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which its weights are exported."""
+        """Dtype of the exported weights."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -162,7 +162,7 @@ def checkpoint_tensors(model: ExportedModel) -> dict[str, Tensor]:
         return tensors
     if len(workers_of(model)) > 1:
         raise ConfigError(
-            f"allocation: models of type {model.config.model_type!r} keep {changed[0]} in one tensor, their checkpoints in "
+            f"allocation: models of type {model.config.model_type!r} keep {changed[0]} in one tensor, but their checkpoints in "
             "several; weights of such a model cannot be exported from more than one rank: train it on d1p1m1"
         )
     return dict(_reverted(model.model, tensors))
