@@ -1,7 +1,7 @@
 """From rewards to advantages: reward shaping, baselines of groups, generalised advantage estimation on packed sequences.
 
-`compute_advantages` is all of it, as train.ppo asks for it: called once a train step on the groups that this rank holds, before the
-batch is split into minibatches, by the interfaces of the actor and of the critic. The functions above it are its parts. A group
+`compute_advantages` does all of this, as configured in train.ppo. The interfaces of the actor and the critic call it once per train
+step on the groups that this rank holds, before the batch is split into minibatches. The functions above it are its parts. A group
 never spans ranks; only normalisation over the batch communicates (packed.py).
 
 Shapes: T tokens, packed; S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1]; groups lie one after another, `group_sizes`
@@ -36,16 +36,16 @@ from asyncrl.config.schema import PPOConfig, judges_by_group
 def shape_rewards(
     rewards_S: Tensor, truncated_S: Tensor, *, scaling: float, bias: float, clip: float, mask_no_eos_with_zero: bool
 ) -> Tensor:
-    """What a sequence is rewarded with: clip((reward - bias) * scaling, -clip, clip).
+    """Shape the reward of each sequence: clip((reward - bias) * scaling, -clip, clip).
 
-    With mask_no_eos_with_zero a truncated sequence gets 0 instead: its answer was not seen, so it was neither right nor wrong.
+    With mask_no_eos_with_zero a truncated sequence gets 0 instead: its answer is unknown, so it is neither right nor wrong.
     """
     shaped_S = ((rewards_S - bias) * scaling).clamp(-clip, clip)
     return shaped_S.masked_fill(truncated_S, 0.0) if mask_no_eos_with_zero else shaped_S
 
 
 def overlong_penalties(lengths_S: Tensor, *, length: int, buffer: float, penalty: float) -> Tensor:
-    """What a response of so many sampled tokens loses of its reward: float32, S, from -penalty to 0.
+    """Reward penalty of responses by their number of sampled tokens: float32, S, from -penalty to 0.
 
     Soft overlong punishment (Yu et al., DAPO, arXiv:2503.14476, eq. 13), with b = buffer * length tokens:
 
@@ -58,10 +58,10 @@ def overlong_penalties(lengths_S: Tensor, *, length: int, buffer: float, penalty
 
 
 def trained_mask(mask_T: Tensor, truncated_S: Tensor, cu_seqlens: Tensor, *, mask_too_long: bool) -> Tensor:
-    """The tokens that the loss is over. mask_too_long takes truncated sequences out (DAPO, arXiv:2503.14476).
+    """The tokens in the loss. mask_too_long removes truncated sequences (DAPO, arXiv:2503.14476).
 
-    They count in no denominator and in no normalisation over tokens; their rewards stay in their group's mean and
-    standard deviation.
+    Removed tokens count in no denominator and in no normalisation over tokens. The rewards of their sequences stay in their
+    group's mean and standard deviation.
     """
     return mask_T & ~to_tokens(truncated_S, cu_seqlens) if mask_too_long else mask_T
 
@@ -72,7 +72,7 @@ def trained_mask(mask_T: Tensor, truncated_S: Tensor, cu_seqlens: Tensor, *, mas
 def group_advantages(rewards_S: Tensor, group_sizes: Sequence[int], eps: float = 1e-6) -> Tensor:
     """A_s = (reward_s - mean of its group) / (std of its group + eps): Shao et al., GRPO, arXiv:2402.03300.
 
-    The advantage of a whole sequence; every token of the response gets it (`to_tokens`). Equal rewards: 0, nothing to learn.
+    The advantage of a whole sequence; every token of the response gets it (`to_tokens`). Equal rewards give 0.
     """
     return normalise_groups(rewards_S, torch.ones_like(rewards_S, dtype=torch.bool), group_sizes, eps)
 
@@ -80,7 +80,7 @@ def group_advantages(rewards_S: Tensor, group_sizes: Sequence[int], eps: float =
 def mean_baseline_advantages(rewards_S: Tensor, group_sizes: Sequence[int]) -> Tensor:
     """A_s = reward_s - mean of its group: Liu et al., Dr.GRPO, arXiv:2503.20783.
 
-    GRPO without its division, which makes prompts that are nearly always (or never) solved weigh more than others.
+    GRPO without the division by the std. That division gives more weight to prompts that are nearly always (or never) solved.
     """
     return (rewards_S.double() - group_means(rewards_S, group_sizes)).to(rewards_S.dtype)
 
@@ -88,8 +88,8 @@ def mean_baseline_advantages(rewards_S: Tensor, group_sizes: Sequence[int]) -> T
 def leave_one_out_advantages(rewards_S: Tensor, group_sizes: Sequence[int]) -> Tensor:
     """A_s = reward_s - mean of the others of its group: Ahmadian et al., RLOO, arXiv:2402.14740.
 
-    An unbiased baseline: it does not depend on the response it is compared with. It is n / (n - 1) times mean_baseline_advantages;
-    a group of one has no others: 0.
+    An unbiased baseline: it does not depend on the response it is compared with. It equals n / (n - 1) times
+    mean_baseline_advantages. In a group of one it is 0.
     """
     sizes_G = torch.tensor(group_sizes, dtype=torch.float64, device=rewards_S.device)
     factor_G = sizes_G / (sizes_G - 1).clamp(min=1)
@@ -101,9 +101,9 @@ def leave_one_out_advantages(rewards_S: Tensor, group_sizes: Sequence[int]) -> T
 
 
 def final_rewards(rewards_S: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Rewards per token: that of the sequence at the last token that the policy sampled, 0 elsewhere.
+    """Rewards per token: the sequence's reward at the last token that the policy sampled, 0 elsewhere.
 
-    A sequence without a sampled token has no place for its reward: nothing could be learned from it.
+    A sequence without a sampled token has no position for its reward, so it is dropped: there is nothing to learn from it.
     """
     end_S = count_per_sequence(mask_T, cu_seqlens).cumsum(0)  # actions up to the end of each sequence
     has_actions_S = count_per_sequence(mask_T, cu_seqlens) > 0
@@ -125,17 +125,17 @@ def gae(
 ) -> Tensor:
     """Generalised advantage estimation (Schulman et al., arXiv:1506.02438, eq. 16), per token; 0 where mask_T is False.
 
-    values_T[t] is the value of the state after token t, as a critic gives it at position t. So the action at t is chosen in a
+    values_T[t] is the value of the state after token t, which a critic outputs at position t. So the action at t is chosen in a
     state of value values_T[t - 1]. Over the actions k = 1..K of a sequence, at the positions t_k:
 
         delta_k = r_k + discount * V_{k+1} - V_k        V_k = values_T[t_k - 1]
         A_k     = delta_k + discount * gae_lambda * A_{k+1},    A_{K+1} = 0
 
-    r_k is what was rewarded from t_k until before the next action (tokens of an environment in between belong to the action
-    before them). V_{K+1} is 0 where the sequence has ended and, where it was truncated, the value at its last action (bootstrap:
+    r_k is the sum of rewards from t_k until before the next action (tokens of an environment in between belong to the action
+    before them). V_{K+1} is 0 if the sequence has ended. If it was truncated, V_{K+1} is the value at its last action (bootstrap:
     more reward was to come). Value-free: values 0; with discount = gae_lambda = 1 every token gets the sum of rewards to come.
 
-    The recursion is a suffix sum, done by doubling in log2(longest) vector operations instead of one per token.
+    The recursion is a suffix sum, computed by doubling in log2(longest) vector operations instead of one per token.
     """
     device = rewards_T.device
     num_actions_S = count_per_sequence(mask_T, cu_seqlens)
@@ -148,9 +148,9 @@ def gae(
     index_A = torch.arange(num_actions, device=device)
     is_last_A = index_A + 1 == end_A
 
-    # Rewards from each action until before the next one, or the end of the sequence. Not as differences of a running sum over all
-    # sequences: one that is not finite would spoil all behind it.
-    action_T = mask_T.cumsum(0) - 1  # the last one up to there, maybe of a sequence before
+    # Rewards from each action until before the next one, or the end of the sequence. Not computed as differences of a running sum
+    # over all sequences: one value that is not finite would spoil all later ones.
+    action_T = mask_T.cumsum(0) - 1  # index of the last action up to this token, possibly of an earlier sequence
     sequence_T = torch.arange(len(num_actions_S), device=device).repeat_interleave(
         cu_seqlens.diff(), output_size=len(mask_T)
     )
@@ -158,7 +158,7 @@ def gae(
     reward_A = rewards_T.new_zeros(num_actions, dtype=torch.float64)
     reward_A.index_add_(0, action_T[earned_T], rewards_T[earned_T].double())
 
-    # The state of an action at the very first position of a sequence has seen no token: no critic valued it.
+    # The state of an action at the very first position of a sequence has seen no token, so it has no value.
     values_T = values_T.double()
     value_A = torch.where(at_A > cu_seqlens[:-1][sequence_A], values_T[(at_A - 1).clamp(min=0)], 0.0)
     last_value_A = torch.where(truncated_S[sequence_A], values_T[at_A], 0.0)
@@ -177,11 +177,11 @@ def gae(
 
 
 def returns_of(advantages_T: Tensor, values_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """(returns_T, states_T): what a critic is to predict, and where.
+    """(returns_T, states_T): the critic's targets, and the positions of their states.
 
-    R_k = A_k + V_k with the advantages of `gae`, as they are before any normalisation. It stands at the position that V_k was read
-    from, the token before the action: t_k - 1. So values, returns and states of a critic's train step are aligned. An action at
-    the first position of its sequence has no such state.
+    R_k = A_k + V_k with the advantages of `gae`, before any normalisation. It is stored at the position that V_k was read from,
+    the token before the action: t_k - 1. So values, returns and states of a critic's train step are aligned. An action at the
+    first position of its sequence has no such state.
     """
     first_T = torch.zeros_like(mask_T)
     first_T[cu_seqlens[:-1][cu_seqlens.diff() > 0]] = True
@@ -195,13 +195,13 @@ def returns_of(advantages_T: Tensor, values_T: Tensor, mask_T: Tensor, cu_seqlen
 
 @dataclass(frozen=True)
 class Advantages:
-    """What `compute_advantages` gives."""
+    """Result of `compute_advantages`."""
 
     advantages_T: Tensor  # 0 where mask_T is False
     mask_T: Tensor  # bool: the tokens to train
-    rewards_S: Tensor  # shaped: scaled, cut, with overlong penalties
+    rewards_S: Tensor  # shaped: scaled, clipped, with overlong penalties
     kl_T: Tensor | None  # estimate of KL(policy || reference), 0 where nothing was sampled; None without a KL penalty
-    returns_T: Tensor  # of use with a critic: what it is to predict, where states_T; else 0
+    returns_T: Tensor  # targets of a critic where states_T is True, else 0; only meaningful with a critic
     states_T: Tensor  # bool: the states in which the tokens to train were sampled
 
 
@@ -214,13 +214,13 @@ def compute_advantages(
     kl_coef: float,
     all_reduce_sum: AllReduceSum = identity_sum,
 ) -> Advantages:
-    """From the keys of `advantage_keys` (packed, of the groups of this rank) to advantages; kl_coef: what the KL controller holds.
+    """Compute advantages from the keys of `advantage_keys` (packed, of this rank's groups). kl_coef: of the KL controller.
 
     Optional keys: `values` (T, in units of rewards: a critic's, denormalised), `dense_rewards` (T, added to the sequence's reward).
-    Collective where config.advantage_norm is `batch` (every rank calls it, without groups too), else not.
+    Collective if config.advantage_norm is `batch` (every rank calls it, even without groups), else not.
 
-    Judged by group (config.judges_by_group): a response's advantage, given to each of its tokens, and a KL penalty added to it per
-    token, unnormalised, because a group of equal rewards would blow it up. Otherwise: the reward at the last sampled token, GAE.
+    Scored by group (config.judges_by_group): every token gets its response's advantage, plus a KL penalty per token. The penalty
+    is not normalised, because a group of equal rewards would blow it up. Otherwise: the reward at the last sampled token, GAE.
     """
     sampled_T, truncated_S = data["loss_mask"], data["seq_no_eos_mask"]
     mask_T = trained_mask(sampled_T, truncated_S, cu_seqlens, mask_too_long=config.mask_too_long)
@@ -273,7 +273,7 @@ def compute_advantages(
 
 
 def advantage_keys(config: PPOConfig) -> list[str]:
-    """Keys that `compute_advantages` needs; `values` and `dense_rewards` it takes where they are."""
+    """Keys that `compute_advantages` needs. `values` and `dense_rewards` are used if present."""
     penalty = [anchor_key(config), "packed_ref_logprobs"] if config.kl_coef > 0 else []
     return ["loss_mask", "seq_no_eos_mask", "rewards", *penalty]
 

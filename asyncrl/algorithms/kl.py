@@ -1,7 +1,7 @@
-"""KL divergence to a reference policy: estimates per token, and who sets the coefficient.
+"""KL divergence to a reference policy: estimates per token, and controllers of the coefficient.
 
 The penalty enters as a reward (token t costs `coef * kl_t`: advantages.py) or, with train.ppo.kl_in `loss`, as a term of the
-loss (`coef * kl_t` is added to that of token t: ppo.py).
+loss (`coef * kl_t` is added to the loss of token t: ppo.py).
 
 Shapes: T tokens, packed.
 """
@@ -27,9 +27,9 @@ def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: str) -> T
         k2 = d^2 / 2             biased, low variance, never negative
         k3 = exp(-d) - 1 + d     unbiased, low variance, never negative
 
-    J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). k3 is GRPO's (arXiv:2402.03300). That is about
-    values, as a reward has them. As a term of the loss, k2 is the one whose gradient is that of the divergence, k3's is close to it
-    near the reference, and k1's is 0 in expectation: it does nothing (Tang and Munos, arXiv:2506.09477).
+    J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). GRPO uses k3 (arXiv:2402.03300). These properties
+    concern the values, as used in a reward. As a term of the loss, k2 has the gradient of the divergence; k3's gradient is close to
+    it near the reference; k1's is 0 in expectation, so it has no effect (Tang and Munos, arXiv:2506.09477).
     """
     d_T = logprobs_T - ref_logprobs_T
     if estimator == "k1":
@@ -47,11 +47,11 @@ class KLController(Protocol):
     coef: float
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Once a train step: the mean KL of a sequence (nats, summed over its tokens), and of how many sequences."""
+        """Call once per train step. kl: mean KL per sequence (nats, summed over its tokens) over num_sequences sequences."""
 
 
 class FixedKLController:
-    """The coefficient stays."""
+    """The coefficient is constant."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -65,8 +65,8 @@ class AdaptiveKLController:
 
         coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
 
-    Ziegler et al., "Fine-tuning language models from human preferences" (arXiv:1909.08593). Called with sums over all
-    ranks, so that every rank holds the same coefficient.
+    Ziegler et al., "Fine-tuning language models from human preferences" (arXiv:1909.08593). It gets statistics over all ranks,
+    so that every rank has the same coefficient.
     """
 
     def __init__(self, coef: float, target: float, horizon: float) -> None:
@@ -76,13 +76,13 @@ class AdaptiveKLController:
 
     def update(self, kl: float, num_sequences: int) -> None:
         if not math.isfinite(kl):
-            return  # a broken batch must not break the coefficient for good; its step is skipped by the engine too
+            return  # a broken batch must not break the coefficient permanently; the engine skips its step too
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.coef *= max(1 + error * num_sequences / self.horizon, 0.0)
 
 
 def make_kl_controller(config: PPOConfig) -> KLController:
-    """The controller that the config asks for."""
+    """Return the configured controller."""
     if not config.kl_adaptive:
         return FixedKLController(config.kl_coef)
     for name, value in (("kl_target", config.kl_target), ("kl_horizon", config.kl_horizon)):

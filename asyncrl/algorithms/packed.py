@@ -1,8 +1,8 @@
-"""What the algorithms share: sums over the tokens of a sequence, and normalisation over a batch or within groups.
+"""Shared by the algorithms: sums over the tokens of a sequence, and normalisation over a batch or within groups.
 
-Normalisation gives mean 0 and standard deviation 1 over what is masked in. Sums are taken in float64, so that adding them up in
-another order (another layout of ranks) changes nothing that survives rounding to float32. The standard deviation is the
-population's (divided by n): a single element has 0.
+Normalisation gives mean 0 and standard deviation 1 over the masked elements. Sums are taken in float64, so that another order of
+addition (another layout of ranks) changes nothing that survives rounding to float32. The standard deviation is the population's
+(divided by n): that of a single element is 0.
 
 Shapes: T tokens, packed (sequences one after another); S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1]; N elements,
 tokens or sequences, as the caller likes.
@@ -17,24 +17,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Differences of logprobs are cut here before exp: e^20 = 5e8 is far outside of any trust region, and an inf would turn the
+# Differences of logprobs are clamped to this before exp: e^20 = 5e8 is far outside any trust region, and an inf would turn the
 # gradient of a clipped token (0 * inf) into nan.
 MAX_LOG_RATIO = 20.0
 
 
 def to_tokens(x_S: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """A value of each sequence, given to every one of its tokens."""
+    """Repeat the value of each sequence for all its tokens."""
     return x_S.repeat_interleave(cu_seqlens.diff())
 
 
 def count_per_sequence(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """How many tokens of each sequence are masked in: int64, S."""
+    """Number of masked tokens of each sequence: int64, S."""
     total_before = torch.cat([mask_T.new_zeros(1, dtype=torch.int64), mask_T.cumsum(0)])
     return total_before[cu_seqlens[1:]] - total_before[cu_seqlens[:-1]]
 
 
 def sum_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """S sums in the dtype of x_T, taken in float64. Differentiable."""
+    """S sums in the dtype of x_T, computed in float64. Differentiable."""
     num_sequences = len(cu_seqlens) - 1
     sequence_T = torch.arange(num_sequences, device=x_T.device).repeat_interleave(
         cu_seqlens.diff(), output_size=len(x_T)
@@ -43,7 +43,7 @@ def sum_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def mean_per_sequence(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """S means over masked tokens; 0 for a sequence without any. Differentiable; what stands outside of the mask has no say."""
+    """S means over masked tokens; 0 for a sequence without any. Differentiable; values outside the mask have no effect."""
     count_S = count_per_sequence(mask_T, cu_seqlens).clamp(min=1)
     return sum_per_sequence(x_T.masked_fill(~mask_T, 0.0), cu_seqlens) / count_S
 
@@ -53,12 +53,12 @@ def masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
     return x_T.detach().masked_fill(~mask_T, 0.0).sum()
 
 
-# Sums over data-parallel ranks: every rank calls it equally often and gets the same. `identity_sum` is that of a single rank.
+# Sums over data-parallel ranks: every rank calls it the same number of times and gets the same sums. `identity_sum`: one rank.
 AllReduceSum = Callable[[list[float]], npt.NDArray[np.float64]]
 
 
 def identity_sum(values: list[float]) -> npt.NDArray[np.float64]:
-    """The sum over ranks where there is one."""
+    """The sum over ranks if there is only one."""
     return np.asarray(values, np.float64)
 
 
@@ -67,7 +67,7 @@ def normalise_batch(
 ) -> Tensor:
     """(x - mean) / (std + eps), with mean and std over the masked elements of all ranks; 0 elsewhere.
 
-    Two collective calls, on every rank, whatever it holds.
+    Two collective calls, on every rank, even without elements.
     """
     values = x_N[mask_N].double()
     count, total = all_reduce_sum([float(values.numel()), float(values.sum())])
@@ -80,7 +80,7 @@ def normalise_batch(
 def normalise_groups(x_N: Tensor, mask_N: Tensor, group_sizes: Sequence[int], eps: float = 1e-6) -> Tensor:
     """(x - mean) / (std + eps), with mean and std over the masked elements of its own group; 0 elsewhere.
 
-    Groups lie one after another, `group_sizes` elements each. A group never spans ranks, so that nothing is communicated.
+    Groups lie one after another, `group_sizes` elements each. A group never spans ranks, so this needs no communication.
     """
     group_N = torch.arange(len(group_sizes)).repeat_interleave(torch.tensor(group_sizes, dtype=torch.int64))
     group = group_N.to(x_N.device)[mask_N]

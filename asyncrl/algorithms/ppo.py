@@ -1,28 +1,28 @@
-"""The policy losses: from the logprobs of three policies to one number to minimise.
+"""The policy losses: from the logprobs of three policies to the scalar loss.
 
-The policies differ because generation runs ahead of training (logprobs of the tokens in the batch, each):
+The policies differ because generation runs ahead of training (each gives logprobs of the tokens in the batch):
 
-    behaviour   sampled the tokens, maybe several versions ago, maybe several versions in one response
+    behaviour   sampled the tokens, possibly several versions ago, possibly several versions in one response
     proximal    the trained policy at the start of this train step; the trust region is around it
-    current     the policy being optimised: gradients flow through this one only
+    current     the policy being optimised; only this one carries gradients
 
-Four independent choices make the loss of a token; docs/algorithms.md says which of them which algorithm makes:
+Four independent choices define the loss of a token. docs/algorithms.md lists the choices of each algorithm:
 
-    train.ppo.importance_level      token_ratios      the ratio current / anchor of a token, or one of its whole sequence (GSPO)
-    train.ppo.policy_loss           clip_loss | cispo_loss      what the trust region does to the gradient
-    train.ppo.behav_imp_weight_*    masked_weights | clamped_weights      what becomes of the weight proximal / behaviour
-    train.ppo.loss_normalization    sum_loss          how tokens are put together
+    train.ppo.importance_level      token_ratios      the ratio current / anchor of a token, or of its whole sequence (GSPO)
+    train.ppo.policy_loss           clip_loss | cispo_loss      the effect of the trust region on the gradient
+    train.ppo.behav_imp_weight_*    masked_weights | clamped_weights      the treatment of the weight proximal / behaviour
+    train.ppo.loss_normalization    sum_loss          the reduction over tokens
 
-The order of reading: `policy_token_loss` gives every token its loss, `sum_loss` makes one number of them, `PPOLoss` is both as the
-function that an engine calls on each micro-batch. Advantages come from advantages.py, the critic's loss from values.py. Sums are
-divided by denominators counted over the whole minibatch on all ranks, so that the update does not depend on how the minibatch
-was cut up. Sequences are never cut by micro-batches.
+Reading order: `policy_token_loss` computes every token's loss, `sum_loss` reduces them to a scalar, and `PPOLoss` combines both in
+the function that an engine calls on each micro-batch. Advantages come from advantages.py, the critic's loss from value.py. Sums
+are divided by denominators counted over the whole minibatch on all ranks, so the update does not depend on how the minibatch is
+cut. Micro-batches never cut a sequence.
 
-What was left out: an entropy bonus.
+Not included: an entropy bonus.
 
 Shapes: T tokens, packed (sequences one after another); S sequences; sequence s is cu_seqlens[s]:cu_seqlens[s + 1]. Position t
 describes token t: logprobs_T[t] is the logprob of token t, mask_T[t] says whether the policy sampled it and it is to be trained.
-Logprobs, advantages and losses are float32, masks bool. Whatever stands outside of the mask, nan too, has no say.
+Logprobs, advantages and losses are float32, masks bool. Values outside the mask, even nan, have no effect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from asyncrl.config.validation import ppo_problems
 def token_ratios(
     logprobs_T: Tensor, anchor_logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str
 ) -> Tensor:
-    """How much more likely the tokens are under one policy than under another; 0 where mask_T is False.
+    """The ratio of the tokens' probabilities under two policies; 0 where mask_T is False.
 
     token:     r_t = exp(logprob_t - anchor_t)                        (PPO, arXiv:1707.06347, eq. 6)
     sequence:  s   = exp(mean over the sequence's masked tokens of (logprob_t - anchor_t)), given to each of them
@@ -88,13 +88,13 @@ def clip_loss(
 def cispo_loss(
     logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss_T, where the ratio was cut).
+    """(loss_T, where the ratio was clipped).
 
-    CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4): the ratio is cut, not the update. Every token keeps its gradient, weighted by
+    CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4) clips the ratio, not the update. Every token keeps its gradient, weighted by
 
         L = -sg(clip(r, 1 - eps_low, 1 + eps_high)) * A * log pi        sg: no gradient
 
-    eps_low = 1 is no lower bound. The value of L means little: it moves with log pi.
+    eps_low = 1 means no lower bound. The value of L has little meaning: it moves with log pi.
     """
     ratio_T = ratio_T.detach()
     weight_T = ratio_T.clamp(1 - eps_low, 1 + eps_high)
@@ -107,7 +107,7 @@ def cispo_loss(
 def masked_weights(weight_T: Tensor, cap: float | None, floor: float | None) -> Tensor:
     """w where floor <= w <= cap, else 0; None: no such bound.
 
-    A token far outside is one that the two policies disagree on so much that its weight is mostly noise. With a cap alone: the
+    Far outside the bounds, the two policies disagree so much that the weight is mostly noise. With a cap alone: the
     decoupled loss of Fu et al., AReaL, arXiv:2505.24298. With both: IcePop (Ling Team, Ring-1T, arXiv:2510.18855), for servers
     and a trainer that compute the same policy differently.
     """
@@ -124,7 +124,7 @@ def clamped_weights(weight_T: Tensor, cap: float | None, floor: float | None) ->
 
 
 def outside(weight_T: Tensor, cap: float | None, floor: float | None) -> Tensor:
-    """bool: which weights are beyond a bound."""
+    """bool: weights beyond a bound."""
     outside_T = torch.zeros_like(weight_T, dtype=torch.bool)
     if cap is not None:
         outside_T |= weight_T > cap
@@ -138,7 +138,7 @@ def outside(weight_T: Tensor, cap: float | None, floor: float | None) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What `policy_token_loss` gives, per token; 0 or False where mask_T is False. Only `loss_T` carries a gradient."""
+    """Result of `policy_token_loss`, per token; 0 or False where mask_T is False. Only `loss_T` carries a gradient."""
 
     loss_T: Tensor
     ratio_T: Tensor  # current / anchor
@@ -159,14 +159,14 @@ def policy_token_loss(
 ) -> TokenLoss:
     """The loss of every token, with r = current / anchor.
 
-    Naive: the anchor is the behaviour policy (behav_logprobs_T is None), or, with recompute_logprob, the proximal one as if it had
-    sampled. The decoupled loss (Hilton et al., arXiv:2110.00641; for language models Fu et al., AReaL, arXiv:2505.24298): the
-    anchor is the proximal policy, and a weight without gradient corrects for what sampled the tokens:
+    Naive: the anchor is the behaviour policy (behav_logprobs_T is None), or, with recompute_logprob, the proximal policy as if it
+    had sampled. The decoupled loss (Hilton et al., arXiv:2110.00641; for language models Fu et al., AReaL, arXiv:2505.24298): the
+    anchor is the proximal policy, and a weight without gradient corrects for the policy that sampled the tokens:
 
         L <- L * w,    w = proximal / behaviour, within its bounds
 
-    A token whose weight is masked is taken out of the sum and stays in the denominator. With importance_level `sequence` both
-    ratios are of whole sequences: a weight of single tokens would bring the noise back.
+    A token whose weight is masked is removed from the sum but counts in the denominator. With importance_level `sequence` both
+    ratios are of whole sequences: weights of single tokens would bring the noise back.
     """
     eps_low = config.eps_clip
     eps_high = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
@@ -208,11 +208,11 @@ def sum_loss(loss_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, normalization: 
 
         token:     sum over tokens of L_t / N                                every token counts the same (DAPO, arXiv:2503.14476)
         sequence:  sum over sequences of (mean over its tokens of L_t) / M   every response counts the same (GRPO, arXiv:2402.03300)
-        constant:  sum over tokens of L_t / (M * loss_length)                as the policy gradient has it: no length is favoured
+        constant:  sum over tokens of L_t / (M * loss_length)                as in the policy gradient: no length is favoured
                                                                              (Dr.GRPO, arXiv:2503.20783)
 
-    N: masked tokens, M: sequences that have any, both of the minibatch over all ranks. `denominator`: N, M or M * loss_length, as
-    `loss_denominator` gives it.
+    N: masked tokens; M: sequences that have any; both of the minibatch over all ranks. `denominator`: N, M or M * loss_length, as
+    returned by `loss_denominator`.
     """
     if normalization in ("token", "constant"):
         return loss_T.sum() / denominator
@@ -224,7 +224,7 @@ def sum_loss(loss_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, normalization: 
 
 
 def loss_denominator(config: PPOConfig, num_tokens: float, num_sequences: float) -> float:
-    """What `sum_loss` divides by. The counts, masked tokens and sequences that have any, are of the whole minibatch, all ranks."""
+    """The divisor of `sum_loss`. The counts (masked tokens, sequences that have any) are of the whole minibatch, all ranks."""
     if config.loss_normalization == "token":
         return num_tokens
     return num_sequences * (config.loss_length if config.loss_normalization == "constant" else 1)
@@ -232,7 +232,7 @@ def loss_denominator(config: PPOConfig, num_tokens: float, num_sequences: float)
 
 @dataclass(frozen=True)
 class PPOLoss:
-    """The loss of one minibatch, as an engine wants it: called on each micro-batch, under autograd.
+    """The loss of one minibatch in the form of LossFn: an engine calls it on each micro-batch, under autograd.
 
     outputs: `logprobs` and `entropy`, T each. data: the keys of `loss_keys`. The statistics are sums over masked tokens, so that
     they add up over micro-batches and ranks (names ending in `_max`: maxima).
@@ -277,10 +277,11 @@ class PPOLoss:
         return loss, stats
 
     def stop_reason(self, stats: Mapping[str, float]) -> str:
-        """Why the step must not be taken, or "". stats: sums over the whole minibatch, all ranks, before the optimizer step.
+        """Reason not to take the step, or "". stats: sums over the whole minibatch, all ranks, before the optimizer step.
 
-        The first minibatch of a step is at the proximal policy; those after it have moved. A mean importance ratio or KL beyond its
-        bound says that they have moved too far. What is not finite is not stopped here: the engine skips such a step.
+        The first minibatch of a step starts at the proximal policy; later ones start from a policy that has moved. A mean
+        importance ratio or KL beyond its bound means that it moved too far. Values that are not finite do not stop the step here:
+        the engine skips it.
         """
         num_tokens = max(stats["num_tokens"], 1.0)
         for name, mean, bound in (
@@ -294,12 +295,12 @@ class PPOLoss:
 
 
 def anchor_key(config: PPOConfig) -> str:
-    """The policy that the trust region is around: what the trainer computed at the start of the step, or what the servers said."""
+    """Key of the trust region's centre: the trainer's logprobs at the start of the step, or those that the servers reported."""
     return "proximal_logprobs" if config.use_decoupled_loss or config.recompute_logprob else "packed_logprobs"
 
 
 def kl_in_loss(config: PPOConfig) -> bool:
-    """The KL penalty is a term of the loss (GRPO) and not of the rewards."""
+    """Whether the KL penalty is a term of the loss (GRPO) instead of the rewards."""
     return config.kl_coef > 0 and config.kl_in == "loss"
 
 
@@ -311,7 +312,7 @@ def loss_keys(config: PPOConfig) -> list[str]:
 
 
 def check_ppo_config(config: PPOConfig) -> None:
-    """Refuses values for which the formulas above make no sense. Raises ValueError with every problem found."""
+    """Reject values that make no sense in the formulas above. Raises ValueError with every problem found."""
     problems = [f"train.ppo.{name} is {value!r}; {remedy}" for name, value, remedy in ppo_problems(config)]
     if problems:
         raise ValueError("\n".join(problems))

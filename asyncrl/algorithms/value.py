@@ -1,7 +1,7 @@
 """The critic's side of PPO: its loss, and units in which values are easy to learn.
 
-A critic gives a value at every position: that of the state after token t. What it should have said (returns) and where it is asked
-come from advantages.py (`returns_of`), in the same positions.
+A critic outputs a value at every position: that of the state after token t. Its targets (returns) and the mask of states to learn
+from come from advantages.py (`returns_of`), in the same positions.
 
 Shapes: T tokens, packed; N of them, as the caller likes; mask_T: the states to learn from. float32 outside, float64 inside.
 """
@@ -23,8 +23,8 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss_T, where the clip decided); 0 and False where mask_T is False.
 
-    The clipped value loss that PPO came with (studied in arXiv:2006.05990). With V_old, what the critic said when the train step
-    began,
+    The clipped value loss of PPO's original implementation (studied in arXiv:2006.05990). With V_old, the critic's value at the
+    start of the train step,
 
         L = 1/2 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)
 
@@ -41,16 +41,16 @@ def value_loss(
     clipped_T = (within_T - returns_T).square() / 2
     decided_T = (clipped_T > loss_T) & (
         (values_T - old_values_T).abs() > eps_clip
-    )  # not by rounding, where nothing has moved
+    )  # ignores rounding differences of values that did not move
     return torch.max(loss_T, clipped_T), decided_T
 
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The critic's loss of one minibatch, as an engine wants it: called on each micro-batch, under autograd.
+    """The critic's loss of one minibatch in the form of LossFn: an engine calls it on each micro-batch, under autograd.
 
-    outputs: `values`, T. data, T each: `values` (V_old), `returns`, and `loss_mask`, the states to learn from. In the units of the
-    critic (ValueNorm). The mean over the states of the minibatch. The statistics are sums over them.
+    outputs: `values`, T. data, T each: `values` (V_old), `returns`, and `loss_mask`, the states to learn from. All in the units of
+    the critic (ValueNorm). The loss is the mean over the states of the minibatch; the statistics are sums over them.
     """
 
     eps_clip: float
@@ -73,23 +73,23 @@ class ValueLoss:
 
 
 class ValueNorm:
-    """Running mean and standard deviation of returns, in which a critic is trained: its outputs stay of order 1.
+    """Running mean and standard deviation of returns. A critic is trained in these units, so its outputs stay of order 1.
 
     With m and q the mean of R and of R^2 over the batch of a train step (all ranks), exponential decay with bias correction:
 
         m_run <- beta * m_run + (1 - beta) * m        q_run likewise        w <- beta * w + (1 - beta)
         mean = m_run / w        std = sqrt(max(q_run / w - mean^2, MIN_VARIANCE))
 
-    (MAPPO, arXiv:2103.01955, after PopArt, arXiv:1602.07714, without its rescaling of the output layer.) float64; every rank holds
-    the same. Before the first update mean is 0 and std 1. The floor keeps rewards that were all equal so far from making the first
-    other one look enormous.
+    (MAPPO, arXiv:2103.01955, after PopArt, arXiv:1602.07714, without its rescaling of the output layer.) float64; the same on
+    every rank. Before the first update mean is 0 and std 1. If all rewards so far were equal, the floor keeps the first different
+    one from looking enormous.
 
-    One train step, in this order, so that the critic is clipped around what it really said:
+    The order within one train step, so that the critic is clipped around its actual output:
 
-        V_old                         what critic_inf said, in the critic's units: kept as it is
+        V_old                         output of critic_inf, in the critic's units: kept unchanged
         V = denormalise(V_old)        for GAE; advantages and returns are in units of rewards
         update(returns)
-        R = normalise(returns)        what ValueLoss compares the critic with
+        R = normalise(returns)        the targets of ValueLoss
     """
 
     MIN_VARIANCE = 1e-2
@@ -113,26 +113,26 @@ class ValueNorm:
         return math.sqrt(max(self._mean_square / self._weight - self.mean**2, self.MIN_VARIANCE))
 
     def update(self, returns_N: Tensor, all_reduce_sum: AllReduceSum = identity_sum) -> None:
-        """Once a train step. One collective call, on every rank, whatever it holds. A batch without any return changes nothing."""
+        """Call once per train step, on every rank, even without returns: one collective call. An empty batch changes nothing."""
         x = returns_N.double()
         sums = [float(x.numel()), float(x.sum()), float(x.square().sum())]
         count, total, squares = all_reduce_sum(sums).tolist()
         if count == 0 or not math.isfinite(total + squares):
-            return  # a broken batch must not break the units for good; its step is skipped by the engine
+            return  # a broken batch must not break the units permanently; the engine skips its step
         self._mean = self.beta * self._mean + (1 - self.beta) * total / count
         self._mean_square = self.beta * self._mean_square + (1 - self.beta) * squares / count
         self._weight = self.beta * self._weight + (1 - self.beta)
 
     def normalise(self, x_T: Tensor) -> Tensor:
-        """From units of rewards to those of the critic; keeps the dtype."""
+        """Convert from units of rewards to those of the critic; keeps the dtype."""
         return ((x_T.double() - self.mean) / self.std).to(x_T.dtype)
 
     def denormalise(self, x_T: Tensor) -> Tensor:
-        """From units of the critic to those of rewards; keeps the dtype."""
+        """Convert from units of the critic to those of rewards; keeps the dtype."""
         return (x_T.double() * self.std + self.mean).to(x_T.dtype)
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint; plain numbers."""
+        """State for a checkpoint; plain numbers."""
         return {"mean": self._mean, "mean_square": self._mean_square, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -1,11 +1,11 @@
-"""Batches whose loss or gradient was not finite: kept for examples/bad_batch/examine.py, which names the sequences.
+"""Batches whose loss or gradient was not finite. examples/bad_batch/examine.py finds the sequences that caused it.
 
     <run>/bad_batches/a0001-s00000012/      attempt 1, train step 12, which began from version 11
-        step_00000011-group_0000-model_worker_0.safetensors ...       as in trajectories.py, with all keys that there were
-        why.json                                                      what the step said about itself
-        weights/                                                      mode=sync: those that it left; else see <run>/weights
+        step_00000011-group_0000-model_worker_0.safetensors ...       as in trajectories.py, with all keys present at the time
+        why.json                                                      time and statistics of the step
+        weights/                                                      mode=sync: the weights it left; else see <run>/weights
 
-The newest `train.keep_bad_batches` are kept, and with each the weights that its step began from. No torch.
+The run keeps the newest `train.keep_bad_batches`, each with the weights that its step began from. No torch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _WHY = "why.json"
 
 @dataclass(frozen=True, order=True)
 class BadBatch:
-    """One of them, in the order in which they came."""
+    """One kept batch; ordered by time."""
 
     attempt: int
-    step: int  # as metrics.jsonl and the launcher's lines number it
+    step: int  # numbered as in metrics.jsonl and the launcher's lines
     path: Path
 
     @property
     def weights(self) -> WeightVersion:
-        """What its step began from."""
+        """The version that its step began from."""
         return WeightVersion(self.attempt, self.step - 1)
 
 
@@ -45,11 +45,11 @@ def folder_of(run_dir: Path, attempt: int, step: int) -> Path:
 
 
 def write_why(folder: Path, time: float, stats: Mapping[str, float]) -> None:
-    """What the step said about itself."""
+    """Write why.json: time and statistics of the step."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _WHY).write_bytes(
         msgspec.json.encode({"time": time, "stats": dict(stats)})
-    )  # null for what is not finite
+    )  # msgspec writes null for values that are not finite
 
 
 def list_bad_batches(run_dir: Path) -> list[BadBatch]:
@@ -60,12 +60,12 @@ def list_bad_batches(run_dir: Path) -> list[BadBatch]:
 
 
 def prune_bad_batches(run_dir: Path, keep: int) -> None:
-    """All but the newest."""
+    """Delete all but the newest batches."""
     batches = list_bad_batches(run_dir)
     for batch in batches[: max(0, len(batches) - keep)]:
         shutil.rmtree(batch.path, ignore_errors=True)
 
 
 def weights_needed(run_dir: Path) -> list[WeightVersion]:
-    """Versions without which no kept batch could be examined."""
+    """Versions needed to examine the kept batches."""
     return [batch.weights for batch in list_bad_batches(run_dir)]

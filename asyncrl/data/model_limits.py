@@ -1,5 +1,4 @@
-"""What a model's folder says of the sequences that the model can take. Torch-free: it is read from config.json and
-generation_config.json."""
+"""Limits that a model sets for its sequences, read from config.json and generation_config.json in its folder. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What a model can take."""
+    """Limits of a model."""
 
     vocab_size: int
     max_length: int  # tokens of a sequence, prompt and response
@@ -22,10 +21,10 @@ class ModelLimits:
 
     @classmethod
     def of(cls, model_path: str | Path) -> ModelLimits:
-        """From a model's folder. Raises ValueError where that does not say."""
+        """Read the limits from a model's folder. Raises ValueError if config.json lacks vocab_size."""
         folder = Path(model_path).expanduser()
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text: dict[str, Any] = config.get("text_config") or config  # of a model that also sees or hears
+        text: dict[str, Any] = config.get("text_config") or config  # text_config: of a multimodal model
         defaults: dict[str, Any] = {}
         if (folder / "generation_config.json").is_file():
             defaults = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
@@ -33,7 +32,7 @@ class ModelLimits:
         for found in (config.get("eos_token_id"), text.get("eos_token_id"), defaults.get("eos_token_id")):
             eos.update([found] if isinstance(found, int) else found or [])
         if "vocab_size" not in text:
-            raise ValueError(f"{folder / 'config.json'} says no vocab_size")
+            raise ValueError(f"{folder / 'config.json'} has no vocab_size")
         return cls(
             vocab_size=int(text["vocab_size"]),
             max_length=int(text.get("max_position_embeddings") or UNLIMITED),

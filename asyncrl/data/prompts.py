@@ -1,10 +1,10 @@
-"""Prompts: from a JSONL file, a Parquet file or a Hub dataset, in an order that a seed determines.
+"""Prompts: from a JSONL file, a Parquet file or a Hub dataset, in an order determined by a seed.
 
-A ticket carries a Locator (epoch, position); every rollout worker opens the same source with the same seed and finds the
-same prompt there. So the state of the iteration is a Locator and nothing more: the master keeps which are done, nobody
-keeps a shuffled list. The whole source is read and checked when it is opened: a broken line stops the run before it starts.
+A ticket carries a Locator (epoch, position). Every rollout worker opens the same source with the same seed and finds the same
+prompt there. So a Locator is the whole state of the iteration: the master tracks which are done, and no process stores a
+shuffled list. The whole source is read and checked when it is opened: a broken line stops the run before it starts.
 
-No torch: tokenizers are loaded by `load_tokenizer`, which does not pull it in as AutoTokenizer does.
+No torch: `load_tokenizer` loads tokenizers without importing it, unlike AutoTokenizer.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from asyncrl.protocol.messages import Locator
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-DEFAULT_TASK = "default"  # the task of every line where the config names no task_key
+DEFAULT_TASK = "default"  # the task of every line if the config names no task_key
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One dataset item, ready to be rolled out."""
+    """One dataset item, ready for a rollout."""
 
     prompt_id: str  # e{epoch}-p{position}
-    text: str  # as the model sees it: rendered, if there is a chat template
-    input_ids: list[int]  # empty where the source was opened without a tokenizer
-    answer: Any  # what the line has under answer_key, untouched; "" where the config names none
+    text: str  # the model's input: rendered, if there is a chat template
+    input_ids: list[int]  # empty if the source was opened without a tokenizer
+    answer: Any  # the line's unchanged value under answer_key; "" if the config names none
     task: str
     row: Row  # the whole line
-    too_long: bool  # more than max_prompt_length tokens: to be rejected
+    too_long: bool  # longer than max_prompt_length tokens: to be rejected
 
 
 class PromptError(ValueError):
-    """A prompt that cannot be given to the model; the others can."""
+    """One prompt is unusable for the model; others may be usable."""
 
 
 class PromptSource:
-    """All prompts of one source. Raises ValueError (FileNotFoundError, ImportError) with place and remedy when opened.
+    """All prompts of one source. Opening it raises ValueError (FileNotFoundError, ImportError) with location and remedy.
 
-    Without a tokenizer it counts, locates and shows plain text: enough for the master.
+    Without a tokenizer it counts, locates and shows plain text, which is enough for the master.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PromptSource:
             raise ValueError(f"seed is {seed}; it must not be negative")
         if config.chat_template and tokenizer is not None and not tokenizer.chat_template:
             raise ValueError(
-                "prompts.chat_template is true, but the tokenizer has none; set it to false, or use a chat model's"
+                "prompts.chat_template is true, but the tokenizer has none; set it to false, or use the tokenizer of a chat model"
             )
         self.config = config
         self._tokenizer = tokenizer
@@ -74,7 +74,7 @@ class PromptSource:
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
-        """Prompts an epoch."""
+        """Number of prompts per epoch."""
         return len(self._rows)
 
     @property
@@ -82,8 +82,8 @@ class PromptSource:
         return self._seed
 
     def fingerprint(self) -> str:
-        """Of the prompts as they are written, in the source's order: two sources of one fingerprint, one seed and the same
-        `shuffle` have the same prompt at every place."""
+        """Hash of the raw prompts in the source's order. With the same fingerprint, seed and `shuffle`, two sources have the same
+        prompt at every position."""
         digest = xxhash.xxh3_128()
         for row in self._rows:
             digest.update(msgspec.json.encode(row[self.config.prompt_key]) + b"\n")
@@ -91,7 +91,7 @@ class PromptSource:
 
     @property
     def tasks(self) -> set[str]:
-        """Names of the tasks of its prompts."""
+        """Names of the tasks of all prompts."""
         return {self._task_of(row) for row in self._rows}
 
     def locate(self, epoch: int, position: int) -> int:
@@ -103,7 +103,7 @@ class PromptSource:
         return int(self._order(epoch)[position]) if self.config.shuffle else position
 
     def get(self, locator: Locator) -> Prompt:
-        """The prompt there. The same for everybody who has opened this source with this seed. Raises PromptError."""
+        """Return the prompt at a locator. It is the same in every process with this source and seed. Raises PromptError."""
         row = self._rows[self.locate(locator.epoch, locator.position)]
         text, input_ids = self._render(row[self.config.prompt_key])
         return Prompt(
@@ -122,7 +122,7 @@ class PromptSource:
         return task
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """A permutation of the lines, drawn from (seed, epoch). Two are kept: epochs stream into each other."""
+        """A permutation of the lines, drawn from (seed, epoch). Two epochs are cached, because consecutive epochs overlap."""
         if epoch not in self._orders:
             while len(self._orders) >= 2:
                 del self._orders[next(iter(self._orders))]
@@ -132,7 +132,7 @@ class PromptSource:
     def _render(self, prompt: str | list[dict[str, Any]]) -> tuple[str, list[int]]:
         tokenizer = self._tokenizer
         if not self.config.chat_template:
-            assert isinstance(prompt, str)  # _check_row saw to it
+            assert isinstance(prompt, str)  # ensured by _check_row
             return prompt, [] if tokenizer is None else _encode(tokenizer, prompt, special_tokens=True)
         if tokenizer is None:
             raise ValueError("a prompt with a chat template cannot be rendered without a tokenizer")
@@ -143,20 +143,20 @@ class PromptSource:
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self.config.chat_template_args
             )
-        except Exception as error:  # a template is a program: say, it wants roles that alternate
+        except Exception as error:  # a template is a program: it may require alternating roles, for example
             raise PromptError(f"the chat template refuses {messages!r}: {error}") from error
         assert isinstance(text, str)
-        return text, _encode(tokenizer, text, special_tokens=False)  # the template has put in what it wants
+        return text, _encode(tokenizer, text, special_tokens=False)  # the template adds its own special tokens
 
 
 def is_file_name(path: str) -> bool:
-    """Of prompts in a file; anything else is the name of a Hub dataset."""
+    """Whether the path names a file of prompts; otherwise it is the name of a Hub dataset."""
     return Path(path).suffix in {".jsonl", ".parquet"}
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model directory (or Hub name), without importing torch. Any model with a tokenizer.json will do."""
-    from transformers import PreTrainedTokenizerFast  # 0.5 s
+    """Load the tokenizer of a model directory (or Hub name) without importing torch. It needs a tokenizer.json."""
+    from transformers import PreTrainedTokenizerFast  # the import takes 0.5 s
 
     directory = Path(path)
     if directory.is_dir() and not (directory / "tokenizer.json").is_file():
@@ -170,7 +170,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str, *, special_tokens: bool) -> list[int]:
     try:
         input_ids = [int(token) for token in tokenizer.encode(text, add_special_tokens=special_tokens)]
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no narrower type
         raise PromptError(f"the tokenizer cannot encode the prompt {text!r}: {error}") from error
     if not input_ids:
         raise PromptError(f"the prompt {text!r} has no tokens: the tokenizer knows none of its characters")
@@ -181,7 +181,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, text: str, *, special_tokens: bo
 
 
 def _read_rows(config: PromptSourceConfig) -> Iterator[tuple[str, Any]]:
-    """Each line of the source, with the place it came from."""
+    """Yield each line of the source with its location."""
     path = Path(config.path)
     if not config.path:
         raise ValueError("prompts.path is empty; name a .jsonl file, a .parquet file or a Hub dataset")

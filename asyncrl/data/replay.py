@@ -1,17 +1,17 @@
-"""What `mode=train_only` trains on: recorded trajectories, in recorded order, cut into batches. Reads and checks; sends nothing.
+"""Input of `mode=train_only`: recorded trajectories, in recorded order, cut into batches. Reads and checks; sends nothing.
 
-Order and batches: groups in the order of their steps and their places in the batch, cut into batches of train.batch_size; the last
-one may be smaller, as at the end of any run. Batch k is train step replay.first_step + k. So a recording of a training run that is
-replayed with its own batch size repeats its very batches, and one of `rollout_only` may be cut as one likes.
+Order and batches: groups are sorted by step and position in the batch, then cut into batches of train.batch_size. The last one may
+be smaller, as at the end of any run. Batch k is train step replay.first_step + k. So replaying the recording of a training run with
+its own batch size repeats its exact batches. A recording of `rollout_only` can be cut into any batches.
 
-Versions: a token keeps the number of the version that sampled it, and gets the attempt of the run that replays. Version v of the
-recording and of the replay are the same weights if both start from the same model and train on the same batches; with
-first_step = s the learner starts as version s, so that model_path must be the weights of that version (<run>/weights/actor/).
-The learner's off-policyness is thereby counted as in any run, and bounded as in any run: a group that would be trained before
-the version that sampled it exists, or more than manager.max_head_offpolicyness versions after it, is refused before anything
-starts. What `rollout_only` recorded was sampled by version 0, whatever the batch: its k-th batch is k versions old.
+Versions: a token keeps the number of the version that sampled it, and gets the attempt of the replaying run. Version v of the
+recording and of the replay are the same weights if both start from the same model and train on the same batches. With
+first_step = s the learner starts as version s, so model_path must be the weights of that version (<run>/weights/actor/). The
+learner's off-policyness is counted and bounded as in any run. A group is refused before the run starts if its train step comes
+before the version that sampled it, or more than manager.max_head_offpolicyness versions after it. Version 0 samples everything that
+`rollout_only` records, so its k-th batch is k versions old.
 
-Keys: those that the rollout worker sent; what MFCs of the recorded run added is made anew.
+Keys: those that the rollout worker sent. Keys that MFCs of the recorded run added are computed again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ONE_ATTEMPT = WeightVersion(1, 0).pack()
 
 @dataclass(frozen=True)
 class Recorded:
-    """One file to be replayed."""
+    """One file to replay."""
 
     path: Path
     header: TrajectoryHeader
@@ -51,7 +51,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """Batch after batch."""
+    """The batches of a replay, in order."""
 
     first_step: int
     batches: list[list[Recorded]]
@@ -62,7 +62,7 @@ class ReplayPlan:
 
 
 def plan_replay(replay: ReplayConfig, *, batch_size: int, max_steps: int, max_head_offpolicyness: int) -> ReplayPlan:
-    """Which file goes into which step. Reads headers only. Raises ConfigError for what cannot be replayed as it is."""
+    """Assign files to steps. Reads headers only. Raises ConfigError if the recording cannot be replayed as configured."""
     try:
         folder = find_recording(Path(replay.path).expanduser())
         recorded = [Recorded(path, read_header(path)) for path in list_recording(folder)]
@@ -83,9 +83,9 @@ def plan_replay(replay: ReplayConfig, *, batch_size: int, max_steps: int, max_he
 
 
 def check_replay(plan: ReplayPlan, *, vocab_size: int, tokenizer: str) -> None:
-    """Read every file of the plan: whole, with the keys of a trajectory, and of this model's vocabulary. Raises ConfigError.
+    """Read every file of the plan and check that it is complete, has a trajectory's keys and fits this model's vocabulary.
 
-    tokenizer: the fingerprint of the run's; "" is not compared.
+    Raises ConfigError. tokenizer: the fingerprint of the run's tokenizer; "" disables the comparison.
     """
     for step, batch in enumerate(plan.batches, start=plan.first_step):
         for entry in batch:
@@ -99,7 +99,7 @@ def check_replay(plan: ReplayPlan, *, vocab_size: int, tokenizer: str) -> None:
 
 
 def translate(trajectory: Trajectory, *, attempt: int, head: int, place: int) -> tuple[TrajectoryMeta, SequenceSample]:
-    """A recorded group as one of this run: its attempt, its head, its place in the replay as its prompt's."""
+    """Convert a recorded group to one of this run: its attempt, its head, and its place in the replay as the prompt's position."""
     header, sample = trajectory.header, trajectory.sample.select_keys(trajectory.header.meta.keys)
     data = {key: _of_attempt(sample.data[key], attempt) for key in _VERSION_KEYS}
     sample = SequenceSample(sample.ids, sample.seqlens, {**sample.data, **data})
@@ -115,12 +115,12 @@ def translate(trajectory: Trajectory, *, attempt: int, head: int, place: int) ->
 
 
 def _of_attempt(packed: Array, attempt: int) -> Array:
-    """Packed versions with their numbers kept, under another attempt; -1 (nobody sampled it) stays."""
+    """Packed versions with the same numbers, under another attempt; -1 (not sampled) stays."""
     return np.where(packed < 0, packed, packed % _ONE_ATTEMPT + attempt * _ONE_ATTEMPT)
 
 
 def _check_gaps(replay: ReplayConfig, folder: Path, recorded: Sequence[Recorded]) -> None:
-    """The recording begins where the replay is to begin, and lacks nothing after that."""
+    """Check that the recording begins at the replay's first step and has no gaps after it."""
     if not recorded:
         raise ConfigError(f"replay.first_step={replay.first_step}: {folder} ends before that step")
     steps: dict[int, list[Recorded]] = {}
@@ -129,9 +129,7 @@ def _check_gaps(replay: ReplayConfig, folder: Path, recorded: Sequence[Recorded]
     whole = [step for step, entries in steps.items() if len(entries) == entries[0].header.batch]
     first = whole[0] if whole else None
     if first != replay.first_step:
-        begins = (
-            "holds no whole batch" if first is None else f"begins with step {first}, the ones before it were pruned"
-        )
+        begins = "holds no whole batch" if first is None else f"begins with step {first}; earlier steps were pruned"
         remedy = f"set replay.first_step={first} and model_path to the weights of version {first}, or " if first else ""
         raise ConfigError(
             f"replay.first_step={replay.first_step}: {folder} {begins}; {remedy}record with a larger record.max_bytes"
@@ -147,8 +145,8 @@ def _check_gaps(replay: ReplayConfig, folder: Path, recorded: Sequence[Recorded]
 
 
 def _check_versions(plan: ReplayPlan, folder: Path, eta: int) -> None:
-    """No group is trained before the version that sampled it, or later than eta allows."""
-    worst = (0, 0, folder)  # versions old, in which step, which file
+    """Check that no group is trained before the version that sampled it, or later than eta allows."""
+    worst = (0, 0, folder)  # (age in versions, -step, file)
     for step, batch in enumerate(plan.batches, start=plan.first_step):
         for entry in batch:
             meta = entry.header.meta
@@ -164,7 +162,7 @@ def _check_versions(plan: ReplayPlan, folder: Path, eta: int) -> None:
     if age > eta:
         raise ConfigError(
             f"manager.max_head_offpolicyness={eta}: step {step} would train on {path}, which is {age} versions old by then; "
-            f"allow that with manager.max_head_offpolicyness={age}, or stop earlier with train.max_steps={step - age + eta + 1}"
+            f"allow this with manager.max_head_offpolicyness={age}, or stop earlier with train.max_steps={step - age + eta + 1}"
         )
 
 
@@ -177,5 +175,5 @@ def _problem(trajectory: Trajectory, vocab_size: int, tokenizer: str) -> str:
         return "was recorded with another tokenizer than tokenizer_path; use the model that it was recorded with"
     highest = int(sample.data["packed_input_ids"].max(initial=0))
     if highest >= vocab_size:
-        return f"has the token {highest}, the model at model_path has {vocab_size}; use the one it was recorded with"
+        return f"has the token {highest}, but the model at model_path has {vocab_size}; use the model that it was recorded with"
     return ""

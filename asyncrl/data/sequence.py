@@ -1,11 +1,11 @@
-"""SequenceSample: the packed container that trajectories and the data of MFCs travel in.
+"""SequenceSample: the packed container for trajectories and the data of MFCs.
 
-Rollout workers build one with a single id (a group: one prompt's n responses) and push it to a head; heads gather what they
-hold; MFCs read keys and add keys. No padding: per key, all sequences of all ids lie one after another in a 1-D numpy array,
-and `seqlens` says where each begins. No torch here: model workers turn the arrays into tensors themselves.
+Rollout workers build one with a single id (a group: one prompt's n responses) and push it to a head. Heads gather their groups.
+MFCs read keys and add keys. No padding: per key, all sequences of all ids lie one after another in a 1-D numpy array, and
+`seqlens` has the length of each. No torch here: model workers turn the arrays into tensors themselves.
 
-Nothing changes a sample: every operation gives a new one. Results share memory with their source where that costs no copy,
-so do not write into the arrays of a sample that others use.
+Samples are immutable: every operation returns a new one. Results share memory with their source if that avoids a copy, so do not
+write into the arrays of a sample that other code uses.
 
 Layouts of the known keys (KEY_SPECS), for a group of n sequences with full lengths L_1..L_n (prompt + response):
 
@@ -14,11 +14,11 @@ Layouts of the known keys (KEY_SPECS), for a group of n sequences with full leng
     sequence  n values
     group     one value
 
-How a sample crosses a wire (`encode_sample`, `decode_sample`): one typed header (MessagePack) and one raw frame per key.
-The header says ids, keys, dtypes and lengths; frames are the arrays' bytes, not copied when sending. Nothing is unpickled.
-The receiver believes nothing: the header is decoded into typed fields, dtypes come from a fixed list, and what the header
-promises is compared with the sizes of the frames that really arrived before a single byte is allocated. Each frame is then
-copied once, into memory of its own: received frames are read-only and often misaligned, and would pin a larger message.
+Wire format (`encode_sample`, `decode_sample`): one typed header (MessagePack) and one raw frame per key. The header has ids, keys,
+dtypes and lengths. Frames are the arrays' bytes, not copied when sending. Nothing is unpickled. The receiver trusts nothing: the
+header is decoded into typed fields, dtypes come from a fixed list, and the announced lengths are compared with the sizes of the
+received frames before anything is allocated. Each frame is then copied once, into memory of its own: received frames are read-only
+and often misaligned, and would keep a larger message alive.
 
 Byte order is little-endian on the wire; asyncrl runs on little-endian machines only.
 """
@@ -45,7 +45,7 @@ Layout = Literal["token", "prompt", "sequence", "group"]
 
 @dataclass(frozen=True)
 class KeySpec:
-    """What a known key holds."""
+    """Dtype and layout of a known key."""
 
     dtype: np.dtype[Any]
     layout: Layout
@@ -66,7 +66,7 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     "seq_no_eos_mask": _spec("bool", "sequence"),  # truncated: ends without EOS
     "rewards": _spec("float32", "sequence"),
     "task_ids": _spec("int64", "group"),
-    "versions": _spec("int64", "token"),  # WeightVersion.pack() of what sampled the token, else -1
+    "versions": _spec("int64", "token"),  # WeightVersion.pack() of the version that sampled the token, else -1
     "version_start": _spec("int64", "sequence"),  # oldest and newest of the sampled tokens' versions
     "version_end": _spec("int64", "sequence"),
     "birth_time": _spec("float64", "group"),  # seconds since 1970, when the ticket was granted
@@ -76,20 +76,20 @@ KEY_SPECS: Mapping[str, KeySpec] = {
     "values": _spec("float32", "token"),  # of the state after token t, in the critic's units
     "model_rewards": _spec("float32", "sequence"),  # scores of the reward model
     "dense_rewards": _spec("float32", "token"),  # a reward at any token, from an MFC of train.extra_mfcs
-    "advantages": _spec("float32", "token"),  # of having sampled token t
-    "trained_mask": _spec("bool", "token"),  # loss_mask without what train.ppo leaves out
-    "returns": _spec("float32", "token"),  # what `values` are to become, in the same units ...
+    "advantages": _spec("float32", "token"),  # of sampling token t
+    "trained_mask": _spec("bool", "token"),  # loss_mask without the tokens that train.ppo excludes
+    "returns": _spec("float32", "token"),  # targets of `values`, in the same units ...
     "value_mask": _spec("bool", "token"),  # ... where a trained token follows
 }
 
 DTYPES = tuple(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()  # noqa: SIM905
-)  # what an array may hold, by name
-DTYPE_NAMES = {np.dtype(name): name for name in DTYPES}  # numpy makes up dtype.name anew each time: 3 us
+)  # dtypes allowed in arrays, by name
+DTYPE_NAMES = {np.dtype(name): name for name in DTYPES}  # cached: numpy builds dtype.name anew each time, 3 us
 
 
 class SampleMeta(Struct, frozen=True, kw_only=True):
-    """A sample without its data: what those who decide need of it."""
+    """A sample without its data: enough for scheduling decisions."""
 
     ids: tuple[str, ...]
     keys: tuple[str, ...]
@@ -109,9 +109,9 @@ class SampleMeta(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False)
 class SequenceSample:
-    """A batch of groups. Validated when made: lengths, dtypes and ids fit, or ValueError says which key of which id does not."""
+    """A batch of groups. Lengths, dtypes and ids are validated at construction; ValueError names the key and id that do not fit."""
 
-    ids: tuple[str, ...]  # one a group, unique: the ticket ids
+    ids: tuple[str, ...]  # one per group, unique: the ticket ids
     seqlens: dict[str, SeqLens]
     data: dict[str, Array]  # 1-D, the ids one after another in the order of `ids`
 
@@ -124,7 +124,7 @@ class SequenceSample:
             raise ValueError(
                 f"seqlens has the keys {sorted(self.seqlens)}, data has {sorted(self.data)}: they must be the same"
             )
-        lengths: dict[int, tuple[SeqLens, int]] = {}  # by identity: most keys share theirs, and then go on sharing it
+        lengths: dict[int, tuple[SeqLens, int]] = {}  # by identity: most keys share a list, and keep sharing it
         seqlens = {}
         for key, array in self.data.items():
             given = self.seqlens[key]
@@ -141,9 +141,9 @@ class SequenceSample:
     def of_decoded(
         cls, ids: tuple[str, ...], seqlens: dict[str, SeqLens], data: dict[str, Array], distinct: Iterable[str]
     ) -> SequenceSample:
-        """For the codec, which has made arrays of the right dtypes by plain lengths, a list an id. Checks what is left.
+        """For the codec: arrays already have the right dtypes, and lengths are plain, one list per id. Checks the rest.
 
-        distinct: a key of each layout and lengths that occur.
+        distinct: one key for each occurring combination of layout and lengths.
         """
         _check_ids(ids)
         _check_layouts(ids, {key: seqlens[key] for key in distinct})
@@ -153,13 +153,13 @@ class SequenceSample:
 
     @classmethod
     def from_groups(cls, ids: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> SequenceSample:
-        """A sample from plain Python or numpy values, one mapping a group, all with the same keys.
+        """Build a sample from plain Python or numpy values, one mapping per group, all with the same keys.
 
-        Per key: `token` (and unknown keys) a list of runs, one a sequence; `prompt` one run; `sequence` one value a sequence;
+        Per key: `token` (and unknown keys) a list of runs, one per sequence; `prompt` one run; `sequence` one value per sequence;
         `group` one value. Lists are converted to the key's dtype; arrays must have it already.
         """
         if len(ids) != len(groups):
-            raise ValueError(f"{len(ids)} ids for {len(groups)} groups: one id a group")
+            raise ValueError(f"{len(ids)} ids for {len(groups)} groups: pass one id per group")
         keys = tuple(groups[0]) if groups else ()
         runs: dict[str, list[Array]] = {key: [] for key in keys}
         seqlens: dict[str, SeqLens] = {key: [] for key in keys}
@@ -174,9 +174,9 @@ class SequenceSample:
 
     @classmethod
     def gather(cls, samples: Sequence[SequenceSample]) -> SequenceSample:
-        """One sample of all: the same keys in each, no id twice. The order is that of `samples`."""
+        """Join samples with the same keys and distinct ids into one. The order is that of `samples`."""
         if not samples:
-            raise ValueError("gather needs at least one sample (an empty one will do: it says which keys there are)")
+            raise ValueError("gather needs at least one sample (an empty one is enough: it defines the keys)")
         first = samples[0]
         for sample in samples[1:]:
             if sample.data.keys() != first.data.keys():
@@ -195,7 +195,7 @@ class SequenceSample:
         )
 
     def derive(self, data: Mapping[str, Array], like: str = "packed_input_ids") -> SequenceSample:
-        """New keys for the same ids, packed like the key `like`; only the new keys. How an MFC makes its result."""
+        """New keys for the same ids, packed like the key `like`; only the new keys. MFCs make their results with it."""
         return SequenceSample(self.ids, {key: self._lengths_of(like) for key in data}, dict(data))
 
     # ------------------------------------------------------------------------------------------------------------- looking
@@ -219,7 +219,7 @@ class SequenceSample:
         return sum(array.nbytes for array in self.data.values())
 
     def cu_seqlens(self, key: str = "packed_input_ids") -> npt.NDArray[np.int64]:
-        """Where each sequence of a key begins, and at last where the last ends: int64 of num_sequences + 1."""
+        """The start of each sequence of a key, followed by the end of the last: int64 of num_sequences + 1."""
         lengths = [n for group in self._lengths_of(key) for n in group]
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
@@ -236,7 +236,7 @@ class SequenceSample:
         return views
 
     def meta(self) -> SampleMeta:
-        """Everything but the data."""
+        """All but the data."""
         dtypes = {key: array.dtype.name for key, array in self.data.items()}
         return SampleMeta(ids=self.ids, keys=self.keys, seqlens=self.seqlens, dtypes=dtypes)
 
@@ -255,7 +255,7 @@ class SequenceSample:
     # ------------------------------------------------------------------------------------------------------------ choosing
 
     def select_ids(self, ids: Sequence[str]) -> SequenceSample:
-        """These ids, in this order. An unknown id is a ValueError that names it."""
+        """These ids, in this order. Raises ValueError for unknown ids."""
         positions = {group_id: i for i, group_id in enumerate(self.ids)}
         unknown = [group_id for group_id in ids if group_id not in positions]
         if unknown:
@@ -270,20 +270,20 @@ class SequenceSample:
         return SequenceSample(self.ids, {key: self.seqlens[key] for key in keys}, {key: self.data[key] for key in keys})
 
     def unpack(self) -> list[SequenceSample]:
-        """One sample an id, in order."""
+        """One sample per id, in order."""
         return self._take(*([i] for i in range(self.num_ids)))
 
     # ----------------------------------------------------------------------------------------------------------- splitting
 
     def split(self, n: int) -> list[SequenceSample]:
-        """n runs of consecutive ids; their counts differ by one at most (fewer ids than n: the last ones are empty)."""
+        """n runs of consecutive ids; their counts differ by at most one (with fewer ids than n the last ones are empty)."""
         _check_positive(n, "the number of parts")
         size, longer = divmod(self.num_ids, n)
         cuts = [i * size + min(i, longer) for i in range(n + 1)]
         return self._take(*(range(cuts[i], cuts[i + 1]) for i in range(n)))
 
     def split_tokens(self, max_tokens: int, key: str = "packed_input_ids") -> list[SequenceSample]:
-        """As few runs of consecutive ids as keep to max_tokens each. An id that is longer by itself gets a run of its own."""
+        """The fewest runs of consecutive ids of at most max_tokens each. A longer id gets a run of its own."""
         _check_positive(max_tokens, "max_tokens")
         parts: list[list[int]] = []
         room = -1
@@ -297,7 +297,7 @@ class SequenceSample:
         return self._take(*parts)
 
     def split_balanced(self, n: int, key: str = "packed_input_ids") -> list[SequenceSample]:
-        """n parts with about equally many tokens: longest ids first, each to the part with the fewest so far.
+        """n parts with similar numbers of tokens: longest ids first, each to the part with the fewest so far.
 
         Within a part ids keep their order. The same sample always splits the same way.
         """
@@ -314,7 +314,7 @@ class SequenceSample:
     # ---------------------------------------------------------------------------------------------------------- joining keys
 
     def update(self, other: SequenceSample) -> SequenceSample:
-        """This sample with other's keys added (or replaced). The ids must be the same; other's order is brought to ours."""
+        """This sample with other's keys added or replaced. The ids must be the same; other is reordered to match this sample."""
         if set(other.ids) != set(self.ids):
             missing, extra = set(self.ids) - set(other.ids), set(other.ids) - set(self.ids)
             raise ValueError(
@@ -324,7 +324,7 @@ class SequenceSample:
         return SequenceSample(self.ids, {**self.seqlens, **aligned.seqlens}, {**self.data, **aligned.data})
 
     def remap_keys(self, names: Mapping[str, str]) -> SequenceSample:
-        """Keys renamed, old -> new; the others stay as they are."""
+        """Rename keys, old -> new; other keys keep their names."""
         for key in names:
             self._lengths_of(key)
         renamed = [names.get(key, key) for key in self.data]
@@ -344,7 +344,7 @@ class SequenceSample:
             raise ValueError(f"key {key!r} is not in the sample; it has {sorted(self.data)}") from None
 
     def _take(self, *parts: Sequence[int]) -> list[SequenceSample]:
-        """For each part, the ids at its positions. One consecutive run is a view, anything else a copy."""
+        """One sample per part, with the ids at its positions. A consecutive run is a view, anything else a copy."""
         bounds = {
             key: [0, *np.cumsum([sum(lengths) for lengths in seqlens], dtype=np.int64).tolist()]
             for key, seqlens in self.seqlens.items()
@@ -368,7 +368,7 @@ class SequenceSample:
 
 
 def _few(items: Sequence[str]) -> str:
-    """A short list for an error message."""
+    """Shorten a list for an error message."""
     return f"{list(items[:4])}" + (f" and {len(items) - 4} more" if len(items) > 4 else "")
 
 
@@ -388,7 +388,7 @@ def _check_ids(ids: tuple[str, ...]) -> None:
 
 
 def _plain_lengths(key: str, ids: tuple[str, ...], seqlens: SeqLens) -> SeqLens:
-    """The lengths of a key as plain non-negative integers, one list an id."""
+    """The lengths of a key as plain non-negative integers, one list per id."""
     if len(seqlens) != len(ids):
         raise ValueError(f"key {key!r}: lengths of {len(seqlens)} ids, expected {len(ids)}")
     checked = []
@@ -413,13 +413,13 @@ def _check_array(key: str, array: Array, expected: int) -> None:
     if spec is not None and dtype != spec.dtype:
         raise ValueError(f"key {key!r}: expected dtype {spec.dtype}, found {dtype}")
     if dtype not in DTYPE_NAMES:
-        raise ValueError(f"key {key!r}: dtype {dtype!r} cannot travel; use one of {', '.join(DTYPES)}")
+        raise ValueError(f"key {key!r}: dtype {dtype!r} cannot be sent; use one of {', '.join(DTYPES)}")
     if len(array) != expected:
-        raise ValueError(f"key {key!r}: its lengths sum up to {expected}, the array holds {len(array)}")
+        raise ValueError(f"key {key!r}: its lengths add up to {expected}, but the array has {len(array)} values")
 
 
 def _check_layouts(ids: tuple[str, ...], seqlens: Mapping[str, SeqLens]) -> None:
-    """The known keys fit one another: token keys are aligned, sequence keys have a value for each sequence."""
+    """Check that the known keys fit each other: token keys are aligned, sequence keys have one value per sequence."""
     layouts = {key: KEY_SPECS[key].layout for key in seqlens if key in KEY_SPECS}
     token_key = next((key for key in ("packed_input_ids", *layouts) if layouts.get(key) == "token"), "")
     counted = token_key or next((key for key, layout in layouts.items() if layout == "sequence"), "")
@@ -434,7 +434,9 @@ def _check_layouts(ids: tuple[str, ...], seqlens: Mapping[str, SeqLens]) -> None
         if layout == "prompt":
             for group_id, lengths in zip(ids, found, strict=True):
                 if len(lengths) != 1:
-                    raise ValueError(f"key {key!r}, id {group_id!r}: expected one prompt a group, found {len(lengths)}")
+                    raise ValueError(
+                        f"key {key!r}, id {group_id!r}: expected one prompt per group, found {len(lengths)}"
+                    )
         elif found != expected[layout]:
             i = next(i for i, lengths in enumerate(found) if lengths != expected[layout][i])
             if layout == "token":
@@ -442,12 +444,12 @@ def _check_layouts(ids: tuple[str, ...], seqlens: Mapping[str, SeqLens]) -> None
             elif layout == "sequence":
                 wanted = f"one value for each of the {counts[i]} sequences of {counted!r}, found lengths {found[i]}"
             else:
-                wanted = f"one value a group, found lengths {found[i]}"
+                wanted = f"one value per group, found lengths {found[i]}"
             raise ValueError(f"key {key!r}, id {ids[i]!r}: expected {wanted}")
 
 
 def _runs_of(key: str, group_id: str, value: Any) -> list[Array]:
-    """What from_groups was given for one key of one group, as runs of the key's dtype."""
+    """Convert from_groups' value for one key of one group to runs of the key's dtype."""
     spec = KEY_SPECS.get(key)
     layout = spec.layout if spec is not None else "token"
     dtype = spec.dtype if spec is not None else None
@@ -491,20 +493,20 @@ def _same(a: Array, b: Array) -> bool:
 
 FORMAT = 1  # of the header
 DEFAULT_MAX_BYTES = 1_000_000_000
-MAX_HEADER_BYTES = 4_000_000  # thousands of groups; decoded, a hostile header takes up to 64 times its size
+MAX_HEADER_BYTES = 4_000_000  # enough for thousands of groups; decoding a hostile header takes up to 64 times its size
 _DTYPES = {name: np.dtype(name) for name in DTYPES}
-_MAX_REMEMBERED_BYTES = 4096  # encoded keys longer than these are read anew each time: nobody hostile fills our memory
+_MAX_REMEMBERED_BYTES = 4096  # longer encoded keys are not cached, so that a hostile sender cannot fill our memory
 _BOOL = _DTYPES["bool"]
 
 
 class CodecError(ValueError):
-    """What arrived is not a sample. Says what is wrong with it."""
+    """The received data is not a sample; the message names the fault."""
 
 
 class _Key(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     name: str
     dtype: str
-    lengths: int  # index into _Header.lengths: most keys share theirs
+    lengths: int  # index into _Header.lengths: most keys share an entry
 
 
 class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -515,13 +517,13 @@ class _Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class _Layout(NamedTuple):
-    """The keys of a header. They are the same in every sample of a run, so what can be checked of them is checked once."""
+    """The keys of a header. They are the same in every sample of a run, so checks that depend only on them run once."""
 
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
     lengths: tuple[int, ...]
     item_bytes: tuple[int, ...]
-    distinct: tuple[str, ...]  # keys of different layouts or lengths: what is true of these is true of all
+    distinct: tuple[str, ...]  # one key per combination of layout and lengths: checks of these hold for all keys
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -544,9 +546,9 @@ def encode_sample(sample: SequenceSample) -> tuple[bytes, list[memoryview]]:
 
 
 def decode_sample(header: Any, frames: Sequence[Any], *, max_bytes: int = DEFAULT_MAX_BYTES) -> SequenceSample:
-    """The sample, in arrays that own their memory, aligned and writable. Raises CodecError for anything that does not fit.
+    """Decode a sample into arrays that own their memory, aligned and writable. Raises CodecError for invalid input.
 
-    `header` and `frames` are bytes or anything with the buffer protocol (a zmq.Frame, say).
+    `header` and `frames` are bytes or anything with the buffer protocol (e.g. a zmq.Frame).
     """
     head = _decode_header(header, max_bytes)
     layout = _layout(bytes(head.keys))
@@ -591,7 +593,7 @@ def _read_layout(encoded: bytes) -> _Layout:
         if key.dtype not in DTYPES:
             raise CodecError(f"key {key.name!r}: dtype {key.dtype!r} is unknown; known are {', '.join(DTYPES)}")
         if key.lengths < 0:
-            raise CodecError(f"key {key.name!r}: no lengths number {key.lengths}")
+            raise CodecError(f"key {key.name!r}: the lengths index {key.lengths} is negative")
         spec = KEY_SPECS.get(key.name)
         if spec is not None and _DTYPES[key.dtype] != spec.dtype:
             raise CodecError(f"key {key.name!r}: expected dtype {spec.dtype}, found {key.dtype}")
@@ -605,7 +607,7 @@ _known_layout = lru_cache(maxsize=16)(_read_layout)
 
 
 def _check_sizes(head: _Header, layout: _Layout, buffers: Sequence[memoryview], max_bytes: int) -> list[int]:
-    """Number of values of each key. The arithmetic is on Python's integers: no length overflows."""
+    """Number of values of each key. Uses Python integers, so no length overflows."""
     if len(buffers) != len(layout.names):
         raise CodecError(f"{len(buffers)} frames for {len(layout.names)} keys")
     found = [buffer.nbytes for buffer in buffers]
@@ -622,7 +624,7 @@ def _check_sizes(head: _Header, layout: _Layout, buffers: Sequence[memoryview], 
 
 
 def _count(seqlens: SeqLens, num_ids: int) -> int:
-    """How many values these lengths promise; -1 where they cannot be right."""
+    """Number of values given by these lengths; -1 if they are invalid."""
     if len(seqlens) != num_ids:
         return -1
     for group in seqlens:
@@ -632,9 +634,9 @@ def _count(seqlens: SeqLens, num_ids: int) -> int:
 
 
 def _objection(head: _Header, name: str, dtype: DType, lengths: int, found: int) -> str:
-    """What is wrong with the size of a key's frame; "" where nothing is."""
+    """What is wrong with the size of a key's frame; "" if it is right."""
     if lengths >= len(head.lengths):
-        return f"key {name!r}: no lengths number {lengths}; there are {len(head.lengths)}"
+        return f"key {name!r}: the lengths index {lengths} is out of range; the header has {len(head.lengths)} lengths"
     seqlens = head.lengths[lengths]
     if any(n < 0 for group in seqlens for n in group):
         return f"key {name!r}: a length is negative"
@@ -651,7 +653,7 @@ def _own(name: str, dtype: DType, count: int, buffer: memoryview) -> Array:
     array: Array = np.empty(count, dtype)
     if count:
         array.data.cast("B")[:] = buffer
-        # A bool of 2 is neither True nor False to numpy.
+        # To numpy a bool of 2 is neither True nor False.
         if dtype is _BOOL and (largest := np.maximum.reduce(array.view(np.uint8))) > 1:
             raise CodecError(f"key {name!r}: a bool is {largest}; only 0 and 1 are bools")
     return array

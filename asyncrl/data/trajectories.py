@@ -1,11 +1,11 @@
-"""Trajectories on disk: a file a group, which `inspect` shows and `mode=train_only` trains on.
+"""Trajectories on disk, one file per group. `inspect` shows them and `mode=train_only` trains on them.
 
     <run>/trajectories/attempt_N/step_00000003-group_0007-model_worker_0.safetensors
 
 A safetensors file: the SequenceSample's arrays as tensors, and in its metadata a typed header (JSON) and a checksum of both.
-The name sorts in the order of recording: by train step (in a run that only rolls out: by batch), then by the group's place in
-the batch. A file is written under a temporary name and renamed, so that a reader never sees half of one; what a crash or a disk
-made of it later, the checksum tells. No torch, no pickle.
+Names sort in the order of recording: by train step (in a rollout-only run: by batch), then by the group's position in the batch. A
+file is written under a temporary name and renamed, so a reader never sees a partial file. The checksum detects damage by later
+crashes or disk errors. No torch, no pickle.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ _ATTEMPT = re.compile(r"attempt_(\d+)")
 _HEADER, _CHECKSUM = "asyncrl_trajectory", "xxh3"  # in the file's metadata
 _MAX_HEADER_BYTES = 16_000_000
 _LENGTH_BYTES = 8  # safetensors begins with the length of its own header
-_SAY_AGAIN_S = 60.0  # what was lost is logged at most this often
+_SAY_AGAIN_S = 60.0  # losses are logged at most this often
 
 logger = logging.getLogger(__name__)
 
 
 class TrajectoryError(ValueError):
-    """A file that is no whole trajectory; says which and why."""
+    """A file is not a complete trajectory; the message names the file and the cause."""
 
 
 class RecordingFullError(RuntimeError):
-    """What is to be recorded has no room left."""
+    """The recording has reached its maximum size."""
 
 
 class TrajectoryHeader(Struct, frozen=True, kw_only=True):
-    """What a file says of its group besides the tensors."""
+    """Header of a group's file: everything but the tensors."""
 
     format: int = FORMAT
-    meta: TrajectoryMeta  # as the rollout worker sent it; `keys` are the keys it sent, the file may hold more
+    meta: TrajectoryMeta  # as sent by the rollout worker; `keys` are the keys it sent, the file may hold more
     seqlens: dict[str, list[int]]  # key -> length of each sequence
-    step: int  # the version that was trained when it was used; in a run that only rolls out: the number of the batch
-    position: int  # in the batch, in canonical order
-    batch: int  # groups of the whole batch, all heads together
-    trained: bool  # a train step used it; False: it was only rolled out
-    recorded_by: str  # worker
+    step: int  # version in training when the group was used; in a rollout-only run: number of the batch
+    position: int  # index in the batch, in canonical order
+    batch: int  # number of groups in the whole batch, over all heads
+    trained: bool  # whether a train step used it; False: rollout only
+    recorded_by: str  # name of the worker
     time: float  # seconds since the epoch
-    tokenizer: str = ""  # tokenizer_fingerprint; "" unknown
+    tokenizer: str = ""  # tokenizer_fingerprint; "": unknown
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A file's content."""
+    """Content of a file."""
 
     header: TrajectoryHeader
     sample: SequenceSample
@@ -82,7 +82,7 @@ def file_name(header: TrajectoryHeader) -> str:
 
 
 def write_trajectory(folder: Path, header: TrajectoryHeader, sample: SequenceSample) -> Path:
-    """Write a group's file, complete or not at all. Not synced: a file that a power cut tore fails its checksum."""
+    """Write a group's file, completely or not at all. Not synced: a file torn by a power cut fails its checksum."""
     text = msgspec.json.encode(header).decode()
     content = save(dict(sample.data), {_HEADER: text, _CHECKSUM: _checksum(text, sample.data)})
     path = folder / file_name(header)
@@ -97,7 +97,7 @@ def write_trajectory(folder: Path, header: TrajectoryHeader, sample: SequenceSam
 
 
 def read_trajectory(path: Path) -> Trajectory:
-    """A whole trajectory, verified. Raises TrajectoryError for a file that is broken, cut short or something else."""
+    """Read and verify a whole trajectory. Raises TrajectoryError for a broken or truncated file, or one of another kind."""
     try:
         content = path.read_bytes()
         text, checksum = _metadata(path, content)
@@ -109,7 +109,7 @@ def read_trajectory(path: Path) -> Trajectory:
             raise
         raise TrajectoryError(f"{path} is broken or cut short: {error}") from error
     if _checksum(text, arrays) != checksum:
-        raise TrajectoryError(f"{path} is broken: its content has another checksum than it says")
+        raise TrajectoryError(f"{path} is broken: its content does not match its checksum")
     header = _decode_header(path, text)
     if header.seqlens.keys() != arrays.keys():
         raise TrajectoryError(f"{path} holds the keys {sorted(arrays)}, its header names {sorted(header.seqlens)}")
@@ -122,7 +122,7 @@ def read_trajectory(path: Path) -> Trajectory:
 
 
 def read_header(path: Path) -> TrajectoryHeader:
-    """The header alone, without reading (or verifying) the tensors. Raises TrajectoryError."""
+    """Read only the header, without reading (or verifying) the tensors. Raises TrajectoryError."""
     try:
         with path.open("rb") as file:
             start = file.read(_LENGTH_BYTES)
@@ -144,15 +144,17 @@ def _metadata(path: Path, content: bytes) -> tuple[str, str]:
     """(our header as text, checksum) of a file's first bytes."""
     length = _length(content)
     if len(content) < _LENGTH_BYTES + length or length > _MAX_HEADER_BYTES:
-        raise TrajectoryError(f"{path} is broken or cut short: its header has {length} bytes, {len(content)} are there")
+        raise TrajectoryError(
+            f"{path} is broken or cut short: its header needs {length} bytes, the file has {len(content)}"
+        )
     try:
         raw = content[_LENGTH_BYTES : _LENGTH_BYTES + length]
         metadata = msgspec.json.decode(raw, type=_SafetensorsHeader).metadata
         return metadata[_HEADER], metadata[_CHECKSUM]
     except KeyError:
-        raise TrajectoryError(f"{path} is a safetensors file, but no trajectory of asyncrl") from None
+        raise TrajectoryError(f"{path} is a safetensors file, but not a trajectory of asyncrl") from None
     except (*DECODE_ERRORS, RecursionError) as error:
-        raise TrajectoryError(f"{path} is no safetensors file: {error}") from error
+        raise TrajectoryError(f"{path} is not a safetensors file: {error}") from error
 
 
 def _decode_header(path: Path, text: str) -> TrajectoryHeader:
@@ -177,14 +179,14 @@ def _checksum(text: str, data: dict[str, Any]) -> str:
 
 
 def recording_dir(run_dir: Path, attempt: int) -> Path:
-    """Where an attempt's trajectories are."""
+    """Folder of an attempt's trajectories."""
     return run_dir / FOLDER / f"attempt_{attempt}"
 
 
 def find_recording(path: Path) -> Path:
-    """The folder of one attempt's trajectories, given as such, or its newest below a run's folder or `trajectories`.
+    """Find the folder of one attempt's trajectories: path itself, or the newest one below a run's folder or `trajectories`.
 
-    Raises TrajectoryError where there is none.
+    Raises TrajectoryError if there is none.
     """
     if any(_files(path)):
         return path
@@ -199,12 +201,12 @@ def find_recording(path: Path) -> Path:
 
 
 def list_recording(folder: Path) -> list[Path]:
-    """Its files, in the order of recording."""
+    """List the files of a recording, in the order of recording."""
     return sorted(_files(folder), key=lambda path: (_place(path), path.name))
 
 
 def step_of(path: Path) -> int:
-    """The step that a recorded file's name says."""
+    """The step in the name of a recorded file."""
     return _place(path)[0]
 
 
@@ -223,7 +225,7 @@ def _place(path: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One group to be recorded."""
+    """One group to record."""
 
     sample: SequenceSample
     meta: TrajectoryMeta
@@ -231,7 +233,7 @@ class Entry:
 
 
 class TrajectoryStore:
-    """Writes the files of one worker, and keeps them within max_bytes: the oldest go, whole steps at a time."""
+    """Writes the files of one worker and keeps them within max_bytes by deleting the oldest steps as a whole."""
 
     def __init__(
         self,
@@ -244,7 +246,7 @@ class TrajectoryStore:
         tokenizer: str = "",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """prune: False: refuse what does not fit instead."""
+        """prune: delete old steps; False: refuse new ones that do not fit."""
         self.folder = folder
         self._worker = worker
         self._trained = trained
@@ -252,18 +254,18 @@ class TrajectoryStore:
         self._prune = prune
         self._tokenizer = tokenizer
         self._clock = clock
-        self._steps: deque[tuple[list[Path], int]] = deque()  # the files of a step, and their bytes
+        self._steps: deque[tuple[list[Path], int]] = deque()  # (files of a step, their size in bytes)
         self.num_bytes = 0
         self.num_files = 0
 
     def write(self, step: int, batch: int, entries: Sequence[Entry]) -> None:
-        """The groups of a step that this worker holds. Raises OSError, and RecordingFullError where it must not prune."""
+        """Write this worker's groups of a step. Raises OSError, and RecordingFullError if the store is full and must not prune."""
         self.folder.mkdir(parents=True, exist_ok=True)
         paths: list[Path] = []
         try:
             for entry in entries:
                 paths.append(self._write_one(step, batch, entry))
-        finally:  # what was written counts, whatever came then
+        finally:  # files written before an error count too
             self._steps.append((paths, sum(path.stat().st_size for path in paths)))
         self._make_room()
 
@@ -301,9 +303,9 @@ class TrajectoryStore:
 class BackgroundRecorder:
     """A TrajectoryStore on a thread of its own, so that recording takes no time from training.
 
-    consumes: `record_nowait`, a step at a time; at most two wait.  produces: files.
+    consumes: `record_nowait`, one step at a time; at most two are queued.  produces: files.
     waits for: a step; the disk.  unblocked by: train steps; close.
-    What finds no room to wait, or no disk, is not recorded: a warning says so, and training goes on.
+    If the queue is full or the disk fails, groups are not recorded: a warning says so, and training continues.
     """
 
     MAX_WAITING = 2
@@ -317,14 +319,14 @@ class BackgroundRecorder:
         self._thread.start()
 
     def record_nowait(self, step: int, batch: int, entries: Sequence[Entry]) -> None:
-        """Have these written. The samples' arrays must not change afterwards (samples are immutable)."""
+        """Queue groups for writing. The samples' arrays must not change afterwards (samples are immutable)."""
         try:
             self._queue.put_nowait((step, batch, entries))
         except queue.Full:
             self._lose(len(entries), "the disk is slower than training; use record.every")
 
     def close(self, limit_s: float) -> None:
-        """Write what waits, for at most limit_s."""
+        """Write the queued steps, for at most limit_s."""
         try:
             self._queue.put(None, timeout=limit_s)
         except queue.Full:
@@ -335,7 +337,7 @@ class BackgroundRecorder:
         while (item := self._queue.get()) is not None:
             try:
                 self._store.write(*item)
-            except Exception as error:  # a disk's, above all; recording is an aid, and ends no training
+            except Exception as error:  # mostly disk errors; recording is optional and must not end training
                 self._lose(len(item[2]), repr(error))
 
     def _lose(self, count: int, why: str) -> None:
@@ -346,7 +348,7 @@ class BackgroundRecorder:
 
 
 def tokenizer_fingerprint(path: str) -> str:
-    """What a tokenizer's vocabulary is, in 16 hex digits: the same for copies of it. "" where there is no tokenizer.json."""
+    """Hash of a tokenizer's vocabulary in 16 hex digits, equal for copies of the tokenizer. "" without a tokenizer.json."""
     try:
         raw = msgspec.json.decode((Path(path).expanduser() / "tokenizer.json").read_bytes())
         vocabulary = raw["model"]["vocab"]

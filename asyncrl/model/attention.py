@@ -1,11 +1,12 @@
 """Attention over a packed row: each token sees the tokens before it in its own sequence.
 
-Registered with transformers as `asyncrl_packed`: load a model with attn_implementation=NAME and give `segments=` to its forward
-pass; it reaches every layer. transformers makes no mask for an implementation it does not know: give none, it would be dropped.
-Without segments every row of the batch is one sequence.
+Registered with transformers as `asyncrl_packed`. Load a model with attn_implementation=NAME and pass `segments=` to its forward
+pass; transformers hands it to every layer. transformers builds no mask for an implementation it does not know and would drop a
+given attention_mask, so pass none. Without segments every row of the batch is one sequence.
 
-On a CUDA device with 16 bits: torch's varlen kernel. Elsewhere sequences of about the same length become the rows of a
-rectangle, padded there only, and go through sdpa's causal path: no real token can see the padding behind it.
+On a CUDA device with a 16-bit dtype, attention runs in torch's varlen kernel. Elsewhere, sequences of similar length become the
+rows of a rectangle, padded to its width, and run through sdpa's causal path. Padding comes after the real tokens, so no real
+token attends to it.
 
 Shapes: T tokens, H query heads, K key heads, D head width, S sequences, B rows of a rectangle, W its width, P places in all
 rectangles.
@@ -26,16 +27,16 @@ from transformers import AttentionInterface
 
 NAME = "asyncrl_packed"
 
-# A rectangle takes in a sequence while its longest is at most _STRETCH times as long, plus _SLACK tokens: padding costs
-# arithmetic, a rectangle of its own a few kernel launches a layer. Measured on one CPU core, forward and backward of attention,
-# 128 and 512 sequences to 107 tokens, 32 to 2000: (1.05, 2) to (1.2, 4) within 10 %, (1.5, 8) 1.1 to 1.3 times as long,
-# (2, 16) 1.4 to 1.5.
+# A rectangle accepts a sequence while the longest one is at most _STRETCH times its length plus _SLACK tokens. Padding costs
+# arithmetic; each further rectangle costs a few kernel launches per layer. Measured on one CPU core, forward and backward of
+# attention, 128 and 512 sequences of up to 107 tokens, 32 of up to 2000: (1.05, 2) to (1.2, 4) are within 10 % of each other,
+# (1.5, 8) takes 1.1 to 1.3 times as long, (2, 16) 1.4 to 1.5 times.
 _STRETCH = 1.1
 _SLACK = 4
 
 
 def _find_varlen() -> Any:
-    """torch's kernel for sequences of any length; None before torch 2.10, or where it knows no windows yet."""
+    """Return torch's kernel for sequences of varying length; None before torch 2.10 or if it does not support windows yet."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -48,20 +49,20 @@ _varlen_attn = _find_varlen()
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the sequences of a packed row are. Made once a micro-batch, used by every layer, forward and backward."""
+    """Layout of the sequences in a packed row. Built once per micro-batch; every layer uses it, forward and backward."""
 
-    num_tokens: int  # of all sequences; a row may be longer, by padding that nothing reads
+    num_tokens: int  # in all sequences; the row may be longer, with padding that nothing reads
     max_length: int
     cu_seqlens: Tensor  # [S + 1] int32
     rectangles: tuple[tuple[int, int], ...]  # (B, W), longest first
-    places: Tensor  # [T] int64: where each token is among the P places of the rectangles, which lie one after another
+    places: Tensor  # [T] int64: index of each token among the P places of the rectangles, which are stored one after another
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Segments:
         lengths_S = np.asarray(lengths, np.int64)
         longest_first = np.argsort(-lengths_S, kind="stable")
         rectangles: list[tuple[int, int]] = []
-        start_S = np.zeros_like(lengths_S)  # the place of each sequence's first token
+        start_S = np.zeros_like(lengths_S)  # place of each sequence's first token
         at = num_places = 0
         while at < len(longest_first):
             rest = lengths_S[longest_first[at:]]
@@ -104,10 +105,10 @@ def packed_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [1, T, H, D]; zeros in the padding behind the sequences."""
+    """Return [1, T, H, D], with zeros in the padding after the sequences."""
     for name, extra in {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}.items():
         if extra is not None:
-            raise ValueError(f"{NAME} attention does not support {name}, which {type(module).__name__} asks for")
+            raise ValueError(f"{NAME} attention does not support {name}, which {type(module).__name__} requires")
     if dropout:
         raise ValueError(
             f"{NAME} attention does not support dropout ({dropout}): set attention_dropout to 0 in the config"
@@ -131,7 +132,7 @@ def packed_attention(
 
 
 def _has_varlen(query: Tensor) -> bool:
-    """What FlashAttention's kernel takes."""
+    """Whether FlashAttention's kernel supports this query's device, dtype and head width."""
     width = query.shape[-1]
     return (
         _varlen_attn is not None
@@ -157,7 +158,7 @@ def _varlen(
         segments.max_length,
         segments.max_length,
         scale=scaling,
-        window_size=(window - 1, 0) if window else (-1, 0),  # to the left without the token itself, to the right
+        window_size=(window - 1, 0) if window else (-1, 0),  # (left, right); the left count excludes the token itself
         enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
     )
     return output_THD
@@ -182,7 +183,7 @@ def _in_rectangles(
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int) -> Tensor:
-    """[B, H, W, D]. window: how many tokens each sees, itself included; 0: all before it."""
+    """[B, H, W, D]. window: number of tokens each token attends to, itself included; 0: all tokens before it."""
     length = query.shape[2]
     mask = None
     if 0 < window < length:
@@ -200,7 +201,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
 
 
 class _Scatter(torch.autograd.Function):
-    """[T, ...] -> [P, ...], zeros where no token is."""
+    """[T, ...] -> [P, ...], with zeros in places without a token."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, num_places: int) -> Tensor:
@@ -229,7 +230,7 @@ class _Gather(torch.autograd.Function):
 
 
 def register() -> str:
-    """Make the implementation known to transformers; returns its name."""
+    """Register the implementation with transformers and return its name."""
     AttentionInterface.register(NAME, packed_attention)
     return NAME
 

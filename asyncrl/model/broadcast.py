@@ -1,14 +1,15 @@
-"""Broadcast of the newest weights to generation servers over the network. The first rank of the model that is served does it.
+"""Broadcasts the newest weights to generation servers over the network, from the first rank of the served model.
 
     compute threads of all ranks -- export.take_whole, in buckets --> held: the newest version, in this rank's memory
-    gserver manager -- POST /broadcast_weights: version, servers that it has paused --> one broadcast to all of them
-    per server: join a group (kept while the servers are the same), begin, a request a bucket beside its broadcast, end
+    gserver manager -- POST /broadcast_weights: version, paused servers --> one broadcast to all of them
+    per server: join a group (kept while the set of servers is the same), begin, one request per bucket beside its broadcast, end
 
-Whatever the layout, that rank holds the whole model in CPU memory, in the dtype of exports: once, and twice while the version
-before is still broadcast. Where that is too much, weights.transport=disk has every rank write what it holds.
+In every layout this rank holds the whole model in CPU memory, in the dtype of exports. It holds two copies while the previous
+version is still being broadcast. If that is too much memory, set weights.transport=disk: each rank then writes its own share.
 
-Nothing is broadcast before every server has joined and has agreed to what will come. A server that refuses, dies or hangs
-costs this broadcast and no more: within its limit the manager is told, the group is given up, and the servers load from disk.
+The broadcast starts only after every server has joined the group and accepted the announced tensors. A server that refuses, dies
+or hangs fails only this broadcast: within the time limit the manager receives the error, the sender leaves the group, and the
+servers load the version from disk.
 """
 
 from __future__ import annotations
@@ -48,49 +49,49 @@ from asyncrl.runtime.trace import OFF, Tracer
 from asyncrl.weights.update_group import Bucket, GroupMember, digest, rank_offsets, serve_store
 from asyncrl.weights.versions import ScoredText
 
-_MAX_GROUPS = 4  # waves come in few combinations of servers; the one unused for longest is given up
+_MAX_GROUPS = 4  # update waves use few combinations of servers; the least recently used group is dropped
 _LEAVE_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 1.0
-_FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of a step; torch's errors are RuntimeErrors
+_FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)  # of one step; torch raises RuntimeError
 
 
 class BroadcastError(RuntimeError):
-    """A server did not do its part of a broadcast."""
+    """A server failed its part of a broadcast."""
 
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """A version in memory, whole."""
+    """One version in memory, with all its tensors."""
 
     version: WeightVersion
     buckets: list[Bucket]
     scored_text: ScoredText | None = None  # weights.verify_logprobs
-    digests: list[asyncio.Future[str]] = field(default_factory=list)  # of the buckets, filled in by the sender
+    digests: list[asyncio.Future[str]] = field(default_factory=list)  # of the buckets; the sender fills them in
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [named for bucket in self.buckets for named in bucket.tensors()]
 
 
 class _Info(msgspec.Struct):
-    """What of GET /server_info is needed; tp_size is what a bare SGLang server says."""
+    """The fields of GET /server_info that the sender needs. A plain SGLang server reports only tp_size."""
 
     num_weight_ranks: int | None = None
     tp_size: int = 1
 
 
 class ServerClient:
-    """Asks generation servers to take part. Every call is bounded by the caller."""
+    """Sends the requests of a broadcast to generation servers. The caller bounds every call."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
 
     async def num_ranks(self, target: BroadcastTarget) -> int:
-        """How many ranks of a group a server takes."""
+        """Number of ranks that a server occupies in a group."""
         info = msgspec.json.decode(await self._ask(target, "GET", "/server_info", b""), type=_Info)
         return info.tp_size if info.num_weight_ranks is None else info.num_weight_ranks
 
     async def post(self, target: BroadcastTarget, path: str, message: msgspec.Struct) -> UpdateWeightsReply:
-        """Raises BroadcastError where the server does not say that it was done."""
+        """Raises BroadcastError if the server does not report success or a mismatch."""
         body = await self._ask(target, "POST", path, msgspec.json.encode(message))
         reply = msgspec.json.decode(body, type=UpdateWeightsReply)
         if not reply.success and not reply.mismatch:
@@ -111,7 +112,7 @@ class ServerClient:
 
 
 class Broadcast:
-    """One broadcast of a version. `stage` names the step it has reached; the error of a broadcast that fails begins with it."""
+    """One broadcast of a version. `stage` names the current step; the error of a failed broadcast begins with it."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class Broadcast:
         return max(0.001, self._deadline - self._clock.monotonic())
 
     async def run(self, group: GroupMember, device: torch.device) -> BroadcastReply:
-        """Everything from `begin` to `end`, to servers that have joined the group. device: where the group sends from."""
+        """Run all steps from `begin` to `end` with servers that have joined the group. device: the device the group sends from."""
         await self._begin()
         last = len(self._held.buckets) - 1
         for number, bucket in enumerate(self._held.buckets):
@@ -140,7 +141,7 @@ class Broadcast:
         return await self._end()
 
     async def _begin(self) -> None:
-        self.stage = "asking servers whether they take the weights"
+        self.stage = "asking servers to accept the weights"
         held = self._held
         specs = [bucket.specs for bucket in held.buckets]
         begin = BeginWeightUpdate(
@@ -156,7 +157,7 @@ class Broadcast:
         await _of_all([self._client.post(target, "/begin_weight_update", begin) for target in self._targets])
 
     async def _send(self, group: GroupMember, bucket: Bucket, flat: torch.Tensor, *, is_last: bool) -> None:
-        """The servers answer when they have received: the broadcast goes on beside the requests. One refusal ends it."""
+        """Servers answer after receiving the bucket, so the broadcast runs concurrently with the requests. One refusal ends it."""
         message = ReceiveWeights(
             names=bucket.specs.names,
             dtypes=bucket.specs.dtypes,
@@ -171,7 +172,7 @@ class Broadcast:
         await _of_all([*received, group.broadcast(flat, self.left_s)])
 
     async def _end(self) -> BroadcastReply:
-        """Each server for itself: a server that has loaded serves, whatever became of the others."""
+        """Evaluate each server on its own: a server that has loaded the version serves it even if others failed."""
         self.stage = "waiting for servers to load"
         end = EndWeightUpdate(xxh3=list(await asyncio.gather(*self._held.digests)))
         answers = await asyncio.gather(
@@ -191,9 +192,9 @@ class Broadcast:
 
 
 class WeightSender:
-    """consumes: snapshots (`hold`), requests of the manager.  produces: weights in servers; replies that name those that failed.
+    """consumes: snapshots (`hold`), requests of the manager.  produces: weights in servers; replies that name failed servers.
 
-    waits for: servers to join, to agree, to receive; all of a broadcast within weights.broadcast_timeout_s.
+    waits for: servers to join, accept and receive; a whole broadcast takes at most weights.broadcast_timeout_s.
     unblocked by: the servers, or that limit. The training side never waits for any of this.
     """
 
@@ -201,7 +202,7 @@ class WeightSender:
         self, client: ServerClient, *, name: str, host: str, device: torch.device, options: WeightsConfig,
         logger: logging.Logger, trace: Tracer = OFF, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
-        """client: asks the servers."""
+        """client: sends the requests to the servers."""
         self._name, self._host, self._device, self._options = name, host, device, options
         self._backend = options.broadcast_backend
         if self._backend == "auto":
@@ -211,13 +212,13 @@ class WeightSender:
         self._logger, self._trace, self._clock = logger, trace, clock
         self._groups: OrderedDict[tuple[str, ...], GroupMember] = OrderedDict()  # by the servers' URLs
         self._held: HeldSnapshot | None = None
-        self._failing = False  # the last broadcast has failed, which was told
+        self._failing = False  # the last broadcast failed and was logged
         self._client = client
         self._goodbyes: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Bind a free port; gives the URL to publish."""
+        """Bind a free port and yield the URL to publish."""
         app = web.Application(middlewares=[for_the_run])
         app.add_routes([web.post("/broadcast_weights", self._answer)])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -230,13 +231,13 @@ class WeightSender:
     async def _leave_all(self) -> None:
         for key in list(self._groups):
             self._leave(key)
-        if self._goodbyes:  # servers that this run did not start go on without us
+        if self._goodbyes:  # servers that this run did not start outlive it
             await asyncio.wait(self._goodbyes, timeout=_CLOSE_LIMIT_S)
         for task in self._goodbyes:
             task.cancel()
 
     def hold(self, held: HeldSnapshot) -> None:
-        """Hold this version instead of the one before. That one stays in memory only while it is being broadcast or written."""
+        """Replace the held version. The old one stays in memory only while it is being broadcast or written."""
         loop = asyncio.get_running_loop()
         held.digests.extend(loop.run_in_executor(None, digest, bucket.flat) for bucket in held.buckets)
         self._held = held
@@ -252,7 +253,7 @@ class WeightSender:
     # ---------------------------------------------------------------------------------------------------- one broadcast
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastReply:
-        """Broadcast the version to these servers together. Answers within the limit, whatever they do."""
+        """Broadcast the version to all these servers together. Returns within the limit even if servers hang."""
         held, targets = self._held, sorted(request.targets, key=lambda target: target.server)
         if held is None or str(held.version) != request.weight_version:
             here = "no weights" if held is None else f"weights {held.version}"
@@ -267,7 +268,11 @@ class WeightSender:
                 async with asyncio.timeout(limit_s):
                     reply = await self._send(broadcast, targets)
         except (asyncio.TimeoutError, *_FAILURES) as error:
-            why = f"not within {limit_s:g} s" if isinstance(error, asyncio.TimeoutError) else str(error) or repr(error)
+            why = (
+                f"not done within {limit_s:g} s"
+                if isinstance(error, asyncio.TimeoutError)
+                else str(error) or repr(error)
+            )
             reply = _all_failed(targets, f"{broadcast.stage}: {why}")
         if reply.errors:
             self._forget(targets)
@@ -288,7 +293,7 @@ class WeightSender:
         return await broadcast.run(group, torch.device("cpu") if self._backend == "gloo" else self._device)
 
     async def _group_of(self, targets: Sequence[BroadcastTarget], broadcast: Broadcast) -> GroupMember:
-        """The group of these servers, made now if there is none yet."""
+        """Return the group of these servers; create it if there is none."""
         key = tuple(target.url for target in targets)
         if (known := self._groups.get(key)) is not None:
             self._groups.move_to_end(key)
@@ -296,14 +301,14 @@ class WeightSender:
         broadcast.stage = "asking servers for their ranks"
         ranks = await _of_all([self._client.num_ranks(target) for target in targets])
         if unable := [target.server for target, count in zip(targets, ranks, strict=True) if count < 1]:
-            raise BroadcastError(f"{', '.join(unable)} take no weights over the network")
+            raise BroadcastError(f"{', '.join(unable)} do not accept weights over the network")
         offsets, size = rank_offsets(ranks)
-        broadcast.stage = "meeting in a group"
+        broadcast.stage = "joining the group"
         store, address = await asyncio.to_thread(serve_store, self._host, broadcast.left_s)
         host, _, port = address.rpartition(":")
-        name = f"{self._name}-{uuid.uuid4().hex[:8]}"  # a server may outlive runs, and keeps what was not destroyed
+        name = f"{self._name}-{uuid.uuid4().hex[:8]}"  # unique: a server may outlive runs and keeps groups that were not destroyed
         member = GroupMember(name, self._backend, self._clock)
-        self._groups[key] = member  # from here on it is left, whatever happens
+        self._groups[key] = member  # registered first, so that the group is left even if the join fails
         joins = [
             JoinUpdateGroup(
                 master_address=host,
@@ -329,7 +334,7 @@ class WeightSender:
         return member
 
     def _forget(self, targets: Sequence[BroadcastTarget]) -> None:
-        """A broadcast has failed: nothing more goes over connections of these servers."""
+        """Leave every group that contains one of these servers, after a failed broadcast: its connections are not reused."""
         urls = {target.url for target in targets}
         for key in [key for key in self._groups if urls & set(key)]:
             self._leave(key)
@@ -342,7 +347,7 @@ class WeightSender:
         task.add_done_callback(self._goodbyes.discard)
 
     async def _say_goodbye(self, group_name: str, urls: Sequence[str]) -> None:
-        """The servers may free what belongs to the group. A courtesy: they have limits of their own."""
+        """Tell the servers that they may free the group. Best effort: servers have time limits of their own."""
         body = LeaveUpdateGroup(group_name=group_name)
         targets = [BroadcastTarget(server=url, url=url) for url in urls]
         said = asyncio.gather(
@@ -353,7 +358,7 @@ class WeightSender:
             async with asyncio.timeout(_LEAVE_LIMIT_S):
                 await said
         except asyncio.TimeoutError:
-            self._logger.debug("not all of %s heard that group %s is no more", urls, group_name)
+            self._logger.debug("not all of %s acknowledged leaving group %s", urls, group_name)
 
     # -------------------------------------------------------------------------------------------------------------- HTTP
 
@@ -374,7 +379,7 @@ def _who(targets: Sequence[BroadcastTarget]) -> str:
 
 
 async def _of_all(steps: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The results of all; the first error is raised at once, without a wait for the others."""
+    """Return all results. Raise the first error at once, without waiting for the others."""
     tasks = [asyncio.ensure_future(step) for step in steps]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -387,4 +392,4 @@ async def _of_all(steps: Sequence[Awaitable[Any]]) -> list[Any]:
         await asyncio.wait(tasks)
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # seen
+                task.exception()  # mark it as retrieved

@@ -1,4 +1,4 @@
-"""What a model worker does for the master, a call at a time."""
+"""Executes the master's calls on a model worker, one at a time."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ from asyncrl.runtime.trace import Tracer
 
 
 class Calls:
-    """Executes calls in the order in which they come.
+    """Executes calls in order of arrival.
 
-    consumes: calls.  produces: their replies, by itself or by the exporter when what it wrote is on disk.
-    waits for: the compute thread, and there for the other workers of a call; within train.call_timeout_s.
+    consumes: calls.  produces: their replies, directly or through the exporter once its files are on disk.
+    waits for: the compute thread, which waits for the other workers of a call, within train.call_timeout_s.
     unblocked by: the other workers making the same call, or losing their connection.
     """
 
@@ -80,8 +80,8 @@ class Calls:
         trace: Tracer,
         clock: Clock,
     ) -> None:
-        """engines: by model, interfaces: by MFC; those of this worker. receiver: at heads. group_makers: by the MFC
-        that generates."""
+        """engines: by model; interfaces: by MFC; both only those of this worker. receiver: on heads only. group_makers: by the
+        MFC that generates."""
         self.store, self.engines = store, engines
         self._config, self._info, self._process_group = config, config.worker, process_group
         self._receiver, self._group_makers, self._data, self._fetcher = receiver, group_makers, data, fetcher
@@ -89,16 +89,16 @@ class Calls:
         self._board, self._logger, self._trace, self._clock = board, logger, trace, clock
         self._models = {model.name: model for model in config.models}
         self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
-        self._heads = next(iter(self._placements.values())).heads  # they take trajectories
+        self._heads = next(iter(self._placements.values())).heads  # heads receive trajectories
         self._mfcs = {mfc.name: MFCDef.of(mfc) for mfc in config.mfcs if mfc.model in engines}
         self._interfaces = interfaces
         self._metas: dict[str, TrajectoryMeta] = (
             receiver.metas if receiver is not None else {}
-        )  # of what is in the store
+        )  # of the groups in the store
 
     async def run(self, server: NameResolvingReplyServer) -> None:
-        """For ever. A call that fails is answered with its error, and ends this worker: its peers may be in a collective with it
-        and must not wait."""
+        """Runs forever. A failed call is answered with its error and ends this worker: its peers may be in a collective with it,
+        and must not wait for it."""
         while True:
             call = await server.receive()
             self._board.progress()
@@ -110,7 +110,7 @@ class Calls:
                 raise
 
     async def _execute(self, call: Call) -> None:
-        """One call. Its reply is given here, or by the exporter when what it wrote is on disk."""
+        """Execute one call. It is answered here, or by the exporter once its files are on disk."""
         body, exporter = call.body, self._exporter
         if isinstance(body, ExecuteMFC):
             call.reply(await self._compute(partial(self._run_mfc_traced, body), f"MFC {body.mfc}"))
@@ -129,18 +129,18 @@ class Calls:
             await self._execute_here(call)
 
     async def _execute_here(self, call: Call) -> None:
-        """A call that is over when its turn is."""
+        """Execute a call that is complete, and answered, before the next one starts."""
         body, start, num_bytes, unfetched = call.body, self._clock.monotonic(), 0, ""
         if isinstance(body, FetchData):
             try:
                 with self._trace.overlapping("fetch data", kind="data"):
                     num_bytes = await self._fetcher.fetch(body.parts)
-            except FetchError as error:  # of another worker group: this one goes on
+            except FetchError as error:  # the failure is in another worker group: this worker continues
                 unfetched = str(error)
                 self._logger.warning("%s", error)
             self._board.set_queue("store", len(self.store))
         elif isinstance(body, Redistribute):
-            num_bytes = await self._compute(partial(self._redistribute, body), "data to be moved")
+            num_bytes = await self._compute(partial(self._redistribute, body), "the redistribution of data")
             self._board.set_queue("store", len(self.store))
         elif isinstance(body, Reallocate):
             num_bytes = await self._compute(partial(self._reallocate, body), f"weights of {body.target}")
@@ -152,9 +152,7 @@ class Calls:
         elif isinstance(body, HoldWeights):
             await self._exporter.hold(body, self._engine(body.role))
         elif isinstance(body, LoadCheckpoint):
-            await self._compute(
-                partial(self._load_checkpoint, self._folder(body.folder)), "the checkpoint to be loaded"
-            )
+            await self._compute(partial(self._load_checkpoint, self._folder(body.folder)), "the checkpoint to load")
         elif isinstance(body, SaveBatch):
             num_bytes = await asyncio.to_thread(self._save_batch, body)
         elif isinstance(body, ClearData):
@@ -168,10 +166,10 @@ class Calls:
             return self._run_mfc(body)
 
     def _run_mfc(self, body: ExecuteMFC) -> CallResult:
-        """On the compute thread: the MFC on the part of this worker's replica. Its head stores what is made, and reports."""
+        """On the compute thread: run the MFC on this replica's part of the batch. The replica's head stores and reports results."""
         start = self._clock.monotonic()
         if body.mfc not in self._mfcs:
-            raise ValueError(f"there is no MFC {body.mfc!r} on a model of this worker; there are {list(self._mfcs)}")
+            raise ValueError(f"this worker has no MFC {body.mfc!r}; the MFCs of its models are {list(self._mfcs)}")
         mfc = self._mfcs[body.mfc]
         placement, engine = self._placements[mfc.model], self.engines[mfc.model]
         self._board.version = str(WeightVersion(self._info.attempt, body.version))
@@ -197,13 +195,13 @@ class Calls:
         )
 
     def _make_groups(self, body: ExecuteMFC, ids: list[str]) -> CallResult:
-        """Those of this worker's replica; all but an evaluation's go into the store."""
+        """Make the groups of this worker's replica. All are stored, except those of an evaluation."""
         start = self._clock.monotonic()
         made = self._group_makers[body.mfc].make(body, ids)
         if not body.eval_mode:
             for sample, meta in zip(made.samples, made.metas, strict=True):
                 if reason := self.store.put(sample):
-                    raise RuntimeError(f"group {meta.ticket_id} was made and cannot be stored: {reason}")
+                    raise RuntimeError(f"group {meta.ticket_id} was generated but cannot be stored: {reason}")
                 self._metas[meta.ticket_id] = meta
         model = self._mfcs[body.mfc].model
         if self._models[model].offload:
@@ -216,13 +214,13 @@ class Calls:
         )
 
     def _record(self, recorder: BackgroundRecorder, body: ExecuteMFC) -> None:
-        """Hand the batch's trajectories that came to this head, with all keys that are here, to the thread that writes them."""
+        """Queue the trajectories of the batch that this head received, with all keys present here, for the recorder's thread."""
         here = [(place, ticket) for place, ticket in enumerate(body.ids) if ticket in self._metas]
         entries = [Entry(self.store.whole(ticket), self._metas[ticket], place) for place, ticket in here]
         recorder.record_nowait(body.version, len(body.ids), entries)
 
     def _save_batch(self, body: SaveBatch) -> int:
-        """Not by the recorder's thread: the reply says that it is done. What the disk refuses is told, and costs no training."""
+        """Write on this thread, so that the reply confirms the files. A disk error is logged and does not stop training."""
         placed = [(place, meta) for place, meta in enumerate(body.metas) if meta.ticket_id in self.store]
         mine = [
             (place, meta) for place, meta in placed if self._heads[meta.head % len(self._heads)] == self._info.index
@@ -248,7 +246,7 @@ class Calls:
 
     @property
     def _checkpointed(self) -> dict[str, TrainEngine]:
-        """Models that training has changed. Others are as on disk, or other layouts of one of these."""
+        """Models that training changes. All others are unchanged on disk, or further layouts of one of these."""
         ref_moves = self._config.train.ref.update_interval > 0
         return {
             name: engine
@@ -276,12 +274,12 @@ class Calls:
 
     def _engine(self, model: str) -> TrainEngine:
         if model not in self.engines:
-            raise ValueError(f"there is no model {model!r} on this worker; there are {list(self.engines)}")
+            raise ValueError(f"this worker has no model {model!r}; its models are {list(self.engines)}")
         return self.engines[model]
 
 
 def trajectory_files(config: ModelWorkerConfig, folder: Path, clock: Clock) -> TrajectoryStore:
-    """Recordings of this worker in a folder."""
+    """Return the store that writes this worker's recordings to a folder."""
     return TrajectoryStore(
         folder,
         config.worker.name,

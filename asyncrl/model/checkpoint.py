@@ -1,16 +1,16 @@
-"""What training needs to go on, on disk: models, optimizers, random numbers and small states. Saved in one layout, loaded in any.
+"""Checkpoints: everything needed to continue training: models, optimizers, random state, small states. Any layout can load them.
 
     all ranks            snapshot: numbered, collective, on the compute thread; copies this rank's parts to CPU memory
-    each rank's writer   write: files of its own beside what follows; no collective
-    one rank's writer    commit, when all have answered: checks that no part is missing, manifest, final name
+    each rank's writer   write: its own files, concurrently with later calls; no collective
+    one rank's writer    commit, after all have answered: checks that no part is missing, writes the manifest, renames the folder
     all ranks            load: numbered, collective
 
-Tensors are in torch.distributed.checkpoint's safetensors format (HuggingFaceStorageReader): each file says of each of its tensors
-where it belongs in the whole one. torch.distributed.checkpoint loads them, each rank the parts that it holds in its layout.
-Names are global: `<model>.<checkpoint name>`, `<the same>.exp_avg`. Nothing is pickled: the usual format has a pickled
-`.metadata`, which whoever can write to the folder could make into a program; this one has JSON headers, and the rest is JSON too.
+Tensors are stored in torch.distributed.checkpoint's safetensors format (HuggingFaceStorageReader): each file records where its
+tensors belong in the whole ones. torch.distributed.checkpoint loads them; each rank reads the parts that it holds in its layout.
+Names are global: `<model>.<checkpoint name>`, `<the same>.exp_avg`. Nothing is pickled. torch's usual format has a pickled
+`.metadata`, which lets anyone with write access to the folder run code here. This format has JSON headers, and the rest is JSON.
 
-What a checkpoint is to those who need no torch, where it is and whether it is whole: weights/checkpoints.py.
+weights/checkpoints.py has the part that needs no torch: the manifest, the folder's location and the check for completeness.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointError", "commit", "load", "snapshot", "take", "verify", "write"]
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, as large as the parameter
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, each as large as the parameter
 
 
 class TrainedModel(ShardedModel, Protocol):
-    """engine.TrainEngine. Its named_parameters are the parameters themselves, those that the optimizer has."""
+    """engine.TrainEngine. Its named_parameters are the parameters themselves, the ones that the optimizer steps."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None: ...
 
 
 class RandomState(msgspec.Struct, frozen=True):
-    """Of the generators that a process has by itself."""
+    """State of the process-wide random generators."""
 
     torch: bytes
     cuda: bytes | None
@@ -82,9 +82,9 @@ class RandomState(msgspec.Struct, frozen=True):
 
 
 class WorkerState(msgspec.Struct, frozen=True):
-    """What a worker has beside tensors.
+    """State of a worker other than tensors.
 
-    steps: of each parameter that was trained, by model, as the optimizer counts them. shapes: of what must be in the files.
+    steps: by model, the optimizer's step count of each trained parameter. shapes: of the tensors that the files must contain.
     """
 
     random: RandomState
@@ -106,10 +106,10 @@ class Snapshot:
 
 @torch.no_grad()
 def snapshot(models: Mapping[str, TrainedModel], *, moments: bool = True) -> Snapshot:
-    """Copy to the CPU what this worker is to write of these models: each part of a tensor is written once, in its own dtype.
+    """Copy this worker's share of these models to the CPU. Each part of a tensor is in one worker's share, in its own dtype.
 
-    models: the engines of this worker by name, in the same order everywhere; those of the models to save. moments: also what the
-    optimizer has. Collective over the ranks of each model. Training may go on while the snapshot is written.
+    models: the engines of the models to save, by name, in the same order on every worker. moments: include the optimizer's state.
+    Collective over the ranks of each model. Training may continue while the snapshot is written.
     """
     result = Snapshot(WorkerState(_random_state(), {}, {}))
     for model_name, model in models.items():
@@ -139,7 +139,7 @@ def snapshot(models: Mapping[str, TrainedModel], *, moments: bool = True) -> Sna
 
 
 def write(path: Path, part: Snapshot, *, shard_bytes: int = 2_000_000_000, fsync: bool = True) -> list[WrittenFile]:
-    """This worker's files, on disk when it returns. On any thread. Raises like weights.write_part."""
+    """Write this worker's files; they are on disk on return. Runs on any thread. Raises like weights.write_part."""
     me = this_worker()
     return write_part(
         path,
@@ -155,11 +155,10 @@ def write(path: Path, part: Snapshot, *, shard_bytes: int = 2_000_000_000, fsync
 def commit(
     path: Path, files: Sequence[WrittenFile], *, state: Mapping[str, Any], master: str = "", fsync: bool = True
 ) -> None:
-    """Make a checkpoint of the files of all workers: at one process that sees them all. path is complete or absent afterwards.
+    """Make a checkpoint of the files of all workers, on a process that sees them all. Afterwards path is complete or absent.
 
-    state: what the caller wants back from `load`, of what JSON has. master: the text of master.json. Raises CheckpointError where
-    a part of a tensor is missing, WeightsError where a file is not what was reported, OSError (disk full, ...) with nothing left
-    behind.
+    state: JSON values that `load` returns. master: the text of master.json. Raises CheckpointError if a part of a tensor is
+    missing, WeightsError if a file differs from its report, OSError (disk full, ...). Errors leave nothing behind.
     """
 
     def finish(writer: FileWriter) -> None:
@@ -180,13 +179,13 @@ def commit(
 def load(
     path: Path, models: Mapping[str, TrainedModel], *, workers: Sequence[int], or_as_is: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Put a checkpoint into these models, whatever layout it was saved in. Returns the `state` of `commit`.
+    """Load a checkpoint, saved in any layout, into these models. Returns the `state` passed to `commit`.
 
-    Collective over `workers`, the same everywhere: each checks some of the files, and what one finds all raise, as
-    CheckpointError, before anything is changed; what does not fit a model (other tensors, other shapes) is raised where it is
-    seen. A model that the checkpoint has without an optimizer is loaded without. Random numbers go on where they were if the
-    workers are as many as then. A second model of a role (`ref@1`) is loaded from its first if it was not there then.
-    or_as_is: roles whose models stay as they are where the checkpoint has none.
+    Collective over `workers`, which must be the same everywhere. Each worker checks some of the files; if one fails, all raise
+    CheckpointError before anything changes. A tensor that does not fit a model (missing, other shape) is raised only on the ranks
+    that find it. A model saved without optimizer state is loaded without it. Random state is restored if the worker numbers are
+    the same as when saving. A second model of a role (`ref@1`) that was not saved is loaded from the first one of that role.
+    or_as_is: roles whose models stay unchanged if the checkpoint lacks them.
     """
     manifest = _verified(path, workers)
     me = this_worker()
@@ -208,12 +207,12 @@ def load(
 
 @torch.no_grad()
 def take(path: Path, name: str, model: TrainedModel, *, share: float = 1.0) -> None:
-    """model <- share * what path has under this name + (1 - share) * model, whatever layout it was saved in.
+    """model <- share * the model saved under this name + (1 - share) * model, whatever layout it was saved in.
 
-    Collective over the ranks of the model. In float32, as model/reallocate.py does; raises like `load`. Random numbers go on.
+    Collective over the ranks of the model. Computes in float32, like model/reallocate.py; raises like `load`. Random state is kept.
     """
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"share={share}: above 0, at most 1")
+        raise ValueError(f"share={share}: it must be above 0 and at most 1")
     _verified(path, workers_of(model))
     model.onload()
     ours = model.named_parameters()
@@ -227,7 +226,7 @@ def take(path: Path, name: str, model: TrainedModel, *, share: float = 1.0) -> N
 
 
 class _Parameters:
-    """A model's parameters, and no more of it."""
+    """Only the parameters of a model."""
 
     optimizer = None
 
@@ -238,11 +237,11 @@ class _Parameters:
         return self._parameters
 
     def onload(self) -> None:
-        """They are where they are used."""
+        """Nothing to do: these parameters are never offloaded."""
 
 
 def _verified(path: Path, workers: Sequence[int]) -> Manifest:
-    """Collective over `workers`: each checks some of the files, and what one finds all raise."""
+    """Collective over `workers`: each checks some of the files. If one finds an error, all raise it."""
     manifest = read_manifest(path)
     at = list(workers).index(this_worker())
     mine = [name for place, name in enumerate(manifest.files) if place % len(workers) == at]
@@ -257,7 +256,7 @@ def _verified(path: Path, workers: Sequence[int]) -> Manifest:
 
 
 def _load_model(path: Path, model_name: str, model: TrainedModel, steps: Mapping[str, float]) -> None:
-    """torch.distributed.checkpoint reads into the tensors in place, each rank on its own."""
+    """Read into the tensors in place with torch.distributed.checkpoint, each rank on its own."""
     model.onload()
     wanted: dict[str, Any] = {}
     for name, tensor in model.named_parameters().items():
@@ -273,7 +272,7 @@ def _load_model(path: Path, model_name: str, model: TrainedModel, steps: Mapping
             wanted[f"{model_name}.{name}.{moment}"] = state[moment]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that no_dist is meant
+            warnings.simplefilter("ignore", UserWarning)  # it warns about no_dist, which is intended
             load_into(wanted, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     except (ValueError, RuntimeError, KeyError, CheckpointException) as error:
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
@@ -284,12 +283,12 @@ def _load_model(path: Path, model_name: str, model: TrainedModel, steps: Mapping
 
 
 def _optimizer_state(model: TrainedModel, tensor: Tensor) -> dict[str, Any]:
-    """Of a parameter; empty before the first step."""
+    """State of one parameter; empty before the first step."""
     return dict(model.optimizer.state.get(tensor, {})) if model.optimizer is not None else {}
 
 
 def _check_whole(directory: Path, states: Sequence[WorkerState]) -> None:
-    """The parts of every tensor make it up, by the headers of the files. Parts do not overlap: each was written once."""
+    """Check by the files' headers that the parts of every tensor are complete. Parts cannot overlap: each is written once."""
     found: dict[str, int] = {}
     for name, about in HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata.items():
         assert isinstance(about, TensorStorageMetadata)
@@ -298,7 +297,7 @@ def _check_whole(directory: Path, states: Sequence[WorkerState]) -> None:
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name, 0) != expected.get(name, -1):
             raise CheckpointError(
-                f"{directory} is not whole: of tensor {name} there are {found.get(name, 0)} of {expected.get(name, 'no')} elements"
+                f"{directory} is incomplete: tensor {name} has {found.get(name, 0)} of {expected.get(name, 'no')} elements"
             )
 
 

@@ -1,4 +1,4 @@
-"""The thread of a model worker on which everything runs that touches a tensor."""
+"""The compute thread of a model worker: everything that touches a tensor runs on it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ T = TypeVar("T")
 
 
 class Compute:
-    """One call after another, in the order of the master's calls, which is the same on all workers: so collectives meet."""
+    """Runs one call after another in the master's order. That order is the same on all workers, so collectives match."""
 
     def __init__(self, name: str, board: StatusBoard, *, limit_s: float, num_threads: int = 0) -> None:
-        """name: of the worker. limit_s: of a call, unless it says otherwise. num_threads: torch's; 0: its own choice."""
+        """name: of the worker. limit_s: default limit of a call. num_threads: torch's thread count; 0: torch's own choice."""
         self._name, self._board, self._limit_s, self._num_threads = name, board, limit_s, num_threads
         self._pool = ThreadPoolExecutor(1, f"{name}-compute", initializer=self._begin)
 
     async def __call__(
         self, function: Callable[[], T], what: str, *, limit_s: float = 0.0, detail: Callable[[], str] = str
     ) -> T:
-        """Run on the thread, visibly and bounded. Raises WaitTimeoutError, and what the function raises."""
+        """Run on the thread, shown on the status board and bounded. Raises WaitTimeoutError and the function's errors."""
         future = asyncio.get_running_loop().run_in_executor(self._pool, function)
         return await self._board.bounded(
             future, what=what, on=self._name, limit_s=limit_s or self._limit_s, detail=detail
         )
 
     def close(self) -> None:
-        """What runs goes on; nothing waits for it."""
+        """Stop without waiting for the function that is still running."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:

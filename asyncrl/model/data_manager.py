@@ -1,13 +1,13 @@
-"""Moves groups' keys between model workers, over torch.distributed.
+"""Moves keys of groups between model workers, over torch.distributed.
 
     master -- Redistribute(steps) --> DataManager of each worker in them: store -> [bytes] -> store
 
-All workers execute the steps of a call in the same order, and calls in the order of the master, which is the same for all. A
-worker receives when the step's turn has come; what it sends it only posts, and goes on: a receiver that is busy keeps nobody
-from computing. So whoever waits, waits for a worker that is at an earlier call or step, never in a circle.
+All workers execute calls in the master's order, and the steps of a call in the same order. A worker receives when the step's turn
+comes. Sends are asynchronous: a busy receiver does not block the sender's computation. So a waiting worker only ever waits for one
+that is at an earlier call or step, and waits cannot form a cycle.
 
-A transfer is three kinds of message, sent as raw bytes in the CPU's process group: sizes, the header of data/sequence.py, one frame
-a key. Dtypes stay what they are, nothing is unpickled, and who receives checks that it got what the plan says.
+A transfer has three kinds of message, sent as raw bytes in the CPU's process group: sizes, the header of data/sequence.py, one
+frame per key. Dtypes are kept, nothing is unpickled, and the receiver checks that the data matches the plan.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from asyncrl.dataflow.redistribution import Transfer, transfers
 from asyncrl.model.store import DataStore
 from asyncrl.protocol.messages import RedistribStep
 
-_Posted = tuple[dist.Work, Tensor, str]  # the tensor must live until it is sent
+_Posted = tuple[dist.Work, Tensor, str]  # the tensor must stay alive until it is sent
 
 
 class DataManager:
-    """One worker's part of redistributions. On its compute thread, but for the waits of what was posted.
+    """One worker's part of redistributions. Runs on the compute thread, except for the waits for posted sends.
 
     consumes: steps.  produces: copies in the store.
-    waits for: the senders, each at most limit_s; what was posted is waited for on a thread beside.
-    unblocked by: the senders reaching the same step; an error of theirs, which ends the connection.
+    waits for: the senders, each at most limit_s; a separate thread waits for posted sends.
+    unblocked by: the senders reaching the same step; a sender's error, which ends the connection.
     """
 
     def __init__(
         self, store: DataStore, *, worker: int, limit_s: float, rank_of: Callable[[int], int] | None = None
     ) -> None:
-        """worker: number of this worker, as in the steps. rank_of: what a worker's rank is in torch.distributed's world, which
-        must have a backend for the CPU; default: its number."""
+        """worker: number of this worker, as in the steps. rank_of: maps a worker to its rank in torch.distributed's world, which
+        must have a CPU backend; default: its number."""
         self._store = store
         self._worker = worker
         self._rank_of = rank_of or int
         self._limit = timedelta(seconds=limit_s)
-        # Bounded by the master: it begins no step before the last one's moves are answered for
+        # Bounded by the master: it starts no step before all workers have answered the moves of the last one
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
     def execute(self, steps: Sequence[RedistribStep]) -> int:
-        """This worker's part of the steps. Returns the bytes that it has posted, headers included.
+        """Execute this worker's part of the steps. Returns the number of bytes posted, headers included.
 
-        Raises RuntimeError where data did not come or is not what the plan says, or something sent before did not arrive.
+        Raises RuntimeError if data does not arrive or does not match the plan, or if an earlier send failed.
         """
         if self._error is not None:
             raise self._error
@@ -70,7 +70,7 @@ class DataManager:
         return num_bytes
 
     def close(self) -> None:
-        """What is posted and not received is given up."""
+        """Stop. Posted sends that were not received are abandoned."""
         self._posted.put(None)
 
     def _post(self, transfer: Transfer) -> int:
@@ -96,7 +96,7 @@ class DataManager:
         header, *frames = (part.numpy() for part in parts)
         sample = decode_sample(header, frames, max_bytes=sys.maxsize)
         if sample.ids != transfer.ids or sample.keys != transfer.keys:
-            raise RuntimeError(f"expected {what}, {list(transfer.ids[:4])}; there came {list(sample.ids[:4])}")
+            raise RuntimeError(f"expected {what}, {list(transfer.ids[:4])}; received {list(sample.ids[:4])}")
         self._store.add_copies(sample)
 
     def _wait_for(self, part: Tensor, source: int, what: str) -> None:
@@ -107,9 +107,9 @@ class DataManager:
         try:
             work.wait(self._limit)
         except RuntimeError as error:
-            raise RuntimeError(f"waited for {what}: {error}") from error
+            raise RuntimeError(f"receiving {what}: {error}") from error
 
-    # ----------------------------------------------------------------------------------------------- what has been posted
+    # ----------------------------------------------------------------------------------------------------- posted sends
 
     def _keep(self, work: dist.Work | None, part: Tensor, what: str) -> None:
         assert work is not None, "this worker is in the world"
@@ -119,7 +119,7 @@ class DataManager:
         self._posted.put((work, part, what))
 
     def _see_off(self) -> None:
-        """On a thread of its own: hold what is being sent until it has arrived."""
+        """On a thread of its own: keep each tensor alive until it has been sent."""
         while (posted := self._posted.get()) is not None:
             work, _, what = posted
             try:
@@ -129,5 +129,5 @@ class DataManager:
 
 
 def _bytes_of(buffer: memoryview | bytearray) -> Tensor:
-    """As a tensor of bytes that shares memory."""
+    """Return a tensor of bytes that shares memory with the buffer."""
     return torch.from_numpy(np.frombuffer(buffer, np.uint8)) if len(buffer) else torch.empty(0, dtype=torch.uint8)

@@ -1,11 +1,11 @@
 """Training engine: one rank of one Hugging Face model, in any layout of data, tensor and pipeline ranks.
 
-Interfaces (asyncrl/model/interfaces) say what to compute; the engine loads, runs forward and backward in token-budget
-micro-batches, sums gradients over ranks, steps the optimizer and exports weights. How a model is split: sharding.py, pipeline.py.
+Interfaces (asyncrl/model/interfaces) define what to compute. The engine loads the model, runs forward and backward in token-budget
+micro-batches, sums gradients over ranks, steps the optimizer and exports weights. sharding.py and pipeline.py split the model.
 
-Same update in any layout: the loss of a micro-batch is a sum that is already divided by the global denominator, so that
-gradients add up over micro-batches and over ranks, whoever holds what. A rank that holds nothing adds zero: it runs
-micro-batches of one token that predicts nothing, so that all ranks make the same collective calls.
+The update is the same in any layout. The loss of a micro-batch is a sum that is already divided by the global denominator, so
+gradients add up over micro-batches and over ranks, however the batch is distributed. A rank without groups contributes zero: it
+runs micro-batches of one token that predicts nothing, so that all ranks make the same collective calls.
 
 Shapes: T tokens of a micro-batch, packed; S sequences.
 """
@@ -46,9 +46,9 @@ _HEAD_CHECK_TOKENS = 4
 
 
 class TrainEngine:
-    """A model that gives logprobs, values or scores and, if trainable, is trained. All methods run on the compute thread.
+    """A model that computes logprobs, values or scores and can be trained if trainable. All methods run on the compute thread.
 
-    Methods that compute are collective over all ranks of the model: each calls them, in the same order, also without groups.
+    Computing methods are collective over all ranks of the model: every rank calls them in the same order, even without groups.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class TrainEngine:
         mesh: ModelMesh | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        """mesh: of model.grid; None where this is the only rank. Collective. Raises ConfigError where model and grid do not fit.
+        """mesh: of model.grid; None if this is the only rank. Collective. Raises ConfigError if model and grid do not fit.
 
-        Trained weights are float32 whatever train.dtype says: with bfloat16 the computation is in bfloat16 and weights are
-        exported in bfloat16, while small updates are not lost. A frozen model is loaded in train.dtype itself.
+        Trained weights are always float32. With train.dtype bfloat16 the computation and the exported weights are bfloat16, but the
+        float32 weights keep small updates. A frozen model is loaded in train.dtype itself.
         """
         if train.dtype not in DTYPES:
             raise ValueError(f"train.dtype is {train.dtype!r}; choose one of {', '.join(DTYPES)}")
@@ -84,17 +84,17 @@ class TrainEngine:
         config = sharding.load_config(model.path, model.kind)
         self.config = copy.deepcopy(config)
         self.vocab_size: int = config.get_text_config().vocab_size
-        self._slots: sharding.Slots  # where each parameter of this rank is
-        self._split: set[str] = set()  # parameters that tensor ranks have parts of
-        self._partial: set[str] = set()  # parameters whose gradients are still to be summed over tensor ranks
-        self._tied = ""  # the embedding, where the last stage of several has a copy as its output layer
+        self._slots: sharding.Slots  # (module, attribute) of each parameter of this rank
+        self._split: set[str] = set()  # parameters that are split over tensor ranks
+        self._partial: set[str] = set()  # parameters whose gradients must still be summed over tensor ranks
+        self._tied = ""  # name of the tied embedding if the last of several stages has a copy as its output layer
         weights_dtype = torch.float32 if self.trainable else self.dtype
         if self._mesh is None:
             self.module = self._load_whole(model, config, weights_dtype)
         else:
             self.module = self._load_shard(model, config, weights_dtype, self._mesh)
         self.model: PreTrainedModel = self.module.model
-        self.config.architectures = [type(self.model).__name__]  # of the whole model, to be saved with it
+        self.config.architectures = [type(self.model).__name__]  # of the whole model; saved with it
         self._total_steps = train.total_steps
         self.skipped_steps = 0
         self.optimizer: torch.optim.AdamW | None = None
@@ -103,10 +103,10 @@ class TrainEngine:
             self.model.requires_grad_(False)
             return
         if train.gradient_checkpointing:
-            # Renamed within transformers 5; the first argument is the same.
+            # The name changed within transformers 5; the first argument is the same.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
-            self.model.train()  # transformers checkpoints in training mode only; all dropout is 0
+            self.model.train()  # transformers applies checkpointing in training mode only; all dropout is 0
         self.optimizer = _make_optimizer(
             self.named_parameters().values(), model.optimizer, fused=self.device.type == "cuda"
         )
@@ -115,7 +115,7 @@ class TrainEngine:
 
     @property
     def _compute_dtype(self) -> torch.dtype | None:
-        """Of a computation that is not in the weights' own."""
+        """Dtype of the computation; None if it is the dtype of the weights."""
         return self.dtype if self.trainable and self.dtype != torch.float32 else None
 
     def _load_whole(self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype) -> Stage:
@@ -134,7 +134,7 @@ class TrainEngine:
         return stage
 
     def _load_shard(self, model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, mesh: ModelMesh) -> Stage:
-        """The pieces that this rank holds, and nothing else for longer than it takes to shard a unit."""
+        """Load the pieces that this rank holds. Other tensors exist only while one unit is being sharded."""
         grid = mesh.placement.grid
         skeleton = sharding.Skeleton.of(config, model.kind, dtype)
         read = sharding.open_weights(model.path, skeleton, config, dtype)
@@ -145,7 +145,7 @@ class TrainEngine:
         vocab = sharding.apply_tensor_parallel(skeleton, mesh, model.path) if grid.tensor > 1 else None
         if grid.pipe > 1:
             cut_to_stage(skeleton.model, mesh, model.path)
-        by_fsdp = grid.data > 1  # it casts by itself
+        by_fsdp = grid.data > 1  # FSDP casts by itself
         stage = Stage(
             skeleton.model,
             model.kind,
@@ -178,7 +178,7 @@ class TrainEngine:
     def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None:
         """log p(token t | tokens before it), packed like packed_input_ids; 0 for the first token of each sequence.
 
-        Collective. On every rank of the last stage of a replica that has a sample; else None. So are values and scores.
+        Collective. Returned on every rank of the last stage of a replica that has a sample, else None. So are values and scores.
         """
         return self._infer("lm", sample, temperature)
 
@@ -187,7 +187,7 @@ class TrainEngine:
         return self._infer("value", sample)
 
     def scores(self, sample: SequenceSample | None) -> npt.NDArray[np.float32] | None:
-        """One a sequence, at its last token."""
+        """One score per sequence, at its last token."""
         return self._infer("reward", sample)
 
     @torch.no_grad()
@@ -213,7 +213,7 @@ class TrainEngine:
     # ------------------------------------------------------------------------------------------------------ micro-batches
 
     def _set_up(self, sample: SequenceSample | None, *, min_count: int, temperature: float) -> Work:
-        """Gives the stage its micro-batches: equally many on all data ranks, and in a pipeline all of one length."""
+        """Give the stage its micro-batches: the same number on all data ranks, and with a pipeline all of one length."""
         batch = SequenceBatch.of(sample) if sample is not None and sample.num_ids else None
         lengths = batch.lengths if batch is not None else ()
         budget = self._max_tokens
@@ -224,7 +224,7 @@ class TrainEngine:
         pad_to = max(micro_batch.num_tokens for micro_batch in plan) if self.num_stages > 1 else 0
         packed, of_sequences = [], []
         for micro_batch in plan:
-            # An empty micro-batch is a token that predicts nothing: all parameters get a gradient, of zero
+            # An empty micro-batch is one token that predicts nothing: every parameter gets a gradient of zero
             own = [lengths[i] for i in micro_batch.sequences] or [1]
             ids = np.zeros(1, np.int64)
             if batch is not None and micro_batch.sequences:
@@ -237,7 +237,7 @@ class TrainEngine:
         return Work(batch, plan)
 
     def _largest(self, count: int) -> int:
-        """Over data ranks."""
+        """Maximum over data ranks."""
         if self._mesh is None or self.dp_size == 1:
             return count
         counts = torch.tensor([count], device=self.device)
@@ -247,18 +247,18 @@ class TrainEngine:
     # ----------------------------------------------------------------------------------------------------------- training
 
     def set_total_steps(self, total_steps: int) -> None:
-        """What the learning rate decays over, in lr_steps. 0: unknown, no decay."""
+        """Set the number of lr_steps over which the learning rate decays. 0: unknown, no decay."""
         self._total_steps = total_steps
 
     def train_step(
         self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
     ) -> dict[str, float]:
-        """One optimizer step on this rank's part of a batch. Collective: every rank calls it, without groups too.
+        """Take one optimizer step on this rank's part of a batch. Collective: every rank calls it, even without groups.
 
-        Consumes the part and loss_fn; produces new parameters, the same update in any layout, and statistics over all data ranks:
-        those of loss_fn and `loss` on the last stage, `grad_norm`, `lr`, `skipped_steps` and `stopped_steps` everywhere. Waits for
-        the other ranks in collectives limited by the process group's timeout; unblocked by their arrival or by the loss of their
-        connection. A loss or gradient that is not finite skips the step on all ranks and is counted.
+        consumes: the part and loss_fn.  produces: new parameters, equal in any layout, and statistics over all data ranks:
+        those of loss_fn and `loss` on the last stage; `grad_norm`, `lr`, `skipped_steps` and `stopped_steps` everywhere.
+        waits for: the other ranks in collectives, within the process group's timeout.  unblocked by: their arrival or the loss of
+        their connection. If the loss or gradient is not finite, all ranks skip the step and count it.
         """
         result = self._backward(sample, loss_fn, temperature)
         stop = ""
@@ -267,13 +267,13 @@ class TrainEngine:
         return result | self._step(result.get("loss", 0.0), stop, lr_step)
 
     def try_step(self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float) -> dict[str, float]:
-        """What train_step would say of its loss and gradient; nothing is stepped on. Collective."""
+        """Return the loss statistics and gradient norm that train_step would report, without stepping. Collective."""
         result = self._backward(sample, loss_fn, temperature)
         grad_norm, _, _ = self._gradient(result.get("loss", 0.0), "")
         return result | {"grad_norm": grad_norm}
 
     def _backward(self, sample: SequenceSample | None, loss_fn: LossFn, temperature: float) -> dict[str, float]:
-        """Gradients of the loss, still to be summed over ranks; on the last stage the statistics of all data ranks."""
+        """Compute gradients, not yet summed over ranks. Returns the statistics of all data ranks, on the last stage only."""
         if self.optimizer is None:
             raise RuntimeError("train_step on a frozen model")
         self.onload()
@@ -283,7 +283,7 @@ class TrainEngine:
 
         def loss_of(outputs: Outputs, number: int) -> Tensor:
             sequences = work.plan[number].sequences
-            connected = outputs[0].sum() * 0.0  # a loss that masks all tokens may have no gradient
+            connected = outputs[0].sum() * 0.0  # keeps a graph: a loss that masks all tokens may have no gradient
             if work.batch is None or not sequences:
                 return connected
             named = dict(zip(OUTPUT_NAMES[self.kind], outputs, strict=True))
@@ -298,7 +298,7 @@ class TrainEngine:
         else:
             for i in range(len(work.plan)):
                 if isinstance(self.module, FSDPModule):
-                    is_last = i == len(work.plan) - 1  # every rank has as many micro-batches
+                    is_last = i == len(work.plan) - 1  # every rank has the same number of micro-batches
                     self.module.set_requires_gradient_sync(is_last or not self.train.accumulate_unsharded)
                 loss_of(self.module(torch.tensor([[i]])), i).backward()  # type: ignore[no-untyped-call]
         self.module.micro_batches = ()
@@ -307,7 +307,7 @@ class TrainEngine:
         return self._reduce_stats({name: float(value) for name, value in local.items()})
 
     def _gradient(self, loss: float, stop: str) -> tuple[float, bool, bool]:
-        """(norm of the summed gradient, it and the loss are finite, somebody wants no step): the same on every rank."""
+        """(norm of the summed gradient, whether it and the loss are finite, whether a rank stops the step): equal on every rank."""
         grads = self._finish_gradients()
         squares = self._sum_of_squares(grads)
         summed = self._all_reduce_model([squares, 0.0 if math.isfinite(loss) else 1.0, 1.0 if stop else 0.0])
@@ -315,7 +315,7 @@ class TrainEngine:
         return grad_norm, math.isfinite(grad_norm) and summed[1] == 0, summed[2] > 0
 
     def _step(self, loss: float, stop: str, lr_step: int) -> dict[str, float]:
-        """Clip and step on the summed gradient. The decision to skip is made from reduced values: the same on every rank."""
+        """Clip the summed gradient and step. The decision to skip uses reduced values, so it is the same on every rank."""
         assert self.optimizer is not None
         grad_norm, finite, stopped = self._gradient(loss, stop)
         config = self.optimizer_config
@@ -341,7 +341,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def _finish_gradients(self) -> dict[str, Tensor]:
-        """This rank's part of the summed gradient, by name, after what backward leaves to be added."""
+        """Add what backward leaves unsummed; return this rank's part of the summed gradient, by name."""
         grads: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters().items():
             if parameter.grad is None:
@@ -358,7 +358,7 @@ class TrainEngine:
         return grads
 
     def _add_other_copy(self, grad: Tensor, mesh: ModelMesh) -> None:
-        """First and last stage have a copy each of a tied embedding: both get the sum, so that they stay alike."""
+        """Sum a tied embedding's gradients over its copies on the first and last stage, so that the copies stay equal."""
         other = self.num_stages - 1 if mesh.is_first_stage else 0
         mine, theirs = grad.contiguous(), torch.empty_like(grad, memory_format=torch.contiguous_format)
         for work in dist.batch_isend_irecv(
@@ -372,7 +372,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def _sum_of_squares(self, grads: Mapping[str, Tensor]) -> float:
-        """Of what this rank counts: what several ranks have whole, only the first of them."""
+        """Sum over the parameters that this rank counts. If several ranks hold the same values, only the first counts them."""
         counted = list(grads)
         if self._mesh is not None:
             if self._mesh.tensor > 0:
@@ -405,7 +405,7 @@ class TrainEngine:
         return summed
 
     def _reduce_stats(self, local: dict[str, float]) -> dict[str, float]:
-        """Statistics over data ranks. A rank without groups knows no names, so names travel with the values."""
+        """Reduce statistics over data ranks. Names travel with the values: a rank without groups does not know them."""
         if self._mesh is None or self.dp_size == 1:
             return local
         group = self._mesh.data_group
@@ -428,16 +428,16 @@ class TrainEngine:
     # ------------------------------------------------------------------------------------------------------------- weights
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """Parameters of this rank by their names in a Hugging Face checkpoint of the whole model: DTensors where ranks have parts.
+        """This rank's parameters by their names in the whole model's Hugging Face checkpoint; DTensors if split over ranks.
 
-        A tied parameter once, under its embedding's name: on a last stage that is not the first too, which has a copy of it.
+        A tied parameter is listed once, under its embedding's name; also on a later last stage, which holds a copy of it.
         """
         return {name: getattr(module, attribute) for name, (module, attribute) in self._slots.items()}
 
     # -------------------------------------------------------------------------------------------------------------- memory
 
     def offload(self) -> None:
-        """Weights and optimizer state to the CPU, until the next call. Nothing to do on a CPU."""
+        """Move weights and optimizer state to the CPU until the next call. Does nothing on a CPU."""
         if self.device.type == "cpu" or self._offloaded:
             return
         tensors = [local_tensor(parameter.detach()) for parameter in self.named_parameters().values()]
@@ -449,12 +449,12 @@ class TrainEngine:
         torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Inverse of offload. Every method that needs the weights begins with it."""
+        """Inverse of offload. Every method that needs the weights calls it first."""
         onload_storages(self._offloaded)
         self._offloaded = []
 
     def _reshard(self) -> None:
-        """Without a backward pass FSDP's root keeps the gathered parameters, which would grow old at the next step."""
+        """Without a backward pass FSDP's root keeps its gathered parameters, which would be stale after the next step."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -465,14 +465,14 @@ class TrainEngine:
 
 @dataclass(frozen=True)
 class Work:
-    """A sample as micro-batches."""
+    """A sample split into micro-batches."""
 
     batch: SequenceBatch | None  # None: this data rank has no groups
     plan: list[MicroBatch]
 
 
 def offload_storages(tensors: Sequence[Tensor]) -> list[tuple[torch.UntypedStorage, Tensor]]:
-    """Empties what lies under some tensors, each once. They, their views, and whoever holds them stay as they are, without data."""
+    """Move the storages of these tensors to the CPU, each once. Tensors, views and references stay valid but have no data."""
     moved: list[tuple[torch.UntypedStorage, Tensor]] = []
     for storage in {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in tensors)}.values():
         if storage.nbytes():
@@ -509,7 +509,7 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> fl
 
 
 class _AdamW(torch.optim.AdamW):
-    """Steps on what this rank has of each parameter: the update is elementwise, and DTensors of several meshes do not mix."""
+    """Steps on this rank's local part of each parameter: the update is elementwise, and DTensors of several meshes do not mix."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
@@ -548,7 +548,7 @@ def _accumulate(total: dict[str, Tensor], stats: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def _check_output_layer(stage: Stage, path: str, vocab_size: int) -> None:
-    """The output layer alone must give the model's logits: some architectures scale or cap them afterwards."""
+    """Check that the output layer alone gives the model's logits: some architectures scale or cap them afterwards."""
     model = stage.model
     input_ids = torch.arange(_HEAD_CHECK_TOKENS, device=stage.device)[None] % vocab_size
     with stage.autocast():
@@ -556,21 +556,19 @@ def _check_output_layer(stage: Stage, path: str, vocab_size: int) -> None:
         hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         found = model.get_output_embeddings()(hidden).float()  # type: ignore[no-untyped-call]
     if expected.isnan().any():
-        raise ConfigError(
-            f"model_path={path!r}: its weights are broken: they give logits that are no numbers; copy them again"
-        )
+        raise ConfigError(f"model_path={path!r}: its weights are broken: their logits are NaN; copy them again")
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
         raise _changed_logits(path, model)
 
 
 @torch.no_grad()
 def _check_nothing_follows_output_layer(model: PreTrainedModel, path: str) -> None:
-    """The same of a model without weights, with a backbone and an output layer that stand in for its own."""
+    """The same check for a model without weights, with a stand-in backbone and output layer."""
     hidden = torch.arange(12.0).reshape(1, 3, 4) - 6.0
 
     class Output(BaseModelOutputWithPast):
         def __getattr__(self, name: str) -> None:
-            """Whatever else the architecture looks for (router logits, cross-attentions) is not there."""
+            """Other outputs that the architecture reads (router logits, cross-attentions) are None."""
 
     class Backbone(nn.Module):
         def forward(self, *_: object, **__: object) -> Output:
@@ -593,5 +591,5 @@ def _check_nothing_follows_output_layer(model: PreTrainedModel, path: str) -> No
 def _changed_logits(path: str, model: PreTrainedModel) -> ValueError:
     return ValueError(
         f"{path}: architecture {model.config.model_type!r} changes its logits after the output layer; "
-        "logprobs in chunks do not support that"
+        "computing logprobs in chunks does not support that"
     )

@@ -1,15 +1,15 @@
-"""Exports weights: files of a version, of a model for the user, of a checkpoint; and a copy in memory for the sender.
+"""Exports weights: files of a version, of a model for the user, of a checkpoint; and an in-memory copy for the weight sender.
 
-    all ranks of the model   take_share: numbered, collective, on the compute thread: each has some tensors whole, on the CPU
-    each rank's writer       weights.write_part: its share's files to disk, beside what follows; the reply has them
-    the model's first rank   commit: manifest, final name, when the master says that all files are there
+    all ranks of the model   take_share: numbered, collective, on the compute thread: each rank gets some whole tensors on the CPU
+    each rank's writer       weights.write_part: writes its share's files, concurrently with later calls; the reply lists them
+    the model's first rank   commit: manifest, final name, once the master reports that all files are there
 
-Hugging Face format out of any layout. No rank gathers the whole model, unless it is to be broadcast: the first rank
-of the model then also has the sender (weights.transport=broadcast), and with take_whole the whole model in CPU memory.
+Exports are in Hugging Face format from any layout. No rank gathers the whole model, except for a broadcast
+(weights.transport=broadcast): the first rank of the model then has the sender and, with take_whole, the whole model in CPU memory.
 
-Names and values are those of the checkpoint the model was loaded from; bits are those of the parameters, cast to the dtype
-of exports. Architectures whose modules hold several tensors of a checkpoint in one (fused experts) are taken apart again, which
-only a single rank can do.
+Names and values are those of the checkpoint that the model was loaded from. Bits are those of the parameters, cast to the dtype of
+exports. Some architectures fuse several checkpoint tensors into one module (fused experts). They are split again, which only
+works on a single rank.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from asyncrl.weights.update_group import Bucket, dtype_of, empty_buckets, num_by
 from asyncrl.weights.versions import FileWriter, ScoredText, commit_folder, commit_version, name_shards, write_part
 
 GENERATION_CONFIG = "generation_config.json"
-_MAX_BYTES = 256_000_000  # on the way at a rank at once
+_MAX_BYTES = 256_000_000  # in transit at one rank at any time
 
 
 class ExportedModel(ShardedModel, Protocol):
@@ -76,23 +76,23 @@ class ExportedModel(ShardedModel, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which its weights are exported."""
+        """Dtype of the exported weights."""
 
     @property
     def model(self) -> PreTrainedModel:
-        """With the parameters and buffers of this rank's stage, by their checkpoint names."""
+        """The module with the parameters and buffers of this rank's stage, by their checkpoint names."""
 
     @property
     def config(self) -> PreTrainedConfig:
-        """Of the whole model."""
+        """Config of the whole model."""
 
 
 def take_share(model: ExportedModel, *, max_bytes: int = _MAX_BYTES) -> dict[str, Tensor]:
-    """Copies of this rank's share of the model's tensors, whole, on the CPU, in the dtype of exports, in the model's order.
+    """Copy this rank's share of the model's whole tensors to the CPU, in the dtype of exports and in the model's order.
 
-    Collective over all ranks of the model. Every tensor is in one share, that of a rank of its stage; the shares of a stage's ranks
-    have about the same size. Beside its share a rank holds at most max_bytes of what is on the way. Training may go on with the
-    model while a share is written.
+    Collective over all ranks of the model. Every tensor is in exactly one share, owned by a rank of the tensor's stage. Shares of
+    the ranks of a stage have similar sizes. In addition to its share a rank holds at most max_bytes in transit. Training may
+    continue while a share is written.
     """
     tensors, holdings, dtypes = _told(model)
     whole = tensors_of(holdings)
@@ -104,9 +104,9 @@ def take_share(model: ExportedModel, *, max_bytes: int = _MAX_BYTES) -> dict[str
 
 
 def take_whole(model: ExportedModel, bucket_bytes: int, *, max_bytes: int = _MAX_BYTES) -> list[Bucket]:
-    """Copies of all tensors, at the first worker of the model, in buckets for a broadcast (update_group.py). The others get none.
+    """Copy all tensors to the first worker of the model, in buckets for a broadcast (update_group.py). Other workers get none.
 
-    Collective over all ranks of the model. That worker then holds the whole model in CPU memory, in the dtype of exports.
+    Collective over all ranks of the model. The first worker then holds the whole model in CPU memory, in the dtype of exports.
     """
     tensors, holdings, dtypes = _told(model)
     whole = tensors_of(holdings)
@@ -129,10 +129,10 @@ def commit_model(
     tokenizer_path: str | Path,
     fsync: bool = True,
 ) -> None:
-    """A model for the user, of files that weights.write_part has written for `path` at all ranks: `from_pretrained` loads it.
+    """Make a model that `from_pretrained` loads, from files that weights.write_part wrote for `path` on all ranks.
 
-    Complete or absent; what was at path before goes. config: of the model; dtype: of its files; source_dir: the folder
-    of the model that it comes from, for its generation config.
+    Afterwards path is complete or absent; its previous content is replaced. config: of the model. dtype: of its files.
+    source_dir: folder of the model that training started from, which has its generation config.
     """
 
     def finish(writer: FileWriter) -> None:
@@ -148,9 +148,9 @@ def commit_model(
 
 
 def checkpoint_tensors(model: ExportedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of this rank's stage, under the names that the checkpoint has for them. Onloads.
+    """Parameters and persistent buffers of this rank's stage, under their checkpoint names. Offloaded weights are moved back first.
 
-    Raises ConfigError where the checkpoint has other tensors than the module, and the model is on several ranks.
+    Raises ConfigError if the checkpoint's tensors differ from the module's and the model is on several ranks.
     """
     model.onload()
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters().items()}
@@ -162,7 +162,7 @@ def checkpoint_tensors(model: ExportedModel) -> dict[str, Tensor]:
         return tensors
     if len(workers_of(model)) > 1:
         raise ConfigError(
-            f"allocation: models of type {model.config.model_type!r} keep {changed[0]} in one tensor, their checkpoints in "
+            f"allocation: models of type {model.config.model_type!r} keep {changed[0]} in one tensor, but their checkpoints in "
             "several; weights of such a model cannot be exported from more than one rank: train it on d1p1m1"
         )
     return dict(_reverted(model.model, tensors))
@@ -174,7 +174,7 @@ def _reverted(model: PreTrainedModel, tensors: dict[str, Tensor]) -> Mapping[str
 
 
 def _told(model: ExportedModel) -> tuple[dict[str, Tensor], dict[int, Holding], dict[str, torch.dtype]]:
-    """This rank's tensors, what all ranks hold, and the dtype in which each tensor is exported. Collective."""
+    """Collect this rank's tensors, what all ranks hold, and the dtype in which each tensor is exported. Collective."""
     tensors = checkpoint_tensors(model)
     holdings = exchange_holdings(workers_of(model), holding_of(model, tensors))
     dtypes = {name: dtype_of(piece.dtype) for name, piece in tensors_of(holdings).items()}
@@ -195,7 +195,7 @@ def _gather(
     room: Mapping[str, Tensor],
     max_bytes: int,
 ) -> None:
-    """Put each tensor together at its owner, in `room` there. Collective."""
+    """Assemble each tensor at its owner, in `room` there. Collective."""
     targets: dict[int, dict[str, Box]] = {}
     for name, piece in whole.items():
         targets.setdefault(owners[name], {})[name] = Box.whole(piece.shape)
@@ -213,19 +213,19 @@ def _gather(
 
 T = TypeVar("T")
 
-SHARED = "shared"  # what a model is called in the files of ShareWeights
-LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
+SHARED = "shared"  # name of the model in the files of ShareWeights
+LAST_WORDS_S = 0.2  # between the answer to a failed call and the end of the worker
 
 
 class _Lane:
-    """Writes one thing after another, on a thread of its own: weights and checkpoints do not wait for each other."""
+    """Writes one item at a time, on a thread of its own, so that weights and checkpoints do not wait for each other."""
 
     def __init__(self, name: str) -> None:
         self.pool = ThreadPoolExecutor(1, name)
         self.writing: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        if self.writing is not None:  # what is half written has no final name: a wait would only be politeness
+        if self.writing is not None:  # not awaited: a half-written folder never gets its final name
             self.writing.cancel()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
@@ -233,9 +233,9 @@ class _Lane:
 class Exporter:
     """One worker's part of exporting weights.
 
-    consumes: calls.  produces: files, replies; what the sender holds.
-    waits for: the compute thread, and for the write before: so there is never more than one snapshot in memory that is written,
-    one that is broadcast, and one of a checkpoint.  unblocked by: the other ranks of the model; the disk.
+    consumes: calls.  produces: files, replies; the sender's snapshot.
+    waits for: the compute thread and the previous write. So memory holds at most one snapshot being written, one being broadcast
+    and one of a checkpoint.  unblocked by: the other ranks of the model; the disk.
     """
 
     def __init__(
@@ -249,12 +249,12 @@ class Exporter:
         trace: Tracer,
         clock: Clock,
     ) -> None:
-        """sender: at the first rank of the model that is served."""
+        """sender: on the first rank of the served model."""
         self._config, self._info, self._compute, self._sender = config, config.worker, compute, sender
         self._tasks, self._board, self._trace, self._clock = tasks, board, trace, clock
         self._scorer = TextScorer(config.worker.seed) if config.weights.verify_logprobs else None
-        self._measured: ScoredText | None = None  # with the newest snapshot
-        self._held_version = ""  # that all ranks have made for the sender
+        self._measured: ScoredText | None = None  # measured with the newest snapshot
+        self._held_version = ""  # version that all ranks have gathered for the sender
         self._weights, self._checkpoints = (
             _Lane(f"{config.worker.name}-writer"),
             _Lane(f"{config.worker.name}-checkpoint-writer"),
@@ -267,7 +267,7 @@ class Exporter:
     # -------------------------------------------------------------------------------------------------------------- calls
 
     async def hold(self, body: HoldWeights, engine: TrainEngine) -> None:
-        """Snapshot for the sender; at the other ranks nothing is left of it. The same snapshot is what WriteWeights writes."""
+        """Take a snapshot for the sender; other ranks keep nothing. WriteWeights of this version writes the same snapshot."""
         await self._end_of_writing(self._weights)
 
         def snapshot() -> HeldSnapshot:
@@ -280,7 +280,7 @@ class Exporter:
             self._sender.hold(held)
 
     async def write(self, call: Call, body: WriteWeights | SaveModel, engine: TrainEngine) -> None:
-        """Snapshot in the order of calls, write beside what follows. The reply, with the files, comes when they are on disk."""
+        """Take a snapshot in the order of calls and write it while later calls run. Reply with the files once they are on disk."""
         path = self._path(body.folder)
         await self._end_of_writing(self._weights)
         if isinstance(body, WriteWeights) and body.weight_version == self._held_version:
@@ -297,7 +297,7 @@ class Exporter:
         self._begin(self._weights, call, "write weights", path, partial(self._write_part, path, tensors))
 
     async def commit(self, call: Call, body: CommitWeights, engine: TrainEngine, model: ModelConfig) -> None:
-        """All files are on disk: give the folder its final name."""
+        """Give the folder its final name; all files are on disk."""
         path = self._path(body.folder)
         await self._end_of_writing(self._weights)
         commit = partial(self._commit, path, body, engine, model, self._measured)
@@ -306,7 +306,7 @@ class Exporter:
     async def write_checkpoint(
         self, call: Call, body: SaveCheckpoint, engines: Mapping[str, TrainEngine], state: dict[str, float]
     ) -> None:
-        """Like write, of what training needs to go on. state: of this worker's interfaces, which goes back with the reply."""
+        """Like write, for a training checkpoint. state: of this worker's interfaces; the reply returns it to the master."""
         path = self._path(body.folder)
         await self._end_of_writing(self._checkpoints)
         part = await self._snapshot(partial(checkpoint.snapshot, engines), "a checkpoint")
@@ -315,7 +315,7 @@ class Exporter:
         self._begin(self._checkpoints, call, "write checkpoint", path, write, state)
 
     async def share(self, call: Call, body: ShareWeights, engine: TrainEngine) -> None:
-        """Like write_checkpoint, of a model's parameters alone: for a model of another worker group."""
+        """Like write_checkpoint, but with the parameters of one model only, for a model of another worker group."""
         path = self._path(body.folder)
         await self._end_of_writing(self._checkpoints)
         part = await self._snapshot(partial(checkpoint.snapshot, {SHARED: engine}, moments=False), body.model)
@@ -350,7 +350,7 @@ class Exporter:
     async def _end_of_writing(self, lane: _Lane) -> None:
         if lane.writing is not None:
             limit_s = self._config.train.call_timeout_s
-            await self._board.bounded(lane.writing, what="the write before", on=self._info.name, limit_s=limit_s)
+            await self._board.bounded(lane.writing, what="the previous write", on=self._info.name, limit_s=limit_s)
 
     def _begin(
         self,

@@ -1,14 +1,15 @@
-"""Data between model workers of different worker groups (worker_groups.py): over HTTP, as collectives end with a group.
+"""Transfers data between model workers of different worker groups (worker_groups.py). Collectives end at the border of a group, so
+it uses HTTP.
 
-    HeldData, at each worker of a run with detached groups -- POST /held_data: ids, keys --> as many of these ids as fit, raw
-    master -- FetchData(parts) --> DataFetcher of a worker: asks, checks, stores copies
+    HeldData, at each worker of a run with detached groups -- POST /held_data: ids, keys --> the first of these ids that fit, raw
+    master -- FetchData(parts) --> DataFetcher of a worker: requests, checks, stores copies
 
-Only what the master asks for moves. The master names the incarnation of the source's worker group: a worker that has been started
-again is asked under its own URL, and one that is gone gives no answer. A fetch that fails changes nothing and ends no process. Its
-reply tells the master, which has it done again (master/calls.py).
+Data moves only on the master's request. The master names the incarnation of the source's worker group: a restarted worker is asked
+under its new URL, and a worker that is gone does not answer. A failed fetch changes nothing and ends no process. Its reply tells
+the master, which repeats the fetch (master/calls.py).
 
-An answer is a number of sizes, the sizes, then the header and the frames of data/sequence.py: dtypes stay what they are, nothing is
-unpickled, and who asks checks that it got what it asked for.
+An answer is the number of sizes, the sizes, then the header and the frames of data/sequence.py. Dtypes are kept, nothing is
+unpickled, and the fetcher checks that the answer matches its request.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from asyncrl.runtime.directory import Directory
 from asyncrl.runtime.http_server import for_the_run, serve
 
 PATH = "/held_data"
-LIMIT_S = 10.0  # of an answer: who does not give it within that is given time by the master, who knows more
-_ANSWER_BYTES = 64_000_000  # that are quickly sent: a large batch takes many answers, each with the whole limit
+LIMIT_S = 10.0  # of an answer; after that the fetch fails and the master, which knows the source's state, decides when to retry
+_ANSWER_BYTES = 64_000_000  # quick to send; a large batch takes several answers, each with its own limit
 _RETRY_S = 0.1
-_TRIES = 4  # in a row: a connection may be lost, and one that is refused is refused again
-_MAX_IDS = 1024  # asked for at once
+_TRIES = 4  # consecutive; a lost connection is worth a retry, a refused one stays refused
+_MAX_IDS = 1024  # per request
 _MAX_KEYS = 256
 _MAX_REQUEST_BYTES = 1_000_000
 _SIZE = struct.Struct("<I")
@@ -47,23 +48,23 @@ _decode_request = msgspec.msgpack.Decoder(HeldDataRequest).decode
 
 
 class FetchError(RuntimeError):
-    """Data could not be had: from whom, and why. Asking again may help."""
+    """Data could not be fetched; the message names the source and the cause. A retry may succeed."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- on the wire
 
 
 def read_request(body: bytes) -> HeldDataRequest:
-    """Raises one of DECODE_ERRORS, or ValueError where it asks for nothing, or for too much at once."""
+    """Raises one of DECODE_ERRORS, or ValueError if it requests nothing or too much at once."""
     wanted = _decode_request(body)
     if not 1 <= len(wanted.ids) <= _MAX_IDS or not 1 <= len(wanted.keys) <= _MAX_KEYS:
         told = f"{len(wanted.ids)} ids and {len(wanted.keys)} keys"
-        raise ValueError(f"{told} are asked for; 1 to {_MAX_IDS} and 1 to {_MAX_KEYS} can be")
+        raise ValueError(f"{told} requested; 1 to {_MAX_IDS} ids and 1 to {_MAX_KEYS} keys are allowed")
     return wanted
 
 
 def pack_sample(sample: SequenceSample) -> bytes:
-    """A sample as the body of an answer."""
+    """Encode a sample as the body of an answer."""
     header, frames = encode_sample(sample)
     parts: list[bytes | memoryview] = [header, *frames]
     sizes = [memoryview(part).nbytes for part in parts]
@@ -71,16 +72,16 @@ def pack_sample(sample: SequenceSample) -> bytes:
 
 
 def unpack_sample(body: bytes, *, max_bytes: int) -> SequenceSample:
-    """Inverse of pack_sample, in memory of its own. Raises CodecError for anything that does not fit."""
+    """Inverse of pack_sample, into newly allocated memory. Raises CodecError if the body is inconsistent."""
     if len(body) < _SIZE.size:
-        raise CodecError(f"an answer of {len(body)} bytes")
+        raise CodecError(f"an answer of {len(body)} bytes is too short")
     (count,) = _SIZE.unpack_from(body)
     start = _SIZE.size + 8 * count
     if not 1 <= count <= _MAX_KEYS + 1 or len(body) < start:
-        raise CodecError(f"an answer of {len(body)} bytes, which is to have {count} parts")
+        raise CodecError(f"an answer of {len(body)} bytes cannot have {count} parts")
     sizes = struct.unpack_from(f"<{count}Q", body, _SIZE.size)
     if sum(sizes) != len(body) - start:
-        raise CodecError(f"parts of {sum(sizes)} bytes are announced, {len(body) - start} have come")
+        raise CodecError(f"the answer announces parts of {sum(sizes)} bytes but has {len(body) - start}")
     view, parts = memoryview(body), []
     for size in sizes:
         parts.append(view[start : start + size])
@@ -88,22 +89,22 @@ def unpack_sample(body: bytes, *, max_bytes: int) -> SequenceSample:
     return decode_sample(parts[0], parts[1:], max_bytes=max_bytes)
 
 
-# --------------------------------------------------------------------------------------------------------------- who gives
+# --------------------------------------------------------------------------------------------------------------- server
 
 
 class HeldData:
-    """Gives out what a data store holds, read-only: POST /held_data.
+    """Serves the content of a data store, read-only: POST /held_data.
 
     waits for: requests.  unblocked by: them; `close`.
     """
 
     def __init__(self, store: DataStore, *, host: str, max_bytes: int) -> None:
-        """max_bytes: of an answer; one group alone may have more, as it came here in one message."""
+        """max_bytes: of an answer; a single group may exceed it, because it arrived here in one message."""
         self._store, self._host, self._max_bytes = store, host, min(max_bytes, _ANSWER_BYTES)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Bind a free port; gives the URL to publish."""
+        """Bind a free port and yield the URL to publish."""
         app = web.Application(middlewares=[for_the_run], client_max_size=_MAX_REQUEST_BYTES)
         app.add_routes([web.post(PATH, self._answer)])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -119,12 +120,12 @@ class HeldData:
             return web.Response(status=400, text=f"{error}\n")
         try:
             body = await asyncio.to_thread(self._pack, wanted)
-        except ValueError as error:  # not here, or not all of it
+        except ValueError as error:  # a group or key is missing
             return web.Response(status=404, text=f"{error}\n")
         return web.Response(body=body, content_type=_TYPE)
 
     def _pack(self, wanted: HeldDataRequest) -> bytes:
-        """On a thread. Raises ValueError where something is not here."""
+        """On a thread. Raises ValueError if a requested group or key is missing."""
         groups: list[SequenceSample] = []
         num_bytes = 0
         for group_id in wanted.ids:
@@ -137,13 +138,13 @@ class HeldData:
         return pack_sample(SequenceSample.gather(groups))
 
 
-# ---------------------------------------------------------------------------------------------------------------- who asks
+# --------------------------------------------------------------------------------------------------------------- client
 
 
 class DataFetcher:
-    """consumes: parts that a call names.  produces: copies in the store.
+    """consumes: the parts named by a call.  produces: copies in the store.
 
-    waits for: sources' answers, LIMIT_S for each.  unblocked by: them, or that limit.
+    waits for: the sources' answers, LIMIT_S for each.  unblocked by: the answers, or that limit.
     """
 
     def __init__(
@@ -159,10 +160,10 @@ class DataFetcher:
         """max_bytes: of a message (runtime.max_message_bytes)."""
         self._session, self._store, self._directory, self._board = session, store, directory, board
         self._attempt, self._max_bytes = attempt, max_bytes
-        self._urls: dict[tuple[int, int], str] = {}  # by worker and incarnation of its group
+        self._urls: dict[tuple[int, int], str] = {}  # by (worker, incarnation of its group)
 
     async def fetch(self, parts: Sequence[FetchPart]) -> int:
-        """Have all of them stored. Returns the bytes received. Raises FetchError; then some may have been stored."""
+        """Fetch and store all parts. Returns the bytes received. Raises FetchError; some parts may be stored then."""
         asking = [asyncio.create_task(self._fetch(part)) for part in parts]
         try:
             return sum(await asyncio.gather(*asking))
@@ -171,9 +172,9 @@ class DataFetcher:
                 task.cancel()
 
     async def _fetch(self, part: FetchPart) -> int:
-        """All of a part, a bounded answer at a time."""
+        """Fetch a whole part in bounded answers."""
         num_bytes, num_failures, left = 0, 0, list(part.ids)
-        while left:  # each turn takes an id at least, or fails
+        while left:  # each iteration receives at least one id, or fails
             answer, source = self._ask(part, left[:_MAX_IDS]), f"model_worker/{part.source}"
             try:
                 body = await self._board.bounded(
@@ -185,20 +186,20 @@ class DataFetcher:
             except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, ConnectionError, CodecError) as error:
                 num_failures += 1
                 if num_failures == _TRIES:
-                    raise FetchError(f"{source} gives no data: {error!r}") from error
+                    raise FetchError(f"{source} delivers no data: {error!r}") from error
                 await asyncio.sleep(_RETRY_S)
                 continue
             num_failures, come = 0, list(sample.ids)
             if not come or come != left[: len(come)] or set(sample.keys) != set(part.keys):
                 asked = f"{source} was asked for {part.keys} of {left[:4]}"
-                raise FetchError(f"{asked}; there came {list(sample.keys)} of {come[:4]}")
+                raise FetchError(f"{asked}; it sent {list(sample.keys)} of {come[:4]}")
             self._store.add_copies(sample)
             num_bytes, left = num_bytes + len(body), left[len(come) :]
         return num_bytes
 
     @property
     def _limit_of_body(self) -> int:
-        """A group has come to its head in one message, and gets keys that are a few numbers a token."""
+        """A group arrived at its head in one message; later keys add only a few numbers per token."""
         return 2 * self._max_bytes + MAX_HEADER_BYTES
 
     async def _ask(self, part: FetchPart, ids: Sequence[str]) -> bytes:
@@ -212,11 +213,11 @@ class DataFetcher:
             async for some in response.content.iter_chunked(_READ_BYTES):
                 body += some
                 if len(body) > self._limit_of_body:
-                    raise FetchError(f"model_worker/{part.source} answers with more than {self._limit_of_body} bytes")
+                    raise FetchError(f"model_worker/{part.source} sent more than {self._limit_of_body} bytes")
             return bytes(body)
 
     async def _url_of(self, source: int, group_incarnation: int) -> str:
-        """Published before its worker answered the first call in this incarnation; it stays the same as long as that."""
+        """The source publishes its URL before its first answer in this incarnation; the URL stays the same in that incarnation."""
         if (source, group_incarnation) not in self._urls:
             key = self._directory.names.held_data(source, self._attempt, group_incarnation)
             url = await asyncio.to_thread(self._directory.resolver.wait, key, LIMIT_S)

@@ -1,10 +1,10 @@
-"""Samples from the weights that are being trained, with transformers' generate: a KV cache, prompts padded on the left.
+"""Samples from the weights in training with transformers' generate: a KV cache, prompts padded on the left.
 
     TrainEngine -- all weights, gathered over data ranks --> a model of the same architecture -- generate --> tokens
 
-The second model exists as a shape only: for as long as it samples it borrows the engine's tensors, or, where those are cut or of
-another dtype, has copies in train.dtype. So it has the attention that decoding wants, not that of packed rows, and once it has
-its weights each data rank samples by itself: ranks need not make the same number of forward passes.
+The second model has no weights of its own. While it samples it borrows the engine's tensors, or, if those are sharded or of another
+dtype, uses copies in train.dtype. So it runs attention suited to decoding instead of packed rows. Once it has its weights, each
+data rank samples independently: ranks need not make the same number of forward passes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _UNLIMITED = 1 << 30
 
 
 class Sampler:
-    """Responses from an engine's weights, token by token."""
+    """Samples responses from an engine's weights, token by token."""
 
     def __init__(
         self, engine: TrainEngine, *, eos_token_ids: Sequence[int], max_sequences: int, max_tokens: int
     ) -> None:
-        """max_sequences, max_tokens: that are sampled at the same time, prompts and responses."""
+        """max_sequences, max_tokens: sampled at the same time; tokens include prompts and responses."""
         if engine.num_stages > 1:
-            raise ValueError("generation needs the whole model on each worker, not a stage of it")
+            raise ValueError("generation needs the whole model on each worker, not a pipeline stage")
         self.eos_token_ids = list(eos_token_ids)
         self._engine = engine
         self._max_sequences = max_sequences
@@ -51,7 +51,7 @@ class Sampler:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """The engine's weights of now. Collective over its ranks; `sample` inside is not."""
+        """Use the engine's current weights. Collective over its ranks; `sample` inside is not."""
         engine = self._engine
         engine.onload()
         whole: dict[str, nn.Parameter] = {}
@@ -70,9 +70,9 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], num_each: int, sampling: SamplingConfig, *, seed: Sequence[int]
     ) -> Iterator[tuple[int, list[list[int]]]]:
-        """(index of a prompt, its responses) as soon as those are complete; the end token, if one came, is kept.
+        """Yield (index of a prompt, its responses) as soon as they are complete. A sampled end token is kept.
 
-        Prompts of about the same length are sampled together. Each must be shorter than max_length.
+        Prompts of similar length are sampled together. Each must be shorter than max_length.
         """
         rows = [at for at in sorted(range(len(prompts)), key=lambda at: -len(prompts[at])) for _ in range(num_each)]
         found: dict[int, list[list[int]]] = {}
@@ -87,7 +87,7 @@ class Sampler:
                     yield at, found.pop(at)
 
     def _batches(self, lengths: Sequence[int], max_new_tokens: int) -> Iterator[range]:
-        """Runs of rows, which come longest first, within the budget."""
+        """Yield consecutive rows within the budget. Rows are ordered longest first."""
         start = 0
         while start < len(lengths):
             width = lengths[start] + max_new_tokens
@@ -115,13 +115,13 @@ class Sampler:
         return [self._cut(row) for row in output_BL[:, width:].tolist()]
 
     def _cut(self, row: list[int]) -> list[int]:
-        """Without what stands behind the end token."""
+        """Cut the row after its first end token."""
         ends = [at for at, token in enumerate(row) if token in self.eos_token_ids]
         return row[: ends[0] + 1] if ends else row
 
 
 def _shape_of(engine: TrainEngine) -> PreTrainedModel:
-    """A model without weights, with the engine's buffers, and the attention that transformers chooses for it."""
+    """Return a model without weights, with the engine's buffers and the attention that transformers chooses for it."""
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM
         model: PreTrainedModel = auto.from_config(copy.deepcopy(engine.config), dtype=engine.dtype)
@@ -135,7 +135,7 @@ def _shape_of(engine: TrainEngine) -> PreTrainedModel:
 def _generation_config(
     sampling: SamplingConfig, max_new_tokens: int, eos_token_ids: Sequence[int], pad_token_id: int
 ) -> GenerationConfig:
-    """With everything said that would otherwise be taken from the model's own defaults."""
+    """Set every field that generate would otherwise take from the model's own defaults."""
     ends = {"eos_token_id": list(eos_token_ids), "pad_token_id": pad_token_id}
     if sampling.greedy:
         return GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, **ends)  # type: ignore[no-untyped-call]

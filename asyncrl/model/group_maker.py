@@ -1,8 +1,8 @@
-"""Makes groups on a model worker (mode=sync): prompts at places of the epoch's order -> responses -> rewards -> trajectories.
+"""Makes groups on a model worker (mode=sync): prompts at positions of the epoch's order -> responses -> rewards -> trajectories.
 
-It does for tasks of one response what a rollout worker does, with the same prompts, rewards, limits and reasons to reject. What
-computes runs on the compute thread; users' reward functions run beside it, on the worker's event loop and its threads, while the
-next responses are sampled.
+For tasks with one response it replaces a rollout worker, with the same prompts, rewards, limits and rejection reasons. Computation
+runs on the compute thread. Users' reward functions run concurrently, on the worker's event loop and its threads, while the next
+responses are sampled.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from asyncrl.rewards.trajectory import Episode, Response, SampleSummary, build_s
 from asyncrl.runtime.board import StatusBoard
 from asyncrl.runtime.clock import SYSTEM_CLOCK, Clock
 
-_MODES = ("", "sampled", "greedy")  # of ExecuteMFC.eval_mode; the place of one goes into the seed
-_MAX_DETAIL_CHARS = 400  # of what the master is told about a prompt without a group
+_MODES = ("", "sampled", "greedy")  # of ExecuteMFC.eval_mode; the index of the mode is part of the seed
+_MAX_DETAIL_CHARS = 400  # of a rejection's detail for the master
 
 
 @dataclass
 class _Group:
-    """One in the making."""
+    """A group in the making."""
 
     group_id: str
     locator: Locator
@@ -47,15 +47,15 @@ class _Group:
 
 @dataclass
 class Made:
-    """What came of some prompts. Trajectories of an evaluation have no logprobs."""
+    """Result for some prompts. Trajectories of an evaluation have no logprobs."""
 
     samples: list[SequenceSample]  # of one group each
-    metas: list[TrajectoryMeta]  # of these
+    metas: list[TrajectoryMeta]  # of these samples
     rejected: list[RejectedPrompt]
 
 
 class GroupMaker:
-    """consumes: places of prompts.  produces: groups.  waits for: rewards, each at most rollout.reward_timeout_s."""
+    """consumes: locators of prompts.  produces: groups.  waits for: rewards, each at most rollout.reward_timeout_s."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class GroupMaker:
         logger: logging.Logger,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """On the worker's event loop. Raises ConfigError where prompts, tokenizer or rewards will not do."""
+        """On the worker's event loop. Raises ConfigError if prompts, tokenizer or rewards are unusable."""
         assert config.groups is not None, "mode=sync"
         groups, info = config.groups, config.worker
         self._rollout, self._train, self._info = groups.rollout, config.train, info
@@ -96,12 +96,12 @@ class GroupMaker:
         self._told: set[str] = set()
 
     def close(self) -> None:
-        """End the processes of rewards."""
+        """End the reward processes."""
         for reward in self._rewards.values():
             reward.close()
 
     def make(self, body: ExecuteMFC, ids: Sequence[str]) -> Made:
-        """These of the call's groups. On the compute thread, collective over the ranks of the model."""
+        """Make the groups with these ids of the call. On the compute thread, collective over the ranks of the model."""
         began = self._clock.time()
         evaluates = bool(body.eval_mode)
         sampling, num_each = self._mode(body.eval_mode)
@@ -140,7 +140,7 @@ class GroupMaker:
         return made
 
     def _mode(self, eval_mode: str) -> tuple[SamplingConfig, int]:
-        """How to sample, and how many responses to a prompt: an evaluation has one."""
+        """Return the sampling parameters and the number of responses per prompt: one in an evaluation."""
         sampling = self._rollout.sampling
         if not eval_mode:
             return sampling, self._rollout.group_size
@@ -148,7 +148,7 @@ class GroupMaker:
 
     def _prompt(self, locator: Locator, evaluates: bool) -> Prompt:
         source = self._eval_prompts if evaluates else self._prompts
-        assert source is not None, "the master evaluates only where there are prompts for it"
+        assert source is not None, "the master evaluates only if there are evaluation prompts"
         try:
             prompt = source.get(locator)
         except PromptError as error:
@@ -164,12 +164,12 @@ class GroupMaker:
         if length >= self._sampler.max_length:
             raise RolloutRejected(
                 "generation_refused",
-                f"prompt {prompt.prompt_id} has {length} tokens, the model {self._sampler.max_length} positions",
+                f"prompt {prompt.prompt_id} has {length} tokens, but the model has {self._sampler.max_length} positions",
             )
         return prompt
 
     async def _judge(self, group: _Group) -> list[float]:
-        """On the event loop. A reward whose processes are lost is asked again, until train.call_timeout_s ends the wait."""
+        """On the event loop. A reward whose processes are lost is retried until train.call_timeout_s ends the wait."""
         async with self._judging:
             completions = [
                 Completion(str(self._tokenizer.decode(output, skip_special_tokens=True)), self._finished(output))
@@ -179,13 +179,13 @@ class GroupMaker:
                 try:
                     return await self._rewards[group.prompt.task].score(group.prompt, completions)
                 except RolloutReleased as released:
-                    self._logger.warning("group %s is judged again: %s", group.group_id, released)
+                    self._logger.warning("group %s is scored again: %s", group.group_id, released)
 
     def _finished(self, output: list[int]) -> bool:
         return output[-1] in self._sampler.eos_token_ids
 
     def _finish(self, group: _Group, version: int, birth_time: float, evaluates: bool) -> SequenceSample:
-        """The trajectory, without logprobs. Raises RolloutRejected where there is none to train on."""
+        """Build the trajectory, without logprobs. Raises RolloutRejected if it cannot be trained on."""
         assert group.rewards is not None, "all prompts are sampled"
         episodes = []
         for output, reward in zip(group.outputs, group.rewards.result(self._train.call_timeout_s), strict=True):
@@ -206,7 +206,7 @@ class GroupMaker:
         return sample
 
     def _with_logprobs(self, samples: Sequence[SequenceSample]) -> list[SequenceSample]:
-        """The engine's own, of the weights that have sampled: exact. Collective; a rank may have none."""
+        """Add the engine's own logprobs under the weights that sampled, which are exact. Collective; a rank may have no samples."""
         whole = SequenceSample.gather(samples) if samples else None
         logprobs = self._engine.logprobs(whole, temperature=temperature_of(self._train))
         if whole is None:
@@ -233,7 +233,7 @@ class GroupMaker:
         )
 
     def _rejection(self, locator: Locator, ended: RolloutEnded, outputs: Sequence[list[int]] = ()) -> RejectedPrompt:
-        """The first of each reason is told in full."""
+        """The master receives the detail of only the first rejection for each reason."""
         first = ended.reason not in self._told
         self._told.add(ended.reason)
         self._logger.log(logging.WARNING if first else logging.DEBUG, "no group of prompt %s: %s", locator, ended)
@@ -248,7 +248,7 @@ class GroupMaker:
 
 
 def _end_tokens(engine: TrainEngine, folder: Path, of_tokenizer: int) -> list[int]:
-    """Those that end a response at a generation server too: the tokenizer's, and what the model's files say."""
+    """Tokens that end a response, as on a generation server: the tokenizer's EOS and those in the model's files."""
     defaults = folder / "generation_config.json"
     found = [of_tokenizer, engine.config.get_text_config().eos_token_id]
     if defaults.is_file():

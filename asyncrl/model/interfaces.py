@@ -1,17 +1,17 @@
-"""What an MFC does on a model worker: from the groups that this rank holds to new keys, or to a train step.
+"""Interfaces: what an MFC computes on a model worker, from this rank's groups to new keys or a train step.
 
-In this order: what interfaces and engines ask of each other, and the groups of a rank as tensors; statistics of a step; logprobs,
-values and scores under a model, and functions of a user; rewards -> advantages and returns; train steps of the policy and of the
-values, and their minibatches; `make_interface`, which names them all.
+This file has, in order: the protocols between interfaces and engines, and a rank's groups as tensors; statistics of a step;
+interfaces for logprobs, values, scores and user functions; rewards -> advantages and returns; train steps of the policy and of the
+critic, and their minibatches; `make_interface`, which maps names to interfaces.
 
 The model worker calls `run` on its compute thread, on every rank of the MFC's model, with the same batch_ids and version. All ranks
-of a data-parallel replica get the same sample; a rank that holds none of the batch gets None and still takes part.
-Interfaces decide (rewards, advantages, minibatches, denominators: asyncrl/algorithms); the engine computes (forward, backward,
+of a data-parallel replica get the same sample; a rank without groups of the batch gets None and still takes part.
+Interfaces decide (rewards, advantages, minibatches, denominators: asyncrl/algorithms). The engine computes (forward, backward,
 optimizer step, sums over ranks: asyncrl/model/engine.py).
 
-Same update in any layout: denominators and means are sums over all data ranks, minibatches are drawn from the ids of the whole
-batch, and the collective calls (`all_reduce_sum`, and every call that runs the model) follow from the config and batch_ids
-alone, so that all ranks make the same ones.
+The update is the same in any layout. Denominators and means are sums over all data ranks, and minibatches are drawn from the ids of
+the whole batch. The collective calls (`all_reduce_sum` and every call that runs the model) depend only on the config and batch_ids,
+so all ranks make the same ones.
 
 Shapes: T tokens, packed; S sequences; G groups, all of this rank.
 """
@@ -39,14 +39,14 @@ from asyncrl.data.sequence import KEY_SPECS, SequenceSample
 from asyncrl.dataflow.graph import MFCDef
 from asyncrl.rewards.import_object import import_object
 
-# (outputs, data, cu_seqlens) -> (loss, statistics): what an engine calls on each micro-batch. outputs: `logprobs` and `entropy` of
-# a policy, `values` of a critic; data: the keys of the micro-batch; all packed alike. The loss is a sum already divided by the
-# global denominator; statistics named *_max are maxima, all others sums over tokens. If it has a method
-# `stop_reason(statistics of all ranks) -> str`, a text keeps the engine from stepping.
+# (outputs, data, cu_seqlens) -> (loss, statistics): an engine calls it on each micro-batch. outputs: `logprobs` and `entropy` of a
+# policy, `values` of a critic; data: the keys of the micro-batch; all packed in the same way. The loss is a sum already divided by
+# the global denominator. Statistics named *_max are maxima, all others sums over tokens. An optional method
+# `stop_reason(statistics of all ranks) -> str` stops the engine from stepping if it returns a non-empty text.
 LossFn = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], tuple[Tensor, dict[str, Tensor]]]
 Stats = dict[str, float]
 
-# What is infinite there becomes no number: clipping must not make a reward of it. The step that it gets into is skipped
+# Infinite values of these keys become NaN, so that clipping does not turn them into rewards. The engine then skips the step
 _REWARDS = ("rewards", "model_rewards", "dense_rewards")
 
 
@@ -64,33 +64,33 @@ class Ranks(Protocol):
 
 
 class Engine(Ranks, Protocol):
-    """What interfaces ask of an engine (asyncrl.model.engine.TrainEngine).
+    """The methods of an engine (asyncrl.model.engine.TrainEngine) that interfaces use.
 
-    All methods are collective over the ranks of the model: every rank calls them, with None where it holds no groups. The ranks
-    of a replica get the same sample. Results are on the last stage of a replica that has a sample; elsewhere None.
+    All methods are collective over the ranks of the model: every rank calls them, with None if it holds no groups. The ranks of a
+    replica get the same sample. Results are on the last stage of a replica that has a sample, else None.
     """
 
     @property
     def is_head(self) -> bool:
-        """Tensor rank 0 of the last stage: what it returns is what is stored."""
+        """Tensor rank 0 of the last stage: its results are stored."""
 
     def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None:
-        """Of a language model: packed like packed_input_ids."""
+        """Logprobs under a language model, packed like packed_input_ids."""
 
     def values(self, sample: SequenceSample | None) -> npt.NDArray[np.float32] | None:
-        """Of a value model: packed like packed_input_ids, the value of the state after each token."""
+        """Values from a value model, packed like packed_input_ids: the value of the state after each token."""
 
     def scores(self, sample: SequenceSample | None) -> npt.NDArray[np.float32] | None:
-        """Of a reward model: one a sequence."""
+        """Scores from a reward model, one per sequence."""
 
     def train_step(
         self, sample: SequenceSample | None, loss_fn: LossFn, *, temperature: float, lr_step: int
     ) -> dict[str, float]:
-        """One optimizer step. Statistics of all data ranks, on the last stage."""
+        """Take one optimizer step. Returns statistics of all data ranks, on the last stage."""
 
 
 class OneRank:
-    """Ranks of those who compute without an engine (`asyncrl-launch inspect`)."""
+    """Ranks for computing without an engine (`asyncrl-launch inspect`)."""
 
     dp_rank = 0
     dp_size = 1
@@ -106,26 +106,26 @@ class Interface(ABC):
     def run(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
     ) -> tuple[SequenceSample | None, Stats]:
-        """New keys for the ids of `sample` (None: no groups here, or nothing to write), and statistics of all ranks.
+        """Compute new keys for the ids of `sample`, and statistics of all ranks. None: no groups here, or nothing to store.
 
-        `sample` holds the groups of this rank's replica, `batch_ids` the whole batch, both in canonical order; version is the
+        `sample` holds the groups of this rank's replica, `batch_ids` the whole batch, both in canonical order. version is the
         number of train steps done before this one. The head of the replica stores the keys.
         """
 
     def state(self) -> Stats:
-        """What it remembers from step to step, the same on all ranks: for a checkpoint."""
+        """State kept from step to step, the same on all ranks; saved in checkpoints."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""
         assert not state
 
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """The groups of this rank as tensors. All of length 0 on a rank that holds none: it computes like the others."""
+    """This rank's groups as tensors. All have length 0 on a rank without groups, which computes like the others."""
 
-    position: dict[str, int]  # id -> which group
+    position: dict[str, int]  # id -> index of the group
     group_sizes: list[int]  # sequences of each group
     cu_seqlens: Tensor  # S + 1
     data: dict[str, Tensor]
@@ -151,7 +151,7 @@ class LocalBatch:
 
 
 def groups_here(sample: SequenceSample | None, batch_ids: Sequence[str]) -> SequenceSample | None:
-    """The sample, None where it has no groups. Groups that are not of the batch are a ValueError."""
+    """Return the sample, or None if it has no groups. Raises ValueError for groups outside the batch."""
     if sample is None or sample.num_ids == 0:
         return None
     strangers = sorted(set(sample.ids) - set(batch_ids))
@@ -163,7 +163,7 @@ def groups_here(sample: SequenceSample | None, batch_ids: Sequence[str]) -> Sequ
 def check_input_keys(mfc: MFCDef, keys: Sequence[str]) -> None:
     missing = [key for key in keys if key not in mfc.input_keys]
     if missing:
-        raise ValueError(f"MFC {mfc.name!r} needs the input keys {missing} for train as configured")
+        raise ValueError(f"MFC {mfc.name!r} needs the input keys {missing}, because of the settings under train")
 
 
 def temperature_of(train: TrainConfig) -> float:
@@ -176,7 +176,7 @@ def temperature_of(train: TrainConfig) -> float:
     return temperature
 
 
-_MIN_STD = 1e-4  # returns that differ less are equal but for rounding
+_MIN_STD = 1e-4  # a smaller spread of returns is rounding error
 
 
 def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:
@@ -240,9 +240,9 @@ def batch_stats(engine: Ranks, local: LocalBatch, made: Advantages) -> Stats:
 
 
 def value_stats(engine: Ranks, values: Tensor, returns: Tensor) -> Stats:
-    """How well the values foresaw the returns, over the states of the whole batch, in units of rewards. A collective call.
+    """How well the values predicted the returns, over the states of the whole batch, in units of rewards. One collective call.
 
-    explained_variance = 1 - Var(returns - values) / Var(returns): 1 foresees all, 0 no more than a constant does, below 0 less.
+    explained_variance = 1 - Var(returns - values) / Var(returns). 1: perfect; 0: no better than a constant; below 0: worse.
     """
     values, returns = values.double(), returns.double()
     errors = returns - values
@@ -261,9 +261,9 @@ def value_stats(engine: Ranks, values: Tensor, returns: Tensor) -> Stats:
 
 
 class StepStats:
-    """Statistics of the minibatches of one train step, put together.
+    """Aggregates the statistics of the minibatches of one train step.
 
-    Of what an engine gives: *_max are maxima, *_steps counts, MEANS means over the minibatches, all else sums over tokens.
+    Of an engine's statistics: *_max are maxima, *_steps counts, MEANS means over the minibatches, all others sums over tokens.
     """
 
     MEANS = ("loss", "grad_norm", "lr")
@@ -275,7 +275,7 @@ class StepStats:
         self.values: Stats = {}  # sums and maxima over the minibatches
 
     def add(self, stats: Mapping[str, float], num_tokens: float) -> None:
-        """What one `train_step` returned (nothing before the last stage); num_tokens: masked tokens of the minibatch, all ranks."""
+        """stats: of one `train_step`; empty before the last stage. num_tokens: masked tokens of the minibatch, all ranks."""
         self.steps += 1
         self.num_tokens += num_tokens
         for name, value in stats.items():
@@ -288,7 +288,7 @@ class StepStats:
         """<role>/<name>: means over minibatches or tokens, maxima, counts."""
         result = {"optimizer_steps": float(self.steps), "empty_minibatches": float(self.empty)}
         for name, value in self.values.items():
-            if name == "num_tokens":  # for stop_reason
+            if name == "num_tokens":  # only used by stop_reason
                 continue
             counted = name.endswith(("_max", "_steps"))
             divisor = 1.0 if counted else self.steps if name in self.MEANS else self.num_tokens
@@ -301,14 +301,14 @@ def _std(total: float, squares: float, count: float) -> float:
 
 
 def _max_over_ranks(engine: Ranks, values: list[float]) -> list[float]:
-    """Maxima by a sum: every rank fills its own row."""
+    """Compute maxima with a sum: every rank fills its own row."""
     rows = np.zeros((engine.dp_size, len(values)))
     rows[engine.dp_rank] = values
     return engine.all_reduce_sum(rows.ravel().tolist()).reshape(rows.shape).max(axis=0).tolist()  # type: ignore[no-any-return]
 
 
 class LogprobsInterface(Interface):
-    """Logprobs of the batch's tokens under this model: the proximal policy, or the reference."""
+    """Logprobs of the batch's tokens under this model: the proximal policy or the reference."""
 
     def __init__(self, output_key: str, train: TrainConfig) -> None:
         self.output_key = output_key
@@ -323,7 +323,7 @@ class LogprobsInterface(Interface):
 
 
 class ValuesInterface(Interface):
-    """Values of the batch's states, as the critic gives them: in its own units (advantages.py knows them)."""
+    """Values of the batch's states in the critic's own units (see ValueNorm)."""
 
     def run(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
@@ -333,7 +333,7 @@ class ValuesInterface(Interface):
 
 
 class ScoresInterface(Interface):
-    """What the reward model thinks of each sequence."""
+    """Scores of each sequence from the reward model."""
 
     def run(
         self, engine: Engine, sample: SequenceSample | None, *, batch_ids: Sequence[str], version: int
@@ -343,7 +343,7 @@ class ScoresInterface(Interface):
 
 
 def _made(sample: SequenceSample | None, key: str, array: npt.NDArray[np.float32] | None) -> SequenceSample | None:
-    """The key for the sample's ids; None where the engine gives nothing (no groups, or not the last stage)."""
+    """Return the key for the sample's ids; None if the engine returned nothing (no groups, or not the last stage)."""
     if sample is None or array is None:
         return None
     if KEY_SPECS[key].layout == "token":
@@ -353,11 +353,11 @@ def _made(sample: SequenceSample | None, key: str, array: npt.NDArray[np.float32
 
 
 class FunctionInterface(Interface):
-    """An MFC added by config: function(engine, sample, train) -> SequenceSample with the MFC's output keys.
+    """An MFC from the config: function(engine, sample, train) -> SequenceSample with the MFC's output keys.
 
-    Called on every rank of its model, so that engine calls, which are collective, meet; `sample` is the same on all ranks of a
-    replica, and of no ids (never None) where there are no groups. What counts is what the replica's head returns. Where an
-    engine call gives None (no groups, or not the last stage of a pipeline), return None.
+    The function runs on every rank of the MFC's model, so that the engine's collective calls match. `sample` is the same on all
+    ranks of a replica; without groups it is a sample with no ids, never None. Only the result of the replica's head is used. If an
+    engine call returns None (no groups, or not the last stage of a pipeline), return None.
     """
 
     def __init__(self, mfc: MFCDef, train: TrainConfig) -> None:
@@ -375,14 +375,14 @@ class FunctionInterface(Interface):
         missing = [key for key in self.mfc.output_keys if key not in getattr(result, "keys", ())]
         if not isinstance(result, SequenceSample) or missing or set(result.ids) != set(here.ids):
             raise ValueError(
-                f"MFC {self.mfc.name!r}: {self.mfc.interface} must return a SequenceSample of the ids it was given with the keys "
+                f"MFC {self.mfc.name!r}: {self.mfc.interface} must return a SequenceSample with the ids of its input and the keys "
                 f"{list(self.mfc.output_keys)}; missing {missing}"
             )
         return result.select_keys(self.mfc.output_keys), {}
 
 
 def _nothing(keys: Sequence[str]) -> SequenceSample:
-    """A sample of no ids. Keys whose dtype nobody has written down are float32."""
+    """Return a sample with no ids. Keys of unknown dtype are float32."""
     dtypes = {key: KEY_SPECS[key].dtype if key in KEY_SPECS else np.dtype("float32") for key in keys}
     return SequenceSample((), {key: [] for key in keys}, {key: np.zeros(0, dtypes[key]) for key in keys})
 
@@ -395,12 +395,12 @@ def _import_function(mfc: MFCDef) -> Callable[..., Any]:
 
 
 class AdvantagesInterface(Interface):
-    """Rewards (of functions and of a reward model, dense ones, minus the KL penalty) and values -> what to learn from.
+    """Rewards (from functions and a reward model, dense rewards, minus the KL penalty) and values -> targets of the train steps.
 
-    Consumes the groups of this rank; produces `advantages` and `trained_mask` for the actor, `returns` and `value_mask` for a
-    critic, in the units of its `values`. Remembers the KL coefficient and, with train.critic.value_norm, those units. Waits, in
-    sums, for the other data-parallel ranks. It is an MFC of its own, so that this state is in one place whatever meshes actor and
-    critic are on, and so that only its results travel to them.
+    consumes: the groups of this rank.  produces: `advantages` and `trained_mask` for the actor; `returns` and `value_mask` for a
+    critic, in the units of its `values`.  waits for: the other data-parallel ranks, in sums.
+    Its state is the KL coefficient and, with train.critic.value_norm, those units. It is a separate MFC so that this state lives in
+    one place, whatever meshes actor and critic use, and only its results travel to them.
     """
 
     def __init__(self, mfc: MFCDef, train: TrainConfig) -> None:
@@ -418,7 +418,7 @@ class AdvantagesInterface(Interface):
         check_input_keys(mfc, self.keys)
         if "values" in self.keys and judges_by_group(train.ppo):
             raise ValueError(
-                f"train.ppo.advantage_norm={train.ppo.advantage_norm} with baseline={train.ppo.baseline} judges a response within "
+                f"train.ppo.advantage_norm={train.ppo.advantage_norm} with baseline={train.ppo.baseline} scores a response within "
                 "its group and uses no values; with a critic use advantage_norm batch or none, and baseline none"
             )
 
@@ -430,7 +430,7 @@ class AdvantagesInterface(Interface):
         if self.ppo.kl_coef > 0:
             self.kl.update(stats["kl/sequence_mean"], int(stats["batch/num_sequences"]))
         returns_T = made.returns_T
-        if self.value_norm is not None:  # the critic is to learn in the new units; its values stay as they were given
+        if self.value_norm is not None:  # the critic learns in the updated units; its old values are left unchanged
             self.value_norm.update(returns_T[made.states_T], engine.all_reduce_sum)
             returns_T = self.value_norm.normalise(returns_T).masked_fill(~made.states_T, 0.0)
         if sample is None:
@@ -444,7 +444,7 @@ class AdvantagesInterface(Interface):
         return sample.derive({key: found[key].numpy() for key in self.output_keys}), stats
 
     def compute(self, engine: Ranks, local: LocalBatch) -> tuple[Advantages, Stats]:
-        """From `keys` of this rank's groups, in units of rewards; statistics of the whole batch. Remembers nothing. Collective."""
+        """Compute from `keys` of this rank's groups, in units of rewards; statistics of the whole batch. Collective. Stateless."""
         data = dict(local.data)
         if "model_rewards" in data:
             data["rewards"] = data["rewards"] + self.model_reward_scale * data["model_rewards"]
@@ -472,7 +472,7 @@ class AdvantagesInterface(Interface):
         return {"kl_coef": self.kl.coef} | {f"value_norm.{name}": value for name, value in norm.items()}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        if self.ppo.kl_adaptive:  # else it is what the config says now
+        if self.ppo.kl_adaptive:  # otherwise the config sets it
             self.kl.coef = state["kl_coef"]
         if self.value_norm is not None:
             prefix = "value_norm."
@@ -481,9 +481,10 @@ class AdvantagesInterface(Interface):
 
 
 def split_minibatches(batch_ids: Sequence[str], num: int, *, seed: int, version: int) -> list[list[str]]:
-    """The whole batch, shuffled by (seed, version) and cut into `num` parts whose sizes differ by one at most.
+    """Shuffle the whole batch by (seed, version) and cut it into `num` parts whose sizes differ by at most one.
 
-    Every rank gets the same, whatever it holds. Fewer groups than parts: a part a group. Canonical order within a part.
+    The result is the same on every rank, whatever it holds. With fewer groups than parts each part has one group. Ids within a
+    part are in canonical order.
     """
     order = np.random.default_rng([seed, version]).permutation(len(batch_ids))
     parts = np.array_split(order, max(1, min(num, len(batch_ids))))
@@ -499,17 +500,17 @@ def train_minibatches(
     temperature: float,
     lr_step: int,
 ) -> StepStats:
-    """An optimizer step a minibatch. Collective.
+    """Take one optimizer step per minibatch. Collective.
 
-    sample: the groups of this rank with what the engine and the loss read. loss_of: the loss of a minibatch, given over all ranks
-    how many of its tokens are in `loss_mask`, and how many sequences have any.
+    sample: the groups of this rank with the keys that the engine and the loss read. loss_of: makes a minibatch's loss from two
+    counts over all ranks: its tokens in `loss_mask`, and its sequences that have any.
     """
     steps = StepStats()
     here = set(sample.ids) if sample is not None else set()
     counts = _count(engine, sample, minibatches)
     for ids, (num_tokens, num_sequences) in zip(minibatches, counts, strict=True):
         if num_tokens == 0:
-            steps.empty += 1  # nothing to learn from on any rank (all truncated, with mask_too_long): no step
+            steps.empty += 1  # no rank has a token to train on (all truncated, with mask_too_long): no step
             continue
         mine = [group_id for group_id in ids if group_id in here]
         part = sample.select_ids(mine) if sample is not None and mine else None
@@ -521,7 +522,7 @@ def train_minibatches(
 def _count(
     engine: Ranks, sample: SequenceSample | None, minibatches: Sequence[Sequence[str]]
 ) -> list[tuple[float, float]]:
-    """For each minibatch, over all ranks: tokens in `loss_mask`, and sequences that have any."""
+    """For each minibatch, over all ranks: number of tokens in `loss_mask`, and of sequences that have any."""
     counts: dict[str, npt.NDArray[np.float64]] = {}
     if sample is not None:
         for group_id, masks in zip(sample.ids, sample.slices("loss_mask"), strict=True):
@@ -534,11 +535,10 @@ def _count(
 
 
 class PPOActorInterface(Interface):
-    """One train step of PPO: minibatches, each of them one optimizer step.
+    """One train step of PPO: one optimizer step per minibatch.
 
-    Consumes the groups of this rank with the keys of `actor_train`; produces new weights in the engine and the statistics of
-    the step. Waits, in collective calls, for the other ranks; a rank that fails is noticed by the master, which ends the
-    trainer group.
+    consumes: the groups of this rank with the keys of `actor_train`.  produces: new weights in the engine, statistics of the step.
+    waits for: the other ranks, in collective calls. If a rank fails, the master detects it and ends the trainer group.
     """
 
     def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int) -> None:
@@ -546,7 +546,7 @@ class PPOActorInterface(Interface):
         self.ppo: PPOConfig = train.ppo
         self.temperature = temperature_of(train)
         self.seed = seed
-        self.keys = ["packed_input_ids", "trained_mask"]  # which the loss calls loss_mask
+        self.keys = ["packed_input_ids", "trained_mask"]  # the loss reads it as loss_mask
         self.keys += [key for key in loss_keys(train.ppo) if key != "loss_mask"]
         check_input_keys(mfc, self.keys)
 
@@ -568,15 +568,15 @@ class PPOActorInterface(Interface):
 class PPOCriticInterface(Interface):
     """One train step of the critic: values of the states in which trained tokens were sampled move towards the returns.
 
-    Consumes the groups of this rank with the keys of `critic_train`; produces new weights in the engine and the statistics of
-    the step. Waits, in collective calls, for the other ranks.
+    consumes: the groups of this rank with the keys of `critic_train`.  produces: new weights in the engine, statistics of the step.
+    waits for: the other ranks, in collective calls.
     """
 
-    KEYS = ("packed_input_ids", "values", "returns", "value_mask")  # the last is what the loss calls loss_mask
+    KEYS = ("packed_input_ids", "values", "returns", "value_mask")  # the loss reads the last one as loss_mask
 
     def __init__(self, mfc: MFCDef, train: TrainConfig, seed: int) -> None:
         if train.critic is None:
-            raise ValueError(f"MFC {mfc.name!r} trains a critic, and train.critic is null")
+            raise ValueError(f"MFC {mfc.name!r} trains a critic, but train.critic is null")
         self.critic = train.critic
         self.seed = seed
         check_input_keys(mfc, self.KEYS)
@@ -597,9 +597,9 @@ class PPOCriticInterface(Interface):
 
 
 def make_interface(mfc: MFCDef, train: TrainConfig, seed: int = 1) -> Interface:
-    """The interface that an MFC names.
+    """Return the interface that an MFC names.
 
-    seed: of the experiment; it draws the minibatches. Groups of any sizes may meet in a batch.
+    seed: of the experiment; it determines the minibatches. A batch may mix groups of any sizes.
     """
     if mfc.interface == "actor_logprobs":
         return LogprobsInterface("proximal_logprobs", train)

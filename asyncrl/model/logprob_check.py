@@ -1,7 +1,7 @@
-"""The trainer's half of weights.verify_logprobs: a short text, and its logprobs under the weights that are exported.
+"""The trainer's half of weights.verify_logprobs: a short text, and its logprobs under the exported weights.
 
-Measured on the compute threads of all ranks of the model, in the same call that takes a snapshot of the weights; the rank that
-commits the version writes the result into its manifest. The servers' half is asyncrl/generation/checks.py.
+All ranks of the model measure on their compute threads, in the call that takes the snapshot of the weights. The rank that commits
+the version writes the result into its manifest. The servers' half is asyncrl/generation/checks.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncrl.weights.versions import ScoredText
 
 _NUM_RANDOM = 8
 _NUM_SAMPLED = 24
-_NUM_CANDIDATES = 64  # for each sampled token
+_NUM_CANDIDATES = 64  # per sampled token
 
 
 class ScoringModel(ShardedModel, Protocol):
@@ -27,13 +27,13 @@ class ScoringModel(ShardedModel, Protocol):
     def vocab_size(self) -> int: ...
 
     def logprobs(self, sample: SequenceSample | None, *, temperature: float) -> npt.NDArray[np.float32] | None:
-        """Of each token, packed like packed_input_ids, at the ranks of the last stage. Collective."""
+        """Logprobs of each token, packed like packed_input_ids, on the ranks of the last stage. Collective."""
 
 
 class TextScorer:
-    """One text a run, fixed from the first measurement on. After some random tokens the model itself has continued it, at
-    temperature 1: tokens like those of rollouts are where the precision of a dtype is known. A text of random tokens only has
-    logprobs far from 0, where bfloat16 is coarse; one of its likeliest tokens has logprobs close to 0 under any weights.
+    """Scores one text per run, fixed at the first measurement. After some random tokens, the model itself continues the text at
+    temperature 1: the precision of a dtype is known for tokens like those of rollouts. A text of random tokens only would have
+    logprobs far from 0, where bfloat16 is coarse. A text of the likeliest tokens has logprobs close to 0 under any weights.
     """
 
     def __init__(self, seed: int) -> None:
@@ -41,17 +41,18 @@ class TextScorer:
         self._input_ids: list[int] | None = None
 
     def measure(self, engine: ScoringModel) -> ScoredText:
-        """Under the weights that the engine has now. Collective over all ranks of the model; the same result on each."""
+        """Measure under the engine's current weights. Collective over all ranks of the model; the result is the same on each."""
         if self._input_ids is None:
             self._input_ids = self._write_text(engine)
         (logprobs_T,) = _score(engine, [self._input_ids])
         return ScoredText(self._input_ids, logprobs_T[-_NUM_SAMPLED:].tolist())
 
     def _write_text(self, engine: ScoringModel) -> list[int]:
-        """Once a run, in less than the time of a train step. Layouts give logprobs of given tokens, no rank has all logits. So a
-        token is sampled by importance: candidates from a simple distribution, one of them by its weight p(model) / p(candidate).
+        """Write the text, once per run, in less time than a train step. A layout gives logprobs of given tokens only: no rank has
+        all logits. So tokens come from importance sampling: draw candidates from a simple distribution, pick one by its weight
+        p(model) / p(candidate).
 
-        Candidates are log-uniform: tokenizers number tokens by how frequent they are, the frequent first (Zipf's law).
+        Candidates are log-uniform: tokenizers number tokens by frequency, most frequent first (Zipf's law).
         """
         rng = np.random.default_rng([self._seed, engine.vocab_size])
         input_ids: list[int] = rng.integers(engine.vocab_size, size=_NUM_RANDOM).tolist()
@@ -67,9 +68,9 @@ class TextScorer:
 
 
 def _score(engine: ScoringModel, texts: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-    """Logprobs of texts of one length, at temperature 1, told to all ranks of the model. Collective.
+    """Logprobs of texts of the same length, at temperature 1, on all ranks of the model. Collective.
 
-    Every data rank scores them, so that none is without work; the answer is the first one's.
+    Every data rank scores the texts, so that no rank is without groups; the first one's result is used.
     """
     groups = [{"packed_input_ids": [np.array(text)]} for text in texts]
     found = engine.logprobs(SequenceSample.from_groups([str(i) for i in range(len(texts))], groups), temperature=1.0)

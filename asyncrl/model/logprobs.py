@@ -1,10 +1,10 @@
-"""Logprobs of given tokens from hidden states, in blocks: [tokens, vocabulary] never exists as a whole.
+"""Logprobs of given tokens from hidden states, in blocks: the [tokens, vocabulary] matrix never exists as a whole.
 
-A vocabulary of 150k makes logits the largest tensor of training by far: 16k tokens in float32 are 10 GB, several times over
-with gradients. Here logits exist for a block of tokens and of the vocabulary; forward keeps one number a token (the
-normaliser), backward computes each block's logits again. A token whose logprob gets no gradient costs nothing in backward.
+With a vocabulary of 150k, logits are by far the largest tensor of training: 16k tokens in float32 are 10 GB, and several times
+that with gradients. Here logits exist for one block of tokens and vocabulary at a time. Forward keeps one number per token (the
+normaliser); backward recomputes each block's logits. A token whose logprob gets no gradient costs nothing in backward.
 
-Vocabulary-parallel: with a tensor_group each rank has some rows of the output layer, and only numbers a token are reduced.
+Vocabulary-parallel: with a tensor_group each rank has some rows of the output layer; only a few numbers per token are reduced.
 
 Shapes: N tokens, H hidden size, V vocabulary (of this rank), C tokens and U words of a block.
 """
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Logits of a block: on a CPU they stay in its caches, on a GPU they keep it busy.
-_BLOCK_LOGITS = {False: 1 << 21, True: 1 << 26}  # by whether it is one
-_LEAST_WORDS = 256  # of a block: matrix products of fewer are slow
+# Logits of a block: few enough for the caches of a CPU, enough to keep a GPU busy.
+_BLOCK_LOGITS = {False: 1 << 21, True: 1 << 26}  # key: whether the device is a GPU
+_LEAST_WORDS = 256  # per block: smaller matrix products are slow
 
 
 def token_logprobs(
@@ -36,12 +36,12 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log p(target), entropy) of softmax(logits / temperature), float32, for each token. Entropy carries no gradient.
 
-    output_layer: an nn.Linear, or its weight [V, H] (then with its bias, if it has one).
-    tensor_group: its ranks share hidden_NH, targets_N and the gradients of what is returned; each gives its own rows of
-    the weight, which begin at word vocab_start, and gets all of the gradient of hidden_NH. Collective, in backward too.
+    output_layer: an nn.Linear, or its weight [V, H] (pass its bias, if any, as `bias`).
+    tensor_group: its ranks share hidden_NH, targets_N and the gradients of the results. Each rank passes its own rows of the
+    weight, which begin at word vocab_start, and gets the full gradient of hidden_NH. Collective, in backward too.
     """
     if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; logprobs need one above 0")
+        raise ValueError(f"temperature is {temperature}; it must be above 0")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1 (train.logprob_chunk_tokens)")
     if isinstance(output_layer, nn.Linear):
@@ -74,7 +74,7 @@ class _TokenLogprobs(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(hidden_NH.device.type)
         targets_N = targets_N - vocab_start
         hidden = hidden_NH.to(dtype)
-        # Relative to the highest logit so far: sum of exp, and of exp * logit.
+        # Relative to the highest logit so far: sum of exp, and sum of exp * logit.
         high_N = hidden.new_full(targets_N.shape, -torch.inf, dtype=torch.float32)
         sum_N, weighted_N, target_N = hidden.new_zeros((3, len(targets_N)), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -111,7 +111,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V, targets_N, normaliser_N = ctx.saved_tensors
         dtype, scale, chunk_tokens, group = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        used = grad_N.nonzero().squeeze(1)  # the same on all ranks of the group
+        used = grad_N.nonzero().squeeze(1)  # equal on all ranks of the group
         hidden, targets, normaliser = (t[used] for t in (hidden_NH.to(dtype), targets_N, normaliser_N))
         factor = grad_N[used, None] * -scale
         scaled = (hidden * factor).to(dtype)
@@ -125,7 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     delta_CU.sub_(normaliser[tokens, None]).exp_()
                     inside_C, column_C = _inside(targets[tokens], words)
                     delta_CU.scatter_add_(1, column_C, -inside_C[:, None].float())
-                    # Not multiplied by factor, which [tokens, hidden] can be with less work.
+                    # factor multiplies [tokens, hidden] tensors (scaled, grad_hidden) instead, which is less work.
                     if grad_bias is not None:
                         grad_bias[words] += (factor[tokens].T @ delta_CU)[0]
                     delta_CU = delta_CU.to(dtype)
@@ -145,7 +145,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _words(
     weight_VH: Tensor, bias_V: Tensor | None, dtype: torch.dtype, num_tokens: int
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """The output layer in pieces, in the dtype of the computation, so that a block with num_tokens has _BLOCK_LOGITS."""
+    """Yield the output layer in pieces, in the dtype of the computation; a block with num_tokens has about _BLOCK_LOGITS logits."""
     num_words = max(_LEAST_WORDS, _BLOCK_LOGITS[weight_VH.device.type == "cuda"] // max(num_tokens, 1))
     for start in range(0, len(weight_VH), num_words):
         words = slice(start, min(start + num_words, len(weight_VH)))
@@ -158,13 +158,13 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
 
 
 def _logits(hidden_CH: Tensor, weight_UH: Tensor, bias_U: Tensor | None, scale: float) -> Tensor:
-    """float32, divided by the temperature; rounded to the dtype of the computation first, as the model's own logits are."""
+    """Logits in float32, divided by the temperature. Rounded to the dtype of the computation first, like the model's own logits."""
     logits_CU = nn.functional.linear(hidden_CH, weight_UH, bias_U).float()
     return logits_CU if scale == 1.0 else logits_CU.mul_(scale)
 
 
 def _inside(targets_C: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """(whether each target is one of these words [C], its column [C, 1]: 0 where it is not)."""
+    """(whether each target is one of these words [C], its column [C, 1], or 0 if it is not)."""
     inside_C = (targets_C >= words.start) & (targets_C < words.stop)
     return inside_C, (targets_C - words.start).where(inside_C, 0)[:, None]
 

@@ -1,9 +1,9 @@
-"""Where a rank is in the grid of a model, and the process groups of its neighbours.
+"""A rank's coordinates in the grid of a model, and the process groups of its neighbours.
 
-Every model worker is a rank of a torch.distributed world (process_group.py). A model's grid covers some of them, in training
+Every model worker is a rank of a torch.distributed world (process_group.py). A model's grid covers some of the ranks, in training
 order (pipe, data, tensor; the last varies fastest). Making a mesh makes process groups, which is collective over the whole world:
-every worker makes the meshes of all its models, in the same order, also of those it holds nothing of. A placement's workers are
-ranks here.
+every worker makes the meshes of all models of its group in the same order, including models that it does not hold. In this file a
+placement's workers are ranks.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ DIMS = ("pipe", "data", "tensor")
 
 @dataclass(frozen=True)
 class ModelMesh:
-    """The mesh of one model, as one of its ranks sees it."""
+    """The mesh of one model, from the point of view of one rank."""
 
     placement: ModelPlacement
     device_mesh: DeviceMesh  # dims: pipe, data, tensor
     pipe: int
     data: int
     tensor: int
-    pipe_group: dist.ProcessGroup  # the stages, of the same data and tensor coordinate
+    pipe_group: dist.ProcessGroup  # the stages with the same data and tensor coordinates
     data_group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
     model_group: dist.ProcessGroup  # all ranks of the model
 
     @classmethod
     def make(cls, placement: ModelPlacement, device_type: str) -> ModelMesh | None:
-        """Collective over the world; None where this rank holds nothing of the model. Waits at most the world's timeout."""
+        """Collective over the world. Returns None if this rank holds no part of the model. Waits at most the world's timeout."""
         if list(placement.workers) != sorted(placement.workers):
-            # torch numbers the ranks of a group in the order of the world; coordinates would say otherwise
+            # torch numbers the ranks of a group in the world's order, so another order would contradict the coordinates
             raise ValueError(
                 f"model {placement.name!r}: its workers are {list(placement.workers)}; list them in ascending order"
             )
@@ -71,5 +71,5 @@ class ModelMesh:
 
     @property
     def is_head(self) -> bool:
-        """Has the outputs of its replica, to store and to report."""
+        """Whether this rank stores and reports the outputs of its replica."""
         return self.is_last_stage and self.tensor == 0

@@ -1,8 +1,8 @@
-"""torch.distributed's store in name resolve: where ranks leave their addresses for each other.
+"""torch.distributed's store on top of name resolve: ranks exchange their addresses through it.
 
-torch's own, TCPStore, answers whoever reaches its port, and who can write to it decides whom gloo and NCCL connect to. So where the
-run authenticates (runtime/security.py) its ranks meet in name resolve, which has an access control of its own. It is slower, and
-used for a few dozen small entries as process groups are made.
+torch's own TCPStore accepts any client that reaches its port, and write access to it controls which addresses gloo and NCCL
+connect to. So in a run with authentication (runtime/security.py) the ranks meet in name resolve, which has access control. It is
+slower, but only holds a few dozen small entries while process groups are made.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from asyncrl.runtime.names.interface import NameEntryNotFound, NameResolver
 
 
 class NameStore(Store):
-    """Keep a reference while process groups use it: torch keeps only the part of it that is not Python.
+    """Keep a reference while process groups use it: torch keeps only the C++ part of the object.
 
-    waits for: entries of other ranks, at most limit_s each.  unblocked by: them; the resolver's close."""
+    waits for: entries of other ranks, at most limit_s each.  unblocked by: those entries; closing the resolver."""
 
     def __init__(self, resolver: NameResolver, root: str, *, lease: int | None, limit_s: float) -> None:
-        """root: of its keys. What `set` puts goes with the lease."""
+        """root: prefix of the keys. Entries from `set` expire with the lease."""
         super().__init__()
         self._resolver, self._root, self._lease, self._limit_s = resolver, root, lease, limit_s
 
@@ -41,14 +41,14 @@ class NameStore(Store):
         return all(self._now(key) is not None for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        while True:  # a rank that loses has seen another one win: bounded by the ranks
+        while True:  # a failed swap means that another rank succeeded: the number of ranks bounds the retries
             before = self._now(key)
             count = amount + (int(_bytes(before)) if before is not None else 0)
             if self._resolver.compare_and_swap(self._name(key), before, _text(str(count))):
                 return count
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # type: ignore[override]  # torch's stub says str
-        """What the key holds afterwards. Nothing is expected where nothing is."""
+        """Returns the key's value afterwards. An empty `expected` matches an absent key."""
         before = self._now(key)
         found = b"" if before is None else _bytes(before)
         if found == expected and self._resolver.compare_and_swap(self._name(key), before, _text(desired)):
@@ -75,7 +75,7 @@ class NameStore(Store):
             return None
 
     def _name(self, key: str) -> str:
-        return f"{self._root}/{key.encode().hex()}"  # torch's keys have empty parts
+        return f"{self._root}/{key.encode().hex()}"  # hex, because torch's keys have empty parts
 
 
 def _text(value: str | bytes) -> str:

@@ -1,19 +1,19 @@
-"""From a packed SequenceSample to micro-batches that a model can run, and back.
+"""Converts a packed SequenceSample into micro-batches that a model can run, and back.
 
-A micro-batch is one packed row of whole sequences, one after another, without padding; positions restart at each sequence. All of
-the transformer but attention runs on exactly the tokens there are; attention keeps the sequences apart (attention.py).
+A micro-batch is one packed row of whole sequences, one after another, without padding; positions restart at each sequence. The
+transformer runs on exactly these tokens. Only attention (attention.py) needs to know the sequences, to keep them apart.
 
-Why not micro-batches of right-padded rows of about the same length, as here before: they cost as much or more, there are more of
-them (a tail of lengths never fills a row's class), and no two ranks have equally many. CPU ms of forward and backward, one
-core of a busy machine (the least of two runs), budget of 2048 / 16384 tokens, 2 layers, with the number of micro-batches:
+An earlier version used micro-batches of right-padded rows of similar length. They cost as much or more, there are more of them (the
+tail of lengths never fills a class of rows), and ranks get different numbers of them. CPU ms of forward and backward, one core
+of a busy machine (minimum of two runs), budget of 2048 / 16384 tokens, 2 layers; number of micro-batches in parentheses:
 
-                                                    packed                       such rows
+                                                    packed                       right-padded rows
     hidden 64:  512 sequences of 17 tokens          246 (5) / 225 (1)            252 (5) / 226 (1)
                 512, median 16, mean 29, to 107     443 (8) / 466 (1)            465 (12) / 501 (11)
                 64, median 233, mean 421, to 1974   1676 (14) / 1628 (2)         1699 (27) / 1683 (17)
     hidden 512: 128, mean 31, to 107                2724 (2) / 2732 (1)          2976 (11) / 3039 (11)
 
-A whole batch padded to its longest: benchmarks/train_step.py.
+benchmarks/train_step.py compares a whole batch padded to its longest sequence.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ class MicroBatch:
 
     sequences: tuple[
         int, ...
-    ]  # indices into the sample's sequences, ascending; empty: a micro-batch that waits for others'
+    ]  # indices into the sample's sequences, ascending; empty: keeps this rank in step with others
     num_tokens: int
 
 
 def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, min_count: int = 1) -> list[MicroBatch]:
-    """As few micro-batches as first fit, longest first, needs to keep to max_tokens, but at least min_count; their tokens balanced.
+    """Plan micro-batches of at most max_tokens with balanced token counts, as few as first fit (longest first) needs.
 
-    Every sequence is in exactly one. A sequence longer than the budget gets one for itself. Fewer sequences than min_count: the
-    last ones are empty. Ranks that must run equally many take the maximum of their counts and plan again with it. The same
-    arguments always give the same plan. Without a sequence and with min_count 0 there is none.
+    There are at least min_count; the last ones are empty if there are fewer sequences. Every sequence is in exactly one
+    micro-batch. A sequence longer than the budget gets one of its own. Ranks that must run the same number take the maximum of
+    their counts and plan again with it. The plan depends only on the arguments. No sequences and min_count 0 give an empty plan.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1 (train.max_tokens_per_mb)")
     empty = [i for i, length in enumerate(lengths) if length < 1]
     if empty:
-        raise ValueError(f"sequences {empty[:8]} have no token; every sequence has a prompt of at least one")
+        raise ValueError(f"sequences {empty[:8]} have no tokens; every sequence needs a prompt of at least one token")
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     fitted = _first_fit(longest_first, lengths, max_tokens)
     count = max(len(fitted), min_count)
@@ -63,10 +63,10 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, min_count: in
 
 
 def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Each sequence joins the first part that has room for it; else it opens one."""
+    """Each sequence joins the first part that has room for it, or else opens a new one."""
     parts: list[list[int]] = []
     room: list[int] = []
-    first_open = 0  # parts before it are full: they have no room for a token more
+    first_open = 0  # earlier parts are full: not one more token fits
     for i in longest_first:
         while first_open < len(parts) and room[first_open] < 1:
             first_open += 1
@@ -82,7 +82,7 @@ def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens:
 
 
 def _balanced(longest_first: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Each sequence joins the part that has the fewest tokens so far."""
+    """Each sequence joins the part with the fewest tokens so far."""
     parts: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, at) for at in range(count)]
     for i in longest_first:
@@ -94,15 +94,15 @@ def _balanced(longest_first: Sequence[int], lengths: Sequence[int], count: int) 
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """A SequenceSample as its sequences, ids forgotten: what a loss is computed on.
+    """The sequences of a SequenceSample without their ids: the input of a loss.
 
-    Holds the keys with a run or a value for each sequence (`token` and `sequence` layouts, and others of such a shape); keys of a
-    whole group (prompts, task ids) have no place in a micro-batch, which may cut through a group.
+    It holds the keys with one run or value per sequence (`token` and `sequence` layouts, and others of such a shape). Keys of a
+    whole group (prompts, task ids) are left out, because a micro-batch may cut through a group.
     """
 
     lengths: tuple[int, ...]  # of packed_input_ids
     data: dict[str, Array]
-    key_lengths: dict[str, npt.NDArray[np.int64]]  # per key, of each sequence
+    key_lengths: dict[str, npt.NDArray[np.int64]]  # per key, for each sequence
 
     @classmethod
     def of(cls, sample: SequenceSample) -> SequenceBatch:
@@ -128,7 +128,7 @@ class SequenceBatch:
 
 
 def run_indices(lengths: npt.NDArray[np.int64], sequences: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Where the values of some sequences are in a packed array: their runs, one after another."""
+    """Indices into a packed array of the values of some sequences: their runs, one after another."""
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])[np.asarray(sequences, dtype=np.int64)]
     counts = lengths[np.asarray(sequences, dtype=np.int64)]
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -137,15 +137,15 @@ def run_indices(lengths: npt.NDArray[np.int64], sequences: Sequence[int]) -> npt
 
 
 def cu_seqlens_of(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Where each sequence begins, and at last where the last ends."""
+    """The start of each sequence, followed by the end of the last one."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(lengths, dtype=np.int64))])
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A micro-batch as the model takes it, and the way back. T tokens, then padding to T' that nothing reads.
+    """A micro-batch as model input, and the positions for mapping outputs back. T tokens, then padding to T' that nothing reads.
 
-    Token t of a sequence is predicted at position t - 1. The first token of each sequence is predicted by nothing.
+    Token t of a sequence is predicted at position t - 1. The first token of each sequence has no prediction.
     """
 
     input_ids: Tensor  # [1, T'] int64; 0 in the padding
@@ -164,11 +164,11 @@ class Packed:
         pad_to: int = 0,
         device: torch.device | str = "cpu",
     ) -> Packed:
-        """packed_ids: the sequences of the micro-batch, one after another. pad_to: the least T'; at least one token is made."""
+        """packed_ids: the sequences of the micro-batch, one after another. pad_to: minimum of T', which is at least 1."""
         num_tokens = len(packed_ids)
         cu_seqlens = cu_seqlens_of(lengths)
         if num_tokens != cu_seqlens[-1]:
-            raise ValueError(f"{num_tokens} token ids for sequences of {cu_seqlens[-1]} tokens in all")
+            raise ValueError(f"{num_tokens} token ids, but the sequences have {cu_seqlens[-1]} tokens in total")
         input_ids = np.zeros(max(num_tokens, pad_to, 1), np.int64)
         input_ids[:num_tokens] = packed_ids
         position_ids = np.zeros_like(input_ids)

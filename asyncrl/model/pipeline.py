@@ -1,10 +1,10 @@
-"""Stages of a model: what a rank runs on a micro-batch, and how the stages of a pipeline hand micro-batches on.
+"""Stages of a model: what a rank runs on a micro-batch, and how the stages of a pipeline pass micro-batches on.
 
-Without a pipeline there is one stage, from token ids to outputs. With one, the first stage embeds, each has its slice of the
-layers, and the last has the final norm and the output layer. Layers keep their numbers, so that parameters keep their names.
+Without a pipeline there is one stage, from token ids to outputs. With a pipeline the first stage embeds, each stage has a slice of
+the layers, and the last has the final norm and the output layer. Layers keep their numbers, so parameters keep their names.
 
-A stage is called with the number of a micro-batch and, unless it is the first, the hidden states from the stage before; the rest
-of the micro-batch is known to all ranks of a replica. All micro-batches of a pipeline's step are padded to one length.
+A stage gets the number of a micro-batch and, unless it is the first, the hidden states of the previous stage. All ranks of a
+replica know the rest of the micro-batch. All micro-batches of a pipeline's step are padded to the same length.
 
 Shapes: T tokens of a micro-batch, packed; T' with padding; N tokens that are predicted; S sequences; H hidden size.
 """
@@ -30,11 +30,11 @@ from asyncrl.model.packing import Packed
 from asyncrl.model.sharding import VocabPart, local_tensor
 
 Outputs = tuple[Tensor, ...]  # lm: (logprobs_T, entropy_T); value: (values_T,); reward: (scores_S,)
-_PARTS = ("embed_tokens", "layers", "norm")  # of a backbone, as base_model_pp_plan names them
+_PARTS = ("embed_tokens", "layers", "norm")  # of a backbone, with their names in base_model_pp_plan
 
 
 class Stage(nn.Module):
-    """The whole forward pass of this rank, so that what is the root for FSDP holds embedding, norm and output layer through it."""
+    """This rank's whole forward pass. As FSDP's root module it owns embedding, norm and output layer."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Stage(nn.Module):
         hidden_dtype: torch.dtype,
         chunk_tokens: int,
     ) -> None:
-        """vocab: this tensor rank's rows of the output layer; None: it has all. autocast: to this dtype. hidden_dtype: of the
-        hidden states between stages.
+        """vocab: this tensor rank's rows of the output layer; None: all rows. autocast: dtype of the computation, None: no
+        autocast. hidden_dtype: of the hidden states between stages.
         """
         super().__init__()
         self.model = model
@@ -62,7 +62,7 @@ class Stage(nn.Module):
         self._autocast = autocast
         self._chunk_tokens = chunk_tokens
         self.micro_batches: Sequence[Packed] = ()  # of the current step
-        self.lengths: Sequence[Sequence[int]] = ()  # of their sequences
+        self.lengths: Sequence[Sequence[int]] = ()  # of the sequences of each micro-batch
         self.temperature = 1.0
 
     @property
@@ -70,7 +70,7 @@ class Stage(nn.Module):
         return next(self.parameters()).device
 
     def forward(self, x: Tensor, number: Tensor | None = None) -> Tensor | Outputs:
-        """x: the number of the micro-batch [1, 1], of the first stage; else hidden states [1, T', H], and the number apart."""
+        """x: on the first stage the number of the micro-batch [1, 1]; else hidden states [1, T', H], with the number separate."""
         number = x if number is None else number
         packed = self.micro_batches[int(number)]
         with self.autocast():
@@ -92,7 +92,7 @@ class Stage(nn.Module):
         return torch.autocast(self.device.type, self._autocast)
 
     def _logprobs(self, hidden_TH: Tensor, packed: Packed) -> Outputs:
-        """Aligned: position t describes token t; 0 for the first token of each sequence."""
+        """Aligned: position t describes token t. 0 for the first token of each sequence."""
         layer = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         logprobs_N, entropy_N = token_logprobs(
             hidden_TH[packed.predictors],
@@ -108,7 +108,7 @@ class Stage(nn.Module):
         return zeros_T.index_put((packed.predicted,), logprobs_N), zeros_T.index_put((packed.predicted,), entropy_N)
 
     def _scores(self, hidden_NH: Tensor) -> Tensor:
-        """In float32: this layer costs nothing, and what is learnt from its output needs the digits."""
+        """In float32: this layer is cheap, and learning from its output needs the precision."""
         layer: nn.Linear = self.model.score  # type: ignore[assignment]
         scores_N = hidden_NH.float() @ layer.weight[0].float()
         return scores_N if layer.bias is None else scores_N + layer.bias.float()
@@ -118,21 +118,21 @@ class Stage(nn.Module):
 
 
 def layers_of_stage(num_layers: int, num_stages: int, stage: int) -> range:
-    """Stages have equally many layers; where they do not divide, the first ones have one more: the last has the output layer."""
+    """Stages have equal numbers of layers. If these do not divide, the first ones have one more: the last has the output layer."""
     each, more = divmod(num_layers, num_stages)
     start = stage * each + min(stage, more)
     return range(start, start + each + (stage < more))
 
 
 def cut_to_stage(model: PreTrainedModel, mesh: ModelMesh, path: str | Path) -> None:
-    """Takes away what other stages have. The model's config is its own copy afterwards."""
+    """Remove the layers of other stages. Afterwards the model has its own copy of the config."""
     backbone: Any = model.base_model
     grid = mesh.placement.grid
     what = f"model_path={str(path)!r}: architecture {model.config.model_type!r}"
     remedy = f"use p1 in the grid of {mesh.placement.name!r} ({grid})"
     plan = backbone.config.base_model_pp_plan or {}
     if set(plan) != set(_PARTS) or not isinstance(backbone.layers, nn.ModuleList):
-        raise ConfigError(f"{what} has no plan for pipeline stages that is known here; {remedy}")
+        raise ConfigError(f"{what} has no plan for pipeline stages in a supported form; {remedy}")
     num_layers = len(backbone.layers)
     if num_layers < grid.pipe:
         raise ConfigError(f"{what} has {num_layers} layers, fewer than the stages of {grid}; use at most p{num_layers}")
@@ -142,7 +142,7 @@ def cut_to_stage(model: PreTrainedModel, mesh: ModelMesh, path: str | Path) -> N
         _check_that_embeddings_pass(model, what, remedy)
         backbone.embed_tokens = None
     for i in set(range(num_layers)) - set(own):
-        del backbone.layers._modules[str(i)]  # `del layers[i]` would number the others anew
+        del backbone.layers._modules[str(i)]  # `del layers[i]` would renumber the others
     if not mesh.is_last_stage:
         backbone.norm = nn.Identity()
         for name in ("lm_head", "score"):
@@ -151,7 +151,7 @@ def cut_to_stage(model: PreTrainedModel, mesh: ModelMesh, path: str | Path) -> N
 
 
 def _own_config(model: PreTrainedModel, layers: range) -> None:
-    """A backbone looks up the kinds of its layers by their place in its list."""
+    """Adapt the config: a backbone looks up the types of its layers by their index in its list."""
     config: PreTrainedConfig = copy.deepcopy(model.config)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
@@ -168,7 +168,7 @@ class _First(nn.Module):
 
 
 def _check_that_embeddings_pass(model: PreTrainedModel, what: str, remedy: str) -> None:
-    """A later stage takes hidden states in the place of embeddings: without layers, nothing may happen to them."""
+    """Check that a backbone without layers returns embeddings unchanged: later stages pass hidden states in their place."""
     backbone: Any = model.base_model
     layers, norm, rotary = backbone.layers, backbone.norm, getattr(backbone, "rotary_emb", None)
     backbone.layers, backbone.norm, backbone.rotary_emb = nn.ModuleList(), nn.Identity(), _First()
@@ -185,10 +185,10 @@ def _check_that_embeddings_pass(model: PreTrainedModel, what: str, remedy: str) 
 
 
 def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Outputs, int], Tensor]) -> None:
-    """Forward and backward of all micro-batches, one forward and one backward in turn (1F1B). Collective over the stages.
+    """Run forward and backward of all micro-batches, alternating one forward and one backward (1F1B). Collective over the stages.
 
-    Every stage has the same micro-batches, at least as many as there are stages, padded to the same length. Gradients are in the
-    parameters afterwards, reduced over data ranks. loss_of is asked on the last stage, in order.
+    Every stage has the same micro-batches, at least as many as stages, padded to the same length. Afterwards the parameters hold
+    gradients, reduced over data ranks. loss_of is called on the last stage, in order.
     """
     count = len(stage.micro_batches)
     hidden = _hidden(stage, "meta").requires_grad_()
@@ -201,7 +201,7 @@ def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Output
             stage.device,
             input_args=number if stage.is_first else hidden,
             output_args=(hidden,)
-            * (2 if stage.is_last and stage.kind == "lm" else 1),  # of the last stage: only counted
+            * (2 if stage.is_last and stage.kind == "lm" else 1),  # of the last stage: only the count matters
             group=mesh.pipe_group,
         ),
         count,
@@ -216,9 +216,9 @@ def train_micro_batches(stage: Stage, mesh: ModelMesh, loss_of: Callable[[Output
 
 
 def run_micro_batches(stage: Stage, mesh: ModelMesh | None) -> list[Outputs]:
-    """Forward only; the outputs of each micro-batch on the last stage, else nothing. Collective over the stages."""
+    """Run forward only. Returns the outputs of each micro-batch on the last stage, else nothing. Collective over the stages."""
     results: list[Outputs] = []
-    sent: list[tuple[dist.Work | None, Tensor]] = []  # a tensor lives until it is sent
+    sent: list[tuple[dist.Work | None, Tensor]] = []  # a tensor must stay alive until it is sent
     for i in range(len(stage.micro_batches)):
         number = torch.tensor([[i]])
         if mesh is None or stage.is_first:
@@ -238,6 +238,6 @@ def run_micro_batches(stage: Stage, mesh: ModelMesh | None) -> list[Outputs]:
 
 
 def _hidden(stage: Stage, device: torch.device | str) -> Tensor:
-    """Room for what comes from the stage before."""
+    """Allocate a buffer for the previous stage's hidden states."""
     length = stage.micro_batches[0].input_ids.shape[1]
     return torch.empty(1, length, stage.hidden_size, dtype=stage.hidden_dtype, device=device)

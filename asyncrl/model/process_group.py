@@ -1,8 +1,8 @@
-"""The torch.distributed process group of a worker group (dataflow/worker_groups.py), in one attempt and one incarnation of it.
+"""The torch.distributed process group of a worker group (dataflow/worker_groups.py), in one attempt and one incarnation.
 
-Its first worker serves the rendezvous store and publishes its address; the others find it by name. In a run that authenticates,
-no worker serves a store: they meet in name resolve (name_store.py). Inside a process group workers are known by their ranks:
-meshes, collectives, reallocation. Messages from and to the master have the workers' numbers.
+The group's first worker serves the rendezvous store and publishes its address; the others find it by name. In a run with
+authentication no worker serves a store: the workers meet in name resolve (name_store.py). Inside a process group (meshes,
+collectives, reallocation) workers are identified by rank. Messages from and to the master use worker numbers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from asyncrl.runtime import security
 from asyncrl.runtime.directory import Directory
 from asyncrl.weights.update_group import serve_store, store_at
 
-STORE = "model_workers"  # names.process_group of this
+STORE = "model_workers"  # argument of names.process_group
 
 
 class ProcessGroup:
-    """Rank of a worker: its place among the members. With one member there is no process group, and no mesh.
+    """A worker's rank is its index among the members. A group of one member has no process group and no mesh.
 
-    waits for: the first member to serve, all to come (runtime.start_timeout_s); in a collective for the others, at most limit_s.
-    unblocked by: the others' arrival, or the loss of their connection.
+    waits for: the first member to serve, then all members to join (runtime.start_timeout_s); other members in a collective, at
+    most limit_s.  unblocked by: the others' arrival, or the loss of their connection.
     """
 
     def __init__(self, info: WorkerInfo, worker_groups: WorkerGroups, *, limit_s: float) -> None:
@@ -48,7 +48,7 @@ class ProcessGroup:
         return self.members.index(worker)
 
     async def rendezvous(self, directory: Directory) -> str:
-        """Where the store is. Returns once it is served and published."""
+        """Return the address of the store once it is served and published; "" with name resolve."""
         info, runtime = self._info, self._info.runtime
         store = f"{STORE}_{self.members[0]}" if self.is_detached else STORE
         key = directory.names.process_group(store, info.attempt, info.group_incarnation)
@@ -62,7 +62,7 @@ class ProcessGroup:
         return address
 
     def join(self, address: str, device: torch.device) -> None:
-        """Meet the others. On the compute thread, as everything that waits for them."""
+        """Join the other members. On the compute thread, like everything that waits for them."""
         runtime = self._info.runtime
         if self._store is None:
             host, _, port = address.rpartition(":")
@@ -77,11 +77,12 @@ class ProcessGroup:
             world_size=self.size,
             timeout=timedelta(seconds=self._limit_s),
         )
-        # NCCL makes its communicator at the first use, which all ranks must be part of: a copy between two of them is none
+        # NCCL creates its communicator at the first operation, which must include all ranks. A copy between two ranks does not,
+        # so run a collective first
         dist.all_reduce(torch.zeros(1, device=device))
 
     def meshes(self, placements: list[ModelPlacement], device: torch.device) -> dict[str, ModelMesh | None]:
-        """Of all models of this group, by name, given those of all groups. Collective over the group."""
+        """Given the placements of all groups, return the meshes of this group's models, by name. Collective over the group."""
         made: dict[str, ModelMesh | None] = {}
         for placement in placements:
             if set(placement.workers) <= set(self.members):
@@ -91,7 +92,7 @@ class ProcessGroup:
 
 
 def interface_of(host: str) -> str:
-    """Name of the network interface that has an address, "" if none has: what gloo is told to bind to."""
+    """Name of the network interface with this address, or "" if none has it. gloo is configured to bind to it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             return str(name)
@@ -99,8 +100,8 @@ def interface_of(host: str) -> str:
 
 
 def choose_device(index: int, *, tf32: bool = False) -> torch.device:
-    """A GPU of its own where there are any, else the CPU. tf32: of float32 matmuls on GPUs, in all of the process."""
-    torch.backends.cuda.matmul.allow_tf32 = tf32  # what a CPU computes does not depend on it
+    """Return a GPU by index if there are any, else the CPU. tf32: for float32 matmuls on GPUs, in the whole process."""
+    torch.backends.cuda.matmul.allow_tf32 = tf32  # has no effect on a CPU
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", index % torch.cuda.device_count())

@@ -1,9 +1,9 @@
-"""Copies a model's weights into another of the same architecture, whose layout may be any other: actor -> ref, actor -> actor@1.
+"""Copies a model's weights into another of the same architecture, in any two layouts: actor -> ref, actor -> actor@1.
 
     target <- share * source + (1 - share) * target
 
-Each rank of the target gets the parts that it holds from ranks of the source that hold them; nothing is put together anywhere.
-share=1 copies; less of it, every now and then, makes the target a moving average.
+Each rank of the target receives its parts from source ranks that hold them; no rank assembles whole tensors. share=1 copies. A
+smaller share, applied periodically, makes the target a moving average.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_BYTES = 256_000_000
 
 
 class _HeldShards(msgspec.Struct, frozen=True):
-    """What a worker holds of both models."""
+    """A worker's parts of both models."""
 
     source: Holding | None
     target: Holding | None
@@ -37,15 +37,15 @@ def reallocate(
     share: float = 1.0,
     max_bytes: int = _MAX_BYTES,
 ) -> int:
-    """Collective over `workers`: all that hold a part of either model, in the same order everywhere (say, ascending). Returns the
-    number of bytes that this worker has sent.
+    """Collective over `workers`: all that hold a part of either model, in the same order everywhere (e.g. ascending). Returns the
+    number of bytes that this worker sent.
 
-    source, target: the engines of this worker, None where it has none of that model. The mean is computed in float32 and kept in
-    the target's own dtype: in one of 16 bits, steps that are small beside a weight are lost. Raises ShardError at all workers
-    where the models have other tensors, before anything is changed. A rank has at most max_bytes on the way.
+    source, target: this worker's engines, or None if it has no part of that model. The mean is computed in float32 and stored in
+    the target's own dtype: 16-bit targets lose steps that are small relative to a weight. Raises ShardError on all workers,
+    before anything changes, if the models' tensors differ. A rank has at most max_bytes in transit.
     """
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"share={share}: above 0, at most 1")
+        raise ValueError(f"share={share}: it must be above 0 and at most 1")
     for model in (source, target):
         if model is not None:
             model.onload()
@@ -65,7 +65,7 @@ def reallocate(
     _check_fit(
         {name: piece.shape for name, piece in ours.items()}, {name: piece.shape for name, piece in theirs.items()}
     )
-    travelling = theirs if share == 1.0 else ours  # a copy is cast before it travels
+    travelling = theirs if share == 1.0 else ours  # a copy is cast before it is sent
     dtypes = {name: dtype_of(piece.dtype) for name, piece in travelling.items()}
     moves = plan_moves(
         sources,

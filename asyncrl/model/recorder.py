@@ -1,9 +1,9 @@
-"""Recorder: what stands in the place of the model workers where nothing is trained (mode=rollout_only). No torch.
+"""Recorder: replaces the model workers in a run without training (mode=rollout_only). No torch.
 
     rollout workers -- trajectory --> [trajectory receiver] -> store -- metadata --> master
-    master -- calls --> [reply server]: a batch to disk, the initial weights published as they are
+    master -- calls --> [reply server]: write a batch to disk, publish the initial weights unchanged
 
-To the others it is a head: the same streams, the same verdicts, the same calls.
+To other processes it is a head: same streams, same verdicts, same calls.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from asyncrl.runtime.system import System
 from asyncrl.runtime.worker import RunEndedError, Worker
 from asyncrl.weights.versions import publish_folder
 
-_LAST_WORDS_S = 0.2  # between the answer to a call that failed and the end of the worker
+_LAST_WORDS_S = 0.2  # between the answer to a failed call and the end of the worker
 
 
 class Recorder(Worker):
-    """The only head of a run that only rolls out.
+    """The only head of a rollout-only run.
 
     consumes: trajectories, calls (from the master, in order).  produces: metadata, files, the initial weights as version 0.
-    waits for: the next call; inside one for the disk.  unblocked by: the master.
+    waits for: the next call; the disk during a call.  unblocked by: the master.
     """
 
     def __init__(self, config: RecorderConfig, system: System | None = None) -> None:
@@ -52,7 +52,7 @@ class Recorder(Worker):
             self.name,
             trained=False,
             max_bytes=config.max_bytes,
-            prune=False,  # what is rolled out is the result of the run
+            prune=False,  # the rollouts are the result of the run
             tokenizer=tokenizer_fingerprint(config.tokenizer_path),
             clock=self.system.clock,
         )
@@ -91,7 +91,7 @@ class Recorder(Worker):
         await self._work(server, receiver)
 
     async def _work(self, server: NameResolvingReplyServer, receiver: TrajectoryReceiver) -> None:
-        """Execute calls in order, for ever. One that fails is answered with its error and ends this worker."""
+        """Execute calls in order, forever. A failed call is answered with its error and ends this worker."""
         while True:
             call = await server.receive()
             self.board.progress()
@@ -121,7 +121,7 @@ class Recorder(Worker):
     async def _on_disk(self, write: Callable[[], None], what: str) -> None:
         written = asyncio.to_thread(write)
         await self.board.bounded(
-            written, what=f"{what} to be on disk", on=self.name, limit_s=self.config.call_timeout_s
+            written, what=f"{what} to be written to disk", on=self.name, limit_s=self.config.call_timeout_s
         )
 
     def _record(self, number: int, ids: list[str], receiver: TrajectoryReceiver) -> None:

@@ -1,11 +1,11 @@
-"""A model's weights: loaded whole, or in the pieces that this rank of a mesh holds.
+"""A model's weights: loaded whole, or as the pieces that this rank of a mesh holds.
 
-A sharded model is made without weights and cut to its stage (pipeline.py). Then the tensor ranks split its layers, as transformers'
-plans say, and the data ranks split what is left of them (FSDP2). Of each tensor only this rank's slice is read, unit by unit.
+A sharded model is created without weights and cut to its stage (pipeline.py). Then the tensor ranks split its layers according to
+transformers' plans, and the data ranks split the result (FSDP2). Only this rank's slice of each tensor is read, unit by unit.
 
-Tensor parallelism as in Megatron-LM (arXiv:1909.08053): column-parallel layers take the same input everywhere and give their part
-of the outputs; row-parallel ones take those parts, and their outputs are summed. Layers compute on local tensors; their
-parameters are DTensors, so that everyone else knows what is where.
+Tensor parallelism follows Megatron-LM (arXiv:1909.08053). Column-parallel layers take the same input on every rank and produce
+their part of the outputs. Row-parallel layers take those parts, and their outputs are summed. Layers compute on local tensors.
+Their parameters are DTensors, which record the part of the whole tensor that each rank holds.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ AUTO_CLASSES: dict[str, Any] = {
     "value": AutoModelForTokenClassification,
     "reward": AutoModelForSequenceClassification,
 }
-# Elements that FSDP gathers at once. A model smaller than this is one unit: on a CPU over gloo, 2 layers of hidden size 64 took
-# 1.1 times the CPU time of replicas with one all-reduce, and 1.4 times with a unit a layer, resharded after forward.
+# Number of elements that FSDP gathers at once. A smaller model is one unit. On a CPU over gloo, 2 layers of hidden size 64 took 1.1
+# times the CPU time of replicas with one all-reduce, and 1.4 times with one unit per layer, resharded after forward.
 UNIT_ELEMENTS = 16_000_000
 _LOADING = threading.Lock()  # from_pretrained patches torch for the whole process while it builds the empty model
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank has of it. With gradients on, they flow back into the DTensor."""
+    """This rank's part of the tensor. With gradients enabled, they flow back into the DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -62,7 +62,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def load_config(path: str | Path, kind: str) -> PreTrainedConfig:
-    """With dropout off for good: logprobs must not depend on chance."""
+    """Load the config with all dropout disabled: logprobs must be deterministic."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -76,7 +76,7 @@ def load_config(path: str | Path, kind: str) -> PreTrainedConfig:
 
 
 def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the CPU, in evaluation mode. A value model without an output layer gets one of zeros. Raises ConfigError."""
+    """Load the model on the CPU, in evaluation mode. A value model without an output layer gets a zero one. Raises ConfigError."""
     try:
         with _LOADING:
             loaded: Any = AUTO_CLASSES[kind].from_pretrained(
@@ -85,12 +85,12 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
                 dtype=dtype,
                 attn_implementation=ATTENTION,
                 output_loading_info=True,
-                use_safetensors=True,  # never a pickle
+                use_safetensors=True,  # never unpickle
             )
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise _cannot_be_loaded(path, error) from error
     model: PreTrainedModel = loaded[0]
-    lacking = sorted(loaded[1]["missing_keys"])  # transformers would make them up
+    lacking = sorted(loaded[1]["missing_keys"])  # transformers would initialise them randomly
     made = [name for name in lacking if may_lack(name, kind)]
     with torch.no_grad():
         for name in made:
@@ -106,7 +106,7 @@ def load_whole(path: str | Path, kind: str, config: PreTrainedConfig, dtype: tor
 
 
 def may_lack(name: str, kind: str) -> bool:
-    """Whether a checkpoint may be without this parameter; it is zero then."""
+    """Whether a checkpoint may lack this parameter; it is zero then."""
     return kind == "value" and name.startswith("score.")
 
 
@@ -117,13 +117,11 @@ def _cannot_be_loaded(path: str | Path, error: Exception) -> ConfigError:
 # ------------------------------------------------------------------------------------------------------------ pieces of one
 
 
-Slots = dict[
-    str, tuple[nn.Module, str]
-]  # global name of a parameter -> the module that has it, and its attribute there
+Slots = dict[str, tuple[nn.Module, str]]  # global name of a parameter -> its module, and its attribute there
 
 
 def slots(model: nn.Module) -> Slots:
-    """Of all parameters, tied ones once."""
+    """Slots of all parameters; tied ones occur once."""
     found: Slots = {}
     for name, _ in model.named_parameters():
         module, _, attribute = name.rpartition(".")
@@ -133,13 +131,13 @@ def slots(model: nn.Module) -> Slots:
 
 @dataclass
 class Skeleton:
-    """A model without weights, and what is to be known of them."""
+    """A model without weights, and the metadata of its parameters."""
 
     model: PreTrainedModel  # parameters on the meta device
     kind: str
-    names: dict[int, str]  # id of a parameter -> its name in the whole model; of a tied one its embedding's
+    names: dict[int, str]  # id of a parameter -> its name in the whole model; a tied one has its embedding's
     split: dict[int, int] = field(default_factory=dict)  # id of a parameter -> the dimension that tensor ranks split
-    # names of parameters that every tensor rank has and uses on its part of the activations: gradients are sums over the group
+    # names of parameters that every tensor rank applies to its part of the activations: their gradients are summed over the group
     partial: set[str] = field(default_factory=set)
 
     @classmethod
@@ -151,7 +149,7 @@ class Skeleton:
 
     @property
     def tied_name(self) -> str:
-        """The embedding's, if it is the output layer too; else nothing."""
+        """Name of the embedding if it is also the output layer, else ""."""
         embedding, output_layer = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         return self.names[id(embedding.weight)] if getattr(output_layer, "weight", None) is embedding.weight else ""
 
@@ -160,8 +158,8 @@ Read = Callable[[str, int, int, int], Tensor]  # (name, dimension, start, length
 
 
 def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig, dtype: torch.dtype) -> Read:
-    """How to get pieces of the checkpoint: straight from safetensors files that have the model's own names. Other checkpoints
-    (of experts that transformers fuses, in torch's format, of the bare backbone) are loaded whole, until the last piece is taken.
+    """Return a function that reads pieces of the checkpoint, directly from safetensors files with the model's own names. Other
+    checkpoints (experts that transformers fuses, torch's format, a bare backbone) are loaded whole and freed with the function.
     """
     needed = [name for name in skeleton.names.values() if not may_lack(name, skeleton.kind)]
     needed += [name for name, _ in _persistent_buffers(skeleton.model)]
@@ -192,7 +190,7 @@ def open_weights(path: str | Path, skeleton: Skeleton, config: PreTrainedConfig,
 
 
 def _safetensors(path: str | Path) -> dict[str, Path]:
-    """Name of each tensor -> its file. Empty where the checkpoint has no such files."""
+    """Name of each tensor -> its file. Empty if the checkpoint has no safetensors files."""
     folder = Path(path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -220,7 +218,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Filler:
-    """Gives the parameters of a skeleton their values, module by module, each once."""
+    """Fills in the parameters of a skeleton, module by module, each once."""
 
     def __init__(
         self,
@@ -241,14 +239,14 @@ class Filler:
         self.trainable = trainable
         self.path = path
         self._tensor_mesh = mesh.device_mesh["tensor"]
-        self._meta: list[nn.Parameter] = []  # kept, so that no id is given twice
+        self._meta: list[nn.Parameter] = []  # kept alive, so that no id is reused
         self.slots: Slots = {}
-        self.split: set[str] = set()  # parameters that tensor ranks have parts of
+        self.split: set[str] = set()  # parameters that are split over tensor ranks
 
     def fill(self, root: nn.Module) -> None:
-        """All parameters of root that have no values yet. Nothing of them stays here: root is sharded next, and they go.
+        """Fill all empty parameters of root. The filler keeps no reference, so memory is freed when root is sharded next.
 
-        Raises ConfigError for a parameter that is tied to one outside of root.
+        Raises ConfigError for a parameter that is tied to one outside root.
         """
         filled: dict[int, nn.Parameter] = {}
         for module in root.modules():
@@ -285,7 +283,7 @@ class Filler:
                 if value is None or (value.is_floating_point() and value.isnan().any()):
                     raise ConfigError(
                         f"model_path={str(self.path)!r}: architecture {model.config.model_type!r} cannot be loaded in pieces "
-                        f"({type(module).__name__}.{name} is computed in a way that is not known here); use the grid d1p1m1"
+                        f"({type(module).__name__}.{name} is computed in an unsupported way); use the grid d1p1m1"
                     )
             for name, value in module._buffers.items():
                 module._buffers[name] = None if value is None else value.to(self.device)
@@ -298,12 +296,12 @@ class Filler:
         expected = [length if i == (dim or 0) else size for i, size in enumerate(meta.shape)]
         if list(value.shape) != expected:
             raise ConfigError(
-                f"model_path={str(self.path)!r}: {name} is not of the shape {list(meta.shape)} that config.json asks for; "
+                f"model_path={str(self.path)!r}: {name} does not have the shape {list(meta.shape)} given by config.json; "
                 "copy the weights again, or the config.json that belongs to them"
             )
         if value.isnan().any():
             raise ConfigError(
-                f"model_path={str(self.path)!r}: its weights are broken: {name} holds what are no numbers; copy them again"
+                f"model_path={str(self.path)!r}: its weights are broken: {name} contains NaN; copy them again"
             )
         value = value.to(self.device, self.dtype, copy=True).contiguous()
         if dim is not None:
@@ -323,7 +321,7 @@ class Filler:
 
 
 def split_evenly(size: int, parts: int, part: int) -> tuple[int, int]:
-    """(start, length) of a part, as DTensor's Shard places it: all but the last are equally long."""
+    """(start, length) of a part, as in DTensor's Shard: ceil(size / parts) each; the last parts may be shorter or empty."""
     length = -(-size // parts)
     start = min(part * length, size)
     return start, min(length, size - start)
@@ -341,7 +339,7 @@ class VocabPart:
 
 
 def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path) -> VocabPart:
-    """Splits embedding, layers and output layer over the tensor group. Raises ConfigError where they do not fit."""
+    """Split embedding, layers and output layer over the tensor group. Raises ConfigError if they cannot be split."""
     model = skeleton.model
     plan: Mapping[str, str] = model._tp_plan or {}
     size = mesh.placement.grid.tensor
@@ -371,7 +369,7 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
             parent = name.rpartition(".")[0]
             if parent not in shares:
                 shares[parent] = _SharedInput(mesh.tensor_group)
-                # also where the forward is broken off: recomputation by checkpointing stops as soon as it has what it needs
+                # also after an incomplete forward: checkpointing's recomputation stops as soon as it has every tensor it needs
                 model.get_submodule(parent).register_forward_hook(shares[parent].forget, always_call=True)
             _install_colwise(module, shares[parent])
         elif style == "rowwise" and isinstance(module, nn.Linear):
@@ -384,12 +382,14 @@ def apply_tensor_parallel(skeleton: Skeleton, mesh: ModelMesh, path: str | Path)
     for name, parameter in model.named_parameters():
         style = plan.get(replace_layer_number_by_wildcard(name))
         if style is not None:
-            raise ConfigError(f"{what} splits {name} {tuple(parameter.shape)} as {style!r}, not supported; {remedy}")
+            raise ConfigError(
+                f"{what} splits {name} {tuple(parameter.shape)} as {style!r}, which is not supported; {remedy}"
+            )
     return VocabPart(split_evenly(model.config.get_text_config().vocab_size, size, mesh.tensor)[0], mesh.tensor_group)
 
 
 def _check_sizes(model: PreTrainedModel, plan: Mapping[str, str], tensor_size: int, what: str) -> None:
-    """Attention heads stay whole, and every rank has equally many."""
+    """Check that attention heads stay whole and every rank has the same number."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     sizes = {"attention heads": heads, "key heads": getattr(config, "num_key_value_heads", None) or heads}
@@ -404,7 +404,7 @@ def _check_sizes(model: PreTrainedModel, plan: Mapping[str, str], tensor_size: i
 
 
 class _SumGradient(torch.autograd.Function):
-    """The same forward; in backward the sum of what the ranks have."""
+    """Identity in forward; in backward the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -419,7 +419,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Forward the sum of what the ranks have; each gets the gradient of the sum."""
+    """The sum over the ranks in forward; in backward each rank gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -434,8 +434,8 @@ class _Sum(torch.autograd.Function):
 
 
 class _SharedInput:
-    """Siblings such as q, k and v take the same input: they share it, so that their gradients are added before they are summed
-    over the ranks. One all-reduce instead of three.
+    """The shared input of siblings such as q, k and v. Their gradients are added locally before the sum over ranks: one
+    all-reduce instead of three.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -450,7 +450,7 @@ class _SharedInput:
         return self._last[1]
 
     def forget(self, *_: object) -> None:
-        """When their parent's forward is over."""
+        """Called after the parent's forward."""
         self._last = None
 
 
@@ -475,12 +475,12 @@ def _install_rowwise(layer: nn.Linear, group: dist.ProcessGroup) -> None:
 
 
 class _VocabParallelEmbedding:
-    """Each rank looks up the tokens whose rows it has; the others' are zero, and the ranks' are summed."""
+    """Each rank looks up the tokens whose rows it holds, with zeros for the others; then the ranks' results are summed."""
 
     @staticmethod
     def install(embedding: nn.Embedding, mesh: ModelMesh) -> None:
         start, length = split_evenly(embedding.num_embeddings, mesh.placement.grid.tensor, mesh.tensor)
-        padding = embedding.padding_idx  # the row that gets no gradient
+        padding = embedding.padding_idx  # its row gets no gradient
         own_padding = padding - start if padding is not None and start <= padding < start + length else None
 
         def forward(input_ids: Tensor) -> Tensor:
@@ -498,7 +498,7 @@ class _VocabParallelEmbedding:
 
 
 def shard_units(model: PreTrainedModel) -> list[list[nn.Module]]:
-    """Layers in groups of at least UNIT_ELEMENTS (before the data ranks split them). None if all together are no more than that."""
+    """Layers in groups of at least UNIT_ELEMENTS, counted before the data ranks split them. Empty if there is only one group."""
     units: list[list[nn.Module]] = [[]]
     elements = 0
     for layer in getattr(model.base_model, "layers", ()):
@@ -513,11 +513,11 @@ def shard_units(model: PreTrainedModel) -> list[list[nn.Module]]:
 
 
 def apply_data_parallel(modules: nn.Module | list[nn.Module], mesh: ModelMesh, dtype: torch.dtype | None) -> None:
-    """fully_shard with gradients that are sums. dtype: of the computation, if it is not that of the parameters."""
+    """Apply fully_shard with summed gradients. dtype: of the computation; None: that of the parameters."""
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
     fully_shard(modules, mesh=mesh.device_mesh["data"], mp_policy=policy)
     first = modules[0] if isinstance(modules, list) else modules
     assert isinstance(first, FSDPModule)
-    # Losses are divided by the global denominator already. A plain sum is also the only reduction that gloo has.
+    # Losses are already divided by the global denominator. A plain sum is also the only reduction that gloo supports.
     first.set_gradient_divide_factor(1.0)
     first.set_force_sum_reduction_for_comms(True)

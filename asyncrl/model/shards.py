@@ -1,14 +1,14 @@
-"""Which worker holds which part of which tensor, and who sends whom what so that others hold it. Pure.
+"""Plans for moving parts of tensors: which worker holds which part, and which worker sends it to which. Pure.
 
-A part is a box: a rectangle of the whole tensor. Data ranks (FSDP) and tensor ranks cut a tensor into boxes; a tensor that is not
-cut is one box on each. Three things are the same plan with another aim:
+A part is a box: a rectangle of the whole tensor. Data ranks (FSDP) and tensor ranks cut a tensor into boxes. An uncut tensor is a
+single box on each rank. Three operations use the same plan with different targets:
 
-    export         each tensor whole, at one of the ranks that hold its parts (plan_owners says at which)
+    export         each tensor whole, at one of the ranks that hold its parts (plan_owners chooses it)
     sending        every tensor whole, at one rank
     reallocation   each rank of another model gets its own boxes
 
-So nobody gathers more than what he is to have, and what is cut alike on both sides is sent without being put together.
-Everything here is computed alike on every worker from what all have told each other (tensor_exchange.py), in one order.
+So no worker gathers more than its own target, and parts that are cut the same way on both sides are never assembled.
+Every worker computes the same plans, in one order, from the holdings that all workers have exchanged (tensor_exchange.py).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.size)
 
     def meet(self, other: Box) -> Box | None:
-        """What both have; None if that is nothing."""
+        """The intersection; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
         size = tuple(end - first for first, end in zip(start, ends, strict=True))
         return None if any(length <= 0 for length in size) else Box(start, size)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where this one is in a tensor that holds `outer`."""
+        """Index of this box in a tensor that holds `outer`."""
         return tuple(
             slice(first - origin, first - origin + length)
             for first, length, origin in zip(self.start, self.size, outer.start, strict=True)
         )
 
     def split(self, max_elements: int) -> Iterator[Box]:
-        """Itself, cut across its first dimension into pieces of at most max_elements where rows are small enough for that."""
+        """Cut the box along its first dimension into pieces of at most max_elements, or of one row if a row is larger."""
         if self.num_elements <= max_elements or not self.size:
             yield self
             return
@@ -61,15 +61,15 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker has of a tensor."""
+    """A worker's part of a tensor."""
 
-    dtype: str  # as torch calls it
+    dtype: str  # torch's name
     shape: tuple[int, ...]  # of the whole tensor
     box: Box
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """What a worker has of a model, in the model's order. Each stage holds whole tensors, cut among its workers."""
+    """A worker's parts of a model, in the model's order. Each stage holds whole tensors, cut among its workers."""
 
     stage: int
     pieces: dict[str, Piece]
@@ -78,7 +78,7 @@ class Holding(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Move:
-    """A part of a tensor, from one worker to another, or to itself."""
+    """A part of a tensor that goes from one worker to another, or to itself."""
 
     name: str
     source: int
@@ -87,26 +87,26 @@ class Move:
 
 
 class ShardError(ValueError):
-    """Two models that do not fit, or a model that is not whole."""
+    """Two models do not fit, or a model is incomplete."""
 
 
 def tensors_of(holdings: Mapping[int, Holding]) -> dict[str, Piece]:
-    """All tensors of a model by name, stage after stage, each in the words of the first worker that has a part of it."""
+    """All tensors of a model by name, stage after stage, each as described by the first worker that has a part of it."""
     result: dict[str, Piece] = {}
     for worker in sorted(holdings, key=lambda worker: (holdings[worker].stage, worker)):
         for name, piece in holdings[worker].pieces.items():
             if result.setdefault(name, piece).shape != piece.shape:
                 raise ShardError(
-                    f"tensor {name} has the shape {piece.shape} at one rank, {result[name].shape} at another"
+                    f"tensor {name} has the shape {piece.shape} on one rank, {result[name].shape} on another"
                 )
     return result
 
 
 def plan_owners(holdings: Mapping[int, Holding], num_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Which worker is to have each tensor whole: one of those that have parts of it, all about the same number of bytes.
+    """Choose the worker that assembles each tensor: one of those that hold its parts, with byte counts balanced.
 
-    The largest first, each to who has least so far (longest processing time first): the most that anybody has is at most the
-    even share and one tensor.
+    Largest tensor first, each to the candidate with the fewest bytes so far (longest processing time first). The largest total
+    is at most the even share plus one tensor.
     """
     candidates: dict[str, list[int]] = {}
     for worker in sorted(holdings):
@@ -121,8 +121,8 @@ def plan_owners(holdings: Mapping[int, Holding], num_bytes: Mapping[str, int]) -
 
 
 def plan_writers(holdings: Mapping[int, Holding], num_bytes: Mapping[str, int]) -> dict[int, list[str]]:
-    """Of which tensors each worker writes its own part, so that every part is written once: what several workers hold alike is
-    written by who has least to write so far. num_bytes: of each tensor as a whole.
+    """List the tensors of which each worker writes its own part, so that every part is written once. A part held by several
+    workers is written by the one with the fewest bytes so far. num_bytes: of each whole tensor.
     """
     tensors = tensors_of(holdings)
     writers: dict[int, list[str]] = {worker: [] for worker in sorted(holdings)}
@@ -143,11 +143,11 @@ def plan_moves(
     itemsizes: Mapping[str, int],
     max_bytes: int,
 ) -> list[Move]:
-    """What has to go where so that each target worker has its boxes; each part once to each target, from one that holds it.
+    """Plan moves that give each target worker its boxes. Each part goes once to each target, from one worker that holds it.
 
-    A worker takes what it holds itself; otherwise who has sent least so far sends. Tensors in the order of `sources`; no move
-    is larger than max_bytes (of itemsizes[name] an element) but for a single row that is. Raises ShardError for a tensor that
-    the sources lack, in whole or in part.
+    A worker uses its own parts first; otherwise the holder that has sent the fewest bytes sends. Tensors are in the order of
+    `sources`. No move exceeds max_bytes (with itemsizes[name] bytes per element), except a single row that does. Raises
+    ShardError for a tensor that the sources lack, in whole or in part.
     """
     tensors = tensors_of(sources)
     wanted: dict[str, list[int]] = {}
@@ -178,7 +178,7 @@ def plan_moves(
 
 
 def plan_rounds(moves: Sequence[Move], *, itemsizes: Mapping[str, int], max_bytes: int) -> list[list[Move]]:
-    """The moves in rounds, in order: in each, no worker has more than max_bytes on the way, or a single move that is larger."""
+    """Cut the moves, in order, into rounds. In each, a worker has at most max_bytes in transit, or a single larger move."""
     rounds: list[list[Move]] = []
     load: Counter[int] = Counter()
     for move in moves:
@@ -196,7 +196,7 @@ def plan_rounds(moves: Sequence[Move], *, itemsizes: Mapping[str, int], max_byte
 def _boxes_by_stage(
     name: str, shape: tuple[int, ...], sources: Mapping[int, Holding]
 ) -> dict[int, dict[Box, list[int]]]:
-    """Stage -> box -> workers that hold it. A tied tensor is in two stages; the boxes of either make it up."""
+    """Stage -> box -> workers that hold it. A tied tensor is in two stages; the boxes of either one cover it."""
     stages: dict[int, dict[Box, list[int]]] = {}
     for worker in sorted(sources):
         piece = sources[worker].pieces.get(name)
@@ -205,9 +205,7 @@ def _boxes_by_stage(
     for stage, boxes in stages.items():
         found, expected = sum(box.num_elements for box in boxes), Box.whole(shape).num_elements
         if found != expected:
-            raise ShardError(
-                f"tensor {name} of {expected} elements: the parts of it in stage {stage} have {found} together"
-            )
+            raise ShardError(f"tensor {name} of {expected} elements: its parts in stage {stage} have {found} in total")
     if not stages and Box.whole(shape).num_elements:
         raise ShardError(f"tensor {name}: no worker holds a part of it")
     return stages

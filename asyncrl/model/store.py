@@ -1,8 +1,8 @@
-"""Data store of a model worker: groups by id, with the keys that are here. Bounded in groups.
+"""Data store of a model worker: groups by id, with the keys stored so far. Bounded in groups.
 
-Trajectories are put by the event loop of a head, before the master knows of them, so that a call that names one always finds it.
-Copies of groups of other workers, with the keys that MFCs read here, and the keys that MFCs make are added by the compute thread;
-a lock joins the two. All leave when the master says so. Copies have a bound of their own: they take no room from trajectories.
+The event loop of a head puts trajectories before it informs the master, so a call that names one always finds it. The compute
+thread adds copies of other workers' groups, with the keys that MFCs read here, and the keys that MFCs make. A lock protects both.
+Groups are removed on the master's request. Copies have a separate bound, so they never take room from trajectories.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FULL = "store_full"
 
 
 class DataStore:
-    """Groups by id: at most `capacity` trajectories, and as many copies of groups whose trajectory is elsewhere."""
+    """Groups by id: at most `capacity` trajectories, and at most `capacity` copies of groups whose trajectory is elsewhere."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -39,12 +39,12 @@ class DataStore:
         return self._num_bytes
 
     def ids(self) -> list[str]:
-        """In the order of arrival."""
+        """Ids in order of arrival."""
         with self._lock:
             return list(self._groups)
 
     def put(self, sample: SequenceSample) -> str:
-        """Store all groups of a sample or none. Returns "" or why not: DUPLICATE (an id is here already) or FULL."""
+        """Store all groups of a sample or none. Returns "" or the obstacle: DUPLICATE (an id is already stored) or FULL."""
         groups = sample.unpack()
         with self._lock:
             if any(group_id in self._groups for group_id in sample.ids):
@@ -56,12 +56,12 @@ class DataStore:
         return ""
 
     def amend(self, sample: SequenceSample) -> None:
-        """Add (or replace) keys of groups that are here. An id that is not here is a ValueError, and nothing changes."""
+        """Add or replace keys of stored groups. An unknown id raises ValueError, and nothing changes."""
         self._merge(sample, copies=False)
 
     def add_copies(self, sample: SequenceSample) -> None:
-        """Keys of groups from another worker; for an id that is not here a copy begins. Too many are a ValueError: who sends
-        them, the master, has at most a batch under way, which always has room."""
+        """Add keys of groups from another worker; an unknown id starts a copy. Too many copies raise ValueError. The master has at
+        most one batch in transit, which always fits."""
         self._merge(sample, copies=True)
 
     def _merge(self, sample: SequenceSample, *, copies: bool) -> None:
@@ -69,10 +69,12 @@ class DataStore:
         with self._lock:
             new = [group_id for group_id in groups if group_id not in self._groups]
             if new and not copies:
-                raise ValueError(f"keys {sorted(sample.keys)} came for the ids {new[:4]}, which are not in the store")
+                raise ValueError(
+                    f"keys {sorted(sample.keys)} arrived for the ids {new[:4]}, which are not in the store"
+                )
             if len(self._copies) + len(new) > self.capacity:
                 raise ValueError(
-                    f"{len(new)} copies of groups came, {len(self._copies)} are here; at most {self.capacity} may be"
+                    f"{len(new)} copies of groups arrived and {len(self._copies)} are stored; the limit is {self.capacity}"
                 )
             merged = {i: self._groups[i].update(group) if i in self._groups else group for i, group in groups.items()}
             self._copies.update(new)
@@ -80,7 +82,7 @@ class DataStore:
                 self._set(group_id, group)
 
     def select(self, ids: Sequence[str], keys: Sequence[str]) -> SequenceSample | None:
-        """These groups, in the given order, with these keys; None for no ids. What is not here is a ValueError."""
+        """Return these groups, in the given order, with these keys; None for no ids. A missing group or key raises ValueError."""
         with self._lock:
             missing = [group_id for group_id in ids if group_id not in self._groups]
             if missing:
@@ -97,12 +99,12 @@ class DataStore:
         return SequenceSample.gather([group.select_keys(keys) for group in groups])
 
     def whole(self, group_id: str) -> SequenceSample:
-        """A group with all the keys it has by now."""
+        """Return a group with all its keys so far."""
         with self._lock:
             return self._groups[group_id]
 
     def discard(self, ids: Iterable[str]) -> int:
-        """Forget these ids with all their keys; unknown ones are ignored. Returns how many were here."""
+        """Remove these ids with all their keys; unknown ids are ignored. Returns the number removed."""
         with self._lock:
             ids = list(ids)
             groups = [group for group_id in ids if (group := self._groups.pop(group_id, None)) is not None]

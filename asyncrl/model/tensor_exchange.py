@@ -1,10 +1,10 @@
-"""Moves parts of tensors between model workers, as shards.py plans it. Collective, on the compute thread, in numbered calls only.
+"""Moves parts of tensors between model workers as planned by shards.py. Collective, on the compute thread, in numbered calls only.
 
-    exchange     every worker tells the others a few bytes (what it holds)
-    carry        parts travel, raw, in rounds; what is on the way is never more than max_bytes at a worker
+    exchange     every worker sends the others a few bytes (its holdings)
+    carry        sends raw parts in rounds, with at most max_bytes in transit at a worker
 
-Point to point over the world, in which a worker's rank is its number: any workers can take part, and no others are asked.
-With NCCL the world must have spoken once, all ranks together, before some of them do.
+Transfers are point-to-point over the world, in which a worker's rank is its number. Any subset of workers can take part without the
+others. With NCCL all ranks of the world must have run one collective together before a subset communicates.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from asyncrl.model.shards import Box, Holding, Move, Piece, plan_rounds
 if TYPE_CHECKING:
     from asyncrl.model.mesh import ModelMesh
 
-_ALIGNMENT = 8  # bytes: of every part in a buffer, so that it can be seen in its own dtype
+_ALIGNMENT = 8  # in bytes, of every part in a buffer, so that it can be viewed in its own dtype
 CPU = torch.device("cpu")
 
 
 class ShardedModel(Protocol):
-    """What is needed of an engine (engine.TrainEngine): its parameters under their global names, and where its rank is."""
+    """The part of an engine (engine.TrainEngine) used here: its parameters by global name, and its rank's position."""
 
     @property
     def mesh(self) -> ModelMesh | None:
-        """None: this worker has all of the model."""
+        """None: this worker has the whole model."""
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """Of this rank's stage, by checkpoint name, in the same order at all ranks of the stage."""
+        """Parameters of this rank's stage by checkpoint name, in the same order on all ranks of the stage."""
 
     def onload(self) -> None:
-        """Bring them to the device, if they are not there."""
+        """Move the parameters to the device, if they are offloaded."""
 
 
 def this_worker() -> int:
-    """Number of this worker; 0 where there is no world."""
+    """Number of this worker; 0 without a world."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def exchange(workers: Sequence[int], payload: bytes) -> dict[int, bytes]:
-    """What each of the workers gives, to all of them. Collective over `workers`, which are the same everywhere.
+    """Give every worker the payloads of all. Collective over `workers`, which must be the same everywhere.
 
-    Through the first one: so none has the answer before all have come.
+    Payloads go through the first worker, so none has the result before all have arrived.
     """
     me, root = this_worker(), workers[0]
     if len(workers) == 1:
@@ -66,18 +66,18 @@ def exchange(workers: Sequence[int], payload: bytes) -> dict[int, bytes]:
 
 
 def exchange_holdings(workers: Sequence[int], mine: Holding) -> dict[int, Holding]:
-    """What each of the workers holds. Collective."""
+    """Exchange the holdings of all workers. Collective."""
     told = exchange(workers, msgspec.msgpack.encode(mine))
     return {worker: _decode_holding(told[worker]) for worker in sorted(told)}
 
 
-@lru_cache(maxsize=256)  # layouts do not change in a run, and are told before every export
+@lru_cache(maxsize=256)  # layouts do not change in a run, but are exchanged before every export
 def _decode_holding(encoded: bytes) -> Holding:
     return msgspec.msgpack.decode(encoded, type=Holding)
 
 
 def local_part(tensor: Tensor) -> tuple[Box, Tensor]:
-    """The part of a tensor that is here, and where it belongs in the whole one. The part shares the tensor's memory."""
+    """The local part of a tensor, and its box in the whole one. The part shares the tensor's memory."""
     if not isinstance(tensor, DTensor):
         return Box.whole(tensor.shape), tensor.detach()
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -85,7 +85,7 @@ def local_part(tensor: Tensor) -> tuple[Box, Tensor]:
 
 
 def holding_of(model: ShardedModel, tensors: Mapping[str, Tensor]) -> Holding:
-    """What this worker holds, given its tensors."""
+    """This worker's holding, given its tensors."""
     return Holding(
         model.mesh.pipe if model.mesh is not None else 0,
         {
@@ -97,7 +97,7 @@ def holding_of(model: ShardedModel, tensors: Mapping[str, Tensor]) -> Holding:
 
 
 def transport_device(holdings: Iterable[Holding]) -> torch.device:
-    """Where parts travel from and to: the GPUs (NCCL) only where everything is there on all of the workers, else the CPU (gloo)."""
+    """Device for transfers: GPUs (NCCL) only if all workers have all their tensors there, else the CPU (gloo)."""
     return torch.device("cuda", torch.cuda.current_device()) if all(held.on_gpu for held in holdings) else CPU
 
 
@@ -116,10 +116,11 @@ def carry(
     max_bytes: int,
     device: torch.device = CPU,
 ) -> int:
-    """Carry out moves, the same list at every worker in it. Returns the number of bytes that this worker has sent.
+    """Execute moves; the list must be the same on every worker in it. Returns the number of bytes that this worker sent.
 
-    read: the part of a move from here, of any dtype and device; it travels in dtypes[name], cast before it is sent.
-    write: takes the part of a move to here, which is gone afterwards. device: where buffers are: the transport goes by it.
+    read: returns the part of a move that this worker sends, in any dtype, on any device; it is cast to dtypes[name] first.
+    write: receives the part of a move to this worker; the tensor is invalid afterwards. device: of the buffers; it selects the
+    transport.
     """
     me = this_worker()
     itemsizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
@@ -152,7 +153,7 @@ def carry(
 
 
 class _Buffer:
-    """Parts that go the same way in a round, in one flat tensor."""
+    """Parts with the same source and target in a round, in one flat tensor."""
 
     def __init__(self, moves: Sequence[Move], dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
         self._places: list[tuple[Move, torch.dtype, int, int]] = []
@@ -171,7 +172,7 @@ class _Buffer:
 
 
 def _wait(operations: list[Any]) -> None:
-    """Together, so that two that send to each other do not wait for each other."""
+    """Start all operations together, so that two workers that send to each other do not block each other."""
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 

@@ -1,9 +1,9 @@
-"""Takes trajectories in at a head: pull, check, store, have the master judge, acknowledge. No torch.
+"""Receives trajectories at a head: pull, check, store, get the master's verdict, acknowledge. No torch.
 
     rollout workers -- trajectory --> TrajectoryReceiver -> store
                                         | metadata --> master, whose verdict goes back the same way
 
-The model worker and the recorder (model/recorder.py) take in the same way.
+The model worker and the recorder (model/recorder.py) both use it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from asyncrl.runtime.push_pull import DecodeSample, MetaPusher, NameResolvingZmq
 from asyncrl.runtime.system import System
 
 _ROOM_LIMIT_S = (
-    30.0  # a trajectory waits this long for room in a full store: the master has it cleared at the end of a step
+    30.0  # a trajectory waits this long for room in a full store: the master clears data at the end of a step
 )
 
 
 class TrajectoryReceiver:
-    """The way into one head's store.
+    """Receives trajectories into one head's store.
 
     consumes: trajectories.  produces: metadata (to the master), verdicts (to the rollout worker).
-    waits for: a trajectory; while runtime.push_credit_items of them wait for the master's verdict, for one of those.
-    unblocked by: rollout workers; the master. Backpressure: what is not answered uses up the pushers' credit.
+    waits for: a trajectory; once runtime.push_credit_items trajectories wait for the master's verdict, for one of those.
+    unblocked by: rollout workers; the master. Backpressure: unanswered trajectories use up the pushers' credit.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class TrajectoryReceiver:
         logger: logging.Logger,
         clock: Clock,
     ) -> None:
-        """Use `open`. check: says what is wrong with a trajectory, "" if nothing."""
+        """Use `open`. check: returns the error of a trajectory, or ""."""
         self.store = store
-        self.metas: dict[str, TrajectoryMeta] = {}  # of what is in the store
+        self.metas: dict[str, TrajectoryMeta] = {}  # of the groups in the store
         self._info, self._puller, self._meta_pusher, self._head = info, puller, meta_pusher, head
         self._check, self._verdict_limit_s, self._room_limit_s = check, verdict_limit_s, room_limit_s
         self._tasks, self._board, self._logger, self._clock = tasks, board, logger, clock
         self._attempts = Fence(info.attempt)
-        self._room = asyncio.Event()  # set when the store has given something up
+        self._room = asyncio.Event()  # set when ids are discarded from the store
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -88,7 +88,7 @@ class TrajectoryReceiver:
         decode: DecodeSample = decode_sample,
         room_limit_s: float = _ROOM_LIMIT_S,
     ) -> AsyncIterator[Self]:
-        """Bind and publish. What comes waits until `run`."""
+        """Bind and publish. Trajectories queue until `run`."""
         meta_pusher = MetaPusher(
             directory.resolver,
             directory.names,
@@ -130,7 +130,7 @@ class TrajectoryReceiver:
             await meta_pusher.close()
 
     async def run(self) -> None:
-        """Take in, for ever."""
+        """Receive trajectories forever."""
         places = asyncio.Semaphore(self._info.runtime.push_credit_items)
         while True:
             await places.acquire()
@@ -139,7 +139,7 @@ class TrajectoryReceiver:
             task.add_done_callback(lambda _: places.release())
 
     def discard(self, ids: Iterable[str]) -> None:
-        """Forget these ids, which makes room."""
+        """Remove these ids, which makes room."""
         ids = list(ids)
         self.store.discard(ids)
         for ticket in ids:
@@ -148,7 +148,7 @@ class TrajectoryReceiver:
         self._board.set_queue("store", len(self.store))
 
     async def _judge(self, pulled: Pulled) -> None:
-        """One trajectory: check, store, ask the master, answer. What the master does not accept leaves the store again."""
+        """Handle one trajectory: check, store, ask the master, answer. If the master does not accept it, remove it again."""
         meta, logger = pulled.meta, self._logger
         reason = self._objection(meta, pulled.sample)
         if reason:
@@ -173,7 +173,7 @@ class TrajectoryReceiver:
         self._board.set_queue("store", len(self.store))
 
     async def _put(self, sample: SequenceSample) -> str:
-        """Store, waiting for room if need be. Returns "" or the reason."""
+        """Store the sample, waiting for room if necessary. Returns "" or the obstacle."""
         deadline = self._clock.monotonic() + self._room_limit_s
         while (reason := self.store.put(sample)) == FULL and (left := deadline - self._clock.monotonic()) > 0:
             self._room.clear()
@@ -186,7 +186,7 @@ class TrajectoryReceiver:
         return reason
 
     def _objection(self, meta: TrajectoryMeta, sample: SequenceSample) -> str:
-        """Why a trajectory cannot be taken, "" if it can: for another head or attempt, or metadata that its tensors contradict."""
+        """Why a trajectory is refused, or "": it is for another head or attempt, or its metadata contradict its tensors."""
         if not self._attempts.is_current(meta.attempt):
             return f"wrong_attempt: it is of attempt {meta.attempt}, this is attempt {self._attempts.newest}"
         if meta.head != self._head:
@@ -195,7 +195,7 @@ class TrajectoryReceiver:
 
 
 def trajectory_error(meta: TrajectoryMeta, sample: SequenceSample, *, limits: ModelLimits) -> str:
-    """How metadata and tensors of a trajectory contradict each other, or what would break training; "" if nothing."""
+    """How a trajectory's metadata and tensors contradict each other, or what would break training; "" if it is valid."""
     missing = [key for key in TRAJECTORY_KEYS if key not in sample.keys]
     if missing:
         return f"missing_keys: {missing}"

@@ -1,14 +1,14 @@
-"""Model worker: one rank of the training side. Holds its shards of models and a part of the data, executes calls in order.
+"""Model worker: one rank of the training side. It holds its shards of models and a part of the data, and executes calls in order.
 
     rollout workers -- trajectory --> [puller] -> store -- metadata --> master       (heads of the first model only; mode=sync:
                                                                                       made here, in the first of the MFCs)
-    master -- calls --> [reply server] -> compute thread: MFCs, data and weights on their way between workers, snapshots
+    master -- calls --> [reply server] -> compute thread: MFCs, data and weights in transit between workers, snapshots
                                           writer thread: snapshots to disk
-    workers of other groups <-- data --> [held data, fetcher]      (where the run has detached groups: worker_groups.py)
+    workers of other groups <-- data --> [held data, fetcher]      (if the run has detached groups: worker_groups.py)
     gserver manager -- /broadcast_weights --> [sender, on the first model's first rank]: snapshots to generation servers
 
-Sockets live on the event loop; everything that touches a tensor runs on one compute thread, one call after another in the
-order of the master's calls, which is the same on all workers: so collectives meet. Writing weights is off that path.
+Sockets belong to the event loop. Everything that touches a tensor runs on one compute thread, one call after another in the
+master's order. That order is the same on all workers, so collectives match. Weights are written on other threads.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ModelWorker(Worker):
 
     consumes: trajectories (from rollout workers), calls (from the master, in order).
     produces: metadata of trajectories, results of calls, files of weight versions.
-    waits for: the next call; inside one for the other workers in it, limited by train.call_timeout_s.
+    waits for: the next call; the other workers of a call, within train.call_timeout_s.
     unblocked by: the master; the other workers making the same call, or losing their connection.
     """
 
@@ -63,13 +63,13 @@ class ModelWorker(Worker):
         super().__init__(config.worker, system)
         self.config = config
         self._placements = {model.name: ModelPlacement.of(model) for model in config.models}
-        self._first = next(iter(self._placements.values()))  # its heads take trajectories, its weights are served
+        self._first = next(iter(self._placements.values()))  # its heads receive trajectories, its weights are served
 
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
-        """Bind and publish first, so that the others need not wait; then load. Calls queue meanwhile."""
+        """Bind and publish first, so that other processes need not wait; then load. Calls queue meanwhile."""
         config, info, index = self.config, self.info, self.info.index
         limit_s = config.train.call_timeout_s
-        interfaces = {  # first: a config that they refuse need not load a model
+        interfaces = {  # built first: a bad config fails before a model is loaded
             mfc.name: make_interface(MFCDef.of(mfc), config.train, seed=info.seed)
             for mfc in config.mfcs
             if mfc.kind != "generate" and index in self._placements[mfc.model].workers
@@ -141,18 +141,18 @@ class ModelWorker(Worker):
         await self.serve(calls, server)
 
     async def serve(self, calls: Calls, server: NameResolvingReplyServer) -> None:
-        """Everything is open."""
+        """Execute calls; everything is open."""
         await calls.run(server)
 
     async def _open_receiver(
         self, directory: Directory, opened: AsyncExitStack, store: DataStore
     ) -> TrajectoryReceiver | None:
-        """At a head."""
+        """Open the receiver; None unless this worker is a head."""
         config, index = self.config, self.info.index
         if index not in self._first.heads:
             return None
         limits = {model.name: ModelLimits.of(model.path) for model in config.models}
-        # Every model of the run is to read a trajectory
+        # Every model of the run reads trajectories, so use the smallest maximum length
         limit = replace(limits[self._first.name], max_length=min(one.max_length for one in limits.values()))
         opening = TrajectoryReceiver.open(
             self.info,
@@ -170,7 +170,7 @@ class ModelWorker(Worker):
         return await opened.enter_async_context(opening)
 
     async def _open_fetcher(self, directory: Directory, opened: AsyncExitStack, store: DataStore) -> DataFetcher:
-        """And, in a run with detached groups, its counterpart for the others."""
+        """Open the fetcher and, in a run with detached groups, the server that other workers fetch from."""
         info, max_bytes = self.info, self.info.runtime.max_message_bytes
         session = await opened.enter_async_context(open_session(max_connections=8))
         if self.config.detached:
@@ -197,7 +197,7 @@ class ModelWorker(Worker):
         return sender
 
     def _open_recorder(self, opened: AsyncExitStack) -> BackgroundRecorder | None:
-        """record.trajectories: at a head."""
+        """Open the recorder; None without record.trajectories or if this worker is not a head."""
         if not self.config.record.trajectories or self.info.index not in self._first.heads:
             return None
         folder = recording_dir(Path(self.info.run_dir), self.info.attempt)
@@ -208,12 +208,12 @@ class ModelWorker(Worker):
     async def _meet(
         self, process_group: ProcessGroup, directory: Directory, compute: Compute, device: torch.device
     ) -> dict[str, ModelMesh | None]:
-        """The meshes of all models."""
+        """Join the process group and make the meshes of all models."""
         limit_s = self.info.runtime.start_timeout_s
         join = partial(process_group.join, await process_group.rendezvous(directory), device)
-        await compute(join, f"the {process_group.size} workers to meet", limit_s=limit_s)
+        await compute(join, f"the process group of {process_group.size} workers", limit_s=limit_s)
         make = partial(process_group.meshes, list(self._placements.values()), device)
-        return await compute(make, "process groups of the models", limit_s=limit_s)
+        return await compute(make, "the process groups of the models", limit_s=limit_s)
 
     async def _load(
         self, model: ModelConfig, compute: Compute, device: torch.device, mesh: ModelMesh | None

@@ -147,7 +147,7 @@ def keys_at_odds(header, frames):
         (no_bool, "key 'loss_mask': a bool is 2; only 0 and 1 are bools"),
         (negative_length, "a length is negative"),
         (huge_length, "values of int64 take .* bytes, its frame has 64"),
-        (no_such_lengths, "key 'rewards': no lengths number 99"),
+        (no_such_lengths, "key 'rewards': the lengths index 99 is out of range"),
         (other_release, "format 99, expected 1: both sides must run the same release"),
         (keys_at_odds, "packed_logprobs"),
     ],

@@ -174,11 +174,11 @@ def too_many_copies(rank: int) -> None:
     [
         (
             others_than_planned,
-            r"rank 1: (.|\n)*expected 1 groups' .* from model_worker/0, \['t'\]; there came \['other'\]",
+            r"rank 1: (.|\n)*expected 1 groups' .* from model_worker/0, \['t'\]; received \['other'\]",
         ),
-        (too_many_copies, r"rank 1: (.|\n)*at most 1 may be"),
+        (too_many_copies, r"rank 1: (.|\n)*the limit is 1"),
         (what_is_not_here, r"rank 0: (.|\n)*such as \['t'\]; master and workers disagree"),
-        (nobody_sends, r"rank 1: (.|\n)*waited for 1 groups' .* from model_worker/0"),  # last: it closes the connection
+        (nobody_sends, r"rank 1: (.|\n)*receiving 1 groups' .* from model_worker/0"),  # last: it closes the connection
     ],
 )
 def test_what_goes_wrong_is_told_in_time(ranks, what, told):

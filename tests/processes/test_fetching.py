@@ -148,7 +148,7 @@ async def test_who_is_gone_costs_a_moment_and_who_says_nothing_the_limit(monkeyp
     async with both() as pair:
         pair.publish("http://127.0.0.1:9", group_incarnation=1)
         began = time.monotonic()
-        with pytest.raises(FetchError, match="model_worker/0 gives no data: ClientConnectorError"):
+        with pytest.raises(FetchError, match="model_worker/0 delivers no data: ClientConnectorError"):
             await pair.fetch(IDS, group_incarnation=1)
         assert time.monotonic() - began < fetching.LIMIT_S / 2
         monkeypatch.setattr(fetching, "LIMIT_S", 0.3)
@@ -185,11 +185,11 @@ async def test_a_lost_connection_is_tried_again():
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (pack_sample(make_group("g1")), r"was asked for .*; there came .* of \['g1'\]"),
-        (pack_sample(make_group("g0").select_keys(["rewards"])), r"there came \['rewards'\] of \['g0'\]"),
+        (pack_sample(make_group("g1")), r"was asked for .*; it sent .* of \['g1'\]"),
+        (pack_sample(make_group("g0").select_keys(["rewards"])), r"it sent \['rewards'\] of \['g0'\]"),
         (pack_sample(SequenceSample.gather([make_group("g0"), make_group("g1")])), r"of \['g0', 'g1'\]"),
-        (b"\x01", "gives no data: CodecError"),
-        (b"x" * 20_000_000, "answers with more than"),
+        (b"\x01", "delivers no data: CodecError"),
+        (b"x" * 20_000_000, "sent more than"),
     ],
 )
 async def test_an_answer_to_another_question_is_not_believed(body, told):

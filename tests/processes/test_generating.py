@@ -230,7 +230,7 @@ def make_stage_sampler(rank: int, path: str) -> str:
 
 
 def test_a_stage_cannot_generate(ranks, model_path):
-    assert all("not a stage of it" in text for text in ranks.run(make_stage_sampler, model_path))
+    assert all("not a pipeline stage" in text for text in ranks.run(make_stage_sampler, model_path))
 
 
 # ---------------------------------------------------------------------------------------------------------- model workers

@@ -119,5 +119,5 @@ def test_another_model_is_refused_everywhere(ranks, model_path, tmp_path):
 
 def test_a_share_is_a_share(model_path):
     model = shard(model_path, None)
-    with pytest.raises(ValueError, match=r"share=0\.0: above 0, at most 1"):
+    with pytest.raises(ValueError, match=r"share=0\.0: it must be above 0 and at most 1"):
         reallocate(model, model, workers=[0], share=0.0)

@@ -801,7 +801,7 @@ def test_refused_configs() -> None:
     naive = build_dataflow(train_config(use_decoupled_loss=False)).mfcs["actor_train"]
     with pytest.raises(ValueError, match=r"'actor_train' needs the input keys \['proximal_logprobs'\]"):
         make_interface(naive, train_config())
-    with pytest.raises(ValueError, match=r"'c' trains a critic, and train.critic is null"):
+    with pytest.raises(ValueError, match=r"'c' trains a critic, but train.critic is null"):
         make_interface(MFCDef("c", "critic", "train_step", "ppo_critic", ()), train_config())
 
 

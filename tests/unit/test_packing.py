@@ -105,7 +105,7 @@ def test_an_empty_micro_batch_is_one_token_of_padding():
 
 
 def test_ids_that_do_not_match_the_lengths_are_refused():
-    with pytest.raises(ValueError, match="3 token ids for sequences of 4"):
+    with pytest.raises(ValueError, match="3 token ids, but the sequences have 4"):
         Packed.of(np.array([1, 2, 3]), [2, 2])
 
 

@@ -253,10 +253,10 @@ ONES2 = [[1], [1]]
         ({"x": [[4], [-1]]}, {"x": TOKENS3}, r"key 'x', id 'b': a length is negative"),
         ({"x": IDS2}, {"x": [1, 2, 3]}, r"key 'x': expected a 1-D numpy array, found list"),
         ({"x": IDS2}, {"x": np.zeros((3, 1))}, r"key 'x': expected a 1-D numpy array, found shape \(3, 1\)"),
-        ({"x": IDS2}, {"x": np.zeros(4)}, r"key 'x': its lengths sum up to 3, the array holds 4"),
-        ({"x": IDS2}, {"x": np.array(["a", "b", "c"])}, r"key 'x': dtype .* cannot travel"),
-        ({"x": IDS2}, {"x": np.array([None] * 3)}, r"key 'x': dtype .* cannot travel"),
-        ({"x": IDS2}, {"x": np.zeros(3, ">i4")}, r"key 'x': dtype .* cannot travel"),
+        ({"x": IDS2}, {"x": np.zeros(4)}, r"key 'x': its lengths add up to 3, but the array has 4 values"),
+        ({"x": IDS2}, {"x": np.array(["a", "b", "c"])}, r"key 'x': dtype .* cannot be sent"),
+        ({"x": IDS2}, {"x": np.array([None] * 3)}, r"key 'x': dtype .* cannot be sent"),
+        ({"x": IDS2}, {"x": np.zeros(3, ">i4")}, r"key 'x': dtype .* cannot be sent"),
         (
             {"packed_input_ids": IDS2},
             {"packed_input_ids": np.zeros(3, np.int32)},
@@ -275,12 +275,12 @@ ONES2 = [[1], [1]]
         (
             {"packed_prompts": [[1, 1], [1]]},
             {"packed_prompts": TOKENS3},
-            r"key 'packed_prompts', id 'a': expected one prompt a group, found 2",
+            r"key 'packed_prompts', id 'a': expected one prompt per group, found 2",
         ),
         (
             {"task_ids": IDS2},
             {"task_ids": TOKENS3},
-            r"key 'task_ids', id 'a': expected one value a group, found lengths \[2\]",
+            r"key 'task_ids', id 'a': expected one value per group, found lengths \[2\]",
         ),
         (
             {"packed_input_ids": IDS2, "rewards": [[1], [1, 1]]},

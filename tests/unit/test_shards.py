@@ -138,12 +138,12 @@ def test_owners_have_about_the_same_and_hold_a_part(seed: int) -> None:
 
 def test_a_stage_that_lacks_a_part_is_named() -> None:
     holdings = {0: Holding(0, {"q": Piece("float32", (4,), Box((0,), (2,)))}), 1: Holding(0, {})}
-    with pytest.raises(ShardError, match="tensor q of 4 elements: the parts of it in stage 0 have 2 together"):
+    with pytest.raises(ShardError, match="tensor q of 4 elements: its parts in stage 0 have 2 in total"):
         plan_moves(holdings, {1: {"q": Box.whole((4,))}}, itemsizes={"q": 4}, max_bytes=8)
     with pytest.raises(ShardError, match=r"no tensor lm_head$"):
         plan_moves(holdings, {1: {"lm_head": Box.whole((4,))}}, itemsizes={"lm_head": 4}, max_bytes=8)
     other = {**holdings, 1: Holding(1, {"q": Piece("float32", (5,), Box.whole((5,)))})}
-    with pytest.raises(ShardError, match=r"tensor q has the shape \(5,\) at one rank, \(4,\) at another"):
+    with pytest.raises(ShardError, match=r"tensor q has the shape \(5,\) on one rank, \(4,\) on another"):
         tensors_of(other)
 
 

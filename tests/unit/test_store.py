@@ -84,7 +84,7 @@ def test_copies_take_no_room_from_trajectories_and_have_their_own_bound():
     store.add_copies(group("a", 3).derive({"values": np.zeros(3, np.float32)}))  # a key made elsewhere, of what is here
     assert store.whole("x") == group("x", 2)
     assert "values" in store.whole("a").keys
-    with pytest.raises(ValueError, match="1 copies of groups came, 2 are here; at most 2"):
+    with pytest.raises(ValueError, match="1 copies of groups arrived and 2 are stored; the limit is 2"):
         store.add_copies(group("z", 1))
     assert store.put(group("y", 3)) == DUPLICATE
     assert store.discard(["x", "a"]) == 2

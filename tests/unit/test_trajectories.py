@@ -102,7 +102,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(recorded, place, bit):
 def test_what_is_no_trajectory_is_refused(tmp_path, recorded):
     _, header, sample = recorded
     cases = {
-        "foreign": (save({"weight": np.zeros(2, np.float32)}), "no trajectory of asyncrl"),
+        "foreign": (save({"weight": np.zeros(2, np.float32)}), "not a trajectory of asyncrl"),
         "noise": (b"\xff" * 100, "broken or cut short"),
         "empty": (b"", "cut short"),
         "text": (b'{"prompt": "not a tensor in sight", "and": "more"}', "cut short"),
