@@ -198,9 +198,7 @@ class MasterReport(Struct, frozen=True, kw_only=True):
 
     attempt: int
     trained_version: int
-    consumed: list[
-        str
-    ]  # tickets whose train step has returned on every rank, since the last report that was answered
+    consumed: list[str]  # tickets whose train step has returned on every rank, since the last report that was answered
     stored: list[str]  # all tickets whose trajectories the master has accepted and not yet consumed
     revoke: list[str] = []  # overdue tickets to interrupt; their prompts return to the front of the queue
     rejected_seen: int = 0  # how many rejections the master has recorded: the manager forgets those
@@ -581,7 +579,7 @@ class FetchData(Struct, frozen=True, kw_only=True, tag=True):
 class Reallocate(Struct, frozen=True, kw_only=True, tag=True):
     """Copy a model's weights into another model of the same architecture, at every worker of both. Layouts may differ.
 
-        target <- share * source + (1 - share) * target
+    target <- share * source + (1 - share) * target
     """
 
     source: str
@@ -601,7 +599,7 @@ class ShareWeights(Struct, frozen=True, kw_only=True, tag=True):
 class TakeWeights(Struct, frozen=True, kw_only=True, tag=True):
     """Load the parameters written by ShareWeights into a model, at every worker of the model. Layouts may differ.
 
-        target <- share * (parameters in folder) + (1 - share) * target
+    target <- share * (parameters in folder) + (1 - share) * target
     """
 
     model: str

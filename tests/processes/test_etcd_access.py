@@ -283,5 +283,7 @@ def test_nothing_of_the_secrets_shows(guarded: tuple[EtcdServer, NameResolveConf
 
 def test_without_openssl_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CertificateError, match=r"no program openssl .*; install it .*name_resolve\.endpoints"):
+    with pytest.raises(
+        CertificateError, match=r"the program openssl was not found; install it .*name_resolve\.endpoints"
+    ):
         make_certificate([])
