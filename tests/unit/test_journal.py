@@ -64,7 +64,7 @@ def test_a_torn_end_is_cut_off_with_one_warning(
     journal.close()
     assert path.read_bytes() == whole + b'{"n":4}\n'
     assert [record.message for record in caplog.records] == [
-        f"{path} ends in {len(end)} bytes that are not a complete line; truncating them"
+        f"{path} ends with {len(end)} bytes that are not a complete line; truncating them"
     ]
 
 
