@@ -158,7 +158,7 @@ async def test_a_disk_that_is_slower_than_the_work_ends_it_in_bounded_memory(
     with monkeypatch.context() as patch:
         patch.setattr(JsonLinesWriter, "write_lines", write_few)
         journal.add({"n": 0})
-        with pytest.raises(StorageError, match=r"the disk is slower than the work, and 2[1-9] records wait"):
+        with pytest.raises(StorageError, match=r"the disk is too slow, and 2[1-9] records wait"):
             await asyncio.wait_for(journal.run(), 60.0)
     journal.close()
 
