@@ -190,8 +190,7 @@ class RejectedPrompt(Struct, frozen=True, kw_only=True):
 
 
 class MasterReport(Struct, frozen=True, kw_only=True):
-    """POST /report: the master sends the manager the whole state of training in one message, and the reply contains the
-    ledger.
+    """POST /report: the master reports the state of training in one message, and the manager replies with its ledger.
 
     Idempotent: every field is absolute, except `consumed`, which the manager treats as a set.
     """
@@ -390,9 +389,7 @@ class JoinUpdateGroup(Struct, frozen=True, kw_only=True):
 
 
 class BeginWeightUpdate(Struct, frozen=True, kw_only=True):
-    """POST /begin_weight_update. SGLang ignores this body. Our server reads it to refuse an unsuitable update before it
-    is sent.
-    """
+    """POST /begin_weight_update. SGLang ignores this body. Our server reads it, so it can refuse the update in advance."""
 
     weight_version: str = ""
     specs: TensorSpecs = TensorSpecs()
@@ -440,8 +437,7 @@ class LoadsReply(Struct, frozen=True, kw_only=True):
     loads: list[Load]
 
 
-# ------------------------------------------------------------------------------------------------------- elastic
-# servers
+# ------------------------------------------------------------------------------------------------------ elastic servers
 
 
 class DesiredServers(Struct, frozen=True, kw_only=True):

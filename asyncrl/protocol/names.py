@@ -29,8 +29,8 @@ def _check(part: str, what: str) -> str:
 def incarnation(name: str, *, attempt: int = 0, start: int = 0, unique: str = "") -> str:
     """Identify one process among those of its name. The order of two incarnations comes from counters, not from clocks.
 
-    attempt: of the run. start: number of this start within its launcher; 0: unknown, so `is_earlier` returns False for
-    it. unique: text that no other incarnation has; default: this process's pid and eight random hex digits.
+    attempt: of the run. start: number of this start within its launcher; 0: unknown, then `is_earlier` returns False.
+    unique: text that no other incarnation has; default: this process's pid and eight random hex digits.
     """
     order = attempt * _STARTS_PER_ATTEMPT + start if start else 0
     return f"{name}.{order:019d}.{unique or f'{os.getpid()}.{uuid.uuid4().hex[:8]}'}"
@@ -117,9 +117,7 @@ class Names:
         return f"{self.root}/gserver_manager"
 
     def gserver_manager_began(self) -> str:
-        """Written by the first gserver manager and never removed. A later manager that finds it waits for its
-        predecessor's tickets.
-        """
+        """Written once by the first gserver manager. A later manager that finds it waits for its predecessor's tickets."""
         return f"{self.root}/gserver_manager_began"
 
     def stream(self, stream_name: str) -> str:

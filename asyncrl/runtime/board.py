@@ -67,8 +67,9 @@ class StatusBoard:
         """Show the wait of the `async with` block in the status, and end the block at the shown limit.
 
         The awaited object may have the same limit itself, and then ends with its own error. Otherwise the block is
-        cancelled some seconds after the limit and WaitTimeoutError is raised. waited_s: time already waited, if this
-        continues an earlier wait. detail: progress of the wait, called for every status and shown after `what`.
+        cancelled some seconds after the limit and WaitTimeoutError is raised.
+        waited_s: time already waited, if this continues an earlier wait.
+        detail: returns the progress of the wait; called for every status and shown after `what`.
         """
         return _BoundedWait(_NamedWait(self, what, on, limit_s, waited_s, detail), _OWN_LIMIT_SLACK_S)
 

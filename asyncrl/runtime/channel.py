@@ -115,9 +115,11 @@ class _Link(NamedTuple):
 class ChannelSender:
     """Sends to the current receiver under a name.
 
-    consumes: messages from `send` and `send_nowait`; verdicts from the receiver. produces: one verdict per message, or
-    an error. waits for: credit (freed by verdicts), a receiver to appear under the name, verdicts. `send` limits all
-    three together. unblocked by: the receiving application settling messages; a new receiver; close.
+    consumes: messages from `send` and `send_nowait`; verdicts from the receiver.
+    produces: one verdict per message, or an error.
+    waits for: credit (freed by verdicts), a receiver to appear under the name, verdicts. `send` limits all three
+    together.
+    unblocked by: the receiving application settling messages; a new receiver; close.
 
     on_restart decides about unsettled messages when the receiver comes back as a new incarnation: `resend` sends them
     again (the application must recognize repeated messages by their content), `fail` raises ReceiverRestarted.
@@ -476,9 +478,10 @@ class Delivery:
 class ChannelReceiver:
     """Receives from any number of senders. A new object is a new incarnation.
 
-    consumes: messages and resend queries from the socket. produces: deliveries, each message once; verdicts and missing
-    numbers, to the senders. waits for: room among the queued deliveries (queue_items, queue_bytes); without room it
-    reads nothing. unblocked by: `receive`.
+    consumes: messages and resend queries from the socket.
+    produces: deliveries, each message once; verdicts and missing numbers, to the senders.
+    waits for: room among the queued deliveries (at most credit_items, credit_bytes); without room it reads nothing.
+    unblocked by: `receive`.
 
     ordered: deliveries of one sender come in the order of sending without gaps (its channel must have
     on_restart="fail").
@@ -700,8 +703,8 @@ class FencedError(RuntimeError):
 class PublishedReceiver(ABC, Generic[T]):
     """A channel receiver that is published as a stream and returns each message as read by `_read`.
 
-    consumes: the stream.  produces: the messages read; refusals of unreadable ones. waits for: a message.  unblocked
-    by: senders; close.
+    consumes: the stream.  produces: the messages read; refusals of unreadable ones.
+    waits for: a message.  unblocked by: senders; close.
     """
 
     def __init__(

@@ -202,7 +202,7 @@ def unpack(arrived: Sequence[Buffer], sizes: Sequence[int]) -> list[memoryview]:
     return frames
 
 
-# ------------------------------------------------------------------------------------------------- what the ends decide
+# ----------------------------------------------------------------------------------------------- decisions of both ends
 
 
 class Verdict(NamedTuple):
@@ -226,10 +226,10 @@ class Outgoing(Generic[T]):
 class SendWindow(Generic[T]):
     """Unsettled messages of one sender, bounded by credit in items and bytes.
 
-    A message stays until the receiver settles it. Messages older than resend_after_s are named in a resend query. A
-    query lists only sequence numbers, so it costs little even while the receiver is frozen or slow. Only messages that
-    the receiver then reports missing are sent again. Queries without an answer or effect are repeated at growing
-    intervals. A new receiver gets all pending messages again.
+    A message stays until the receiver settles it. A resend query asks about messages that were sent more than
+    resend_after_s ago. It lists only sequence numbers, so it costs little even while the receiver is frozen or slow.
+    Only messages that the receiver then reports missing are sent again. Queries without an answer or effect are
+    repeated at growing intervals. A new receiver gets all pending messages again.
     """
 
     def __init__(self, *, credit_items: int, credit_bytes: int, resend_after_s: float) -> None:

@@ -49,8 +49,8 @@ class BoundedResponse(aiohttp.ClientResponse):
 
 
 class HttpFaults:
-    """Applies runtime.faults to calls, as a middleware of aiohttp's client. Each fault is drawn at random, seeded by
-    the seed and `who`.
+    """Applies runtime.faults to calls, as a middleware of aiohttp's client. Each fault is drawn from a
+    generator seeded with `faults.seed` and `who`.
 
     A call is delayed or lost; the loss affects the request or the reply. TCP neither duplicates data nor changes bytes,
     so this does neither.

@@ -29,7 +29,8 @@ class BackgroundJournal:
     """Appends one JSON object per line to `<run_dir>/journal/<name>.jsonl`.
 
     consumes: `add`.  produces: lines, as soon as the disk accepts them; records that accumulate meanwhile are written
-    together. waits for: the disk, on a thread.  unblocked by: space on it.  Backpressure: none; the worker fails above
+    together.
+    waits for: the disk, on a thread.  unblocked by: space on it.  Backpressure: none; the worker fails above
     MAX_UNWRITTEN.
     """
 

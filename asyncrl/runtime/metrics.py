@@ -204,8 +204,8 @@ class JsonLinesReader:
 
     A last line without a newline is not read: it is still being written, or a crash or power failure cut it short.
     broken: called with a message for each line that is not a JSON object; the line is skipped. Without it such a line
-    raises ValueError. newest_bytes: skip lines that begin before the last newest_bytes of the file. 0: skip all
-    existing lines.
+    raises ValueError.
+    newest_bytes: skip lines that begin before the last newest_bytes of the file. 0: skip all existing lines.
     """
 
     def __init__(

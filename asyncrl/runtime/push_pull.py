@@ -76,8 +76,9 @@ def puller_stream(index: int) -> str:
 class NameResolvingZmqPusher:
     """Pushes the trajectories of one rollout worker to the heads.
 
-    consumes: push(meta, sample).  produces: the verdict on each. waits for: credit of the head, then its verdict; at
-    most timeout_s.  unblocked by: the head, when it stores trajectories.
+    consumes: push(meta, sample).  produces: the verdict on each.
+    waits for: credit of the head, then its verdict; at most timeout_s.  unblocked by: the head, when it stores
+    trajectories.
     """
 
     def __init__(
@@ -168,8 +169,9 @@ class Pulled:
 class NameResolvingZmqPuller(PublishedReceiver[Pulled]):
     """Receives trajectories at a head.
 
-    consumes: the stream.  produces: Pulled; refusals of unreadable messages. waits for: a trajectory.  unblocked by:
-    rollout workers; close. Backpressure: unacknowledged trajectories use up the pushers' credit.
+    consumes: the stream.  produces: Pulled; refusals of unreadable messages.
+    waits for: a trajectory.  unblocked by: rollout workers; close.
+    Backpressure: unacknowledged trajectories use up the pushers' credit.
     """
 
     _what = "trajectory"

@@ -90,9 +90,10 @@ def _limits(runtime: RuntimeConfig) -> ChannelLimits:
 class NameResolvingRequestClient:
     """Calls workers.
 
-    consumes: call_nowait.  produces: one future per call. waits for: in `start` for all workers, at most
-    start_timeout_s; in `wait_for_group_incarnation` for those of a group. Calls do not wait; callers must bound the
-    wait for the futures. unblocked by: replies; a worker's restart (ReceiverRestarted); fail_all.
+    consumes: call_nowait.  produces: one future per call.
+    waits for: in `start` for all workers, at most start_timeout_s; in `wait_for_group_incarnation` for those of a
+    group. Calls do not wait; callers must bound the wait for the futures.
+    unblocked by: replies; a worker's restart (ReceiverRestarted); fail_all.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class NameResolvingRequestClient:
         on_new_incarnation: Callable[[Sequence[int]], None] = lambda group: None,
     ) -> None:
         """attempt: of the caller; workers of another attempt refuse its calls. detached: worker groups that are
-        restarted on their own. on_new_incarnation: called with such a group when its next incarnation begins; the
-        data that its workers held is lost.
+        restarted on their own.
+        on_new_incarnation: called with such a group when its next incarnation begins; the data that its workers held is
+        lost.
         """
         self._attempt = attempt
         self._incarnations = {tuple(group): GroupIncarnations(group) for group in detached}
@@ -232,7 +234,7 @@ class NameResolvingRequestClient:
         for index, sizes in wanted.items():
             sender = self._senders[index]
             if not sender.can_send(sum(sizes), len(sizes)):
-                raise ChannelFull(f"{sender.peer} has {sender.num_pending} unanswered calls, the limit")
+                raise ChannelFull(f"{sender.peer} has {sender.num_pending} unanswered calls and accepts no more")
 
     def _call(self, sender: ChannelSender, header: bytes) -> asyncio.Future[CallResult]:
         return sender.send_nowait(header, read=lambda reply: _read_reply(reply, sender.peer))
@@ -300,8 +302,8 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
         attempt: int = 1,
         group_incarnation: int = 0,
     ) -> None:
-        """worker: its name in messages to callers; default: the model worker of this index. group_incarnation: of its
-        worker group.
+        """worker: its name in messages to callers; default: the model worker of this index.
+        group_incarnation: of its worker group.
         """
         super().__init__(
             resolver,

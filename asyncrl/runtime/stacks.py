@@ -136,8 +136,7 @@ def _attribute(of: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(of, name, None)) is not None), None)
 
 
-# ---------------------------------------------------------------------------------------------------- the asking
-# process
+# --------------------------------------------------------------------------------------------------- the asking process
 
 
 @dataclass(frozen=True)

@@ -414,8 +414,8 @@ def transport_of(faults: FaultsConfig, who: str) -> Transport:
 
 
 class FaultyTransport(Transport):
-    """Wraps a transport and injects faults into messages as they are sent, drawn from a generator seeded by the seed
-    and `who`.
+    """Wraps a transport and injects faults into messages as they are sent, drawn from a generator seeded with
+    `faults.seed` and `who`.
 
     A message is dropped, delayed (and so reordered), duplicated, or has one byte changed in any of its frames.
     """

@@ -30,8 +30,9 @@ class WandbWriter:
     """Sends records to W&B on its own thread.
 
     consumes: records that `write` puts into a bounded queue. produces: a run at W&B, or offline files in <run>/wandb
-    for `wandb sync`. waits for: records; wandb.init, at most wandb.init_timeout_s. unblocked by: the master; the end of
-    `finish`. Any failure logs one warning. Further records are then dropped, and no caller waits.
+    for `wandb sync`.
+    waits for: records; wandb.init, at most wandb.init_timeout_s. unblocked by: the master; the end of `finish`.
+    Any failure logs one warning. Further records are then dropped, and no caller waits.
     """
 
     def __init__(self, config: WandbConfig, run_dir: Path, *, experiment: str, trial: str, attempt: int) -> None:

@@ -228,7 +228,8 @@ def run_worker(worker: Worker, on_error: Callable[[BaseException], None] | None 
     loop = asyncio.new_event_loop()
     tell_tasks_of(loop)
     launcher = worker.system.launcher
-    if launcher is not None and launcher.lease is not None:  # under a debugger the loop stops legitimately
+    # Not for a worker started by hand: it may run in a debugger, which stops the loop
+    if launcher is not None and launcher.lease is not None:
         LoopWatch(worker.logger).start(loop)
     try:
         loop.run_until_complete(worker.main())

@@ -420,7 +420,7 @@ async def test_calls_of_a_master_whose_attempt_is_over_are_refused(resolver, ope
         call.reply(CallResult())
     await asyncio.gather(future, other)
     for refused in late:
-        with pytest.raises(ChannelRefused, match="it is of attempt 1, this is attempt 2"):
+        with pytest.raises(ChannelRefused, match="the call is of attempt 1, this worker of attempt 2"):
             await refused
 
 

@@ -147,7 +147,7 @@ def test_a_failure_is_one_warning_and_costs_nothing(tmp_path, fake, caplog, erro
     assert outcome.startswith("some or all records were not sent: ")
     (record,) = caplog.records
     assert str(error) in record.getMessage()
-    assert "The training goes on without; log in with `wandb login`" in record.getMessage()
+    assert "Training continues without it; log in with `wandb login`" in record.getMessage()
 
 
 def test_while_it_hangs_nobody_waits(tmp_path, fake, caplog):

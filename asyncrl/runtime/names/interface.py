@@ -399,8 +399,7 @@ class NameResolver(ABC):
         self._check_open()
         return normalize_name(name)
 
-    # --------------------------------------------------------------------- backend operations; keys are already
-    # normalized
+    # ------------------------------------------------------------------ backend operations; keys are already normalized
 
     @abstractmethod
     def _add(self, key: str, value: str, replace: bool, lease: int | None) -> None: ...
