@@ -117,7 +117,7 @@ def test_a_user_with_a_password_and_a_prefix(
     other.watch(root, recorder, subtree=True)
     other.watch(f"{root}/a", one)
     names.add(f"{root}/a", "1", lease=lease.id)
-    with pytest.raises(NameEntryExists, match=rf"name '{root}/a' exists"):
+    with pytest.raises(NameEntryExists, match=rf"name '{root}/a' already exists"):
         other.add(f"{root}/a", "1")
     assert names.compare_and_swap(f"{root}/a", "1", "2")
     assert other.get_subtree(root) == {f"{root}/a": "2"}
@@ -213,7 +213,11 @@ def test_refusals_say_what_to_do(guarded: tuple[EtcdServer, NameResolveConfig], 
             replace(config, password_file=str(readable)),
         ),
         (ValueError, r"password_file='/none' cannot be read: No such file", replace(config, password_file="/none")),
-        (ValueError, r"user='alice' and name_resolve.password_file='': give both", replace(config, password_file="")),
+        (
+            ValueError,
+            r"user='alice' and name_resolve.password_file='': set both or neither",
+            replace(config, password_file=""),
+        ),
         (ValueError, r"key_file='': a client certificate needs both", replace(config, cert_file="c")),
         (ValueError, r"set without name_resolve\.ca_file", replace(config, cert_file="c", key_file="k")),
         (ValueError, r"name 'a/\.\./b' has a part", replace(config, prefix="a/../b")),
