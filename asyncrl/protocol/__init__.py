@@ -1,1 +1,1 @@
-"""What processes say to each other, and under which names they find each other."""
+"""The messages that processes exchange, and the name-resolve keys under which they find each other."""

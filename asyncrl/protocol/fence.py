@@ -1,8 +1,9 @@
-"""The fence (pure): a receiver remembers the newest place that it has seen, refuses what is earlier, and adopts what is later.
+"""The fence (pure): a receiver remembers the newest place that it has seen, refuses earlier places, and adopts later
+ones.
 
-A place is what only grows while a run goes on: the attempt of the trainer group, (attempt, group incarnation) of a receiver, a
-WeightVersion, or a process's incarnation. Processes that were frozen or cut off speak after their successors; none of them may take
-a receiver back.
+A place is a value that only grows during a run: the attempt of the trainer group, (attempt, group incarnation) of a
+receiver, a WeightVersion, or a process's incarnation. A process that was frozen or cut off may send messages after its
+successor has started. The fence keeps such messages from taking a receiver back to an earlier place.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ P = TypeVar("P")
 
 
 class Fence(Generic[P]):
-    """`newest` never goes back. None: nothing has been seen yet, and nothing is over.
+    """`newest` never decreases. None: no place has been seen yet, and the fence refuses none.
 
-    A process that belongs to one attempt for good never adopts another one: it takes what `is_current`, and nothing else.
+    A process that belongs to one attempt for its whole life never adopts another attempt. It accepts only places for
+    which `is_current` is true.
     """
 
     def __init__(self, newest: P) -> None:
@@ -28,7 +30,7 @@ class Fence(Generic[P]):
         return self._newest
 
     def is_over(self, place: P) -> bool:
-        """Refuse it: a later one has been seen."""
+        """Return whether the receiver must refuse this place because it has seen a later one."""
         newest: Any = self._newest
         return newest is not None and bool(place < newest)
 
@@ -36,7 +38,9 @@ class Fence(Generic[P]):
         return place == self._newest
 
     def adopt(self, place: P) -> bool:
-        """Whether it is news: a later one than all before, the newest from now on. What is over, or known, changes nothing."""
+        """Return whether the place is later than every earlier one, and make it the newest. An old or known place
+        changes nothing.
+        """
         if self.is_current(place) or self.is_over(place):
             return False
         self._newest = place
@@ -44,7 +48,9 @@ class Fence(Generic[P]):
 
 
 class IncarnationFence(Fence[str]):
-    """Of a process's incarnations. Where their names do not say which began first, the one that was heard first did."""
+    """A fence for the incarnations of a process. If two names do not show which is earlier, the first one heard counts
+    as earlier.
+    """
 
     def __init__(self, newest: str) -> None:
         super().__init__(newest)

@@ -1,7 +1,7 @@
 """Every message on a wire, typed.
 
-All of these are msgspec structs: encoded as MessagePack on ZeroMQ streams and as JSON on HTTP, validated on arrival. Nothing
-that came from a socket is unpickled. Tensors never travel here but in raw frames beside the header (data/sequence.py).
+All messages are msgspec structs: encoded as MessagePack on ZeroMQ streams and as JSON on HTTP, and validated on
+arrival. No data from a socket is unpickled. Tensors travel only in raw frames beside the header (data/sequence.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Struct
 
-# What decoding bytes from elsewhere may raise: text that is not UTF-8 is no MsgspecError, nor is what is nested too deeply.
+# Errors from decoding received bytes. Besides MsgspecError: UnicodeDecodeError (not UTF-8) and RecursionError (nested
+# too deeply).
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _VERSION = re.compile(r"a(\d{4,})-v(\d{8,})")
@@ -20,7 +21,7 @@ _VERSION_BITS = 40
 
 
 class WeightVersion(Struct, frozen=True, order=True, array_like=True):
-    """Identity of weights everywhere: the attempt that made them and the number of train steps done (0: the initial model)."""
+    """Identifies weights everywhere: the attempt that made them and the number of train steps done (0: the initial model)."""
 
     attempt: int
     version: int
@@ -30,21 +31,23 @@ class WeightVersion(Struct, frozen=True, order=True, array_like=True):
 
     @classmethod
     def parse(cls, text: str) -> WeightVersion:
-        """Inverse of `str`. Raises ValueError for anything else."""
+        """Inverse of `str`. Raises ValueError for any other text."""
         match = _VERSION.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a weight version such as a0001-v00000012")
         return cls(int(match[1]), int(match[2]))
 
     def pack(self) -> int:
-        """As one int64, ordered like the pair: how a token carries its version. Prompt tokens carry -1."""
+        """The version as one int64 that sorts like the pair. Each sampled token carries its version in this form;
+        prompt tokens carry -1.
+        """
         return (self.attempt << _VERSION_BITS) | self.version
 
     @classmethod
     def unpack(cls, packed: int) -> WeightVersion:
         """Inverse of `pack`."""
         if packed < 0:
-            raise ValueError(f"{packed} is not a packed weight version (tokens nobody sampled carry -1)")
+            raise ValueError(f"{packed} is not a packed weight version (tokens that were not sampled carry -1)")
         return cls(packed >> _VERSION_BITS, packed & ((1 << _VERSION_BITS) - 1))
 
 
@@ -52,36 +55,36 @@ class WeightVersion(Struct, frozen=True, order=True, array_like=True):
 
 
 class Locator(Struct, frozen=True, order=True, array_like=True):
-    """Where a prompt is: the position in the seeded order of an epoch of the prompt source."""
+    """Identifies a prompt: its position in the seeded order of an epoch of the prompt source."""
 
     epoch: int
     position: int
 
 
 class Ticket(Struct, frozen=True, kw_only=True):
-    """The right to roll one prompt out. A prompt handed out again gets a new ticket."""
+    """Permission to roll out one prompt. A prompt that is handed out again gets a new ticket."""
 
     ticket_id: str
     kind: Literal["train", "eval"]
     locator: Locator
     attempt: int
-    min_version: int  # its first token comes from a server with this version or newer
-    deadline: int  # min_version + eta: the last train step it may be part of
+    min_version: int  # the server that samples the first token has this version or a newer one
+    deadline: int  # min_version + eta: the last train step that may use it
     server: str  # generation server name, e.g. "generation_server/0"
     server_url: str
-    head: int  # data-parallel rank the trajectory goes to
-    issue: int = 1  # how often this prompt has been handed out, this time included
+    head: int  # data-parallel rank that receives the trajectory
+    issue: int = 1  # how often this prompt has been handed out, including this time
     eval_id: str = ""
     eval_mode: Literal["", "greedy", "sampled"] = ""
 
 
 class RolloutResult(Struct, frozen=True, kw_only=True):
-    """How a ticket ended at the rollout worker."""
+    """The result of a ticket at the rollout worker."""
 
     ticket_id: str
     outcome: Literal["stored", "rejected", "evaluated", "released"]
     reason: str = ""  # for rejected and released; short, low cardinality: it becomes a metric label
-    detail: str = ""  # for people; given for the first of its reason only, by each worker
+    detail: str = ""  # for people; each worker gives it only for its first result with this reason
     num_tokens: int = 0  # generated tokens, all sequences of the group
     lengths: list[int] = []  # response length of each sequence
     rewards: list[float] = []
@@ -93,17 +96,19 @@ class RolloutResult(Struct, frozen=True, kw_only=True):
 
 
 class AllocateRequest(Struct, frozen=True, kw_only=True):
-    """POST /allocate_rollout. The same request_id gets the same tickets again (a lost answer costs nothing)."""
+    """POST /allocate_rollout. A repeated request_id gets the same tickets, so the worker may retry after a lost reply."""
 
     request_id: str
     worker: str
     incarnation: str
     count: int
-    wait_s: float = 0.0  # how long the answer may wait for admission
+    wait_s: float = 0.0  # how long the manager may hold the reply until it can admit prompts
 
 
 class AllocateReply(Struct, frozen=True, kw_only=True):
-    """tickets is empty where nothing was admitted in time; refusal then says why (`staleness`, `capacity`, `no_server`, ...)."""
+    """`tickets` is empty if the manager admitted nothing in time. `refusal` gives the reason (`staleness`, `capacity`,
+    `no_server`, ...).
+    """
 
     tickets: list[Ticket]
     refusal: str = ""
@@ -111,7 +116,7 @@ class AllocateReply(Struct, frozen=True, kw_only=True):
 
 
 class FinishRequest(Struct, frozen=True, kw_only=True):
-    """POST /finish_rollout, a batch. Finishing an unknown ticket is accepted and changes nothing."""
+    """POST /finish_rollout, a batch. The manager accepts an unknown ticket without any effect."""
 
     worker: str
     incarnation: str
@@ -123,7 +128,7 @@ class FinishReply(Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatRequest(Struct, frozen=True, kw_only=True):
-    """POST /heartbeat: the tickets a rollout worker holds. A ticket not listed twice in a row is released."""
+    """POST /heartbeat: the tickets that a rollout worker holds. A ticket missing from two heartbeats in a row is released."""
 
     worker: str
     incarnation: str
@@ -131,7 +136,7 @@ class HeartbeatRequest(Struct, frozen=True, kw_only=True):
 
 
 class MovedTicket(Struct, frozen=True, kw_only=True):
-    """A ticket that goes on at another server, with the tokens it has: its own one leaves the run."""
+    """A ticket that continues at another server, with its tokens so far, because its own server leaves the run."""
 
     ticket_id: str
     server: str
@@ -139,32 +144,32 @@ class MovedTicket(Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatReply(Struct, frozen=True, kw_only=True):
-    """revoked: tickets of this worker that the manager has taken back; drop them. moved: said again in every reply."""
+    """revoked: tickets of this worker that the manager has taken back; the worker drops them. moved: repeated in every reply."""
 
     revoked: list[str] = []
     moved: list[MovedTicket] = []
-    dead: list[str] = []  # URLs of generation servers from which nothing will come: gone, frozen, without weights
+    dead: list[str] = []  # URLs of generation servers that will not answer: gone, frozen, or without weights
     heartbeat_s: float = 2.0
 
 
 class ScheduleRequest(Struct, frozen=True, kw_only=True):
-    """POST /schedule_request: another server for a ticket whose server was lost, or has its queue full."""
+    """POST /schedule_request: ask for another server for a ticket whose server is lost or has a full queue."""
 
     ticket_id: str
     worker: str
     lost_server: str = ""
-    lost_url: str = ""  # where it was: one that was started again has the same name, and is not lost
-    busy: bool = False  # it answers, but takes no more: nothing is wrong with it, and the answer may name it again
+    lost_url: str = ""  # URL of the lost server: a restarted server keeps its name, but is not lost
+    busy: bool = False  # the server is healthy but accepts no more requests; the reply may name it again
 
 
 class ScheduleReply(Struct, frozen=True, kw_only=True):
-    server: str = ""  # empty: none is healthy now (reason says why); ask again
+    server: str = ""  # empty: no server is healthy now (see reason); ask again
     server_url: str = ""
     reason: str = ""
 
 
 class TicketView(Struct, frozen=True, kw_only=True):
-    """What the master sees of a live ticket."""
+    """The master's view of a live ticket."""
 
     ticket_id: str
     locator: Locator
@@ -175,68 +180,66 @@ class TicketView(Struct, frozen=True, kw_only=True):
 
 
 class RejectedPrompt(Struct, frozen=True, kw_only=True):
-    """A prompt that will not be trained in its epoch, and why."""
+    """A prompt that will not be trained in its epoch, and the reason."""
 
     locator: Locator
     reason: str
-    detail: str = ""  # for people, where the rollout worker gave one
+    detail: str = ""  # for people, if the rollout worker gave one
     num_tokens: int = 0
     lengths: list[int] = []
 
 
 class MasterReport(Struct, frozen=True, kw_only=True):
-    """POST /report: the master tells the manager where training is, in one message, and gets the ledger back.
+    """POST /report: the master reports the state of training in one message, and the manager replies with its ledger.
 
-    Idempotent: all fields are absolute but `consumed`, which the manager handles as a set.
+    Idempotent: every field is absolute, except `consumed`, which the manager treats as a set.
     """
 
     attempt: int
     trained_version: int
-    consumed: list[
-        str
-    ]  # tickets whose train step every rank has returned from, since the last report that was answered
+    consumed: list[str]  # tickets whose train step has returned on every rank, since the last report that was answered
     stored: list[str]  # all tickets whose trajectories the master has accepted and not yet consumed
-    revoke: list[str] = []  # overdue tickets to interrupt; their prompts go to the front again
+    revoke: list[str] = []  # overdue tickets to interrupt; their prompts return to the front of the queue
     rejected_seen: int = 0  # how many rejections the master has recorded: the manager forgets those
-    done: list[Locator] = []  # at (re-)registration only: see full
+    done: list[Locator] = []  # only at (re-)registration: see full
     full: bool = False  # a new master or a new manager: `done_cursor` and `done` describe all finished prompts
     done_cursor: Locator = Locator(0, 0)  # every prompt before it is done
     num_prompts: int = 0  # size of the prompt source
     num_epochs: int = 0
-    after_revision: int = -1  # answer at once if the ledger's revision is newer, else wait up to wait_s
+    after_revision: int = -1  # reply at once if the ledger's revision is newer, otherwise wait up to wait_s
     wait_s: float = 0.0
-    stop: bool = False  # the run needs no more rollouts: admit nothing more
+    stop: bool = False  # the run needs no more rollouts: admit no more prompts
 
 
 class ServerView(Struct, frozen=True, kw_only=True):
-    """What the manager knows of a generation server."""
+    """The manager's view of a generation server."""
 
     server: str
     url: str
     state: Literal["stale", "healthy", "updating", "suspect", "draining", "dead"]
-    version: str  # WeightVersion as text; while updating the one it loads; "" if none
+    version: str  # WeightVersion as text; the version being loaded while updating; "" if none
     running: int
-    update_s: float = 0.0  # for so long it was interrupted by updates that succeeded, since the manager began
+    update_s: float = 0.0  # total time that successful updates interrupted it, since this manager process started
 
 
 class LedgerView(Struct, frozen=True, kw_only=True):
-    """Answer to MasterReport. `known` is False where the manager has just started and wants a full report."""
+    """The reply to MasterReport. `known` is False if the manager has just started and needs a full report."""
 
     known: bool
     revision: int
     served_version: int  # -1: no server serves yet
-    exhausted: bool  # every prompt of every epoch is done, live or rejected: no more will come
+    exhausted: bool  # every prompt of every epoch is done, live or rejected, so the manager issues no more tickets
     live: list[TicketView]
     rejected: list[RejectedPrompt]  # in order, from rejected_seen on
     servers: list[ServerView]
     settled: bool = (
-        True  # False: a new manager that has not heard all rollout workers yet; `live` may lack what they hold
+        True  # False: a new manager that has not yet heard from every rollout worker; `live` may lack their tickets
     )
     damaged: str = ""  # the newest published weight version, while its files do not match its manifest
 
 
 class EvaluateRequest(Struct, frozen=True, kw_only=True):
-    """POST /evaluate: start (once, by eval_id) an evaluation and wait up to wait_s for its end. Ask again until done."""
+    """POST /evaluate: start an evaluation (once per eval_id) and wait up to wait_s for its end. Repeat until done."""
 
     eval_id: str
     modes: list[Literal["greedy", "sampled"]]
@@ -278,7 +281,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = -1  # -1: all
     stop_token_ids: list[int] = []
-    ignore_eos: bool = False  # the model's own end token does not stop it (stop_token_ids still do)
+    ignore_eos: bool = False  # the model's own end token does not stop generation (stop_token_ids still do)
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
@@ -288,7 +291,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     rid: str
     return_logprob: bool = True
-    priority: int = 0  # above 0: before those that wait
+    priority: int = 0  # above 0: scheduled before the waiting requests
 
 
 class FinishReason(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -314,11 +317,11 @@ class GenerateMeta(Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     weight_version: str
     weight_versions: list[VersionSpan]
-    output_token_logprobs: list[tuple[float | None, int, str | None]] = []  # None: it was no number
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []  # None: the logprob was not a number
 
 
 class GenerateReply(Struct, frozen=True, kw_only=True):
-    """The stop token stays in output_ids. An aborted request answers 200 with what it has."""
+    """The stop token stays in output_ids. An aborted request is answered with status 200 and its output so far."""
 
     text: str = ""
     output_ids: list[int]
@@ -336,11 +339,11 @@ class UpdateWeightsRequest(Struct, frozen=True, kw_only=True):
 
 
 class FetchWeightsRequest(Struct, frozen=True, kw_only=True):
-    """POST /fetch_weights, of ours: see that the version can be loaded here. Answered by an UpdateWeightsReply."""
+    """POST /fetch_weights, our own endpoint: make the version loadable on this host. The reply is an UpdateWeightsReply."""
 
-    model_path: str  # where it is, on hosts that see it
+    model_path: str  # path of the version on hosts that share its file system
     weight_version: str
-    source: str  # URL below which its files are had: source/version/file
+    source: str  # base URL of its files: source/version/file
     limit_s: float
 
 
@@ -348,7 +351,7 @@ class UpdateWeightsReply(Struct, frozen=True, kw_only=True):
     success: bool
     message: str
     num_paused_requests: int = 0
-    mismatch: bool = False  # loaded, but the logprobs of the version's text are others than the trainer's
+    mismatch: bool = False  # loaded, but the logprobs of the version's text differ from the trainer's
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
@@ -356,11 +359,11 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
 
     model_path: str
     weight_version: str
-    paused: bool = False  # ours: somebody updates it, or has begun to
+    paused: bool = False  # ours: an update is pending or in progress
 
 
 class TensorSpecs(Struct, frozen=True, kw_only=True):
-    """Tensors in order: names as in a checkpoint, dtypes as torch calls them."""
+    """Tensors in order: names as in a checkpoint, dtypes as torch names them."""
 
     names: list[str] = []
     dtypes: list[str] = []
@@ -369,12 +372,12 @@ class TensorSpecs(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             raise ValueError(
-                f"{len(self.names)} names, {len(self.dtypes)} dtypes, {len(self.shapes)} shapes: as many of each"
+                f"{len(self.names)} names, {len(self.dtypes)} dtypes, {len(self.shapes)} shapes: counts must be equal"
             )
 
 
 class JoinUpdateGroup(Struct, frozen=True, kw_only=True):
-    """POST /init_weights_update_group. The receiver takes the ranks from rank_offset on, one for each tensor parallel rank."""
+    """POST /init_weights_update_group. The receiver takes one rank for each tensor-parallel rank, beginning at rank_offset."""
 
     master_address: str
     master_port: int
@@ -382,32 +385,32 @@ class JoinUpdateGroup(Struct, frozen=True, kw_only=True):
     world_size: int
     group_name: str = "weight_update_group"
     backend: str = "nccl"
-    limit_s: float = 60.0  # ours: to meet the others
+    limit_s: float = 60.0  # ours: limit for all members to join
 
 
 class BeginWeightUpdate(Struct, frozen=True, kw_only=True):
-    """POST /begin_weight_update. SGLang reads none of this: it says what will come, so that it can be refused before it comes."""
+    """POST /begin_weight_update. SGLang ignores this body. Our server reads it, so it can refuse the update in advance."""
 
     weight_version: str = ""
     specs: TensorSpecs = TensorSpecs()
-    probe_ids: list[int] = []  # what weights.verify_logprobs compares (weights.ScoredText)
+    probe_ids: list[int] = []  # the tokens of the logprob check (weights.verify_logprobs, weights.ScoredText)
     probe_logprobs: list[float] = []
 
 
 class ReceiveWeights(TensorSpecs, frozen=True, kw_only=True):
-    """POST /update_weights_from_distributed: a bucket comes from rank 0 of the group now."""
+    """POST /update_weights_from_distributed: rank 0 of the group now sends a bucket."""
 
     group_name: str = "weight_update_group"
     flush_cache: bool = True
     weight_version: str | None = None  # with the last bucket
-    load_format: str | None = None  # flattened_bucket is the only one that is sent
+    load_format: str | None = None  # only flattened_bucket is sent
     limit_s: float = 60.0  # ours
 
 
 class EndWeightUpdate(Struct, frozen=True, kw_only=True):
-    """POST /end_weight_update. SGLang reads nothing of it."""
+    """POST /end_weight_update. SGLang ignores this body."""
 
-    xxh3: list[str] = []  # of the buckets that were sent, in order
+    xxh3: list[str] = []  # hashes of the buckets sent, in order
 
 
 class LeaveUpdateGroup(Struct, frozen=True, kw_only=True):
@@ -417,13 +420,13 @@ class LeaveUpdateGroup(Struct, frozen=True, kw_only=True):
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """Of one scheduler (SGLang has one a data-parallel rank), those of SGLang's fields that are used here."""
+    """The load of one scheduler (SGLang has one for each data-parallel rank); only those of SGLang's fields that asyncrl uses."""
 
     dp_rank: int = 0
     num_running_reqs: int
     num_waiting_reqs: int
     num_used_tokens: int  # of the KV cache
-    num_total_tokens: int  # and what waiting requests will hold at first
+    num_total_tokens: int  # num_used_tokens plus the tokens that waiting requests will hold at first
 
 
 class LoadsReply(Struct, frozen=True, kw_only=True):
@@ -434,21 +437,21 @@ class LoadsReply(Struct, frozen=True, kw_only=True):
     loads: list[Load]
 
 
-# ------------------------------------------------------------------------------------------------ servers that come and go
+# ------------------------------------------------------------------------------------------------------ elastic servers
 
 
 class DesiredServers(Struct, frozen=True, kw_only=True):
-    """The desired number of generation servers, as `asyncrl-launch scale` puts it into name resolve."""
+    """The desired number of generation servers. `asyncrl-launch scale` writes it to name resolve."""
 
     count: Annotated[int, msgspec.Meta(ge=1)]
-    id: str  # of this request: servers that have drained under an older one do not count under it
+    id: str  # id of this request; a server that drained under an older id does not count as drained
 
 
 # ---------------------------------------------------------------------------- weights over the network (manager -> trainer)
 
 
 class BroadcastTarget(Struct, frozen=True, kw_only=True):
-    """A server that is paused and waits for weights."""
+    """A paused server that waits for weights."""
 
     server: str
     url: str
@@ -463,17 +466,17 @@ class BroadcastRequest(Struct, frozen=True, kw_only=True):
 
 
 class BroadcastReply(Struct, frozen=True, kw_only=True):
-    """What went wrong, by server; a server that is not named has loaded the version."""
+    """The errors by server. A server that is not named has loaded the version."""
 
     errors: dict[str, str] = {}
-    mismatched: list[str] = []  # of these: loaded, but it scores the version's text otherwise than the trainer
+    mismatched: list[str] = []  # servers among these that loaded the version but failed the logprob check
 
 
 # ------------------------------------------------------------------------------------------ trajectories (head -> master)
 
 
 class TrajectoryMeta(Struct, frozen=True, kw_only=True):
-    """What the master holds of a stored trajectory: everything but the tensors."""
+    """The master's record of a stored trajectory: everything except the tensors."""
 
     ticket_id: str
     locator: Locator
@@ -500,12 +503,12 @@ class StoreVerdict(Struct, frozen=True, kw_only=True):
 
 
 class WrittenFile(Struct, frozen=True, array_like=True):
-    """A file of a weight version, not committed yet."""
+    """A file of a weight version that is not committed yet."""
 
     name: str
     size: int
     xxh3: str
-    tensors: list[str]  # that are in it
+    tensors: list[str]  # names of the tensors in the file
 
 
 class ExecuteMFC(Struct, frozen=True, kw_only=True, tag=True):
@@ -516,33 +519,36 @@ class ExecuteMFC(Struct, frozen=True, kw_only=True, tag=True):
     ids: list[str]
     parts: list[
         list[str]
-    ] = []  # the ids of each data-parallel rank, in canonical order; all their workers hold the input keys
-    locators: list[Locator] = []  # of ids: prompts that the MFC is to make groups of
+    ] = []  # the ids of each data-parallel rank, in canonical order; all workers of a rank hold the input keys
+    locators: list[Locator] = []  # of ids: the prompts from which the MFC generates groups
     eval_mode: Literal["", "greedy", "sampled"] = (
-        ""  # of such an MFC: one response to each evaluation prompt, to be kept nowhere
+        ""  # for a generating MFC: one response for each evaluation prompt; no worker stores it
     )
 
 
 class RedistribStep(Struct, frozen=True, array_like=True):
-    """Groups' keys on their way between model workers. Who already has a pair (id, key) is not sent it."""
+    """One step that moves keys of groups between model workers. A worker that already holds a pair (id, key) does not
+    receive it again.
+    """
 
     kind: Literal["bcast", "gather", "scatter"]
     root: int  # bcast: sends the same to all `workers`; scatter: sends each its own; gather: receives from each
     workers: list[int]
-    ids: list[list[str]]  # bcast: one list; else one for each of `workers`
+    ids: list[list[str]]  # bcast: one list; otherwise one list for each of `workers`
     keys: list[str]
 
 
 class Redistribute(Struct, frozen=True, kw_only=True, tag=True):
-    """Move data of MFCs, step by step, at every worker that takes part in any of the steps."""
+    """Move MFC data step by step, at every worker that takes part in any step."""
 
     steps: list[RedistribStep]
 
 
 class HeldDataRequest(Struct, frozen=True, kw_only=True):
-    """POST /held_data (MessagePack), from a model worker to one of another worker group: these keys of these ids.
+    """POST /held_data (MessagePack), from a model worker to one of another worker group: request these keys of these
+    ids.
 
-    The answer (model/fetching.py) has as many of the ids, in order, as fit into a message, and at least one.
+    The reply (model/fetching.py) contains as many of the ids, in order, as fit into a message, and at least one.
     """
 
     ids: list[str]
@@ -550,7 +556,7 @@ class HeldDataRequest(Struct, frozen=True, kw_only=True):
 
 
 class FetchPart(Struct, frozen=True, array_like=True):
-    """Keys of groups of responses that a worker of another worker group holds."""
+    """Keys of response groups that a worker of another worker group holds."""
 
     source: int
     group_incarnation: int  # of the source's worker group
@@ -559,13 +565,15 @@ class FetchPart(Struct, frozen=True, array_like=True):
 
 
 class FetchData(Struct, frozen=True, kw_only=True, tag=True):
-    """Ask workers of other groups for data, and store it (model/fetching.py). What could not be had is told in `unfetched`."""
+    """Fetch data from workers of other groups and store it (model/fetching.py). `unfetched` in the result reports
+    missing data.
+    """
 
     parts: list[FetchPart]
 
 
 class Reallocate(Struct, frozen=True, kw_only=True, tag=True):
-    """Copy a model's weights into another of the same architecture, at every worker of both. Layouts may differ.
+    """Copy a model's weights into another model of the same architecture, at every worker of both. Layouts may differ.
 
     target <- share * source + (1 - share) * target
     """
@@ -576,17 +584,18 @@ class Reallocate(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ShareWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Write a model's parameters for a model of another worker group, at every worker of it, in a checkpoint's format. The reply
-    comes when this worker's files are on disk, with `files`; CommitCheckpoint follows."""
+    """Write a model's parameters in checkpoint format for a model of another worker group, at every worker of the
+    model. Each worker replies with `files` when its files are on disk. CommitCheckpoint follows.
+    """
 
     model: str
     folder: str  # its name in the run (run_folder.py)
 
 
 class TakeWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Have a model take what ShareWeights has written, at every worker of it; layouts may differ.
+    """Load the parameters written by ShareWeights into a model, at every worker of the model. Layouts may differ.
 
-    target <- share * what is in folder + (1 - share) * target
+    target <- share * (parameters in folder) + (1 - share) * target
     """
 
     model: str
@@ -595,7 +604,8 @@ class TakeWeights(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WriteWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Snapshot a model's weights, at every worker of it; the reply comes when this worker's files are on disk, with `files`.
+    """Snapshot a model's weights, at every worker of the model. Each worker replies with `files` when its files are on
+    disk.
 
     rewrite: the version was published before and is damaged on disk; its folder is replaced.
     """
@@ -607,9 +617,10 @@ class WriteWeights(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CommitWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """To the model's first worker, when all files of a version are on disk: manifest, sync, final name.
+    """To the model's first worker, when all files of a version are on disk: write the manifest, sync, rename to the
+    final name.
 
-    weight_version: "" for a model for the user (SaveModel). rewrite: as in WriteWeights.
+    weight_version: "" for a model saved for the user (SaveModel). rewrite: as in WriteWeights.
     """
 
     role: str
@@ -620,33 +631,35 @@ class CommitWeights(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HoldWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Keep the role's weights in memory, to be sent over the network. The reply comes when they are there."""
+    """Keep a copy of the role's weights in memory for sending over the network. The reply comes when the copy is complete."""
 
     role: str
     weight_version: str
 
 
 class SaveModel(Struct, frozen=True, kw_only=True, tag=True):
-    """Like WriteWeights, for the user: Hugging Face format, which transformers loads."""
+    """Like WriteWeights, but for the user: Hugging Face format, which transformers can load."""
 
     role: str
     folder: str  # its name in the run (run_folder.py)
 
 
 class SaveCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
-    """Write what training needs to go on (models, optimizers, random numbers), at every worker; loadable in another layout.
-    The reply comes when this worker's files are on disk, with `files`, and in `stats` what its interfaces remember."""
+    """Write the state that training needs to resume (models, optimizers, random number generators), at every worker.
+    The checkpoint can be loaded in another layout. Each worker replies when its files are on disk, with `files`, and
+    with the state of its interfaces in `stats`.
+    """
 
     folder: str  # its name in the run (run_folder.py)
 
 
 class CommitCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
-    """To any one worker, when all files of a checkpoint are on disk: manifest, sync, final name."""
+    """To any one worker, when all files of a checkpoint are on disk: write the manifest, sync, rename to the final name."""
 
     folder: str  # its name in the run (run_folder.py)
     files: list[WrittenFile]
-    state: dict[str, float]  # of interfaces, from the replies of all
-    master: str = ""  # JSON: what the master has to know to go on (checkpoints.MasterState)
+    state: dict[str, float]  # state of the interfaces, merged from all replies
+    master: str = ""  # JSON: the state that the master needs to resume (checkpoints.MasterState)
 
 
 class LoadCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
@@ -656,21 +669,21 @@ class LoadCheckpoint(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SaveBatch(Struct, frozen=True, kw_only=True, tag=True):
-    """Write a batch with all its keys into a folder (data/bad_batches.py), at the heads, each its own groups."""
+    """Write a batch with all its keys into a folder (data/bad_batches.py). Each head writes its own groups."""
 
     folder: str  # its name in the run (run_folder.py)
-    version: int  # the step began from
+    version: int  # the weight version at which the step began
     metas: list[TrajectoryMeta]  # of the whole batch, in canonical order
 
 
 class ClearData(Struct, frozen=True, kw_only=True, tag=True):
-    """Forget all keys of these ids (the step that used them is over, or the master refused them)."""
+    """Forget all keys of these ids, because their step is over or the master refused them."""
 
     ids: list[str]
 
 
 class Ping(Struct, frozen=True, kw_only=True, tag=True):
-    """Answered in order, by the compute thread."""
+    """A no-op. The compute thread answers it in order with the other calls."""
 
 
 CallBody = (
@@ -694,9 +707,10 @@ CallBody = (
 
 
 class CallResult(Struct, frozen=True, kw_only=True):
-    """What a call gave. For an MFC: the ids this worker ran on, the keys it made and stored, its statistics (reduced over ranks).
+    """The result of a call. For an MFC: the ids this worker ran on, the keys it made and stored, and its statistics
+    (reduced over ranks).
 
-    Only heads answer an MFC with ids and statistics.
+    Only heads return ids and statistics for an MFC.
     """
 
     ids: list[str] = []
@@ -704,67 +718,67 @@ class CallResult(Struct, frozen=True, kw_only=True):
     stats: dict[str, float] = {}
     seconds: float = 0.0
     files: list[WrittenFile] = []  # WriteWeights, SaveModel, SaveCheckpoint
-    num_bytes: int = 0  # Redistribute, Reallocate: sent by this worker; FetchData: received
+    num_bytes: int = 0  # Redistribute, Reallocate: bytes sent by this worker; FetchData: bytes received
     metas: list[
         TrajectoryMeta
-    ] = []  # an MFC that makes groups: those of `ids`, stored here (of an evaluation: nowhere)
-    rejected: list[RejectedPrompt] = []  # ... and the prompts that gave none
-    unfetched: str = ""  # FetchData: what could not be had, and why; nothing is changed by asking again
+    ] = []  # an MFC that generates groups: the metadata of `ids`, stored here (an evaluation stores nothing)
+    rejected: list[RejectedPrompt] = []  # the prompts for which it generated no group
+    unfetched: str = ""  # FetchData: the missing data and the reason; a retry is safe and changes nothing
 
 
 # ------------------------------------------------------------------------------------------------------------ worker status
 
 
 class Wait(Struct, frozen=True, kw_only=True):
-    """A named wait: what a process waits for, what it waits on, how long it has waited, and its limit."""
+    """A named wait: the awaited event, its source, the time waited so far, and the limit."""
 
     what: str
     on: str
     since_s: float  # seconds waited so far
-    limit_s: float | None  # it is over then, or has failed; None: it has no limit
+    limit_s: float | None  # at this limit the wait ends or fails; None: no limit
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
-    """What `asyncrl-launch status` shows of a worker."""
+    """A worker's status, as `asyncrl-launch status` shows it."""
 
     worker: str
     pid: int
     attempt: int
     state: Literal[
         "starting", "running", "stopping", "stopped", "done", "error"
-    ]  # stopped: told to end before it was done
+    ]  # stopped: stopped on request before its work was done
     time: float  # seconds since the epoch
-    progress: int  # grows while the worker's loop turns
+    progress: int  # increases with each turn of the worker's loop
     waits: list[Wait] = []
     queues: dict[str, int] = {}
     version: str = ""
     error: str = ""
-    fatal: bool = False  # the error lies in what the user gave (config, data, disk): starting again would meet it again
-    restarts: int = 0  # how often the launcher has started it again
-    host: str = ""  # where it runs, on a run of more than one host; filled in by the launcher
+    fatal: bool = False  # the cause lies in the user's input (config, data, disk), so a restart would meet it again
+    restarts: int = 0  # how often the launcher has restarted it
+    host: str = ""  # its host, in a run with more than one; filled in by the launcher
 
 
 # -------------------------------------------------------------------- launcher <-> host daemons, through name resolve
 
 
 class LauncherRecord(Struct, frozen=True, kw_only=True):
-    """The launcher that leads the run. A host daemon refuses what an earlier incarnation of it has left."""
+    """The launcher that leads the run. A host daemon refuses the desired state of an earlier launcher incarnation."""
 
     incarnation: str
     host: str
     run_dir: str
     attempt: int
-    start: str = ""  # of a batch job, which may be queued again: each start has host daemons and a launcher of its own
-    ends: bool = False  # the run is over: host daemons end
+    start: str = ""  # identifies one start of a batch job; a requeued job starts new host daemons and a new launcher
+    ends: bool = False  # the run is over: host daemons exit
 
 
 class HostRecord(Struct, frozen=True, kw_only=True):
     """A host that is ready to run processes."""
 
-    host: str  # as the config names it
+    host: str  # its name in the config
     incarnation: str
-    address: str  # what its processes bind, and the others connect to
-    gpus: list[str] = []  # as CUDA_VISIBLE_DEVICES names them
+    address: str  # its processes bind this address, and processes on other hosts connect to it
+    gpus: list[str] = []  # as in CUDA_VISIBLE_DEVICES
     cores: int
     memory_bytes: int
     pid: int
@@ -773,12 +787,12 @@ class HostRecord(Struct, frozen=True, kw_only=True):
 class DesiredProcess(Struct, frozen=True, kw_only=True):
     """The desired state of a process on a host."""
 
-    launcher: str  # its incarnation
-    host_daemon: str  # incarnation of the one that is meant: a later one starts nothing that was meant for it
+    launcher: str  # the launcher's incarnation
+    host_daemon: str  # incarnation of the intended host daemon; a later host daemon does not start this process
     attempt: int
     name: str
-    incarnation: Annotated[int, msgspec.Meta(ge=1)]  # counts starts, of all processes: a higher one replaces a lower
-    state: Literal["run", "stop", "kill"] = "run"  # stop: it is asked to end
+    incarnation: Annotated[int, msgspec.Meta(ge=1)]  # counts the starts of all processes; a higher one replaces a lower
+    state: Literal["run", "stop", "kill"] = "run"  # stop: ask the process to end
     config: str  # its resolved config, YAML
     env: dict[str, str] = {}
     lease: int
@@ -786,24 +800,26 @@ class DesiredProcess(Struct, frozen=True, kw_only=True):
 
 
 class ObservedProcess(Struct, frozen=True, kw_only=True):
-    """The observed state of a process on a host, as its host daemon sees it."""
+    """The observed state of a process, as its host daemon sees it."""
 
     name: str
     incarnation: int
     pid: int = 0  # 0: not forked yet
     log: str = ""
     status: WorkerStatus | None = None
-    cpu_s: float = 0.0  # CPU time of one that lives, in whole seconds: each change of a report is sent
-    returncode: int | None = None  # of one that has ended, or could not be started
+    cpu_s: float = 0.0  # CPU time of a live process, in whole seconds, because each change of a report is sent
+    returncode: int | None = None  # of a process that has ended or could not be started
     ended: float = 0.0  # unix seconds
-    how: str = ""  # it ended, in a line
-    tail: str = ""  # of its log, once it has ended
+    how: str = ""  # how it ended, in one line
+    tail: str = ""  # end of its log, once it has ended
 
 
 class HostReport(Struct, frozen=True, kw_only=True):
-    """The observed state of a host, a few times a second. An end is in it until the process has no desired state any more."""
+    """The observed state of a host, published a few times a second. It lists an ended process until its desired state
+    is removed.
+    """
 
-    host_daemon: str  # its incarnation
-    launcher: str  # the one that it obeys
+    host_daemon: str  # the host daemon's incarnation
+    launcher: str  # incarnation of the launcher that it obeys
     processes: list[ObservedProcess] = []
-    notices: list[tuple[int, str]] = []  # what a person should know: the newest, numbered
+    notices: list[tuple[int, str]] = []  # messages for the user: the newest ones, numbered

@@ -1,7 +1,7 @@
 """Every name-resolve key, in one place.
 
-A key is `/`-separated; a subtree is everything below a `/`. `root(run)` holds all keys of one run, so that clearing it
-leaves nothing of the run and touches nothing of another (`t1` is not a prefix of `t10`: boundaries are slashes).
+A key is `/`-separated; a subtree is everything below a `/`. `root(run)` is the prefix of all keys of one run. Clearing
+it removes all keys of that run and no key of another run: boundaries are slashes, so `t1` is not a prefix of `t10`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import re
 import uuid
 
 PREFIX = "asyncrl"
-ACTOR = "actor"  # the role that is trained, and whose weights are served
-MASTER_META = "master_meta"  # the stream by which heads tell the master what they hold
+ACTOR = "actor"  # the role that is trained, and whose weights the generation servers serve
+MASTER_META = "master_meta"  # the stream on which heads report their stored trajectories to the master
 _INCARNATION = re.compile(r"\.(\d{19,20})\.\d+\.[0-9a-f]{8}")
-_STARTS_PER_ATTEMPT = 10**9  # more than a launcher ever makes
+_STARTS_PER_ATTEMPT = 10**9  # more than a launcher ever starts
 _PART = re.compile(r"[^/\x00-\x1f]+")
 
 
@@ -27,18 +27,18 @@ def _check(part: str, what: str) -> str:
 
 
 def incarnation(name: str, *, attempt: int = 0, start: int = 0, unique: str = "") -> str:
-    """Identifies one process among those of its name. Counters, not clocks, tell which of two incarnations is the later one.
+    """Identify one process among those of its name. The order of two incarnations comes from counters, not from clocks.
 
-    attempt: of the run. start: number of this start within its launcher; 0: not known, and then neither is the earlier one.
-    unique: no other incarnation has it; default: this process's number and eight random hex digits.
+    attempt: of the run. start: number of this start within its launcher; 0: unknown, then `is_earlier` returns False.
+    unique: text that no other incarnation has; default: this process's pid and eight random hex digits.
     """
     order = attempt * _STARTS_PER_ATTEMPT + start if start else 0
     return f"{name}.{order:019d}.{unique or f'{os.getpid()}.{uuid.uuid4().hex[:8]}'}"
 
 
 def is_earlier(incarnation: str, other: str) -> bool:
-    """Whether an incarnation began before another of the same name. False where that is not known."""
-    if incarnation == other:  # nearly always: who reports is who was here before
+    """Return whether an incarnation began before another one of the same name; False if their order is unknown."""
+    if incarnation == other:  # the common case: the process is the one already known
         return False
     one, two = _INCARNATION.search(incarnation), _INCARNATION.search(other)
     return one is not None and two is not None and 0 < int(one[1]) < int(two[1])
@@ -50,14 +50,16 @@ def root(experiment: str, trial: str) -> str:
 
 
 class Names:
-    """Keys of one run. `Names("sorter", "t0").model_version("actor")` and so on."""
+    """Keys of one run: `Names("sorter", "t0").model_version("actor")` and so on."""
 
     def __init__(self, experiment: str, trial: str) -> None:
         self.root = root(experiment, trial)
         self._hosts = f"{PREFIX}-hosts{self.root.removeprefix(PREFIX)}"
 
     def owner(self) -> str:
-        """Who runs under this name, where runs share an etcd: host and folder of the launcher. Beside the subtree, not in it."""
+        """The owner of this name, if runs share an etcd: the launcher's host and folder. The key is the subtree's root,
+        not below it.
+        """
         return self.root
 
     def model_version(self, role: str) -> str:
@@ -65,7 +67,9 @@ class Names:
         return f"{self.root}/model_version/{role}"
 
     def weights_held(self, role: str) -> str:
-        """Newest weight version that the trainer holds in memory, to be sent over the network; on disk it may come later."""
+        """The newest weight version that the trainer holds in memory for sending over the network. It may reach the
+        disk later.
+        """
         return f"{self.root}/weights_held/{role}"
 
     def weight_files(self, role: str) -> str:
@@ -77,15 +81,15 @@ class Names:
         return f"{self.root}/weight_sender/{role}"
 
     def experiment_status(self) -> str:
-        """RUNNING or COMPLETE; written by the master. It goes with the master."""
+        """RUNNING or COMPLETE, written by the master. The key disappears with the master."""
         return f"{self.root}/experiment_status"
 
     def last_checkpoint(self) -> str:
-        """The attempt whose master is to write a checkpoint and end, because the run is told to stop. Written by the launcher."""
+        """The attempt whose master must write a checkpoint and exit, because the run is stopping. Written by the launcher."""
         return f"{self.root}/last_checkpoint"
 
     def generation_servers(self) -> str:
-        """Subtree: one entry a generation server."""
+        """Subtree: one entry per generation server."""
         return f"{self.root}/generation_server"
 
     def generation_server(self, index: int) -> str:
@@ -93,14 +97,15 @@ class Names:
         return f"{self.generation_servers()}/{index}"
 
     def desired_generation_servers(self) -> str:
-        """The desired number of generation servers (a DesiredServers, JSON); missing: as many as the allocation says.
+        """The desired number of generation servers (a DesiredServers, JSON); missing: the number in the allocation.
 
-        Written by `asyncrl-launch scale`; read by the launcher, which starts and stops them, and by the gserver manager.
+        Written by `asyncrl-launch scale`. The launcher reads it and starts and stops servers; the gserver manager reads
+        it too.
         """
         return f"{self.root}/desired_generation_servers"
 
     def generation_drained(self) -> str:
-        """Subtree: one entry a generation server that leaves and has nothing left to do, by the gserver manager."""
+        """Subtree: one entry per generation server that leaves the run and has drained, written by the gserver manager."""
         return f"{self.root}/generation_drained"
 
     def generation_server_drained(self, index: int) -> str:
@@ -112,7 +117,7 @@ class Names:
         return f"{self.root}/gserver_manager"
 
     def gserver_manager_began(self) -> str:
-        """Put by the first gserver manager, for good: one that finds it waits for what its predecessor issued."""
+        """Written once by the first gserver manager. A later manager that finds it waits for its predecessor's tickets."""
         return f"{self.root}/gserver_manager_began"
 
     def stream(self, stream_name: str) -> str:
@@ -120,15 +125,17 @@ class Names:
         return f"{self.root}/stream/{stream_name}"
 
     def process_group(self, role: str, attempt: int, group_incarnation: int = 0) -> str:
-        """host:port of the torch.distributed store of a role's mesh, in one attempt and one incarnation of its worker group."""
+        """host:port of the torch.distributed store of a role's mesh, for one attempt and one incarnation of its worker group."""
         return f"{self.root}/process_group/{role}/{attempt}" + (f".{group_incarnation}" if group_incarnation else "")
 
     def held_data(self, worker: int, attempt: int, group_incarnation: int) -> str:
-        """URL at which a model worker gives out what its data store holds. Each incarnation of its worker group has another one."""
+        """URL at which a model worker serves the contents of its data store. Each incarnation of its worker group has
+        its own key.
+        """
         return f"{self.root}/held_data/{worker}/{attempt}.{group_incarnation}"
 
     def statuses(self) -> str:
-        """Subtree: one WorkerStatus a worker."""
+        """Subtree: one WorkerStatus per worker."""
         return f"{self.root}/status"
 
     def status(self, worker: str) -> str:
@@ -140,7 +147,9 @@ class Names:
         return f"{self.root}/launcher"
 
     def secrets(self) -> str:
-        """The run's secrets (runtime/security.py), for hosts without its folder: only in an etcd that not everybody reads."""
+        """The run's secrets (runtime/security.py), for hosts without the run's folder. Written only to an etcd with
+        restricted read access.
+        """
         return f"{self.root}/secrets"
 
     def stop_request(self) -> str:
@@ -155,14 +164,16 @@ class Names:
         return f"{self.desired_on(host)}/{worker}"
 
     def host_daemons(self) -> str:
-        """Subtree: one HostRecord (JSON) a host, under its daemon's lease. Beside the run's keys: host daemons may come first."""
+        """Subtree: one HostRecord (JSON) per host, under its daemon's lease. It lies outside the run's keys: host
+        daemons may start first.
+        """
         return f"{self._hosts}/daemons"
 
     def host_daemon(self, host: str) -> str:
         return f"{self.host_daemons()}/{_check(host, 'host')}"
 
     def observed(self) -> str:
-        """Subtree: one HostReport (JSON) a host, under its daemon's lease: what runs there."""
+        """Subtree: one HostReport (JSON) per host, under its daemon's lease: the processes that run there."""
         return f"{self._hosts}/observed"
 
     def observed_on(self, host: str) -> str:

@@ -1,7 +1,7 @@
-"""Folders of a run by name: what messages carry.
+"""Names of folders in a run, as messages carry them.
 
-A message names a folder of the run, never a path: each process looks for it in the run's folder that its own config names. So a
-message cannot lead a process to other files, be they the user's or another run's.
+A message names a folder of the run, never a path. Each process resolves the name in the run's folder given by its own
+config. So a message cannot direct a process to files outside the run, whether the user's or another run's.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 
 
 class OutsideRunError(ValueError):
-    """A name that leads out of the run's folder."""
+    """The name or path leads outside the run's folder."""
 
 
 def name_of(run_dir: str | Path, path: Path) -> str:
-    """The name of a folder of the run, with "/" between its parts. Raises OutsideRunError for another one."""
+    """Return the name of a folder of the run, with "/" between its parts. Raises OutsideRunError for a folder outside the run."""
     try:
         name = path.absolute().relative_to(Path(run_dir).absolute()).as_posix()
     except ValueError as error:
@@ -24,10 +24,10 @@ def name_of(run_dir: str | Path, path: Path) -> str:
 
 
 def path_of(run_dir: str | Path, name: str) -> Path:
-    """Where the folder of this name is, or will be.
+    """Return the path of the folder with this name. The folder need not exist yet.
 
-    Raises OutsideRunError for the run's folder itself, an absolute path, "..", and a name whose path, with symbolic links
-    followed, is elsewhere.
+    Raises OutsideRunError for the run's folder itself, an absolute path, "..", and a name that leads elsewhere through
+    symbolic links.
     """
     top = Path(run_dir)
     parts = Path(name).parts

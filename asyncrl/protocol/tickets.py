@@ -1,8 +1,10 @@
-"""Ids of tickets: what they say, and the seal that proves that a gserver manager of this run has granted them.
+"""Ticket ids: the fields that they contain, and the seal that proves that a gserver manager of this run has granted
+them.
 
 The manager ends each id with a code over the rest of it, made with the run's ticket key. The master checks the code
-before it takes a trajectory, so nothing is trained for a ticket that was not granted. It needs no call for that. The key
-is a file in the run's folder, which both processes see: it survives restarts of both, and attempts.
+before it accepts a trajectory, so no trajectory is trained without a granted ticket. The check needs no call to the
+manager. The key is a file in the run's folder, which both processes can read, so it survives their restarts and new
+attempts.
 """
 
 from __future__ import annotations
@@ -17,22 +19,23 @@ from msgspec import Struct
 from asyncrl.protocol.messages import Locator
 from asyncrl.runtime.disk import write_private, writing
 
-KEY_FILE = "ticket.key"  # in the run's folder, for its owner only
+KEY_FILE = "ticket.key"  # in the run's folder, readable only by its owner
 _KEY_BYTES = 32
 _SEAL_BYTES = 8
 _TICKET_ID = re.compile(r"a(\d+)-e(\d+)-p(\d+)-i(\d+)-v(\d+)-h(\d+)-(\w+)", re.ASCII)
 
 
 class TicketId(Struct, frozen=True):
-    """What a ticket id says. The ledger reads it to know a ticket again that it has forgotten: one of a lost worker, or
-    one that the manager before this one has issued."""
+    """The fields of a ticket id. The ledger uses them to recognize a ticket that it has forgotten: one of a lost
+    worker, or one issued by the previous manager.
+    """
 
     attempt: int
     locator: Locator
     issue: int
     min_version: int
     head: int
-    nonce: str  # of the manager process, and a count: an id is never given twice; of a granted one, the seal, too
+    nonce: str  # the manager process's nonce and a counter, so no id is issued twice; a granted id also has the seal
 
     def __str__(self) -> str:
         epoch, position = self.locator.epoch, self.locator.position
@@ -40,7 +43,7 @@ class TicketId(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> TicketId | None:
-        """Inverse of `str`; None for what no ledger has issued."""
+        """Inverse of `str`. Returns None for a text that no ledger has issued."""
         match = _TICKET_ID.fullmatch(text)
         if match is None or len(text) > 200:
             return None
@@ -49,18 +52,18 @@ class TicketId(Struct, frozen=True):
 
 
 class TicketSeal:
-    """Seals tickets, and tells sealed ones from all others."""
+    """Seals ticket ids, and recognizes sealed ids."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
     def seal(self, ticket: TicketId) -> str:
-        """The id to hand out."""
+        """Return the sealed id, ready to hand out."""
         text = str(ticket)
         return f"{text}_{self._code(text)}"
 
     def read(self, text: str) -> TicketId | None:
-        """What a sealed id says; None for one that no manager of this run has granted."""
+        """Return the fields of a sealed id; None for an id that no manager of this run has granted."""
         body, _, code = text.rpartition("_")
         if not code.isascii() or not hmac.compare_digest(code, self._code(body)):
             return None
@@ -71,7 +74,7 @@ class TicketSeal:
 
 
 def make_key(run_dir: Path) -> bytes:
-    """The run's ticket key, made where there is none. Raises StorageError. Only the gserver manager calls it."""
+    """Return the run's ticket key, creating it if it does not exist. Raises StorageError. Only the gserver manager calls it."""
     path = run_dir / KEY_FILE
     with writing(path):
         if (key := read_key(run_dir)) is not None:
@@ -83,7 +86,7 @@ def make_key(run_dir: Path) -> bytes:
 
 
 def read_key(run_dir: Path) -> bytes | None:
-    """The run's ticket key; None where no manager has made it."""
+    """Return the run's ticket key; None if no manager has created it yet."""
     try:
         return (run_dir / KEY_FILE).read_bytes()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Tasks that run beside the main one of a process."""
+"""Tasks that run beside a process's main task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class BackgroundTasks:
     """consumes: coroutines.  produces: the first failure of any of them, which ends the process."""
 
     def __init__(self, name: str, logger: logging.Logger) -> None:
-        """name: of the process, for the names of its tasks."""
+        """name: of the process; it prefixes the names of its tasks."""
         self.running: set[asyncio.Task[Any]] = set()
         self.failed = asyncio.Event()
         self.failure: BaseException | None = None  # the first one

@@ -1,4 +1,4 @@
-"""What a worker shows of itself: its state, its progress, its queues, and every wait with its name and its limit."""
+"""A worker's public state: its phase, progress, queues, and every wait with its name and limit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from asyncrl.runtime.trace import OFF, Tracer
 T = TypeVar("T")
 State = Literal["starting", "running", "stopping", "stopped", "done", "error"]
 
-LONG_WAIT_S = 20.0  # a wait longer than this is written to the log once, with what and on whom
-_CLOCK_SLACK_S = 0.001  # the loop's timers may be early by its clock's resolution
-_OWN_LIMIT_SLACK_S = 5.0  # for what is awaited to end itself, with an error that says more, at a limit of its own
+LONG_WAIT_S = 20.0  # a longer wait is logged once, with its name and source
+_CLOCK_SLACK_S = 0.001  # the loop's timers may fire early by the clock's resolution
+_OWN_LIMIT_SLACK_S = 5.0  # extra time for an awaited object that has its own limit to end with a more specific error
 
 
 class WaitTimeoutError(TimeoutError):
@@ -31,7 +31,7 @@ class WaitTimeoutError(TimeoutError):
 
 
 class StatusBoard:
-    """What a worker shows of itself: state, progress, named waits, queue depths."""
+    """A worker's public state: phase, progress, named waits, queue depths."""
 
     def __init__(self, info: WorkerInfo, logger: logging.Logger, trace: Tracer = OFF) -> None:
         self._info = info
@@ -43,13 +43,13 @@ class StatusBoard:
         self._progress = 0
         self._queues: dict[str, int] = {}
         self.state: State = "starting"
-        self.entered = asyncio.Event()  # another state
+        self.entered = asyncio.Event()  # set at each change of state
         self.version = ""
         self.error = ""
         self.fatal = False
 
     def enter(self, state: State) -> None:
-        """Be in this state, and have that told at once."""
+        """Enter this state, and have it reported at once."""
         self.state = state
         self.entered.set()
 
@@ -64,32 +64,32 @@ class StatusBoard:
     def waiting(
         self, what: str, *, on: str, limit_s: float, waited_s: float = 0.0, detail: Callable[[], str] = str
     ) -> _BoundedWait:
-        """Show what the task waits for in the `async with` block, and end the block at the limit that is shown.
+        """Show the wait of the `async with` block in the status, and end the block at the shown limit.
 
-        What is awaited may have the same limit of its own, and then ends with its own error. Where it does not, the block
-        is cancelled some seconds after the limit and WaitTimeoutError is raised.
-        waited_s: so far, of a wait that goes on. detail: how far it has come, asked for every status and shown
-        behind `what`.
+        The awaited object may have the same limit itself, and then ends with its own error. Otherwise the block is
+        cancelled some seconds after the limit and WaitTimeoutError is raised.
+        waited_s: time already waited, if this continues an earlier wait.
+        detail: returns the progress of the wait; called for every status and shown after `what`.
         """
         return _BoundedWait(_NamedWait(self, what, on, limit_s, waited_s, detail), _OWN_LIMIT_SLACK_S)
 
     def showing(
         self, what: str, *, on: str, limit_s: float | None = None, detail: Callable[[], str] = str
     ) -> _NamedWait:
-        """Show a wait that this does not bound. limit_s: only where all that is waited for ends itself at this limit."""
+        """Show a wait in the status without bounding it. limit_s: only if the awaited object ends itself at this limit."""
         return _NamedWait(self, what, on, limit_s, 0.0, detail)
 
     async def bounded(
         self, awaitable: Awaitable[T], *, what: str, on: str, limit_s: float, detail: Callable[[], str] = str
     ) -> T:
-        """Await something for at most limit_s, visibly. Raises WaitTimeoutError naming what and on whom."""
+        """Await something for at most limit_s and show the wait. Raises WaitTimeoutError with `what` and `on`."""
         start = time.monotonic()
         with self.showing(what, on=on, limit_s=limit_s, detail=detail):
             try:
                 async with asyncio.timeout(limit_s):
                     return await awaitable
             except asyncio.TimeoutError:
-                if time.monotonic() - start < limit_s - _CLOCK_SLACK_S:  # what was awaited has a limit of its own
+                if time.monotonic() - start < limit_s - _CLOCK_SLACK_S:  # the awaitable's own limit
                     raise
                 raise WaitTimeoutError(what, on, limit_s) from None
 
@@ -119,8 +119,9 @@ class StatusBoard:
 
 
 class _NamedWait:
-    """What StatusBoard.showing gives; for one use. A class: whatever a worker awaits, it awaits in one of these, and a generator's
-    context manager takes several times as long."""
+    """The result of StatusBoard.showing; used once. It is a class because workers enter one for every wait, and a
+    generator-based context manager takes several times as long.
+    """
 
     __slots__ = ("_began_us", "_board", "_key", "wait")
 
@@ -151,7 +152,7 @@ class _NamedWait:
 
 
 class _BoundedWait:
-    """What StatusBoard.waiting gives; for one use."""
+    """The result of StatusBoard.waiting; used once."""
 
     __slots__ = ("_shown", "_slack_s", "_timeout")
 
@@ -171,7 +172,7 @@ class _BoundedWait:
         self._shown.__exit__()
         try:
             await self._timeout.__aexit__(kind, error, trace)
-        except TimeoutError:  # this limit's: another's is the error that comes in
+        except TimeoutError:  # raised by this limit; a timeout from inside arrives as `error`
             what, on, _, limit_s, _ = self._shown.wait
             assert limit_s is not None
             raise WaitTimeoutError(what, on, limit_s) from None

@@ -1,7 +1,8 @@
-"""A run's own certificate, where it is on TCP: its private etcd and that etcd's clients show it, its HTTP servers too, and their
-clients trust nothing else.
+"""A run's own TLS certificate, for runs on TCP. The private etcd, its clients and the run's HTTP servers present it,
+and all clients trust only this one.
 
-One for all, signed by itself: whoever has its key belongs to the run. Made by the program openssl, which every cluster has.
+All of them share one self-signed certificate: a process that has its key belongs to the run. It is made by the openssl
+program, which every cluster has.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ _LOCAL = ("127.0.0.1", "localhost")
 
 
 class CertificateError(RuntimeError):
-    """There is no certificate, and why."""
+    """The certificate could not be created; the text gives the reason."""
 
 
 def make_certificate(hosts: Sequence[str]) -> tuple[str, str]:
-    """It and its private key, PEM, valid for these hosts (names or addresses) and this machine. Raises CertificateError."""
+    """Return a certificate and its private key as PEM, valid for these hosts (names or addresses) and this machine.
+    Raises CertificateError.
+    """
     program = shutil.which("openssl")
     if program is None:
         raise CertificateError(
-            "a run on TCP needs a certificate, and there is no program openssl to make it; install it (apt install openssl), or "
-            "set network.tls_cert and name_resolve.endpoints to what is yours"
+            "a run on TCP needs a certificate, but the program openssl was not found; install it (apt install openssl), or "
+            "set network.tls_cert and name_resolve.endpoints to your own"
         )
     command = [program, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", str(_DAYS), "-subj", "/CN=asyncrl", "-addext", f"subjectAltName={_alternatives(hosts)}"]
@@ -39,16 +42,16 @@ def make_certificate(hosts: Sequence[str]) -> tuple[str, str]:
             command, capture_output=True, timeout=_LIMIT_S, check=False, text=True, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CertificateError(f"a certificate could not be made: {error}") from error
+        raise CertificateError(f"could not create a certificate: {error}") from error
     found = re.findall(r"(-----BEGIN ([A-Z ]+)-----.*?-----END \2-----\n)", done.stdout, re.DOTALL)
     blocks = {kind: block for block, kind in found}
     if done.returncode or set(blocks) != {"CERTIFICATE", "PRIVATE KEY"}:
-        raise CertificateError(f"a certificate could not be made: {' '.join(command)}: {done.stderr.strip()[-500:]}")
+        raise CertificateError(f"could not create a certificate: {' '.join(command)}: {done.stderr.strip()[-500:]}")
     return blocks["CERTIFICATE"], blocks["PRIVATE KEY"]
 
 
 def _alternatives(hosts: Sequence[str]) -> str:
-    """Names and their addresses: processes may connect to either."""
+    """Return the names and their addresses, because processes may connect to either."""
     found: dict[str, None] = {}
     for host in (*_LOCAL, *hosts):
         found[_alternative(host)] = None

@@ -1,18 +1,18 @@
-"""Channels: acknowledged messages from many senders to one receiver. Both streams are built on this file.
+"""Channels: acknowledged messages from many senders to one receiver. Both kinds of streams are built on this file.
 
         ChannelSender  -- data, resend queries (PUSH) -->  (PULL)  ChannelReceiver
-              (PULL)  <-- verdicts, what is missing (PUSH) --
+              (PULL)  <-- verdicts, missing messages (PUSH) --
 
-A message is a typed header and raw frames, in one multipart message. It is sent again until the receiving application settles
-it with a verdict (a few bytes, or a refusal with its reason), and reaches the application of one receiver incarnation once.
-The address to answer to is in each message. A receiver publishes its Endpoint under a name; senders follow the name, and send
-what is unsettled to whoever appears there next.
+A message is a typed header and raw frames, in one multipart message. The sender repeats it until the receiving
+application settles it with a verdict: a few bytes, or a refusal with its reason. Each message reaches the application
+of one receiver incarnation once. Each message contains the address for replies. A receiver publishes its Endpoint under
+a name. Senders follow the name and send unsettled messages to the next receiver that appears there.
 
-Backpressure: a receiver's application that does not receive, or does not settle, leaves the senders without credit; their
-`send` then waits. What can be sent again is never more than the credit, and what waits in sockets neither.
+Backpressure: if the receiving application does not receive or settle messages, the senders run out of credit and their
+`send` waits. The credit bounds both the messages that can be sent again and those queued in sockets.
 
-The sender follows a name; PublishedReceiver is a receiver under one. What crosses the wire and what both ends decide is in
-channel_protocol.py.
+The sender follows a name; PublishedReceiver is a receiver that publishes itself under one. Wire messages and the
+decisions of both ends are in channel_protocol.py.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_PEERS = 4096  # senders a receiver remembers; beyond, the one that has been silent longest is forgotten
-_REPORT_VERDICTS = 8  # travel together at most: the sender is to go on while the receiver does
+MAX_PEERS = 4096  # senders that a receiver remembers; above this, it forgets the one silent for longest
+_REPORT_VERDICTS = 8  # maximum verdicts per report, so that the sender can continue while the receiver works
 
 
 # ------------------------------------------------------------------------------------------------------ the sending end
 
 
 class _Message:
-    """A message in the sender's hands: in the backlog until credit admits it, then in the window until it is settled."""
+    """A message at the sender: in the backlog until credit admits it, then in the window until it is settled."""
 
     __slots__ = ("digest", "frames", "future", "header", "nbytes", "read", "sizes")
 
@@ -88,7 +88,7 @@ class _Message:
         self.nbytes = len(header) + sum(self.sizes)
         self.read = read
         self.future = future
-        self.digest: int | None = None  # of the frames as they were when first sent
+        self.digest: int | None = None  # of the frames when first sent
 
     def settle(self, refused: bool, verdict: bytes) -> None:
         if refused:
@@ -105,7 +105,7 @@ class _Message:
 
 
 class _Link(NamedTuple):
-    """The way to the present receiver, and the address of the way back."""
+    """The connection to the current receiver, and the address for replies."""
 
     endpoint: Endpoint
     push: PushSocket
@@ -113,15 +113,16 @@ class _Link(NamedTuple):
 
 
 class ChannelSender:
-    """Sends to whoever holds a name.
+    """Sends to the current receiver under a name.
 
-    consumes: what `send` and `send_nowait` are given; verdicts from the receiver.
-    produces: one verdict a message, or an error.
-    waits for: credit (freed by verdicts), a receiver to appear under the name, verdicts. `send` limits all three together.
+    consumes: messages from `send` and `send_nowait`; verdicts from the receiver.
+    produces: one verdict per message, or an error.
+    waits for: credit (freed by verdicts), a receiver to appear under the name, verdicts. `send` limits all three
+    together.
     unblocked by: the receiving application settling messages; a new receiver; close.
 
-    on_restart says what happens to unsettled messages when the receiver comes back as a new incarnation: `resend` sends them
-    again (the application must tell repeated messages by their content), `fail` raises ReceiverRestarted.
+    on_restart decides about unsettled messages when the receiver comes back as a new incarnation: `resend` sends them
+    again (the application must recognize repeated messages by their content), `fail` raises ReceiverRestarted.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class ChannelSender:
         on_connect: Callable[[Endpoint], None] = lambda endpoint: None,
         transport: Transport | None = None,
     ) -> None:
-        """on_connect: called when it follows the name to a receiver, before anything is sent there."""
+        """on_connect: called when the sender has followed the name to a receiver, before it sends any message there."""
         self.name = name
         self.peer = peer
         self._limits = limits
@@ -155,13 +156,13 @@ class ChannelSender:
         self._timer: asyncio.TimerHandle | None = None
         self._watch: Watch | None = None
         self._pull: PullSocket | None = None
-        self._failure: Exception | None = None  # why nothing more can be sent
+        self._failure: Exception | None = None  # the reason why no more messages can be sent
         self._closed = False
         self.num_resent = 0
         self.num_malformed = 0
 
     async def start(self, resolver: NameResolver | None = None, key: str = "") -> None:
-        """Bind the way back; follow the receiver published under `key`. Does not wait for it (see wait_answered)."""
+        """Bind the socket for replies and follow the receiver published under `key`. Does not wait for it (see wait_answered)."""
         self._loop = asyncio.get_running_loop()
         self._pull = self._transport.bind_pull(
             self._host,
@@ -176,7 +177,7 @@ class ChannelSender:
 
     @property
     def num_pending(self) -> int:
-        """Messages not yet settled, those that wait for credit included."""
+        """Number of unsettled messages, including those that wait for credit."""
         return self._window.num_pending + len(self._backlog)
 
     @property
@@ -190,18 +191,18 @@ class ChannelSender:
 
     @property
     def answered(self) -> bool:
-        """Whether the present incarnation of the receiver has been heard."""
+        """Whether the current incarnation of the receiver has answered."""
         return self._window.answered
 
     async def wait_answered(self) -> None:
-        """Wait until a receiver has answered. Bounded by the caller."""
+        """Wait until a receiver has answered. The caller bounds the wait."""
         await self._answered.wait()
 
     async def send(self, header: bytes, frames: Sequence[Buffer] = (), *, timeout_s: float, what: str) -> bytes:
-        """Send and wait for the verdict, for at most timeout_s in all. The frames must stay unchanged until then.
+        """Send and wait for the verdict, at most timeout_s in total. The frames must stay unchanged until then.
 
-        After TimeoutError or cancellation the outcome is not known: a message that had credit is still delivered, and still
-        counts against the credit, until it is settled. One that had none is not sent.
+        After TimeoutError or cancellation the outcome is unknown: a message that had credit is still delivered, and
+        counts against the credit until it is settled. A message that had no credit is not sent.
         """
         message = self._message(header, frames)
         if self._backlog or not self._window.can_admit(message.nbytes):
@@ -219,29 +220,29 @@ class ChannelSender:
                 self._admit_waiting()
 
     def can_send(self, nbytes: int, count: int = 1) -> bool:
-        """Whether send_nowait would take this now."""
+        """Return whether send_nowait would accept such messages now."""
         return not self._backlog and self._window.can_admit(nbytes, count)
 
     def send_nowait(
         self, header: bytes, frames: Sequence[Buffer] = (), *, read: Callable[[bytes], Any] = bytes
     ) -> asyncio.Future[Any]:
-        """Send; the future gets what `read` makes of the verdict, or raises. Raises ChannelFull where there is no credit."""
+        """Send without waiting. The future gets `read(verdict)` or an error. Raises ChannelFull if there is no credit."""
         message = self._message(header, frames, read)
         if not self.can_send(message.nbytes):
             raise ChannelFull(
-                f"{self.peer} has not settled {self.num_pending} messages; that is all the credit of {self.name}"
+                f"{self.peer} has {self.num_pending} unsettled messages, which use up the credit of {self.name}"
             )
         self._admit(message)
         return message.future
 
     def connect(self, endpoint: Endpoint) -> None:
-        """Send to this receiver from now on. `start` calls this by itself when it follows a name."""
+        """Send to this receiver from now on. `start` calls this when it follows a name."""
         before = self.endpoint
         if endpoint == before or self._closed or self._pull is None:
             return
         if self._places.is_over(endpoint.place):
             logger.warning(
-                "%s: %s of attempt %d, incarnation %d of its worker group, is ignored: it is over",
+                "%s: ignoring the old receiver %s of attempt %d, incarnation %d of its worker group",
                 self.name,
                 endpoint.incarnation,
                 *endpoint.place,
@@ -264,19 +265,19 @@ class ChannelSender:
         self._on_connect(endpoint)
         for out in self._window.new_receiver(self._loop.time()):
             self._transmit(out, link)
-        self._send_query([], link)  # asks for a sign of life
+        self._send_query([], link)  # asks whether the receiver is alive
         self._start_timer()
 
     def fail_all(self, error: Exception) -> None:
-        """Whatever is unsettled fails with this error, and is not sent again."""
+        """Fail all unsettled messages with this error; they are not sent again."""
         for message in [*self._window.clear(), *self._backlog]:
             message.fail(error)
             if not message.future.cancelled():
-                message.future.exception()  # retrieved: nobody need be waiting
+                message.future.exception()  # mark as retrieved: possibly no task awaits it
         self._backlog.clear()
 
     async def close(self) -> None:
-        """Everything unsettled fails with ChannelClosed. Idempotent."""
+        """Close the channel. All unsettled messages fail with ChannelClosed. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -336,7 +337,7 @@ class ChannelSender:
             message.header,
             message.digest,
         )
-        # A full socket is no error: the next resend query finds the message missing.
+        # A full socket is not an error: the next resend query reveals the missing message.
         link.push.send_nowait([encode(envelope), *packed])
 
     def _send_query(self, seqs: list[int], link: _Link) -> None:
@@ -348,7 +349,7 @@ class ChannelSender:
             self._timer = self._loop.call_later(self._limits.resend_after_s / 2, self._tick)
 
     def _tick(self) -> None:
-        """The channel's one timer: runs while something is unsettled."""
+        """The channel's only timer. It runs while messages are unsettled."""
         self._timer = None
         seqs = self._window.resend_query(self._loop.time())
         if seqs is not None and self._link is not None:
@@ -360,7 +361,7 @@ class ChannelSender:
         if message in self._backlog:
             state = f"still without credit: {self._window.num_pending} messages are unsettled"
         elif self._link is None:
-            state = "nobody is published there"
+            state = "no receiver is published there"
         else:
             state = "it has answered before" if self._window.answered else "it has never answered"
         message.fail(TimeoutError(f"{self.name}: waited {timeout_s:g} s for {self.peer} to settle {what}; {state}"))
@@ -380,7 +381,7 @@ class ChannelSender:
             return
         link = self._link
         if report.target != self._incarnation or link is None or report.source != link.endpoint.incarnation:
-            return  # of an earlier incarnation: what that one settled died with it
+            return  # a report of an earlier incarnation: its settlements are lost with it
         now = self._loop.time()
         if not self._window.answered:
             self._window.heard()
@@ -403,7 +404,7 @@ class ChannelSender:
             self.num_resent += 1
             self._transmit(out, link)
         for message in lost:
-            message.fail(ChannelRefused(f"{self.peer} never got the message, however often it was sent"))
+            message.fail(ChannelRefused(f"{self.peer} did not receive the message despite repeated sends"))
 
     def _name_changed(self, event: WatchEvent) -> None:
         """Called on a thread of the resolver."""
@@ -412,12 +413,12 @@ class ChannelSender:
 
     def _follow(self, published: str | None) -> None:
         if not published:
-            return  # its lease ran out: whoever comes next will be published
+            return  # the receiver's lease expired; the next receiver will be published
         try:
             self.connect(msgspec.json.decode(published, type=Endpoint))
         except (*DECODE_ERRORS, ValueError) as error:
             logger.error(
-                "%s: what is published for %s is not an endpoint: %r (%s)", self.name, self.peer, published, error
+                "%s: the value published for %s is not an endpoint: %r (%s)", self.name, self.peer, published, error
             )
 
 
@@ -425,7 +426,7 @@ class ChannelSender:
 
 
 class _Peer:
-    """A sender, as the receiver knows it."""
+    """The receiver's record of a sender."""
 
     __slots__ = ("back", "ledger", "name", "order", "push", "source", "unsent")
 
@@ -436,7 +437,7 @@ class _Peer:
         self.ledger = PeerLedger(low)
         self.order: InOrder[Delivery | None] = InOrder(low)
         self.push: PushSocket | None = None
-        self.unsent: list[tuple[int, Verdict]] = []  # verdicts that go with the next report
+        self.unsent: list[tuple[int, Verdict]] = []  # verdicts for the next report
 
 
 class Delivery:
@@ -452,7 +453,7 @@ class Delivery:
         self._settled = False
         self.seq = seq
         self.header = header
-        self.frames = frames  # views of received memory: read-only, and perhaps misaligned
+        self.frames = frames  # views of received memory: read-only, possibly misaligned
         self.nbytes = nbytes
 
     @property
@@ -460,16 +461,16 @@ class Delivery:
         return self._peer.name
 
     def ack(self, verdict: bytes = b"") -> None:
-        """The message is safe here: the sender gets the verdict and forgets the message."""
+        """Accept the message, which is now safe here. The sender gets the verdict and forgets the message."""
         self._settle(Verdict(False, verdict))
 
     def refuse(self, reason: str) -> None:
-        """The message is no good: the sender's `send` raises ChannelRefused with this reason."""
+        """Refuse the message. The sender's `send` raises ChannelRefused with this reason."""
         self._settle(Verdict(True, reason.encode()))
 
     def _settle(self, verdict: Verdict) -> None:
         if self._settled:
-            raise RuntimeError(f"message {self.seq} of {self.sender} is settled already")
+            raise RuntimeError(f"message {self.seq} of {self.sender} is already settled")
         self._settled = True
         self._receiver._settle(self._peer, self.seq, verdict)
 
@@ -478,11 +479,12 @@ class ChannelReceiver:
     """Receives from any number of senders. A new object is a new incarnation.
 
     consumes: messages and resend queries from the socket.
-    produces: deliveries, each message once; verdicts, and what is missing, to the senders.
-    waits for: room among the deliveries not yet received (queue_items, queue_bytes): meanwhile it reads nothing.
+    produces: deliveries, each message once; verdicts and missing numbers, to the senders.
+    waits for: room among the queued deliveries (at most credit_items, credit_bytes); without room it reads nothing.
     unblocked by: `receive`.
 
-    ordered: deliveries of one sender come in the order of sending without gaps (its channel must have on_restart="fail").
+    ordered: deliveries of one sender come in the order of sending without gaps (its channel must have
+    on_restart="fail").
     """
 
     def __init__(
@@ -506,11 +508,11 @@ class ChannelReceiver:
         self._paused = False
         self._pull: PullSocket | None = None
         self._failure: Exception | None = None
-        self.num_malformed = 0  # messages that could not even be answered
-        self.num_damaged = 0  # messages whose frames were not what was sent
+        self.num_malformed = 0  # messages too malformed to be answered
+        self.num_damaged = 0  # messages whose frames did not match their digest
 
     async def start(self) -> Endpoint:
-        """Bind. Publish the result under the channel's name."""
+        """Bind the socket. The caller publishes the result under the channel's name."""
         limits = self._limits
         self._pull = self._transport.bind_pull(
             self._host,
@@ -522,12 +524,12 @@ class ChannelReceiver:
         return Endpoint(self._pull.address, self._incarnation, limits.max_message_bytes)
 
     async def receive(self) -> Delivery:
-        """The next delivery. A cancelled receive changes nothing. Raises ChannelClosed after close."""
+        """Return the next delivery. A cancelled receive changes nothing. Raises ChannelClosed after close."""
         if self._failure is not None and self._queue.empty():
             raise self._failure
         delivery = await self._queue.get()
         if isinstance(delivery, Exception):
-            self._queue.put_nowait(delivery)  # for other tasks that wait
+            self._queue.put_nowait(delivery)  # for other waiting tasks
             raise delivery
         self._queue_bytes -= delivery.nbytes
         if self._paused and not self._full() and self._pull is not None:
@@ -537,16 +539,16 @@ class ChannelReceiver:
 
     @property
     def num_queued(self) -> int:
-        """Deliveries that wait for `receive`."""
+        """Number of deliveries that wait for `receive`."""
         return self._queue.qsize()
 
     @property
     def num_remembered(self) -> int:
-        """Sequence numbers remembered, of all senders: bounded by their windows."""
+        """Number of remembered sequence numbers of all senders; bounded by their windows."""
         return sum(len(peer.ledger) for peer in self._peers.values())
 
     async def close(self) -> None:
-        """Idempotent. Verdicts given just before may be lost with the sockets."""
+        """Close the sockets. Idempotent. Verdicts given just before may be lost with the sockets."""
         for peer in self._peers.values():
             self._flush(peer)
         if self._failure is None:
@@ -560,7 +562,9 @@ class ChannelReceiver:
     # ------------------------------------------------------------------------------------------------------------- inside
 
     def _full(self) -> bool:
-        """Enough waits for `receive`: read no more until it has come. What then waits in sockets is bounded by the credit."""
+        """Return whether to stop reading until `receive` has made room. The credit bounds the messages that then wait
+        in sockets.
+        """
         return self._queue.qsize() >= self._limits.credit_items or self._queue_bytes >= self._limits.credit_bytes
 
     def _reading_failed(self, error: Exception) -> None:
@@ -588,9 +592,10 @@ class ChannelReceiver:
         if isinstance(message, ResendQuery):
             self._answer(peer, message.seqs, message.low)
             return
-        if digest_of(frames[1:]) != message.digest and has_sizes(frames[1:], message.sizes):  # else malformed: refused
+        # Wrong sizes mean that the message is malformed, not damaged: it is refused below
+        if digest_of(frames[1:]) != message.digest and has_sizes(frames[1:], message.sizes):
             self._note_damaged(peer, message.seq)
-            self._answer(peer, [message.seq], message.low)  # as if it had been asked for: it is missing, and sent again
+            self._answer(peer, [message.seq], message.low)  # as if queried: it is missing and is sent again
             return
         arrival = peer.ledger.arrive(message.seq, message.low)
         if arrival == "new":
@@ -603,7 +608,7 @@ class ChannelReceiver:
             )
 
     def _answer(self, peer: _Peer, seqs: Sequence[int], low: int) -> None:
-        """Say of these messages which are settled, and which have not come."""
+        """Report which of these messages are settled and which have not arrived."""
         if self._ordered:
             self._enqueue(peer.order.advance(low))
         settled, missing = peer.ledger.asked(seqs, low)
@@ -613,7 +618,7 @@ class ChannelReceiver:
         self.num_damaged += 1
         if self.num_damaged & (self.num_damaged - 1) == 0:
             logger.warning(
-                "%s: message %d of %s was damaged on its way (number %d); it is asked for again",
+                "%s: message %d of %s was damaged in transit (number %d); requesting it again",
                 self.name,
                 seq,
                 peer.name,
@@ -634,7 +639,7 @@ class ChannelReceiver:
 
     def _enqueue(self, deliveries: Sequence[Delivery | None]) -> None:
         for delivery in deliveries:
-            if delivery is not None:  # else it was refused, and only keeps its place in the order
+            if delivery is not None:  # otherwise it was refused, and only keeps its place in the order
                 self._queue_bytes += delivery.nbytes
                 self._queue.put_nowait(delivery)
         if not self._paused and self._full() and self._pull is not None:
@@ -642,7 +647,9 @@ class ChannelReceiver:
             self._pull.pause()
 
     def _settle(self, peer: _Peer, seq: int, verdict: Verdict) -> None:
-        """Verdicts given in one turn of the event loop travel together, up to a few; the last one that can come goes at once."""
+        """Send verdicts to the sender. Verdicts from one event-loop turn are batched, up to _REPORT_VERDICTS. The last
+        outstanding verdict is sent immediately.
+        """
         if not peer.ledger.settle(seq, verdict):
             return
         peer.unsent.append((seq, verdict))
@@ -662,7 +669,7 @@ class ChannelReceiver:
         if peer.push is None:
             peer.push = self._connect(peer.back)
         verdicts = [(seq, verdict.refused, verdict.body) for seq, verdict in settled]
-        # A full socket is no error: the sender will ask.
+        # A full socket is not an error: the sender will query.
         peer.push.send_nowait([encode(Report(peer.source, self._incarnation, verdicts, missing))])
 
     def _connect(self, back: str) -> PushSocket:
@@ -673,7 +680,7 @@ class ChannelReceiver:
         peer.push = self._connect(peer.back)
         for earlier in self._peers.values():
             if earlier.name == peer.name:
-                self._hang_up(earlier)  # that sender is gone; what it sent is still good
+                self._hang_up(earlier)  # that sender is gone; its messages remain valid
         self._peers[peer.source] = peer
         while len(self._peers) > MAX_PEERS:
             silent = next((peer for peer in self._peers.values() if not peer.ledger.num_held), None)
@@ -690,13 +697,13 @@ class ChannelReceiver:
 
 
 class FencedError(RuntimeError):
-    """This process speaks for an attempt of the training side that is over."""
+    """This process belongs to an attempt of the training side, or to a group incarnation, that a later one has replaced."""
 
 
 class PublishedReceiver(ABC, Generic[T]):
-    """A channel's receiver, published as a stream, that gives what `_read` makes of each message.
+    """A channel receiver that is published as a stream and returns each message as read by `_read`.
 
-    consumes: the stream.  produces: what was read; refusals of what cannot be.
+    consumes: the stream.  produces: the messages read; refusals of unreadable ones.
     waits for: a message.  unblocked by: senders; close.
     """
 
@@ -716,18 +723,18 @@ class PublishedReceiver(ABC, Generic[T]):
         group_incarnation: int = 0,
     ) -> None:
         self._resolver = resolver
-        self._attempts = Fence(attempt)  # this one for good
+        self._attempts = Fence(attempt)  # fixed for the life of this receiver
         self._group_incarnation = group_incarnation
         self._key = names.stream(stream)
-        self._label = label  # what it is called in refusals
+        self._label = label  # its name in refusals
         self._lease = lease
         self._start_timeout_s = limits.start_timeout_s
         self._receiver = ChannelReceiver(stream, limits=limits, host=host, ordered=ordered, transport=transport)
 
     async def start(self) -> None:
-        """Bind, then publish: whoever finds the name finds a bound socket.
+        """Bind first, then publish, so that a published name always has a bound socket.
 
-        Raises FencedError where a later attempt, or a later incarnation of its worker group, has the name.
+        Raises FencedError if a later attempt, or a later incarnation of the worker group, holds the name.
         """
         await asyncio.to_thread(self._check_name)
         endpoint = msgspec.structs.replace(
@@ -740,11 +747,11 @@ class PublishedReceiver(ABC, Generic[T]):
 
     @property
     def num_queued(self) -> int:
-        """Messages that have arrived and wait to be received."""
+        """Number of messages that have arrived and wait to be received."""
         return self._receiver.num_queued
 
     async def close(self) -> None:
-        """Verdicts given just before may be lost with the sockets."""
+        """Close the receiver. Verdicts given just before may be lost with the sockets."""
         await self._receiver.close()
 
     def _check_name(self) -> None:
@@ -765,7 +772,7 @@ class PublishedReceiver(ABC, Generic[T]):
         )
 
     async def _next(self) -> T:
-        """The next message that can be read. A cancelled wait changes nothing."""
+        """Return the next readable message. A cancelled wait changes nothing."""
         while True:
             delivery = await self._receiver.receive()
             try:
@@ -778,4 +785,4 @@ class PublishedReceiver(ABC, Generic[T]):
 
     @abstractmethod
     def _read(self, delivery: Delivery) -> T:
-        """What a message holds. Raises one of DECODE_ERRORS or CodecError where it cannot be read."""
+        """Decode a message. Raises one of DECODE_ERRORS or CodecError if it is unreadable."""

@@ -1,12 +1,13 @@
-"""The protocol of a channel, without sockets: what crosses the wire, limits and errors, and what its two ends decide.
+"""The protocol of a channel, without sockets: messages on the wire, limits, errors, and the decisions of both ends.
 
-Every ZeroMQ message begins with a checksum of the rest of its first frame, so that damage there is loss and no wrong sequence
-number; the first frame has one of the others, so that what was damaged there is sent again and no changed number is ever trained.
+Every ZeroMQ message begins with a checksum of the rest of its first frame: damage there counts as loss and cannot
+produce a wrong sequence number. The first frame contains a checksum of the other frames: a message damaged there is
+sent again, so no changed number is ever trained.
 
-The two ends decide in plain classes that take events and the time. SendWindow is the sender's side: what is unacknowledged, how
-much more fits, when to ask the receiver what it lacks. PeerLedger is the receiver's side, one for each sender: which sequence
-numbers have come, and which verdict each was given. InOrder puts messages back in the order they were sent. channel.py runs them
-over sockets.
+Both ends decide in plain classes that take events and the time as arguments. SendWindow is the sender's side:
+unacknowledged messages, free credit, and when to ask the receiver which messages it lacks. PeerLedger is the receiver's
+side, one per sender: which sequence numbers have arrived, and the verdict on each. InOrder restores the order of
+sending. channel.py runs these classes over sockets.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-QUEUE_SLACK = 64  # room in sockets' queues above the credit, for resend queries and what is sent again
-ENVELOPE_SLACK = 65536  # bytes that a frame may have besides what counts as the message
+QUEUE_SLACK = 64  # room in socket queues above the credit, for resend queries and resent messages
+ENVELOPE_SLACK = 65536  # bytes that a frame may have beyond the counted message size
 _CHECKSUM_BYTES = 4
-_JOINED_BYTES = 1 << 15  # frames of up to this size travel as one: a frame costs as much as copying this
-# The oldest unacknowledged message and the newest one are never further apart: this bounds what a receiver must remember.
+_JOINED_BYTES = 1 << 15  # frames up to this size are joined into one: a frame costs as much as copying this size
+# Maximum distance between the oldest unacknowledged message and the newest one. It bounds a receiver's memory.
 WINDOW_SPAN = 4096
-MAX_SENDS = 16  # a message that a receiver asks for again and again never will arrive: refuse it
-MAX_BACKOFF = 8  # resend queries come at most this many times later than the first
+MAX_SENDS = 16  # a message that is still missing after this many sends is given up
+MAX_BACKOFF = 8  # the interval of resend queries grows to at most this multiple
 MAX_QUERY = 1024  # sequence numbers in one resend query
 
 
 class ChannelError(Exception):
-    """A message was not settled, and will not be."""
+    """A message was not settled and will not be."""
 
 
 class ChannelRefused(ChannelError):
-    """The receiver (or, for an oversized message, the sender itself) refused a message; the text is the reason."""
+    """The receiver refused a message, or the sender itself did because it is too large; the text is the reason."""
 
 
 class ChannelFull(ChannelError):
-    """There is no credit left, and the caller would not wait."""
+    """No credit is left, and the caller did not want to wait."""
 
 
 class ChannelClosed(ChannelError):
@@ -55,7 +56,7 @@ class ChannelClosed(ChannelError):
 
 
 class ReceiverRestarted(ChannelError):
-    """The receiver is a new incarnation: what became of the message in the old one is not known."""
+    """The receiver is a new incarnation; the fate of the message in the old one is unknown."""
 
 
 @dataclass(frozen=True)
@@ -83,41 +84,41 @@ class ChannelLimits:
 
 
 class Endpoint(Struct, frozen=True):
-    """What a receiver publishes under its name (as JSON)."""
+    """The record (JSON) that a receiver publishes under its name."""
 
     address: str
     incarnation: str
     max_message_bytes: int
-    attempt: int = 1  # of the training side that it belongs to; senders do not go back to a lower one
-    group_incarnation: int = 0  # in that attempt, of a receiver in a detached group: nor to a lower one of these
+    attempt: int = 1  # of its training side; senders never return to a lower one
+    group_incarnation: int = 0  # in that attempt, of a detached group's receiver; senders never return to a lower one
 
     @property
     def place(self) -> tuple[int, int]:
-        """What only grows."""
+        """The pair that only grows, for the fence."""
         return self.attempt, self.group_incarnation
 
 
 class Data(Struct, frozen=True, array_like=True, tag="data"):
-    target: str  # incarnation of the receiver it is meant for
+    target: str  # incarnation of the intended receiver
     source: str  # incarnation of the sender
-    name: str  # what the sender is called
-    back: str  # address for answers
-    low: int  # everything before is settled
+    name: str  # the sender's name
+    back: str  # address for replies
+    low: int  # every earlier message is settled
     seq: int
     sizes: list[int]  # of the message's frames; see `pack`
     header: bytes
-    digest: int = 0  # of the frames as they travel; see `digest_of`
+    digest: int = 0  # of the frames as sent; see `digest_of`
 
 
 class ResendQuery(Struct, frozen=True, array_like=True, tag="probe"):
-    """Asks which of these messages have come; without any, whether the receiver is there."""
+    """Asks which of these messages have arrived; with an empty list, whether the receiver is alive."""
 
     target: str
     source: str
     name: str
     back: str
     low: int
-    seqs: list[int]  # have these come?
+    seqs: list[int]  # sequence numbers in question
 
 
 class Report(Struct, frozen=True, array_like=True, tag="report"):
@@ -146,9 +147,9 @@ def decode_report(frame: bytes) -> Report:
 
 
 def _checked(frame: bytes) -> bytes:
-    body = frame[_CHECKSUM_BYTES:]  # a copy of a few hundred bytes costs less than a view
+    body = frame[_CHECKSUM_BYTES:]  # copying a few hundred bytes costs less than a view
     if zlib.crc32(body) != int.from_bytes(frame[:_CHECKSUM_BYTES], "little"):
-        raise msgspec.DecodeError("the checksum does not fit")
+        raise msgspec.DecodeError("the checksum does not match")
     return body
 
 
@@ -156,7 +157,7 @@ def _checked(frame: bytes) -> bytes:
 
 
 def pack(frames: Sequence[Buffer], sizes: Sequence[int]) -> list[Buffer]:
-    """Frames as they travel: the small ones joined, then the others as they are. `sizes` are their sizes in bytes."""
+    """Return the frames as sent: the small ones joined, then the others unchanged. `sizes` are the frames' sizes in bytes."""
     small: list[Buffer] = []
     large: list[Buffer] = []
     for frame, size in zip(frames, sizes, strict=True):
@@ -165,7 +166,7 @@ def pack(frames: Sequence[Buffer], sizes: Sequence[int]) -> list[Buffer]:
 
 
 def digest_of(packed: Sequence[Buffer]) -> int:
-    """Checksum (xxh3) of frames as they travel; 0 of none."""
+    """Return the checksum (xxh3) of the frames as sent; 0 if there are none."""
     if len(packed) < 2:
         return xxhash.xxh3_64_intdigest(packed[0]) if packed else 0
     digest = xxhash.xxh3_64()
@@ -175,12 +176,12 @@ def digest_of(packed: Sequence[Buffer]) -> int:
 
 
 def has_sizes(arrived: Sequence[Buffer], sizes: Sequence[int]) -> bool:
-    """Whether as many bytes have arrived as were announced."""
+    """Return whether the number of received bytes equals the announced total."""
     return sum(memoryview(frame).nbytes for frame in arrived) == sum(sizes)
 
 
 def unpack(arrived: Sequence[Buffer], sizes: Sequence[int]) -> list[memoryview]:
-    """What `pack` was given, as views. Raises ValueError where the sizes are not those of what has arrived."""
+    """Inverse of `pack`, as views. Raises ValueError if the announced sizes do not match the received frames."""
     views = [memoryview(frame) for frame in arrived]
     expected = [size for size in sizes if size > _JOINED_BYTES]
     joined = len(expected) < len(sizes)
@@ -188,7 +189,7 @@ def unpack(arrived: Sequence[Buffer], sizes: Sequence[int]) -> list[memoryview]:
         expected.insert(0, sum(sizes) - sum(expected))
     found = [view.nbytes for view in views]
     if found != expected or (sizes and min(sizes) < 0):
-        raise ValueError(f"malformed: frames of {found} bytes, announced were {list(sizes)}")
+        raise ValueError(f"malformed: received frames of {found} bytes, announced {list(sizes)}")
     if not joined:
         return views
     frames, start, others = [], 0, iter(views[1:])
@@ -201,11 +202,11 @@ def unpack(arrived: Sequence[Buffer], sizes: Sequence[int]) -> list[memoryview]:
     return frames
 
 
-# ------------------------------------------------------------------------------------------------- what the ends decide
+# ----------------------------------------------------------------------------------------------- decisions of both ends
 
 
 class Verdict(NamedTuple):
-    """How the receiver settled a message: a body for the sender, or the reason why it was refused."""
+    """The receiver's settlement of a message: a body for the sender, or the reason for a refusal."""
 
     refused: bool
     body: bytes
@@ -213,7 +214,7 @@ class Verdict(NamedTuple):
 
 @dataclass
 class Outgoing(Generic[T]):
-    """A message that has not been settled."""
+    """A message that is not settled."""
 
     seq: int
     item: T
@@ -225,24 +226,25 @@ class Outgoing(Generic[T]):
 class SendWindow(Generic[T]):
     """Unsettled messages of one sender, bounded by credit in items and bytes.
 
-    A message stays until the receiver settles it. What has waited for resend_after_s is asked about (a resend query lists sequence
-    numbers, and costs next to nothing while the receiver is frozen or slow); only what the receiver then says it lacks is sent
-    again. Unanswered or fruitless queries come at growing intervals. A new receiver gets everything again.
+    A message stays until the receiver settles it. A resend query asks about messages that were sent more than
+    resend_after_s ago. It lists only sequence numbers, so it costs little even while the receiver is frozen or slow.
+    Only messages that the receiver then reports missing are sent again. Queries without an answer or effect are
+    repeated at growing intervals. A new receiver gets all pending messages again.
     """
 
     def __init__(self, *, credit_items: int, credit_bytes: int, resend_after_s: float) -> None:
         for field, value in (("items", credit_items), ("bytes", credit_bytes), ("resend_after_s", resend_after_s)):
             if value <= 0:
                 raise ValueError(
-                    f"channel credit: {field} is {value}; it must be positive, or nothing could ever be sent"
+                    f"channel credit: {field} is {value}; it must be positive, otherwise no message could be sent"
                 )
         self._credit_items = min(credit_items, WINDOW_SPAN)
         self._credit_bytes = credit_bytes
         self._resend_after_s = resend_after_s
-        self._pending: dict[int, Outgoing[T]] = {}  # by sequence, oldest first
+        self._pending: dict[int, Outgoing[T]] = {}  # by sequence number, oldest first
         self._pending_bytes = 0
         self._next_seq = 0
-        self._answered = False  # the present receiver has said something
+        self._answered = False  # the current receiver has reported something
         self._query_interval_s = resend_after_s
         self._no_query_before = 0.0
 
@@ -256,29 +258,31 @@ class SendWindow(Generic[T]):
 
     @property
     def answered(self) -> bool:
-        """Whether the present receiver has been heard."""
+        """Whether the current receiver has answered."""
         return self._answered
 
     @property
     def low(self) -> int:
-        """Every message before this one is settled and will not be sent again: the receiver may forget it."""
+        """Every message before this one is settled and will not be sent again, so the receiver may forget it."""
         return next(iter(self._pending), self._next_seq)
 
     def can_admit(self, nbytes: int, count: int = 1) -> bool:
-        """Whether credit allows `count` more messages of together nbytes. One that exceeds all credit goes when it is alone."""
+        """Return whether credit allows `count` more messages of nbytes in total. A message larger than all credit may
+        go when it is alone.
+        """
         if self._next_seq + count - self.low > WINDOW_SPAN or len(self._pending) + count > self._credit_items:
             return False
         return not self._pending or self._pending_bytes + nbytes <= self._credit_bytes
 
     def admit(self, item: T, nbytes: int, now: float) -> Outgoing[T]:
-        """Take a message in. The caller has asked can_admit."""
+        """Admit a message. The caller must have checked can_admit."""
         out = self._pending[self._next_seq] = Outgoing(self._next_seq, item, nbytes, now)
         self._next_seq += 1
         self._pending_bytes += nbytes
         return out
 
     def settle(self, seq: int, now: float) -> T | None:
-        """The receiver has settled a message. None: it was settled before."""
+        """Record that the receiver has settled a message. Returns its item; None if it was settled before."""
         out = self._pending.pop(seq, None)
         if out is None:
             return None
@@ -287,7 +291,9 @@ class SendWindow(Generic[T]):
         return out.item
 
     def missing(self, seqs: Sequence[int], now: float) -> tuple[list[Outgoing[T]], list[T]]:
-        """The receiver lacks these: what to send again, and what to give up (it is no longer pending then)."""
+        """Handle messages that the receiver lacks. Returns the messages to send again, and the items to give up, which
+        are then no longer pending.
+        """
         again: list[Outgoing[T]] = []
         lost: list[T] = []
         for seq in seqs:
@@ -307,11 +313,11 @@ class SendWindow(Generic[T]):
         return again, lost
 
     def heard(self) -> None:
-        """The present receiver has said something."""
+        """Record that the current receiver has answered."""
         self._answered = True
 
     def new_receiver(self, now: float) -> list[Outgoing[T]]:
-        """A new incarnation of the receiver: everything pending is to be sent (again), in order."""
+        """Start over with a new incarnation of the receiver. Returns all pending messages, in order, to be sent (again)."""
         self._answered = False
         self._query_interval_s = self._resend_after_s
         self._no_query_before = now + self._resend_after_s
@@ -321,7 +327,9 @@ class SendWindow(Generic[T]):
         return list(self._pending.values())
 
     def resend_query(self, now: float) -> list[int] | None:
-        """Sequence numbers to ask the receiver about now (none, to ask whether it is there at all). None: nothing to ask."""
+        """Return the sequence numbers to ask the receiver about now (an empty list asks whether it is alive); None if
+        no query is due.
+        """
         if now < self._no_query_before:
             return None
         oldest = now - self._resend_after_s
@@ -333,7 +341,7 @@ class SendWindow(Generic[T]):
         return seqs
 
     def clear(self) -> list[T]:
-        """Give everything up."""
+        """Give up all pending messages and return their items."""
         items = [out.item for out in self._pending.values()]
         self._pending.clear()
         self._pending_bytes = 0
@@ -348,10 +356,11 @@ Arrival = Literal["new", "held", "past", "beyond"]
 
 
 class PeerLedger:
-    """What a receiver knows of one sender's messages: those from `low` on that have come, and their verdicts if settled.
+    """A receiver's record of one sender's messages: those from `low` on that have arrived, and their verdicts if
+    settled.
 
-    Everything before `low` is settled as far as the sender is concerned (each message says so), hence forgotten: the memory is
-    at most WINDOW_SPAN entries. `low` never goes back.
+    Each message states that everything before `low` is settled for the sender, so the ledger forgets it. The memory is
+    therefore at most WINDOW_SPAN entries. `low` never decreases.
     """
 
     def __init__(self, low: int) -> None:
@@ -367,8 +376,10 @@ class PeerLedger:
         return self._num_held
 
     def arrive(self, seq: int, low: int) -> Arrival | Verdict:
-        """A message has come. `new`: deliver it; `held`: it is being worked on, ignore it; a verdict: repeat that;
-        `past`: it is settled and the sender knows; `beyond`: no honest sender is that far ahead."""
+        """Record the arrival of a message. Returns `new`: deliver it; `held`: it is being processed, ignore it; a
+        verdict: repeat that verdict; `past`: it is settled and the sender knows; `beyond`: further ahead than a
+        correct sender can be.
+        """
         self._advance(low)
         if seq < self._low:
             return "past"
@@ -381,17 +392,19 @@ class PeerLedger:
         return self._verdicts[seq] or "held"
 
     def settle(self, seq: int, verdict: Verdict) -> bool:
-        """Record a verdict. False: the sender has given the message up, nobody waits for it."""
+        """Record a verdict. Returns False if the sender has given the message up, so the verdict is not needed."""
         if seq not in self._verdicts:
             return False
         if self._verdicts[seq] is not None:
-            raise ValueError(f"message {seq} is settled already")
+            raise ValueError(f"message {seq} is already settled")
         self._verdicts[seq] = verdict
         self._num_held -= 1
         return True
 
     def asked(self, seqs: Sequence[int], low: int) -> tuple[list[tuple[int, Verdict]], list[int]]:
-        """A resend query: the verdicts of those that are settled, and those that have not come. The rest is held."""
+        """Handle a resend query. Returns the verdicts of settled messages and the numbers that have not arrived. The
+        others are held.
+        """
         self._advance(low)
         settled: list[tuple[int, Verdict]] = []
         missing: list[int] = []
@@ -418,7 +431,7 @@ class PeerLedger:
 
 
 class InOrder(Generic[T]):
-    """Releases messages in sequence, without gaps. What the sender has given up (everything before its `low`) is skipped."""
+    """Releases messages in sequence without gaps. Messages that the sender has given up (all before its `low`) are skipped."""
 
     def __init__(self, low: int) -> None:
         self._next = low
@@ -428,13 +441,13 @@ class InOrder(Generic[T]):
         return len(self._waiting)
 
     def arrive(self, seq: int, low: int, item: T) -> list[T]:
-        """A message has come (each once): the messages to hand on now."""
+        """Take a message, each only once. Returns the messages that can now be passed on."""
         if seq >= max(self._next, low):
             self._waiting[seq] = item
         return self.advance(low)
 
     def advance(self, low: int) -> list[T]:
-        """The sender will send nothing before `low` again: the messages to hand on now."""
+        """Skip to `low`, below which the sender sends no message again. Returns the messages that can now be passed on."""
         if low > self._next:
             self._next = low
             self._waiting = {seq: item for seq, item in self._waiting.items() if seq >= low}

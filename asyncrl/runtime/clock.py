@@ -1,4 +1,4 @@
-"""Time, as the parts of a process see it: passed in, so that tests turn it by hand."""
+"""Clocks for the parts of a process. Callers pass them in, so that tests can advance time by hand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Final, Protocol
 
 
 class Clock(Protocol):
-    """monotonic() for durations and deadlines, time() (seconds since the epoch) for what is written down, sleep() for threads
-    that have no event loop."""
+    """monotonic() for durations and deadlines, time() (seconds since the epoch) for recorded times, sleep() for threads
+    without an event loop.
+    """
 
     def monotonic(self) -> float: ...
 
@@ -35,7 +36,7 @@ SYSTEM_CLOCK: Final = SystemClock()
 
 
 def wait_until(condition: Callable[[], bool], *, limit_s: float, every_s: float, clock: Clock = SYSTEM_CLOCK) -> bool:
-    """Look every so many seconds whether something holds, on a thread that may wait. False: it did not within limit_s."""
+    """Check a condition every `every_s` seconds, on a thread that may block. Returns False if it was not met within limit_s."""
     deadline = clock.monotonic() + limit_s
     while not condition():
         if clock.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Which GPUs and cores this process may use, found without torch and without a driver."""
+"""The GPUs and cores that this process may use, found without torch or a driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def visible_devices() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. Asks the file system: no torch, no driver."""
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. Reads only the environment and /dev: no torch, no
+    driver.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [device for device in chosen.split(",") if device.strip()]
@@ -17,18 +19,18 @@ def visible_devices() -> list[str]:
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may run on, by number."""
+    """The numbers of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0))
 
 
 def granted_cores() -> int:
-    """So many that a batch system has given us; else all that are usable."""
+    """The number of cores that a batch system has granted; otherwise the number of usable cores."""
     given = os.environ.get("SLURM_CPUS_ON_NODE", "")
     return int(given) if given.isdigit() and int(given) else len(usable_cores())
 
 
 def granted_memory() -> int:
-    """Bytes that a batch system has given us; 0: it does not say."""
+    """The bytes of memory that a batch system has granted; 0 if unknown."""
     node, core = os.environ.get("SLURM_MEM_PER_NODE", ""), os.environ.get("SLURM_MEM_PER_CPU", "")
     megabytes = int(node) if node.isdigit() else int(core) * granted_cores() if core.isdigit() else 0
     return megabytes << 20

@@ -1,7 +1,7 @@
-"""What a person is told when a file of a run cannot be written: which, why, how much room there is, and what helps.
+"""Explains to the user why a file of a run cannot be written: the path, the reason, the free space and the remedy.
 
-The system says `No space left on device` and mostly not where. Whatever writes into a run's folder does so inside
-`writing(path)`, which puts the rest to it.
+The operating system reports `No space left on device`, usually without the path. All code that writes into a run's
+folder does so inside `writing(path)`, which adds the rest.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
-NO_MORE_FILES = {errno.EMFILE, errno.ENFILE}  # open ones: sockets and pipes count, too
+NO_MORE_FILES = {errno.EMFILE, errno.ENFILE}  # open files, including sockets and pipes
 _EXPLAINED = {
     *_FULL,
     *_FORBIDDEN,
     *NO_MORE_FILES,
     errno.EFBIG,
     errno.EIO,
-}  # others are no matter of disks: a folder that is gone
-_MAX_CAUSES = 20  # of an error, one behind the other
-_OPEN_FILES = 65_536  # enough; more would make starting a process slow on systems that close them one by one
-LEAST_OPEN_FILES = 256  # the quickstart runs with so many; etcd refuses fewer than 150
+}  # other errors have other causes than disks, such as a removed folder
+_MAX_CAUSES = 20  # in a chain of exceptions
+_OPEN_FILES = 65_536  # enough; more would slow process start on systems that close descriptors one by one
+LEAST_OPEN_FILES = 256  # the quickstart runs with this limit; etcd refuses fewer than 150
 MORE_OPEN_FILES = (
     "raise the hard limit as root: /etc/security/limits.conf, a service's LimitNOFILE, docker run --ulimit nofile=65536"
 )
-_NEARLY_FULL_BYTES = 64_000_000  # etcd asks for as much at once
-# libraries written in Rust (safetensors) raise errors of their own, which have the system's number in their text only
+_NEARLY_FULL_BYTES = 64_000_000  # etcd requests this much at once
+# Libraries written in Rust (safetensors) raise their own errors, which contain the system's error number only in their
+# text
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class StorageError(OSError):
-    """A file of the run could not be written. The text has path, reason, room and remedy, and is enough without a traceback."""
+    """A file of the run could not be written. The text gives path, reason, free space and remedy; it needs no traceback."""
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise StorageError about path for what the system refuses inside. What else is raised inside passes through."""
+    """Raise StorageError about `path` for operating system errors inside the block. Other exceptions pass through."""
     try:
         yield
     except Exception as error:
@@ -53,7 +54,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """For its owner only (0600), in the place of an older one, and whole at any time. Raises OSError."""
+    """Write a file that only its owner can read (0600), and replace an older one atomically. Raises OSError."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.unlink(missing_ok=True)
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -62,7 +63,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def explain(path: Path, error: Exception) -> StorageError | None:
-    """The error as a StorageError about path; None if it is none of a disk's."""
+    """Return the error as a StorageError about `path`; None if the disk did not cause it."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (match := _OS_ERROR.search(str(error))):
         number = int(match[1])
@@ -75,18 +76,18 @@ def explain(path: Path, error: Exception) -> StorageError | None:
 
 
 def too_many_open_files(number: int) -> str:
-    """What is the matter and what helps where a file, socket or pipe cannot be opened."""
+    """Return the cause and the remedy if a file, socket or pipe cannot be opened."""
     if number == errno.ENFILE:
         return f"{os.strerror(number)} on the whole machine; raise it: sysctl fs.file-max"
     allowed, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        f"{os.strerror(number)}: this process may have {allowed}, sockets and pipes included, and {highest} if that were raised; "
+        f"{os.strerror(number)}: the limit is {allowed}, sockets and pipes included, and can be raised to {highest}; "
         "raise both (`ulimit -Hn 65536`, LimitNOFILE of a service), or set rollout.max_concurrent_per_worker=... lower"
     )
 
 
 def out_of_files(error: object) -> StorageError | None:
-    """The error as a StorageError, if it, or what has caused it, is that no file, socket or pipe can be opened any more."""
+    """Return the error as a StorageError, if it or one of its causes is a lack of file descriptors; otherwise None."""
     for _ in range(_MAX_CAUSES):
         if not isinstance(error, BaseException):
             return None
@@ -99,14 +100,14 @@ def out_of_files(error: object) -> StorageError | None:
 
 
 def too_few_open_files(highest: int) -> str:
-    """Why a run cannot start under this hard limit, and the remedy. "" where it can."""
+    """Return why a run cannot start under this hard limit, and the remedy; "" if it can."""
     if highest == resource.RLIM_INFINITY or highest >= LEAST_OPEN_FILES:
         return ""
     return f"`ulimit -Hn` is {highest}, and each process of a run needs at least {LEAST_OPEN_FILES} open files; {MORE_OPEN_FILES}"
 
 
 def raise_open_files() -> None:
-    """Let this process, and those that it starts, have as many open files as the system lets it have without asking."""
+    """Raise the open-file limit of this process and its children as far as the hard limit allows, up to _OPEN_FILES."""
     allowed, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if highest == resource.RLIM_INFINITY else min(highest, _OPEN_FILES)
     if allowed != resource.RLIM_INFINITY and allowed < wanted:
@@ -127,36 +128,36 @@ def _remedy(path: Path, number: int) -> str:
 
 
 def room(path: Path) -> str:
-    """How much room is left where path is, or would be."""
+    """Return the free space on the disk that holds `path`, or would hold it."""
     try:
         usage = shutil.disk_usage(existing_parent(path))
     except OSError as error:
-        return f"the disk does not say how much is free ({error.strerror})"
+        return f"the free space is unknown ({error.strerror})"
     return f"{size_text(usage.free)} of {size_text(usage.total)} are free on that disk"
 
 
 def nearly_full(path: Path) -> str:
-    """One line about the disk under path if there is next to no room on it, else "": then whatever failed, failed of that."""
+    """Return one line if the disk under `path` is almost full, otherwise "". A failure on such a disk is probably due
+    to the lack of space.
+    """
     try:
         free = shutil.disk_usage(existing_parent(path)).free
     except OSError:
         return ""
     if free >= _NEARLY_FULL_BYTES:
         return ""
-    return (
-        f"The disk is full or nearly so: {room(path)}, where {path} is. Make room, or set fileroot=... to a larger disk"
-    )
+    return f"The disk is full or almost full: {room(path)}, at {path}. Make room, or set fileroot=... to a larger disk"
 
 
 def existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
+    """Return the path itself, or its nearest existing parent folder."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes for people: `1.5 GB`."""
+    """Format a number of bytes for people: `1.5 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}" if unit in ("B", "kB") else f"{num_bytes:.1f} {unit}"

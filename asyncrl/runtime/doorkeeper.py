@@ -23,30 +23,33 @@ _DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # o
 
 
 def bound_connections(receiver: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Have a receiver, not yet bound, answer no further connection while it has MAX_CONNECTIONS, or one for every second file that
-    the process may open. Connections that it has go on, and clients that are not answered try again and again.
+    """Limit the connections of a receiving socket that is not yet bound.
 
-    ZeroMQ has no such bound, and unbinding ends the connections. So the listening socket gets a filter that drops its packets
-    (socket(7), SO_ATTACH_FILTER); the sockets of connections do not have it. Strangers leave when ZMQ_HANDSHAKE_IVL has passed.
+    The socket answers no further connection while it has MAX_CONNECTIONS, or half of the process's file limit if that
+    is less. Existing connections continue, and refused clients keep retrying.
+
+    ZeroMQ has no such limit, and unbinding would end the connections. Instead, the listening socket gets a filter that
+    drops its packets (socket(7), SO_ATTACH_FILTER). The sockets of existing connections do not have the filter.
+    Strangers are disconnected after ZMQ_HANDSHAKE_IVL.
     """
     address = f"inproc://doorkeeper/{secrets.token_hex(8)}"
     receiver.monitor(address, _EVENTS)
     events = context.socket(zmq.PAIR)
     events.setsockopt(zmq.LINGER, 0)
-    events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
+    events.setsockopt(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's own thread
     events.connect(address)
     threading.Thread(target=_watch, args=(events,), name="doorkeeper", daemon=True).start()
 
 
 def _watch(events: zmq.Socket[bytes]) -> None:
-    """On a thread, as a busy event loop would let a flood in.
+    """Watch the connections on a thread, because a busy event loop would react too late to a flood.
 
-    waits for: connections that come and go.  unblocked by: them; the end of the receiver or the context.
+    waits for: connections that open and close.  unblocked by: them; the end of the receiver or the context.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
     listening: socket.socket | None = None
-    connections: set[int] = set()  # their descriptors
+    connections: set[int] = set()  # file descriptors of the connections
     shut = False
     try:
         while (event := recv_monitor_message(events))["event"] != zmq.EVENT_MONITOR_STOPPED:
@@ -60,10 +63,12 @@ def _watch(events: zmq.Socket[bytes]) -> None:
                 shut = not shut
                 try:
                     _set_shut(listening, shut)
-                except OSError as error:  # a kernel without packet filters; this thread must go on reading events
-                    logger.warning("connections cannot be bounded here: %s", error)
+                except OSError as error:  # a kernel without packet filters; this thread must keep reading events
+                    logger.warning("cannot limit the number of connections: %s", error)
                 if shut:
-                    logger.warning("%s has %d connections: it answers no further one", event["endpoint"].decode(), most)
+                    logger.warning(
+                        "%s has %d connections, its limit: it accepts no more", event["endpoint"].decode(), most
+                    )
     except zmq.ContextTerminated:
         pass
     finally:

@@ -1,12 +1,12 @@
-"""HTTP sessions between processes of a run. Who calls another process gets its session here, so that faults can be put in, and a
-simulation can stand in.
+"""HTTP sessions between processes of a run. All calls to other processes use these sessions, so that faults can be
+injected and a simulation can replace them.
 
-A session shows the run's token (security.py) with every request: it is for the run's own processes, and for nobody else. What it
-is answered is bounded (BoundedResponse), as what servers are asked is.
+A session sends the run's token (security.py) with every request, so use it only for the run's own processes. The size
+of replies is bounded (BoundedResponse), as is the size of requests to servers.
 
-suffer(faults, "master/0")    # sessions opened later have the faults of runtime.faults
-with replaced(make):          # tests/simulation
-    open_session(...)         # is what `make` gives
+    suffer(faults, "master/0")    # sessions opened later have the faults of runtime.faults
+    with replaced(make):          # tests/simulation
+        open_session(...)         # returns the result of `make`
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from asyncrl.runtime import security, unix_sockets
 
 Maker = Callable[[int, dict[str, Any]], Any]
 
-MAX_ANSWER_BYTES = 64 << 20  # as much as a server of ours takes of a request; the largest answers are a few megabytes
+MAX_ANSWER_BYTES = 64 << 20  # the limit of our servers for a request; the largest replies are a few megabytes
 
 
 class BoundedResponse(aiohttp.ClientResponse):
-    """An answer whose body, decompressed, has at most MAX_ANSWER_BYTES. A longer one is a ClientPayloadError: for whoever asked, a
-    call that failed."""
+    """A reply whose decompressed body has at most MAX_ANSWER_BYTES. A longer one raises ClientPayloadError, so the call fails."""
 
     async def read(self) -> bytes:
         if self._body is None:
@@ -43,17 +42,18 @@ class BoundedResponse(aiohttp.ClientResponse):
                             f"{self.url} answers with more than {MAX_ANSWER_BYTES} bytes (runtime/http_client.py: MAX_ANSWER_BYTES)"
                         )
             except BaseException:
-                self.close()  # the rest must not be taken for the next answer
+                self.close()  # the rest must not be taken for the next reply
                 raise
             self._body = bytes(body)
         return await super().read()
 
 
 class HttpFaults:
-    """What runtime.faults does to calls, as a middleware of aiohttp's client: each is drawn for, by seed and `who`.
+    """Applies runtime.faults to calls, as a middleware of aiohttp's client. Each fault is drawn from a
+    generator seeded with `faults.seed` and `who`.
 
-    A call comes late, or is lost: on the way there, or its answer on the way back. TCP doubles nothing and changes no byte, so
-    neither does this.
+    A call is delayed or lost; the loss affects the request or the reply. TCP neither duplicates data nor changes bytes,
+    so this does neither.
     """
 
     def __init__(self, faults: FaultsConfig, who: str) -> None:
@@ -78,14 +78,16 @@ _faults: HttpFaults | None = None
 
 
 def suffer(faults: FaultsConfig, who: str) -> None:
-    """Have the sessions that this process opens from now on suffer these faults. A config without faults ends those set before."""
+    """Apply these faults to all sessions that this process opens later. A config without faults ends earlier ones."""
     global _faults
     _faults = HttpFaults(faults, who) if faults.drop or faults.delay else None
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Gives out the connection that was used last, so that those which a moment of many calls has left fall idle and are closed
-    (aiohttp: after 15 s). In aiohttp's own order, oldest first, all are kept alive: as many to each server as there ever were."""
+    """Reuses the most recently used connection, so that the extra connections of a burst become idle and are closed
+    (aiohttp: after 15 s). aiohttp reuses the oldest first, which would keep every connection of the largest burst
+    alive.
+    """
 
     async def _get(self, key: Any, traces: Any) -> Any:
         if free := self._conns.get(key):
@@ -93,12 +95,12 @@ class _Connector(aiohttp.TCPConnector):
         return await super()._get(key, traces)
 
     async def _create_connection(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
-        """Where the run has Unix sockets: as aiohttp.UnixConnector, which knows one path only, and to nothing else."""
+        """If the run uses Unix sockets, connect only to those, like aiohttp.UnixConnector, which supports only one path."""
         if not unix_sockets.in_use():
             return await super()._create_connection(req, traces, timeout)
         path = unix_sockets.path_of(req.url.host or "")
         if not path:
-            raise aiohttp.ClientConnectionError(f"{req.url.origin()} is no socket of this run")
+            raise aiohttp.ClientConnectionError(f"{req.url.origin()} is not a socket of this run")
         try:
             async with asyncio.timeout(timeout.sock_connect):
                 _, protocol = await self._loop.create_unix_connection(self._factory, path)
@@ -125,14 +127,16 @@ _make: Maker = _real_session
 
 
 def open_session(*, max_connections: int, **options: Any) -> aiohttp.ClientSession:
-    """A session with at most so many connections (0: any number). options: of aiohttp.ClientSession. Call it on the event loop."""
+    """Return a session with at most max_connections (0: unlimited). options: for aiohttp.ClientSession. Call it on the
+    event loop.
+    """
     session: aiohttp.ClientSession = _make(max_connections, options)
     return session
 
 
 @contextlib.contextmanager
 def replaced(make: Maker) -> Iterator[None]:
-    """Have sessions made by `make`, of what open_session is given: something with a session's post, get, request and close."""
+    """Create sessions with `make`, which gets open_session's arguments and returns an object with post, get, request, close."""
     global _make
     before, _make = _make, make
     try:

@@ -1,8 +1,9 @@
-"""HTTP servers of a run's processes: where they are bound, and who is answered (security.py).
+"""HTTP servers of a run's processes: where they bind, and which requests they answer (security.py).
 
-On TCP a connection is a stranger's until a request on it has shown a secret. Strangers are at most MAX_STRANGERS at a time, and
-each is hung up on after STRANGER_S: what they hold is bounded, and their number does not keep the run's own processes out for
-longer than that. Later connections wait in the system's queue.
+On TCP a connection belongs to a stranger until a request on it has shown a secret. A server accepts at most
+MAX_STRANGERS such connections at a time and closes each after STRANGER_S. This bounds the resources that strangers
+hold, and it bounds the time for which they can keep out the run's own processes. Later connections wait in the kernel's
+accept queue.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 MAX_STRANGERS = 512
 STRANGER_S = 10.0
-_PAUSE_S = 1.0  # of accepting, when the process can open no more files
+_PAUSE_S = 1.0  # pause before accepting again, when the process can open no more files
 
-_strangers: dict[object, asyncio.Future[None]] = {}  # by the protocol of the connection
+_strangers: dict[object, asyncio.Future[None]] = {}  # keyed by the protocol object of the connection
 
 
 async def serve(
     runner: web.BaseRunner, host: str, port: int = 0, *, backlog: int = 1024, for_others: bool = False
 ) -> str:
-    """Bind (0: a free port) and serve what `runner` has; returns the URL to publish. The runner is cleaned up by its owner.
+    """Bind (port 0: a free one), serve `runner`, and return the URL to publish. The runner's owner cleans it up.
 
-    A run that has Unix sockets serves on one of them. for_others: on TCP all the same, for clients that are not ours.
+    A run that uses Unix sockets serves on one of them. for_others: serve on TCP in any case, for clients outside
+    asyncrl.
     """
     secured = security.current()
     await runner.setup()
@@ -55,20 +57,21 @@ async def serve(
 
 
 class Listen(Protocol):
-    """`listen_http`, or what the simulation has in its place."""
+    """`listen_http`, or its replacement in the simulation."""
 
     def __call__(self, answer: Answer, host: str, *, max_body_bytes: int) -> AbstractAsyncContextManager[str]: ...
 
 
 @contextlib.asynccontextmanager
 async def listen_http(answer: Answer, host: str, *, max_body_bytes: int) -> AsyncIterator[str]:
-    """Have `answer` called for every request, on a free port; gives the URL to publish.
+    """Serve on a free port, call `answer` for every request, and yield the URL to publish.
 
-    On aiohttp's low-level server: an Application's routing, middlewares and signals would cost a tenth of each request.
+    This uses aiohttp's low-level server: an Application's routing, middlewares and signals would add a tenth to the
+    cost of each request.
     """
 
     def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        """As aiohttp makes it, but for the limit of the body."""
+        """Build a request as aiohttp does, but with our own limit on the body."""
         loop = asyncio.get_running_loop()
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=max_body_bytes)
 
@@ -81,21 +84,21 @@ async def listen_http(answer: Answer, host: str, *, max_body_bytes: int) -> Asyn
 
 
 def refusal_of(request: web.BaseRequest) -> web.Response | None:
-    """What a stranger is answered. None: the request is of one of the run's processes. No body has been read yet."""
+    """Return the refusal for a stranger's request; None if one of the run's processes sent it. No body has been read yet."""
     secured = security.current()
     if secured is None:
         return None
     if secured.allows(request.headers.get("Authorization", "")):
         no_stranger(request)
         return None
-    told = "this endpoint answers the processes of its run; the token is in <run>/secrets/token\n"
+    told = "this endpoint answers only processes of its run; the token is in <run>/secrets/token\n"
     answer = web.Response(status=401, text=told, headers={"WWW-Authenticate": "Bearer"})
     answer.force_close()
     return answer
 
 
 def no_stranger(request: web.BaseRequest) -> None:
-    """The request has shown a secret that lets it in: its connection may stay."""
+    """Record that the request has shown a valid secret, so its connection may stay open."""
     known = _strangers.pop(request.protocol, None)
     if known is not None and not known.done():
         known.set_result(None)
@@ -103,13 +106,13 @@ def no_stranger(request: web.BaseRequest) -> None:
 
 @web.middleware
 async def for_the_run(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Strangers are refused, whatever they ask for."""
+    """Refuse every request from a stranger."""
     reply: web.StreamResponse = refusal_of(request) or await handler(request)
     return reply
 
 
 class _GuardedSite(web.BaseSite):
-    """A port at which few strangers are waited for, and none for long."""
+    """A TCP site that bounds the number of strangers' connections and the time that each may stay."""
 
     __slots__ = ("_address", "_tls")
 
@@ -129,7 +132,7 @@ class _GuardedSite(web.BaseSite):
 
 
 class _Acceptor:
-    """What a site needs of a server.
+    """The part of the server interface that an aiohttp site needs.
 
     waits for: connections; for STRANGER_S, requests on them.  unblocked by: clients; close.
     """
@@ -153,7 +156,7 @@ class _Acceptor:
                 try:
                     connection, _ = await loop.sock_accept(listening)
                 except OSError as error:
-                    logger.warning("a connection could not be accepted: %s", error)
+                    logger.warning("cannot accept a connection: %s; trying again soon", error)
                     self._room.release()
                     await asyncio.sleep(_PAUSE_S)
                     continue
@@ -166,7 +169,7 @@ class _Acceptor:
         self._room.release()
 
     async def _meet(self, connection: socket.socket) -> None:
-        """Serve the connection. Returns when it is no stranger's any more, or has been hung up on."""
+        """Serve the connection. Returns when a request on it has shown a secret, or when it has been closed."""
         loop = asyncio.get_running_loop()
         protocol, shown = self._make_protocol(), loop.create_future()
         _strangers[protocol] = shown
@@ -175,7 +178,7 @@ class _Acceptor:
             async with asyncio.timeout(STRANGER_S):
                 transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
                 await shown
-        except (OSError, TimeoutError):  # it went away, speaks no TLS, or has said nothing
+        except (OSError, TimeoutError):  # the peer left, does not speak TLS, or sent no request in time
             if transport is not None:
                 transport.abort()
         finally:

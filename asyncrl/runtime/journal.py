@@ -1,7 +1,7 @@
-"""Journals that are written beside the work: what a process did, for `asyncrl-launch audit` and whoever looks later.
+"""Journals written in the background: a record of a process's actions for `asyncrl-launch audit` and later analysis.
 
-Whoever has something to write down never waits for a disk. One that is full, or slow, costs memory up to a bound; past it the
-worker ends with a StorageError that says so: a journal with a hole would prove nothing.
+Adding a record never waits for a disk. While a disk is full or slow, records stay in memory up to a bound. Above it the
+worker fails with a StorageError, because a journal with missing records would prove nothing.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from asyncrl.protocol.messages import DECODE_ERRORS
 from asyncrl.runtime.disk import StorageError
 from asyncrl.runtime.metrics import JsonLinesWriter
 
-MAX_UNWRITTEN = 100_000  # records; of a few hundred bytes each
+MAX_UNWRITTEN = 100_000  # records of a few hundred bytes each
 _LONGEST_LINE = 65_536
 
 logger = logging.getLogger(__name__)
 
 
 class BackgroundJournal:
-    """One JSON object a line, appended to `<run_dir>/journal/<name>.jsonl`.
+    """Appends one JSON object per line to `<run_dir>/journal/<name>.jsonl`.
 
-    consumes: `add`.  produces: lines, as soon as the disk takes them; what gathers meanwhile goes together.
-    waits for: the disk, on a thread.  unblocked by: room on it. Backpressure: none, but the end of the worker past MAX_UNWRITTEN.
+    consumes: `add`.  produces: lines, as soon as the disk accepts them; records that accumulate meanwhile are written
+    together.
+    waits for: the disk, on a thread.  unblocked by: space on it.  Backpressure: none; the worker fails above
+    MAX_UNWRITTEN.
     """
 
     def __init__(
         self, path: Path, *, max_unwritten: int = MAX_UNWRITTEN, most_at_once: int = 1000, retry_s: float = 1.0
     ) -> None:
-        """most_at_once: records of one write. retry_s: before a disk that has refused is tried again, and between two looks at one
-        that does not answer."""
+        """most_at_once: records per write. retry_s: delay before retrying a disk that refused a write, and between two
+        checks of one that does not respond.
+        """
         self._path = path
         self._writer = JsonLinesWriter(path)
-        self.last = _last_record(path)  # of whoever wrote before
+        self.last = _last_record(path)  # written by the previous process
         self._max_unwritten, self._most_at_once, self._retry_s = max_unwritten, most_at_once, retry_s
         self._unwritten: list[bytes] = []
         self._news = asyncio.Event()
@@ -50,12 +53,12 @@ class BackgroundJournal:
         return len(self._unwritten)
 
     def add(self, record: Mapping[str, object]) -> None:
-        """Never waits."""
+        """Queue a record. Never blocks."""
         self._unwritten.append(msgspec.json.encode(record) + b"\n")
         self._news.set()
 
     async def run(self) -> None:
-        """Write, for ever. Raises StorageError where a disk that refuses, or hangs, has let too much gather."""
+        """Write forever. Raises StorageError if too many records accumulate while the disk refuses or hangs."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -65,7 +68,7 @@ class BackgroundJournal:
                 except StorageError as error:
                     if len(self._unwritten) > self._max_unwritten:
                         raise
-                    logger.warning("%s; what is to be written is kept in memory", error)
+                    logger.warning("%s; keeping the records in memory", error)
                     await asyncio.sleep(self._retry_s)
 
     async def _write_soon(self) -> None:
@@ -74,25 +77,25 @@ class BackgroundJournal:
             await asyncio.wait({writing}, timeout=self._retry_s)
             if not writing.done() and len(self._unwritten) > self._max_unwritten:
                 raise StorageError(
-                    f"{self._path} could not be written: the disk does not answer, and {len(self._unwritten)} records wait"
+                    f"{self._path} could not be written: the disk does not respond, and {len(self._unwritten)} records wait"
                 )
         writing.result()
         if len(self._unwritten) > self._max_unwritten:
             raise StorageError(
-                f"{self._path} could not be written: the disk is slower than the work, and {len(self._unwritten)} records wait"
+                f"{self._path} could not be written: the disk is too slow, and {len(self._unwritten)} records wait"
             )
 
     def close(self) -> None:
-        """Write what is left, if the disk takes it. Waits for the disk: call it on a thread."""
+        """Write the remaining records, if the disk accepts them. Blocks on the disk: call it on a thread."""
         try:
             while self._unwritten:
                 self._write_some()
         except StorageError as error:
-            logger.warning("%d records of a journal are lost: %s", len(self._unwritten), error)
+            logger.warning("lost %d journal records: %s", len(self._unwritten), error)
         self._writer.close()
 
     def _write_some(self) -> None:
-        """On a thread. A record leaves the memory when it is on disk whole."""
+        """Runs on a thread. Records leave the memory only after they have been written completely."""
         with self._lock:
             batch = self._unwritten[: self._most_at_once]
             self._writer.write_lines(batch)
@@ -100,7 +103,7 @@ class BackgroundJournal:
 
 
 def _last_record(path: Path) -> dict[str, object] | None:
-    """The last record of a journal; None where there is none. Lines that hold no JSON object are passed over."""
+    """Return the last record of a journal; None if there is none. Lines that are not JSON objects are skipped."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LONGEST_LINE))
         lines = file.read().splitlines()

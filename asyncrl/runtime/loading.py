@@ -1,4 +1,4 @@
-"""How far the loading of a model has come, for a worker's status: `loading actor, 1.2 of 3.0 GB`."""
+"""The progress of loading a model, for a worker's status: `loading actor, 1.2 of 3.0 GB`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-_SHOWN_FROM_BYTES = 100_000_000  # smaller ones are there at once
-_WEIGHTS_BAR = "Loading weights"  # what transformers calls the progress bar over the tensors of a model
+_SHOWN_FROM_BYTES = 100_000_000  # smaller models load at once
+_WEIGHTS_BAR = "Loading weights"  # transformers' name for the progress bar over the tensors of a model
 
 
 class LoadProgress:
-    """Counts the tensors that transformers has put in their place; bytes are in proportion.
+    """Counts the tensors that transformers has loaded; the bytes shown are in proportion.
 
-    `watched` on the thread that loads, `text` from any.
+    Use `watched` on the loading thread. `text` may be called from any thread.
     """
 
     def __init__(self, model_path: str | Path) -> None:
@@ -23,14 +23,16 @@ class LoadProgress:
         self._done = self._total = 0
 
     def text(self) -> str:
-        """What to add to the name of the wait; nothing while nothing is known."""
+        """Return the suffix for the name of the wait; "" while the progress is unknown."""
         if not self._total or self._num_bytes < _SHOWN_FROM_BYTES:
             return ""
         return f", {self._num_bytes * self._done / self._total / 1e9:.1f} of {self._num_bytes / 1e9:.1f} GB"
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, from_pretrained is counted. transformers has one hook for the process: models load one after another."""
+        """Count from_pretrained's tensors inside the block. transformers has one hook per process, so models must load
+        one after another.
+        """
         from transformers.utils.logging import set_tqdm_hook
 
         previous = set_tqdm_hook(self._bar)

@@ -1,7 +1,7 @@
-"""LoopWatch: notices that a worker's event loop stands still, and says where.
+"""LoopWatch: detects that a worker's event loop is blocked, and logs where.
 
-Blocking code in a coroutine stops the whole worker: an `async def chat` with a blocking client waits for an answer that the same
-event loop gives. A thread still turns, and reports it.
+Blocking code in a coroutine stops the whole worker. Example: an `async def chat` with a blocking client waits for a
+reply that the same event loop must produce. A separate thread still runs and reports the block.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import threading
 
 from asyncrl.runtime.stacks import stack_of
 
-_MAX_FRAMES = 12  # of the stack that is shown
-_AWAKE_S = 1.0  # for the loop to turn after the process was stopped and goes on
+_MAX_FRAMES = 12  # of the stack in the warning
+_AWAKE_S = 1.0  # grace for the loop to turn after a stopped process resumes
 
 
 class LoopWatch:
-    """A daemon thread that has the loop set an event again and again."""
+    """A daemon thread that repeatedly asks the loop to set an event."""
 
     def __init__(self, logger: logging.Logger, *, limit_s: float = 15.0) -> None:
         self._logger = logger
@@ -25,7 +25,7 @@ class LoopWatch:
         self._end = threading.Event()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Watch a loop that runs, or will run, on the thread that calls this."""
+        """Watch a loop that runs, or will run, on the calling thread."""
         arguments = (loop, threading.get_ident())
         threading.Thread(target=self._watch, args=arguments, name="loop watch", daemon=True).start()
 
@@ -33,7 +33,7 @@ class LoopWatch:
         self._end.set()
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread_id: int) -> None:
-        """waits for: the loop, at most limit_s before it is told, once for each time that it stands still."""
+        """waits for: the loop, at most limit_s before it logs a warning; one warning for each time that the loop is blocked."""
         while not self._end.wait(self._limit_s / 4):
             turned = threading.Event()
             try:
@@ -44,8 +44,8 @@ class LoopWatch:
                 continue
             stack = "\n".join(stack_of(thread_id).splitlines()[: 1 + _MAX_FRAMES])
             self._logger.warning(
-                "the event loop has stood still for %g s: a coroutine blocks it. (A blocking client belongs into a plain `def "
-                "chat`, which runs in a thread.) It is at\n%s",
+                "the event loop has been blocked for %g s by a coroutine. Put a blocking client into a plain `def "
+                "chat`, which runs in a thread. The loop is at\n%s",
                 self._limit_s,
                 stack,
             )

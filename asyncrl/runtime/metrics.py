@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl (one object a line, what `asyncrl-launch plot` reads), TensorBoard events, W&B."""
+"""Writes metrics to metrics.jsonl (one object per line, read by `asyncrl-launch plot`), TensorBoard events and W&B."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from asyncrl.runtime.disk import writing
 from asyncrl.runtime.wandb_writer import WandbWriter
 
 METRICS_FILE = "metrics.jsonl"
-_LAST_WORDS_S = 2.0  # of W&B, where the run ends before its time
+_LAST_WORDS_S = 2.0  # limit for W&B to finish if the run ends early
 _BLOCK_BYTES = 1 << 16
-JOURNAL_BUCKET_S = 0.1  # generation servers write down the tokens of every tenth of a second
+JOURNAL_BUCKET_S = 0.1  # generation servers record their tokens in buckets of a tenth of a second
 
 logger = logging.getLogger(__name__)
 
 
 class JsonLinesWriter:
-    """Appends one JSON object a line, written at once, so that a reader never waits and a crash loses at most one line.
+    """Appends one JSON object per line, written immediately: a reader never waits, and a crash loses at most one line.
 
-    Half a line that a crash left behind, or NUL bytes that a power failure left, are cut off with a warning, so that every line of
-    the file is whole. Raises StorageError.
+    At opening, a partial line left by a crash, or NUL bytes left by a power failure, are truncated with a warning, so
+    every line of the file is complete. Raises StorageError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,9 @@ class JsonLinesWriter:
             self._file = path.open("a+b", buffering=0)
             whole, size = _end_of_lines(self._file.fileno()), path.stat().st_size
             if whole < size:
-                logger.warning("%s ends in %d bytes that are no whole line; they are cut off", path, size - whole)
+                logger.warning(
+                    "%s ends with %d bytes that are not a complete line; truncating them", path, size - whole
+                )
                 self._file.truncate(whole)
 
     def write(self, record: Mapping[str, object]) -> None:
@@ -51,12 +53,12 @@ class JsonLinesWriter:
             _write_all(self._file, msgspec.json.encode(record) + b"\n")
 
     def sync(self) -> None:
-        """What was written is on disk when this returns: it is there after a power cut, too."""
+        """When this returns, the written lines are on disk and survive a power failure."""
         with writing(self._path):
             os.fsync(self._file.fileno())
 
     def write_lines(self, lines: Sequence[bytes]) -> None:
-        """Lines that are encoded: all of them or none."""
+        """Write encoded lines: all of them or none."""
         before = os.fstat(self._file.fileno()).st_size
         try:
             with writing(self._path):
@@ -79,7 +81,7 @@ class JsonLinesWriter:
 
 
 class MetricsWriter:
-    """Metrics by train step, to all of them."""
+    """Writes metrics by train step to all of these outputs."""
 
     def __init__(self, run_dir: Path, *, attempt: int, tensorboard: bool, wandb: WandbWriter | None = None) -> None:
         self._attempt = attempt
@@ -90,7 +92,7 @@ class MetricsWriter:
             self._events = EventFile(run_dir / "tensorboard" / f"attempt_{attempt}")
 
     def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        """metrics: flat, `group/name`. Numbers also go to TensorBoard, at the train step, and all to W&B."""
+        """metrics: flat, `group/name`. Numbers also go to TensorBoard, under the train step. All values go to W&B."""
         self._lines.write({"step": step, "attempt": self._attempt, **metrics})
         if self._events is not None:
             numbers = {name: value for name, value in metrics.items() if not isinstance(value, str) and "/" in name}
@@ -107,7 +109,7 @@ class MetricsWriter:
 
 
 class EventFile:
-    """TensorBoard events, written at once: a full disk is a StorageError here, and no thread of a library can die of it unseen."""
+    """Writes TensorBoard events immediately: a full disk raises StorageError here, not unseen in a library's thread."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
@@ -117,7 +119,7 @@ class EventFile:
         self._append(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """All scalars of a step, as one event. Raises StorageError."""
+        """Write all scalars of a step as one event. Raises StorageError."""
         values = [_bytes(1, _TAG.sub("_", name).encode()) + _float(2, value) for name, value in scalars.items()]
         summary = b"".join(_bytes(1, value) for value in values)
         self._append(_double(1, time.time()) + b"\x10" + _varint(step) + _bytes(5, summary))
@@ -126,17 +128,17 @@ class EventFile:
         self._file.close()
 
     def _append(self, event: bytes) -> None:
-        """A record of TensorFlow's: length, its checksum, data, its checksum."""
+        """Append a TensorFlow record: length, its checksum, data, its checksum."""
         length = struct.pack("<Q", len(event))
         ends = [struct.pack("<I", _masked_crc32c(part)) for part in (length, event)]
         with writing(self._path):
             _write_all(self._file, length + ends[0] + event + ends[1])
 
 
-# An Event is a protocol buffer: wall_time = 1 (double), step = 2, file_version = 3, summary = 5; a summary is repeated
+# An Event is a protocol buffer: wall_time = 1 (double), step = 2, file_version = 3, summary = 5. A summary repeats
 # value = 1, with tag = 1 and simple_value = 2 (float). A field begins with 8 * its number + its wire type.
 
-_TAG = re.compile(r"[^-/\w.]")  # what a tag has not
+_TAG = re.compile(r"[^-/\w.]")  # characters not allowed in a tag
 
 
 def _varint(value: int) -> bytes:
@@ -158,7 +160,7 @@ def _double(field: int, value: float) -> bytes:
 def _float(field: int, value: float) -> bytes:
     return bytes([8 * field + 5]) + struct.pack(
         "<f", ctypes.c_float(value).value
-    )  # inf where it is too large for a float
+    )  # inf if the value is too large for a float
 
 
 def _crc_of(byte: int) -> int:
@@ -179,7 +181,7 @@ def _masked_crc32c(data: bytes) -> int:
 
 
 def _end_of_lines(file: int) -> int:
-    """Where the last whole line of a file ends. Read from its end: the journal of weeks may be larger than the memory."""
+    """Return the end of the file's last complete line. Reads backwards from the end: a journal of weeks may not fit in memory."""
     end = os.fstat(file).st_size
     while end > 0:
         start = max(0, end - _BLOCK_BYTES)
@@ -191,18 +193,19 @@ def _end_of_lines(file: int) -> int:
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:
-    """A disk that is filling up takes a part, and refuses the rest when asked again."""
+    """Write everything. An almost full disk may accept only a part and refuse the rest at the next write."""
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
 
 
 class JsonLinesReader:
-    """Reads a file of JSON objects, one a line, which may still grow, or not exist yet.
+    """Reads a file of JSON objects, one per line. The file may still grow or not exist yet.
 
-    A last line without its end is not read: it is being written, or a crash or a power failure has cut it short.
-    broken: is told of each line that holds no JSON object, which is skipped. Without it such a line is a ValueError.
-    newest_bytes: lines that begin before this much of the file's end are skipped. 0: all that are there already.
+    A last line without a newline is not read: it is still being written, or a crash or power failure cut it short.
+    broken: called with a message for each line that is not a JSON object; the line is skipped. Without it such a line
+    raises ValueError.
+    newest_bytes: skip lines that begin before the last newest_bytes of the file. 0: skip all existing lines.
     """
 
     def __init__(
@@ -217,7 +220,7 @@ class JsonLinesReader:
                     break
 
     def new_records(self) -> Iterator[dict[str, object]]:
-        """The records of the lines that were not read yet."""
+        """Return the records of all lines not read before."""
         for line in self._new_lines():
             try:
                 yield msgspec.json.decode(line, type=dict[str, object])
@@ -245,5 +248,5 @@ class JsonLinesReader:
 def read_json_lines(
     path: Path, broken: Callable[[str], None] | None = None, newest_bytes: int | None = None
 ) -> list[dict[str, object]]:
-    """The complete lines of a file of JSON objects, as JsonLinesReader reads them; none where there is no file."""
+    """Read the complete lines of a file of JSON objects, as JsonLinesReader does; an empty list if there is no file."""
     return list(JsonLinesReader(path, broken=broken, newest_bytes=newest_bytes).new_records())

@@ -1,4 +1,4 @@
-"""Free ports for programs that must be told theirs: chosen where no outgoing connection takes them meanwhile."""
+"""Chooses free ports for programs that need a port number at their start, outside the range used for outgoing connections."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _TRIES = 1000
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Ports nobody listens on, below those that outgoing connections take: they are still free some time later.
+    """Return free ports below the range of outgoing connections, so that they are still free some time later.
 
-    Raises OSError where there are none.
+    Raises OSError if there are none.
     """
     try:
         highest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) - 1

@@ -3,8 +3,9 @@
     NameResolvingZmqPusher -- TrajectoryMeta + SequenceSample --> NameResolvingZmqPuller      (names.stream("puller<head>"))
     MetaPusher             -- TrajectoryMeta                  --> MetaPuller                  (names.stream("master_meta"))
 
-The verdict comes back the same way: the master says it to the head, the head to the rollout worker. A puller that is restarted
-gets again what it had not answered, so heads and master tell repeated trajectories by their ticket.
+The verdict returns along the same path: from the master to the head, and from the head to the rollout worker. A
+restarted puller receives its unanswered messages again, so heads and master recognize repeated trajectories by their
+ticket.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from asyncrl.runtime.transport import Transport, transport_of
 
 
 def grouping(num_pushers: int, num_pullers: int) -> dict[int, list[int]]:
-    """Which pushers feed which puller, where nobody says otherwise: puller -> pushers.
+    """Return the default assignment of pushers to pullers: puller -> pushers.
 
-    Each puller gets a run of num_pushers // num_pullers pushers; those left over go to the first pullers, one each:
-    (7, 3) gives {0: [0, 1, 6], 1: [2, 3], 2: [4, 5]}. With fewer pushers than pullers no puller is left without: puller i gets
-    pusher i % num_pushers, so that a pusher feeds several pullers, in turn: (1, 2) gives {0: [0], 1: [0]}.
+    Each puller gets a consecutive range of num_pushers // num_pullers pushers. The remaining pushers go to the first
+    pullers, one each: (7, 3) gives {0: [0, 1, 6], 1: [2, 3], 2: [4, 5]}. With fewer pushers than pullers, every puller
+    still gets a pusher: puller i gets pusher i % num_pushers, and a pusher feeds its pullers in turn: (1, 2) gives {0:
+    [0], 1: [0]}.
     """
     if num_pushers < 1 or num_pullers < 1:
         raise ValueError(f"{num_pushers} pushers and {num_pullers} pullers: there must be at least one of each")
@@ -61,21 +63,22 @@ def _acknowledger(delivery: Delivery) -> Callable[[StoreVerdict], None]:
 
 
 class DecodeSample(Protocol):
-    """codec.decode_sample."""
+    """The signature of codec.decode_sample."""
 
     def __call__(self, header: bytes, frames: Sequence[Any], *, max_bytes: int) -> SequenceSample: ...
 
 
 def puller_stream(index: int) -> str:
-    """Name of a head's stream."""
+    """Return the name of a head's stream."""
     return f"puller{index}"
 
 
 class NameResolvingZmqPusher:
-    """Pushes trajectories of one rollout worker to the heads.
+    """Pushes the trajectories of one rollout worker to the heads.
 
-    consumes: push(meta, sample).  produces: the verdict of each.
-    waits for: credit of the head, then its verdict; for at most timeout_s.  unblocked by: the head storing trajectories.
+    consumes: push(meta, sample).  produces: the verdict on each.
+    waits for: credit of the head, then its verdict; at most timeout_s.  unblocked by: the head, when it stores
+    trajectories.
     """
 
     def __init__(
@@ -121,8 +124,8 @@ class NameResolvingZmqPusher:
     ) -> StoreVerdict:
         """Send a trajectory to a head (default: the next one of this pusher's group) and wait for the verdict.
 
-        Leave the sample's arrays unchanged: they are sent from where they are. Raises ChannelRefused for what the head could
-        not read, TimeoutError (then the trajectory may still be stored later).
+        Do not change the sample's arrays: they are sent without copying. Raises ChannelRefused if the head cannot read
+        the message, and TimeoutError, after which the trajectory may still be stored.
         """
         puller = next(self._turn) if head is None else head
         if not 0 <= puller < len(self._senders):
@@ -136,17 +139,17 @@ class NameResolvingZmqPusher:
 
     @property
     def num_pending(self) -> int:
-        """Trajectories without a verdict."""
+        """Number of trajectories without a verdict."""
         return sum(sender.num_pending for sender in self._senders)
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes sent and without a verdict: at most the credit, times the number of heads."""
+        """Number of bytes sent and without a verdict: at most the credit times the number of heads."""
         return sum(sender.pending_bytes for sender in self._senders)
 
     @property
     def num_resent(self) -> int:
-        """Trajectories sent again because a head did not have them."""
+        """Number of trajectories sent again because a head did not have them."""
         return sum(sender.num_resent for sender in self._senders)
 
     async def close(self) -> None:
@@ -156,7 +159,7 @@ class NameResolvingZmqPusher:
 
 @dataclass(frozen=True)
 class Pulled:
-    """A trajectory that has arrived. Acknowledge it once, on the event loop's thread, when it is stored (or not)."""
+    """A trajectory that has arrived. Acknowledge it once, on the event loop's thread, when it is stored or rejected."""
 
     meta: TrajectoryMeta
     sample: SequenceSample
@@ -166,9 +169,9 @@ class Pulled:
 class NameResolvingZmqPuller(PublishedReceiver[Pulled]):
     """Receives trajectories at a head.
 
-    consumes: the stream.  produces: Pulled; refusals of what cannot be read.
+    consumes: the stream.  produces: Pulled; refusals of unreadable messages.
     waits for: a trajectory.  unblocked by: rollout workers; close.
-    Backpressure: trajectories that are not acknowledged use up the pushers' credit.
+    Backpressure: unacknowledged trajectories use up the pushers' credit.
     """
 
     _what = "trajectory"
@@ -200,7 +203,7 @@ class NameResolvingZmqPuller(PublishedReceiver[Pulled]):
         self._max_bytes, self._decode = runtime.max_message_bytes, decode
 
     async def pull(self) -> Pulled:
-        """The next trajectory, in memory of its own. A cancelled pull changes nothing."""
+        """Return the next trajectory, in its own memory. A cancelled pull changes nothing."""
         return await self._next()
 
     def _read(self, delivery: Delivery) -> Pulled:
@@ -212,11 +215,11 @@ class NameResolvingZmqPuller(PublishedReceiver[Pulled]):
 
 def _check_ids(meta: TrajectoryMeta, sample: SequenceSample) -> None:
     if sample.ids != (meta.ticket_id,):
-        raise CodecError(f"the sample has the ids {sample.ids}, its ticket is {meta.ticket_id!r}")
+        raise CodecError(f"the sample has the ids {sample.ids}, but its ticket is {meta.ticket_id!r}")
 
 
 class MetaPusher:
-    """Pushes the metadata of what a head holds to the master. Otherwise like NameResolvingZmqPusher."""
+    """Pushes the metadata of a head's trajectories to the master. Otherwise like NameResolvingZmqPusher."""
 
     def __init__(
         self,
@@ -286,7 +289,7 @@ class MetaPuller(PublishedReceiver[tuple[TrajectoryMeta, Callable[[StoreVerdict]
         )
 
     async def pull_meta(self) -> tuple[TrajectoryMeta, Callable[[StoreVerdict], None]]:
-        """The next trajectory's metadata, and what to acknowledge it with. A cancelled call changes nothing."""
+        """Return the next trajectory's metadata and the function that acknowledges it. A cancelled call changes nothing."""
         return await self._next()
 
     def _read(self, delivery: Delivery) -> tuple[TrajectoryMeta, Callable[[StoreVerdict], None]]:

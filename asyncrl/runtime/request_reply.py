@@ -1,16 +1,17 @@
 """Request-reply: the master's calls to the model workers, and their replies.
 
-    NameResolvingRequestClient (master) -- calls --> NameResolvingReplyServer (one a model worker)
+    NameResolvingRequestClient (master) -- calls --> NameResolvingReplyServer (one per model worker)
                                         <-- replies --
 
-One channel for each worker. A call's sequence number in the channel is its per-worker sequence: workers get calls in that
-order without gaps, so that all members of a mesh take part in collectives in the same order. The reply is the channel's
-verdict, and may come in any order: it completes a future, nothing is polled. A call is executed at most once: when a worker
-comes back as a new incarnation, the calls it had not answered fail with ReceiverRestarted. Workers of a detached group
-(dataflow/worker_groups.py) come back together, as its next incarnation: when the first of them connects, the calls of all fail.
+There is one channel for each worker. A call's sequence number in the channel is its per-worker sequence number. Workers
+receive calls in that order without gaps, so all members of a mesh take part in collectives in the same order. The reply
+is the channel's verdict. Replies may arrive in any order; each completes a future, without polling. A call is executed
+at most once: when a worker comes back as a new incarnation, its unanswered calls fail with ReceiverRestarted. Workers
+of a detached group (dataflow/worker_groups.py) come back together, as the group's next incarnation: when the first of
+them connects, the calls to all of them fail.
 
-Start-up barrier: the client sends each worker a resend query as soon as it finds its name. `start` returns when all have answered.
-Entries of workers long gone, still published, do not answer and hence do not count.
+Start-up barrier: the client sends each worker a resend query as soon as it finds its name. `start` returns when all
+have answered. Stale entries of dead workers do not answer, so they do not count.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from asyncrl.runtime.channel_protocol import ChannelFull, ChannelLimits, Endpoin
 from asyncrl.runtime.names.interface import NameResolver
 from asyncrl.runtime.transport import Transport, transport_of
 
-CALL_CREDIT_ITEMS = 1024  # unanswered calls of one worker
+CALL_CREDIT_ITEMS = 1024  # unanswered calls per worker
 
 Handler = Hashable  # a ModelShardID, a text such as "__data0__", or a worker's index
 
@@ -74,7 +75,7 @@ _decode_reply = msgspec.msgpack.Decoder(_Success | _Failure).decode
 
 
 def request_stream(index: int) -> str:
-    """Name of a worker's stream of calls."""
+    """Return the name of a worker's stream of calls."""
     return f"request_reply/{index}"
 
 
@@ -89,9 +90,9 @@ def _limits(runtime: RuntimeConfig) -> ChannelLimits:
 class NameResolvingRequestClient:
     """Calls workers.
 
-    consumes: call_nowait.  produces: one future a call.
-    waits for: in `start` for all workers, at most start_timeout_s; in `wait_for_group_incarnation` for those of a group. Calls do
-    not wait; bound the wait for their futures.
+    consumes: call_nowait.  produces: one future per call.
+    waits for: in `start` for all workers, at most start_timeout_s; in `wait_for_group_incarnation` for those of a
+    group. Calls do not wait; callers must bound the wait for the futures.
     unblocked by: replies; a worker's restart (ReceiverRestarted); fail_all.
     """
 
@@ -109,13 +110,16 @@ class NameResolvingRequestClient:
         detached: Sequence[Sequence[int]] = (),
         on_new_incarnation: Callable[[Sequence[int]], None] = lambda group: None,
     ) -> None:
-        """attempt: of the caller; workers of another one refuse its calls. detached: worker groups that are started again alone.
-        on_new_incarnation: told of such a group when a new incarnation of it begins; what its workers held is gone."""
+        """attempt: of the caller; workers of another attempt refuse its calls. detached: worker groups that are
+        restarted on their own.
+        on_new_incarnation: called with such a group when its next incarnation begins; the data that its workers held is
+        lost.
+        """
         self._attempt = attempt
         self._incarnations = {tuple(group): GroupIncarnations(group) for group in detached}
         self._group_of = {worker: group for group in self._incarnations for worker in group}
         self._on_new_incarnation = on_new_incarnation
-        self._connected = asyncio.Event()  # set when a worker of one connects, and replaced
+        self._connected = asyncio.Event()  # set when a worker of a detached group connects, and then replaced
         for handler, index in handler_routing.items():
             if not 0 <= index < num_workers:
                 raise ValueError(
@@ -142,7 +146,7 @@ class NameResolvingRequestClient:
         self._failed: Exception | None = None
 
     async def start(self) -> None:
-        """Find all workers and hear each of them. Raises TimeoutError that names who is missing."""
+        """Find all workers and wait for an answer from each. Raises TimeoutError that names the missing workers."""
         for index, sender in enumerate(self._senders):
             await sender.start(self._resolver, self._names.stream(request_stream(index)))
         barrier = asyncio.gather(*(sender.wait_answered() for sender in self._senders))
@@ -155,10 +159,10 @@ class NameResolvingRequestClient:
             ) from None
 
     def call_nowait(self, handlers: Sequence[Handler], bodies: Sequence[CallBody]) -> list[asyncio.Future[CallResult]]:
-        """Send one call to each handler's worker, all or none, without giving up control in between.
+        """Send one call to each handler's worker, all or none, without yielding to the event loop in between.
 
-        All carry the same global sequence number. Raises ValueError for an unknown handler, ChannelFull where a worker has
-        CALL_CREDIT_ITEMS calls to answer, and after fail_all its error.
+        All calls carry the same global sequence number. Raises ValueError for an unknown handler, ChannelFull if a
+        worker has CALL_CREDIT_ITEMS unanswered calls, and, after fail_all, its error.
         """
         if self._failed is not None:
             raise self._failed
@@ -172,28 +176,30 @@ class NameResolvingRequestClient:
         return [self._call(self._senders[index], header) for index, header in calls]
 
     async def wait_for_group_incarnation(self, group: Sequence[int], *, after: int = -1) -> int:
-        """The incarnation that all workers of a detached group are in, as soon as it is a later one. Bounded by the caller."""
+        """Wait until all workers of a detached group are in an incarnation later than `after`, and return it. The
+        caller bounds the wait.
+        """
         while (number := self._incarnations[tuple(group)].number) is None or number <= after:
             await self._connected.wait()
         return number
 
     def group_incarnation_of(self, group: Sequence[int]) -> int | None:
-        """The incarnation that all workers of a detached group are in; None while some are still to come."""
+        """Return the incarnation of all workers of a detached group; None while some have not connected yet."""
         return self._incarnations[tuple(group)].number
 
     def fail_all(self, error: Exception) -> None:
-        """The trainer group has ended: every unanswered call fails with this error, and so does every later one."""
+        """Fail every unanswered call and every later one with this error, because the trainer group has ended."""
         self._failed = error
         for sender in self._senders:
             sender.fail_all(error)
 
     @property
     def num_pending(self) -> int:
-        """Calls without a reply."""
+        """Number of calls without a reply."""
         return sum(sender.num_pending for sender in self._senders)
 
     async def close(self) -> None:
-        """Unanswered calls fail with ChannelClosed."""
+        """Close the channels. Unanswered calls fail with ChannelClosed."""
         for sender in self._senders:
             await sender.close()
 
@@ -204,7 +210,7 @@ class NameResolvingRequestClient:
         if group is None:
             return
         if self._incarnations[group].connected(index, endpoint.group_incarnation):
-            for worker in group:  # those that live on wait for one that does not
+            for worker in group:  # the group's live workers wait for the one that ended
                 error = ReceiverRestarted(
                     f"{_worker_name(worker)}: its worker group has ended; incarnation {endpoint.group_incarnation} begins"
                 )
@@ -218,7 +224,7 @@ class NameResolvingRequestClient:
         if index is None and isinstance(handler, int) and 0 <= handler < len(self._senders):
             return handler
         if index is None:
-            raise ValueError(f"no worker handles {handler!r}; there are {sorted(map(str, self._routing))}")
+            raise ValueError(f"no worker handles {handler!r}; known handlers: {sorted(map(str, self._routing))}")
         return index
 
     def _check_credit(self, calls: Sequence[tuple[int, bytes]]) -> None:
@@ -228,7 +234,7 @@ class NameResolvingRequestClient:
         for index, sizes in wanted.items():
             sender = self._senders[index]
             if not sender.can_send(sum(sizes), len(sizes)):
-                raise ChannelFull(f"{sender.peer} has {sender.num_pending} calls to answer and takes no more")
+                raise ChannelFull(f"{sender.peer} has {sender.num_pending} unanswered calls and accepts no more")
 
     def _call(self, sender: ChannelSender, header: bytes) -> asyncio.Future[CallResult]:
         return sender.send_nowait(header, read=lambda reply: _read_reply(reply, sender.peer))
@@ -268,7 +274,7 @@ class Call:
         self._delivery.ack(_encoder.encode(_Success(result)))
 
     def fail(self, error: BaseException) -> None:
-        """The caller gets a RemoteCallError with this error and its traceback."""
+        """Raise a RemoteCallError with this error and its traceback at the caller."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         message = f"{type(error).__name__}: {error}"
         self._delivery.ack(_encoder.encode(_Failure(self._worker, message, text)))
@@ -277,7 +283,8 @@ class Call:
 class NameResolvingReplyServer(PublishedReceiver[Call]):
     """Receives calls at a worker, in worker_seq order without gaps.
 
-    consumes: the stream of calls.  produces: Call.  waits for: the next call in order.  unblocked by: the client; close.
+    consumes: the stream of calls.  produces: Call.  waits for: the next call in order.  unblocked by: the client;
+    close.
     """
 
     _what = "call"
@@ -295,8 +302,9 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
         attempt: int = 1,
         group_incarnation: int = 0,
     ) -> None:
-        """worker: what callers are told it is called; by default the model worker of this index.
-        group_incarnation: of its worker group."""
+        """worker: its name in messages to callers; default: the model worker of this index.
+        group_incarnation: of its worker group.
+        """
         super().__init__(
             resolver,
             names,
@@ -312,11 +320,11 @@ class NameResolvingReplyServer(PublishedReceiver[Call]):
         )
 
     async def receive(self) -> Call:
-        """The next call. A cancelled receive changes nothing."""
+        """Return the next call. A cancelled receive changes nothing."""
         return await self._next()
 
     def _read(self, delivery: Delivery) -> Call:
         header = _decode_call(delivery.header)
         if not self._attempts.is_current(header.attempt):
-            raise CodecError(f"it is of attempt {header.attempt}, this is attempt {self._attempts.newest}")
+            raise CodecError(f"the call is of attempt {header.attempt}, this worker of attempt {self._attempts.newest}")
         return Call(delivery, header, self._label)

@@ -1,12 +1,13 @@
-"""Who may talk to the processes of a run, once that is checked (network.authenticate).
+"""Authentication and encryption between the processes of a run (network.authenticate).
 
-The launcher makes the run's secrets at its start, in <run>/secrets/, for nobody but its user: one CURVE key pair that receivers
-are known by, one that senders are let in with, a bearer token for HTTP. Each process reads them once and has them in effect
-for all its sockets (`secure`): a process belongs to one run, and what is forgotten at one place of use is an open door.
-Secrets are in no config, command line, environment, log or status; `repr` does not show them.
+The launcher creates the run's secrets at its start, in <run>/secrets/, readable only by its user. They are a CURVE key
+pair that identifies receivers, a CURVE key pair that admits senders, and a bearer token for HTTP. Each process reads
+the secrets once and applies them to all its sockets (`secure`). This is process-wide because a process belongs to one
+run, and because one forgotten socket would be an open door. Secrets never appear in a config, command line,
+environment, log or status; `repr` hides them.
 
-CURVE alone lets in whoever has made a key for himself. A ZAP handler (Gatekeeper, one a ZeroMQ context) has the list of keys
-that are let in; without a handler ZeroMQ lets nobody in.
+CURVE alone admits any client that has made a key of its own. A ZAP handler (Gatekeeper, one per ZeroMQ context) holds
+the list of admitted keys; without a handler ZeroMQ would admit no client.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "secrets"  # in the run's folder
 SECRETS_FILE = "keys.json"
-CERTIFICATE_FILE, KEY_FILE = "run.crt", "run.key"  # of TLS on TCP
-TOKEN_FILE = "token"  # alone, for people: curl -H "Authorization: Bearer $(cat <run>/secrets/token)"
+CERTIFICATE_FILE, KEY_FILE = "run.crt", "run.key"  # for TLS on TCP
+TOKEN_FILE = "token"  # a file of its own, for people: curl -H "Authorization: Bearer $(cat <run>/secrets/token)"
 _TOKEN_BYTES = 32
-_HANDSHAKE_MS = 10_000  # a stranger that says nothing keeps a connection for so long
+_HANDSHAKE_MS = 10_000  # limit for a silent stranger's connection
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_PARTS = 7  # of a request with CURVE: version, id, domain, address, identity, mechanism, key
 _SAY_AGAIN_S = 60.0
 
 
 class Secrets(msgspec.Struct, frozen=True):
-    """Of one launch of a run. Keys are in ZeroMQ's text form (Z85)."""
+    """The secrets of one launch of a run. Keys are in ZeroMQ's text form (Z85)."""
 
     server_public: str
     server_secret: str
@@ -78,18 +79,19 @@ class Secrets(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Security:
-    """What is in effect in a process. serve_tls and ask_tls: both or none."""
+    """The security settings in effect in a process. serve_tls and ask_tls: both set or both None."""
 
     secrets: Secrets
     serve_tls: ssl.SSLContext | None = None
     ask_tls: ssl.SSLContext | None = None
-    # For clients that are not ours: they trust only the user's certificate
+    # For clients outside asyncrl, which trust only the user's certificate
     serve_others_tls: ssl.SSLContext | None = None
 
     @classmethod
     def of(cls, run_dir: Path, secrets: Secrets, network: NetworkConfig) -> Security:
-        """The user's certificate is in effect, else the run's own if it has one. Raises ConfigError where a certificate cannot be
-        used."""
+        """Use the user's certificate, otherwise the run's own certificate if it has one. Raises ConfigError if a
+        certificate is unusable.
+        """
         if network.tls_cert:
             files = (network.tls_cert, network.tls_key, network.tls_ca)
         elif secrets.certificate:
@@ -107,16 +109,16 @@ class Security:
             raise ConfigError(f"network.tls_cert, tls_key, tls_ca: {named} cannot be used: {error}") from error
         if network.tls_cert:
             return cls(secrets, serve, ask, serve)
-        ask.check_hostname = False  # only processes of the run, on whatever host, have the key of its certificate
+        ask.check_hostname = False  # only this run's processes hold the certificate's key, on any host
         return cls(secrets, serve, ask)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of a request to a process of the run."""
+        """Headers for a request to a process of the run."""
         return {"Authorization": f"Bearer {self.secrets.token}"}
 
     def allows(self, authorization: str) -> bool:
-        """Whether a request with this header is one of the run's."""
+        """Return whether a request with this Authorization header comes from a process of the run."""
         scheme, _, token = authorization.partition(" ")
         expected = self.secrets.token.encode()
         return hmac.compare_digest(token.strip().encode(errors="replace"), expected) and scheme.lower() == "bearer"
@@ -126,19 +128,19 @@ _current: Security | None = None
 
 
 def current() -> Security | None:
-    """None: nothing is checked, and nothing encrypted."""
+    """Return the settings in effect; None: connections are neither authenticated nor encrypted."""
     return _current
 
 
 def secure(security: Security | None) -> None:
-    """From now on all sockets and sessions of this process. Call it before the first is made."""
+    """Apply the settings to all further sockets and sessions of this process. Call it before the first is created."""
     global _current
     _current = security
 
 
 @contextlib.contextmanager
 def secured(security: Security | None) -> Iterator[None]:
-    """The same for a while, for tests."""
+    """Like `secure`, but only inside the `with` block; for tests."""
     before = _current
     secure(security)
     try:
@@ -155,10 +157,10 @@ def secrets_dir(run_dir: Path) -> Path:
 
 
 def write_secrets(run_dir: Path, secrets: Secrets) -> None:
-    """For their owner only, in the place of older ones. Each file is whole at any time."""
+    """Write the secrets, readable only by their owner, and replace older ones. Each file is replaced atomically."""
     folder = secrets_dir(run_dir)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder.chmod(0o700)  # it may have been there
+    folder.chmod(0o700)  # it may have existed with another mode
     files = {SECRETS_FILE: msgspec.json.encode(secrets), TOKEN_FILE: secrets.token.encode() + b"\n"}
     if secrets.certificate:
         files |= {CERTIFICATE_FILE: secrets.certificate.encode(), KEY_FILE: secrets.certificate_key.encode()}
@@ -167,27 +169,27 @@ def write_secrets(run_dir: Path, secrets: Secrets) -> None:
 
 
 def read_secrets(run_dir: Path) -> Secrets:
-    """Raises ConfigError where they are not there, cannot be read, or can be read by others."""
+    """Read the secrets. Raises ConfigError if they are missing, unreadable, or accessible to other users."""
     path = secrets_dir(run_dir) / SECRETS_FILE
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ConfigError(
-                    f"{path} has mode {stat.S_IMODE(mode):04o}: others can use it; chmod 600 it, and start the run anew"
+                    f"{path} has mode {stat.S_IMODE(mode):04o}: other users can access it; chmod 600 it and start the run again"
                 )
             return msgspec.json.decode(file.read(), type=Secrets)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{path} is not there, and network.authenticate is on: the launcher makes it, where the run's folder is shared; "
-            "else the host daemon brings it"
+            f"{path} does not exist, but network.authenticate is on: the launcher writes it if the run's folder is shared; "
+            "otherwise the host daemon does"
         ) from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def remove_secrets(run_dir: Path) -> None:
-    """At the end of a launch: nobody is left to let in."""
+    """Remove the secrets at the end of a launch, when no process needs them any more."""
     folder = secrets_dir(run_dir)
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
@@ -196,7 +198,7 @@ def remove_secrets(run_dir: Path) -> None:
 
 
 def open_security(run_dir: Path, network: NetworkConfig) -> Security | None:
-    """What a process of a run has in effect. Raises ConfigError."""
+    """Return the security settings for a process of a run. Raises ConfigError."""
     return Security.of(run_dir, read_secrets(run_dir), network) if network.authenticate == "on" else None
 
 
@@ -204,33 +206,33 @@ def open_security(run_dir: Path, network: NetworkConfig) -> Security | None:
 
 
 def guard_pull(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], secrets: Secrets) -> None:
-    """Have a receiving socket, not yet bound, let in this run's senders only."""
+    """Make a receiving socket, not yet bound, admit only this run's senders."""
     gatekeeper_of(context).let_in(secrets.server_public, secrets.client_public)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, secrets.server_public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, secrets.server_secret)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, secrets.server_public)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # should nobody answer: nobody is let in
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # if no handler answers, ZeroMQ admits no client
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     bound_connections(socket, context)
 
 
 def guard_push(socket: zmq.Socket[bytes], secrets: Secrets) -> None:
-    """Have a sending socket, not yet connected, show this run's key, and send to holders of the receivers' key only."""
+    """Make a sending socket, not yet connected, present this run's key, and send only to holders of the receivers' key."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, secrets.server_public)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, secrets.client_public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, secrets.client_secret)
 
 
 class Gatekeeper:
-    """ZeroMQ's authentication handler (ZAP, RFC 27) of a context: says whose key is let in where. On a thread, as ZeroMQ asks it
-    from its own and no event loop may keep a sender waiting.
+    """ZeroMQ's authentication handler (ZAP, RFC 27) of a context: decides which keys each domain admits. It runs on a
+    thread, because ZeroMQ asks from its own thread and a busy event loop must not delay a sender.
 
     waits for: handshakes.  unblocked by: them; the end of the context.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._keys: dict[bytes, frozenset[bytes]] = {}  # ZAP domain -> keys that are let in
+        self._keys: dict[bytes, frozenset[bytes]] = {}  # ZAP domain -> admitted keys
         self.num_refused = 0
         self._said = -_SAY_AGAIN_S
         self._socket = context.socket(zmq.ROUTER)
@@ -273,8 +275,8 @@ class Gatekeeper:
         now = time.monotonic()
         if now - self._said >= _SAY_AGAIN_S:
             self._said = now
-            who = request[3].decode(errors="replace") if len(request) > 3 else "somebody"
-            logger.warning("%s is not let in: its key is none of this run's (%d refused so far)", who, self.num_refused)
+            who = request[3].decode(errors="replace") if len(request) > 3 else "a client"
+            logger.warning("refused %s: its key does not belong to this run (%d refused so far)", who, self.num_refused)
 
 
 _gatekeepers: WeakKeyDictionary[zmq.Context[zmq.Socket[bytes]], Gatekeeper] = WeakKeyDictionary()

@@ -1,7 +1,8 @@
 """HTTP client of a service that is found through name resolve, such as the gserver manager.
 
-A call is retried until its limit: the services' calls are idempotent, and a service that was restarted publishes a new address
-under the same key. The key is watched: whoever waits for an answer of the old process asks the new one as soon as it is there.
+A call is retried until its limit. This is safe because the services' calls are idempotent. A restarted service
+publishes a new address under the same key. The client watches the key, so a call that waits for the old process is sent
+to the new one at once.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def _within(limit_s: float) -> aiohttp.ClientTimeout:
 
 
 class ServiceError(RuntimeError):
-    """The service refused a call (4xx): asking again would not help. Carries its reason."""
+    """The service refused a call (4xx), so a retry would not help. The text carries the service's reason."""
 
 
 class ServiceClient:
-    """Posts messages to the service whose URL is published under `key`."""
+    """Posts messages to the service that publishes its URL under `key`."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class ServiceClient:
         logger: logging.Logger,
         on_moved: Callable[[], object],
     ) -> None:
-        """Use `connect`. url: where the service is now."""
+        """Use `connect` instead. url: the service's current URL."""
         self._session, self._url, self._service = session, url, service
         self._board, self._logger = board, logger
         self._on_moved = on_moved
@@ -70,9 +71,9 @@ class ServiceClient:
         service: str,
         on_moved: Callable[[], object] = lambda: None,
     ) -> AsyncIterator[Self]:
-        """Wait for the service to publish its address, and follow it from then on.
+        """Wait for the service to publish its address, and follow later changes.
 
-        service: its name, for messages. on_moved: called when another process has taken the service's place.
+        service: its name in messages. on_moved: called when another process has replaced the service.
         """
         async with open_session(max_connections=64) as session:
             url = await directory.wait_for_key(key, f"the address of the {service}")
@@ -83,9 +84,10 @@ class ServiceClient:
     async def post(
         self, path: str, message: msgspec.Struct, reply: type[R], *, limit_s: float, wait_s: float = 0.0
     ) -> R:
-        """Post a message and decode the answer. `wait_s` is how long the service may hold the answer back by agreement.
+        """Post a message and decode the reply. `wait_s` is how long the service may hold the reply by agreement.
 
-        Raises ServiceError if the service refuses the call, WaitTimeoutError if no answer came within limit_s.
+        Raises ServiceError if the service refuses the call, and WaitTimeoutError if no reply arrives within limit_s +
+        wait_s.
         """
         return await self._board.bounded(
             self._post(path, msgspec.json.encode(message), reply, wait_s),
@@ -96,7 +98,7 @@ class ServiceClient:
 
     async def _post(self, path: str, body: bytes, reply: type[R], wait_s: float) -> R:
         backoff_s = _FIRST_BACKOFF_S
-        while True:  # bounded by the caller
+        while True:  # the caller bounds it
             moved = self._moved
             try:
                 status, content = await self._ask(path, body, wait_s + 30.0, moved)
@@ -109,30 +111,31 @@ class ServiceClient:
             except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError) and error.errno in NO_MORE_FILES:
                     raise
-                self._logger.warning("%s did not answer %s: %r; asking again", self._service, path, error)
+                self._logger.warning("%s did not answer %s: %r; retrying", self._service, path, error)
             await asyncio.wait({moved}, timeout=backoff_s)
             backoff_s = _FIRST_BACKOFF_S if moved.done() else min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _ask(self, path: str, body: bytes, limit_s: float, moved: asyncio.Future[None]) -> tuple[int, bytes]:
-        """Status and body of one answer. Raises ConnectionError when the service moves away: a process that is frozen, or whose
-        machine is gone, closes no connection."""
+        """Return status and body of one reply. Raises ConnectionError when the service's address changes, because a
+        frozen process or a lost machine does not close its connections.
+        """
         asking = asyncio.ensure_future(self._request(path, body, limit_s))
         try:
             ends: set[asyncio.Future[Any]] = {asking, moved}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
-                raise ConnectionError(f"another process is the {self._service} now")
+                raise ConnectionError(f"another process has replaced the {self._service}")
             return asking.result()
         finally:
             if not asking.cancel() and not asking.cancelled():
-                asking.exception()  # retrieved, should this task have been cancelled at that moment
+                asking.exception()  # mark it as retrieved, in case this task was cancelled at that moment
 
     async def _request(self, path: str, body: bytes, limit_s: float) -> tuple[int, bytes]:
         async with self._session.post(self._url + path, data=body, timeout=_within(limit_s)) as response:
             return response.status, await response.read()
 
     async def _follow(self, addresses: AsyncIterator[WatchEvent]) -> None:
-        """consumes: addresses of the service. produces: an end of waits for an older one."""
+        """consumes: addresses of the service. produces: the new URL, and an end of the calls that wait for the old one."""
         async for event in addresses:
             if event.kind == "delete" or event.value == self._url:
                 continue

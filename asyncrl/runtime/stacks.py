@@ -1,11 +1,12 @@
-"""What a process is doing: the Python stacks of its threads and its asyncio tasks, on request.
+"""Reports on request the Python stacks of a process's threads and its asyncio tasks.
 
-One thread of each process waits for SIGUSR1 with sigwait. For each signal it appends one answer to a file beside the process's
-log. It reads the other threads' frames while it holds the GIL. A process in which another thread keeps the GIL (a long regular
-expression, C code) therefore does not answer; `py-spy dump` can read it from outside. Two other ways were tried and crash a process
-with busy threads: faulthandler's signal handler, which reads frames without the GIL, and sys._current_frames (Python 3.11.7).
+One thread of each process waits for SIGUSR1 with sigwait. For each signal it appends one answer to a file beside the
+process's log. It reads the other threads' frames while it holds the GIL. If another thread keeps the GIL (a long
+regular expression, C code), the process therefore does not answer; `py-spy dump` can read it from outside. Two
+alternatives crash a process with busy threads: faulthandler's signal handler, which reads frames without the GIL, and
+sys._current_frames (Python 3.11.7).
 
-The signal is blocked in this thread only, and it is sent to this thread only, so no child process inherits a blocked signal.
+The signal is blocked in this thread only and sent to this thread only, so no child process inherits a blocked signal.
 `ask_all` first checks that the process exists, is the one that wrote the file, and can run.
 """
 
@@ -30,8 +31,8 @@ SUFFIX = ".stacks"
 _REQUEST = signal.SIGUSR1
 _HEADER = "asyncrl stacks of"
 _BEGIN, _TASKS, _END = "-- threads --\n", "-- tasks --\n", "-- end --\n"
-_MAX_FILE_BYTES = 1_000_000  # a larger file begins anew with the next request
-_MAX_KINDS = 200  # of tasks, in one answer: those that wait at the same place are one kind
+_MAX_FILE_BYTES = 1_000_000  # a larger file is truncated at the next request
+_MAX_KINDS = 200  # of tasks, in one answer: tasks that wait at the same place are one kind
 _MAX_FRAMES = 40  # of a task
 _POLL_S = 0.005
 _ENDED, _STANDS_STILL = {"", "Z", "X"}, {"T", "t"}  # states in /proc
@@ -41,17 +42,17 @@ State = Literal["answered", "busy", "stopped", "gone"]
 _loop: asyncio.AbstractEventLoop | None = None  # of the main thread
 
 
-# ------------------------------------------------------------------------------------------------------------- who is asked
+# ---------------------------------------------------------------------------------------------------- the process asked
 
 
 def answer_requests(path: Path, name: str) -> None:
-    """From now on this process answers. Call on the main thread; in a forked process, after the fork."""
+    """Make this process answer requests from now on. Call it on the main thread; in a forked process, after the fork."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
     thread = threading.Thread(target=_answer, args=(fd, name), name="stacks", daemon=True)
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
-        # The signal came to the process as a whole: from a person, or because this system has no tgkill.
-        if thread.is_alive():  # it is not in a child of os.fork
+        # The signal was sent to the whole process: by a person, or because this system has no tgkill.
+        if thread.is_alive():  # in a child of os.fork the thread does not exist
             signal.pthread_kill(thread.ident, _REQUEST)  # type: ignore[arg-type]
 
     signal.signal(_REQUEST, pass_on)
@@ -59,7 +60,7 @@ def answer_requests(path: Path, name: str) -> None:
 
 
 def tell_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on answers contain the tasks of this loop, which runs on the main thread."""
+    """Include the tasks of this loop, which runs on the main thread, in all further answers."""
     global _loop
     _loop = loop
 
@@ -77,8 +78,8 @@ def _answer(fd: int, name: str) -> None:
         for mark, read in ((_BEGIN, thread_stacks), (_TASKS, task_lines)):
             try:
                 parts += [mark, *(f"{line}\n" for line in read())]
-            except Exception as error:  # the next request must find this thread alive
-                parts += [mark, f"cannot be told: {error!r}\n"]
+            except Exception as error:  # the thread must survive to answer the next request
+                parts += [mark, f"cannot be read: {error!r}\n"]
         told = "".join([*parts, _END])
 
 
@@ -92,12 +93,14 @@ def thread_stacks() -> list[str]:
 
 
 def stack_of(thread: int) -> str:
-    """The stack of another thread, given its `ident`; "" where it is not told."""
+    """Return the stack of another thread, given its `ident`; "" if faulthandler does not list it."""
     return next((stack for stack in thread_stacks() if stack.startswith(f"Thread 0x{thread:016x} ")), "")
 
 
 def task_lines() -> Iterator[str]:
-    """The tasks of the main thread's loop: how many wait where, from the outermost coroutine to the innermost."""
+    """Yield the tasks of the main thread's loop, grouped by the place where they wait, from the outermost coroutine to
+    the innermost.
+    """
     if _loop is None:
         return
     tasks, current = asyncio.all_tasks(_loop), asyncio.current_task(_loop)
@@ -105,7 +108,7 @@ def task_lines() -> Iterator[str]:
     for task in tasks:
         frames = tuple(_frames(task.get_coro()))
         if task is current:
-            frames = (*frames, "  (it is the one that runs)")
+            frames = (*frames, "  (this task is running)")
         kinds.setdefault(frames, []).append(task.get_name())
     for frames, names in sorted(kinds.items(), key=lambda kind: sorted(kind[1]))[:_MAX_KINDS]:
         names.sort()
@@ -133,30 +136,30 @@ def _attribute(of: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(of, name, None)) is not None), None)
 
 
-# ----------------------------------------------------------------------------------------------------------------- who asks
+# --------------------------------------------------------------------------------------------------- the asking process
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """What a process says that it does, or why it says nothing."""
+    """A process's answer, or the reason why it did not answer."""
 
     name: str
     pid: int
     file: str
     state: State
-    note: str = ""  # of one that has not answered: why
+    note: str = ""  # the reason why it did not answer
     threads: str = ""  # the innermost call first
     tasks: str = ""  # the outermost call first
 
 
 def ask_all(logs: Sequence[Path], limit_s: float) -> list[Stacks]:
-    """The stacks of all processes whose files lie in these folders and that are not long gone, by name.
+    """Return the stacks of all processes with a file in these folders, by name, except those that ended long ago.
 
-    Waits for: their answers, at most limit_s for all together; those that cannot answer are not waited for.
+    Waits for: the answers, at most limit_s for all together. Processes that cannot answer are not waited for.
     """
     asked = [_Request(path) for folder in logs for path in sorted(folder.glob(f"*{SUFFIX}"))]
     newest: dict[str, _Request] = {}
-    for request in asked:  # of those with one name the one that lives, else the newest
+    for request in asked:  # among processes with one name, take the live one, otherwise the newest
         if request.name and (request.name not in newest or not request.is_gone):
             newest[request.name] = request
     requests = [newest[name] for name in sorted(newest)]
@@ -169,7 +172,7 @@ def ask_all(logs: Sequence[Path], limit_s: float) -> list[Stacks]:
 
 
 class _Request:
-    """One process that is asked, and what it has written since."""
+    """A request to one process, and its answer so far."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -193,14 +196,14 @@ class _Request:
             self._sent = True
 
     def is_open(self) -> bool:
-        """Whether an answer is still to come."""
+        """Return whether an answer may still come."""
         if not self._sent:
             return False
         self._stat, _ = _stat_of(self._pid)
         return self._stat not in _ENDED | _STANDS_STILL and self._answer() is None
 
     def _answer(self) -> tuple[str, str] | None:
-        """Threads and tasks; None: the answer is not there yet."""
+        """Return threads and tasks; None if the answer is not complete yet."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._begin)
@@ -237,7 +240,7 @@ class _Request:
 def _signal_thread(pid: int, thread: int) -> None:
     try:
         ctypes.CDLL(None).tgkill(pid, thread, int(_REQUEST))
-    except AttributeError:  # glibc before 2.30, and other systems: the handler of answer_requests passes it on
+    except AttributeError:  # glibc before 2.30, and other systems: the handler in answer_requests passes it on
         os.kill(pid, _REQUEST)
 
 
@@ -245,7 +248,7 @@ _STOPPED = "it is stopped (SIGSTOP, or a debugger) and cannot answer; SIGCONT le
 
 
 def _read_header(path: Path) -> tuple[str, int, int, int]:
-    """Name, pid, thread and start of the process that writes there; "" where there is none."""
+    """Return name, pid, thread and start time of the process that writes this file; name "" if there is none."""
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         line = file.readline(4096).decode(errors="replace")
         head, _, started = line.rpartition(", started ")
@@ -257,7 +260,7 @@ def _read_header(path: Path) -> tuple[str, int, int, int]:
 
 
 def _stat_of(pid: int) -> tuple[str, int]:
-    """A process's state (R, S, D, T, Z, ...) and when it was started (ticks since the boot); "" where there is none (Linux)."""
+    """Return a process's state (R, S, D, T, Z, ...) and start time (ticks since the boot); state "" if there is none (Linux)."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)
@@ -272,7 +275,7 @@ def _stat_of(pid: int) -> tuple[str, int]:
 
 
 def _stat_fields(pid: int) -> list[bytes]:
-    """From the state on: the third and all later fields of proc_pid_stat(5)."""
+    """Return the third (the state) and all later fields of proc_pid_stat(5)."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
 
@@ -283,7 +286,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def cpu_s(pid: int) -> float:
-    """The CPU time of a process, in seconds; 0.0 where the system does not tell."""
+    """Return the CPU time of a process in seconds; 0.0 if the system does not report it."""
     try:
         fields = _stat_fields(pid)
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""What a process takes from the machine it runs on. The simulation gives its processes other ones."""
+"""The services of the machine that a process uses. The simulation gives its processes replacements."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ LEASE_ENV = "ASYNCRL_LEASE"
 
 
 class Launcher(Protocol):
-    """A process's launcher, as the process sees it."""
+    """A process's view of its launcher."""
 
     @property
     def lease(self) -> int | None:
         """A lease in name resolve that the launcher keeps alive for this process. None: the process keeps its own."""
 
     def show(self, board: StatusBoard) -> None:
-        """Tell it the process's status. Does not block."""
+        """Send the process's status to the launcher. Does not block."""
 
 
 class LauncherPipe:
-    """A launcher on this machine: it passes the write end of a pipe and a lease by environment."""
+    """A launcher on this machine. It passes the write end of a pipe and a lease in environment variables."""
 
     def __init__(self, fd: int, lease: int | None) -> None:
         self.lease = lease
         self._fd = fd
         os.set_blocking(fd, False)
-        os.set_inheritable(fd, False)  # the pipe ends with this process, whatever that starts
+        os.set_inheritable(fd, False)  # no child process inherits the pipe, so it closes when this process ends
 
     @classmethod
     def of_environment(cls) -> LauncherPipe | None:
-        """None in a process that was started by hand."""
+        """Build it from the environment; None in a process that was started by hand."""
         fd, lease = os.environ.get(STATUS_FD_ENV), os.environ.get(LEASE_ENV)
         return cls(int(fd), int(lease) if lease else None) if fd else None
 
     def show(self, board: StatusBoard) -> None:
         line = msgspec.json.encode(board.snapshot())
-        # The launcher is busy or gone: the next line will do
+        # The launcher is busy or gone: skip this line, as the next one replaces it
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._fd, line + b"\n")
 
@@ -61,10 +61,10 @@ class System:
     """Time, identities, name resolve, the transport of streams, HTTP servers, and the launcher."""
 
     clock: Clock = field(default_factory=SystemClock)
-    new_id: Callable[[], str] = lambda: uuid.uuid4().hex  # 32 hex digits, never the same ones again
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex  # 32 hex digits, unique
     pid: int = field(default_factory=os.getpid)
     open_names: Callable[[NameResolveConfig, float], NameResolver] = open_name_resolver
-    transport: Transport | None = None  # None: ZeroMQ, with the faults of runtime.faults
+    transport: Transport | None = None  # None: ZeroMQ, with the faults in runtime.faults
     listen: Listen = listen_http
     launcher: Launcher | None = field(default_factory=LauncherPipe.of_environment)
     status_interval_s: float = 0.5

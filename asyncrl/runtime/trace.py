@@ -1,11 +1,11 @@
-"""Timeline: what each process did when, in the trace event format that chrome://tracing and ui.perfetto.dev read.
+"""Timeline of each process's activity, in the trace event format of chrome://tracing and ui.perfetto.dev.
 
     every process of a run with `trace: true` -- Tracer --> trace/attempt_N/<worker>.jsonl -- merge --> trace/attempt_N.json
 
-A Tracer keeps events in memory and writes them when it is flushed (a worker's status reporter does, twice a second). Both are
-bounded: what does not fit is dropped and counted, and tracing never fails a run. Times are those of the monotonic clock, which
-all processes of a machine share; each file also says how far that clock is from the calendar, so that merging puts several
-machines on one clock as well as their calendars agree.
+A Tracer buffers events in memory and writes them on each flush (a worker's status reporter flushes twice a second).
+Buffer and file are bounded: further events are dropped and counted, and tracing never fails a run. Times come from the
+monotonic clock, which all processes of a machine share. Each file also records the offset of that clock from calendar
+time. Merging uses it to align several machines, as accurately as their calendar clocks agree.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from asyncrl.config.schema import WorkerInfo
 from asyncrl.runtime.metrics import JsonLinesReader
 
 Value = str | int | float | bool
-_SHORTEST_WAIT_US = 500  # a wait shorter than this is no news
+_SHORTEST_WAIT_US = 500  # shorter waits are not recorded
 _KINDS = ("generation_server", "rollout_worker", "gserver_manager", "model_worker", "master")
 _encoder = msgspec.json.Encoder()
 
 
 class TraceHeader(msgspec.Struct, frozen=True):
-    """First line of a process's file."""
+    """The first line of a process's file."""
 
     process: str  # e.g. rollout_worker/1
     pid: int
-    order: int  # where it stands among the processes
-    boot: str  # the machine and its start: processes with the same one share a clock
-    unix_us: int  # calendar minus monotonic clock, microseconds
+    order: int  # its position among the processes in the timeline
+    boot: str  # identifies the machine and its boot: processes with the same value share a clock
+    unix_us: int  # calendar minus monotonic clock, in microseconds
 
 
 class Tracer:
-    """Records what a process does. Without a path it records nothing, and costs next to nothing. Threads may share one."""
+    """Records a process's activity. Without a path it records nothing, at almost no cost. Threads may share one Tracer."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Tracer:
         max_buffered: int = 100_000,
         max_file_bytes: int = 256_000_000,
     ) -> None:
-        """max_buffered: events between two flushes; later ones are dropped and counted."""
+        """max_buffered: events kept between two flushes; further ones are dropped and counted."""
         self._max_buffered, self._max_file_bytes = max_buffered, max_file_bytes
         self.enabled = path is not None
         self.num_dropped = 0
@@ -61,13 +61,13 @@ class Tracer:
         self._tracks: dict[str, int] = {}
         self._counters: dict[str, float] = {}
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()  # of events and tracks; held for a moment only
+        self._lock = threading.Lock()  # guards events and tracks; held only briefly
         self._file_lock = threading.Lock()
         self._pid = os.getpid()
         self._file: TextIO | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():  # of a process before this one, under the same name
+            if path.exists():  # a previous process with the same name wrote it
                 path = path.with_name(f"{path.stem}.{self._pid}{path.suffix}")
             self._file = path.open("w", encoding="utf-8")
             header = TraceHeader(process, self._pid, order, _boot(), time.time_ns() // 1000 - _now_us())
@@ -75,7 +75,9 @@ class Tracer:
 
     @contextlib.contextmanager
     def span(self, name: str, *, track: str, **args: Value) -> Iterator[None]:
-        """Something that goes on now. On a track spans follow or enclose one another; what overlaps is for `overlapping`."""
+        """Record the block as an activity. Spans on one track must follow or enclose one another; use `overlapping` for
+        others.
+        """
         start = _now_us()
         try:
             yield
@@ -84,7 +86,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def overlapping(self, name: str, *, kind: str, **args: Value) -> Iterator[None]:
-        """Something that goes on beside others of its kind. Each gets a line of its own."""
+        """Record the block as an activity that may overlap others of its kind. Each gets its own line."""
         start = _now_us()
         try:
             yield
@@ -92,7 +94,7 @@ class Tracer:
             self.add_overlapping(name, start, kind=kind, **args)
 
     def add_overlapping(self, name: str, start_us: int, *, kind: str, **args: Value) -> None:
-        """What `overlapping` records, for something that began at start_us (`now_us`) and ends now."""
+        """Record an activity as `overlapping` does, from start_us (`now_us`) to now."""
         if not self.enabled:
             return
         common = {"name": name, "cat": kind, "id2": {"local": hex(next(self._ids))}, "pid": self._pid, "tid": 0}
@@ -100,12 +102,12 @@ class Tracer:
         self._append({**common, "ph": "e", "ts": _now_us()})
 
     def wait(self, what: str, on: str, start_us: int) -> None:
-        """A wait that ends now."""
+        """Record a wait that began at start_us and ends now."""
         if self.enabled and _now_us() - start_us >= _SHORTEST_WAIT_US:
             self.add_overlapping(what, start_us, kind="wait", on=on)
 
     def count(self, name: str, value: float) -> None:
-        """A quantity, from now on."""
+        """Record that a quantity has this value from now on."""
         if self.enabled and self._counters.get(name) != value:
             self._counters[name] = value
             self._append(
@@ -118,13 +120,13 @@ class Tracer:
         return len(self._events)
 
     def now_us(self) -> int:
-        """Now, for a start_us; 0 where nothing is recorded."""
+        """The current time, for use as a start_us; 0 if nothing is recorded."""
         return _now_us() if self.enabled else 0
 
     def flush(self) -> None:
-        """Write what has been recorded. A file that cannot be written ends the tracing, not the run."""
+        """Write the recorded events. If the file cannot be written, tracing ends but the run continues."""
         with self._file_lock:
-            with self._lock:  # not while writing: the threads that compute append
+            with self._lock:  # released before writing, because compute threads append
                 events, self._events = self._events, []
             if self._file is None:
                 return
@@ -139,7 +141,7 @@ class Tracer:
     def close(self) -> None:
         self.flush()
         if self.num_dropped:
-            logging.getLogger(__name__).warning("%d events are not in the timeline: too many at once", self.num_dropped)
+            logging.getLogger(__name__).warning("the timeline lacks %d events: the buffer was full", self.num_dropped)
         with self._file_lock:
             self.enabled = False
             if self._file is not None:
@@ -147,7 +149,7 @@ class Tracer:
             self._file = None
 
     def add_span(self, name: str, start_us: int, *, track: str, **args: Value) -> None:
-        """What `span` records, for something that began at start_us (`now_us`) and ends now."""
+        """Record an activity as `span` does, from start_us (`now_us`) to now."""
         if not self.enabled:
             return
         tid = self._tracks.get(track)
@@ -168,7 +170,7 @@ class Tracer:
                 self.num_dropped += 1
 
     def _stop(self, file: TextIO, why: str) -> None:
-        logging.getLogger(__name__).warning("no more timeline from here on: %s", why)
+        logging.getLogger(__name__).warning("the timeline ends here: %s", why)
         self.enabled = False
         with contextlib.suppress(OSError):
             file.close()
@@ -179,22 +181,22 @@ OFF = Tracer()  # records nothing
 
 
 def trace_dir(run_dir: Path, attempt: int) -> Path:
-    """Where the processes of an attempt write."""
+    """The folder in which the processes of an attempt write their timelines."""
     return run_dir / "trace" / f"attempt_{attempt}"
 
 
 def trace_file(info: WorkerInfo) -> Path:
-    """Where one of them does."""
+    """The timeline file of one process."""
     return trace_dir(Path(info.run_dir), info.attempt) / f"{info.name.replace('/', '_')}.jsonl"
 
 
 def place_of(info: WorkerInfo) -> int:
-    """Where a process stands in the timeline: from generation to training."""
+    """The position of a process in the timeline, ordered from generation to training."""
     return _KINDS.index(info.kind) * 1000 + info.index if info.kind in _KINDS else len(_KINDS) * 1000
 
 
 def merge(folder: Path, out: Path) -> int:
-    """One timeline of all processes' files. Returns the number of events; a broken line is left out."""
+    """Merge the files of all processes into one timeline. Returns the number of events. Broken lines are skipped."""
     num_events = 0
     temporary = out.with_name(f".{out.name}")
     with temporary.open("w", encoding="utf-8") as target:
@@ -221,7 +223,7 @@ def _about(header: TraceHeader) -> Iterator[dict[str, Any]]:
 
 
 def _header_of(records: Iterator[dict[str, Any]]) -> TraceHeader | None:
-    """The first record of a file; None where it is no header."""
+    """Return the first record of a file; None if it is not a header."""
     try:
         return msgspec.convert(next(records, None), TraceHeader)
     except msgspec.ValidationError:
@@ -246,5 +248,5 @@ def _now_us() -> int:
 def _boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux: the host's name has to do
+    except OSError:  # not Linux: use the host name instead
         return os.uname().nodename

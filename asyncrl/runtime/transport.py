@@ -1,9 +1,10 @@
-"""Transport: multipart messages one way, from many pushing sockets to one pulling socket.
+"""Transport: one-way multipart messages from many push sockets to one pull socket.
 
-The lowest layer of the streams: channel.py alone uses it. It promises little, and the channel builds on no more: a message
-arrives whole or not at all; it may be lost when a peer dies. ZmqTransport is ZeroMQ PUSH/PULL; MemoryTransport is its
-twin inside one process, which loses, doubles, reorders and corrupts messages by a seeded generator. FaultyTransport does such
-things to any transport, in a real run: `transport_of` is what channels are made with.
+This is the lowest layer of the streams; only channel.py uses it. Its guarantee is weak: a message arrives whole or not
+at all, and may be lost when a peer dies. The channel relies on nothing more. ZmqTransport is ZeroMQ PUSH/PULL.
+MemoryTransport is its counterpart inside one process; it drops, duplicates, reorders and corrupts messages, driven by a
+seeded generator. FaultyTransport injects such faults into any transport of a real run. Channels get their transport
+from `transport_of`.
 """
 
 from __future__ import annotations
@@ -27,43 +28,43 @@ from asyncrl.runtime import security, unix_sockets
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# From this size on a frame is sent from where it lies. Below, a copy is cheaper: each frame that is not copied costs a wake-up of
-# pyzmq's garbage thread, which needs the interpreter.
+# Frames of at least this size are sent without copying. For smaller frames a copy is cheaper: each frame that is not
+# copied wakes pyzmq's garbage collection thread, which needs the GIL.
 _ZERO_COPY_BYTES = 1 << 18
-# Of an encrypted stream: ZeroMQ takes that much from a connection before its peer has shown a key.
+# Maximum part of an encrypted stream: ZeroMQ accepts this much from a connection before its peer has authenticated.
 PART_BYTES = 1 << 18
-_ENCRYPTION_BYTES = 64  # that CURVE adds to a part
+_ENCRYPTION_BYTES = 64  # added to a part by CURVE
 _LENGTH_BYTES = 8
-_MAX_AT_ONCE = 8  # messages received without giving up control: what has just come is still in the processor's caches
+_MAX_AT_ONCE = 8  # messages received per event-loop turn; recent messages are still in the CPU caches
 # Plain integers: combining zmq's enum members costs more than sending a small frame.
 _DONTWAIT = int(zmq.DONTWAIT)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
 class PullSocket(ABC):
-    """The receiving end, bound to `address`. Silent until `listen`, and while it is paused."""
+    """The receiving end, bound to `address`. Delivers nothing before `listen` and while paused."""
 
     address: str
 
     @abstractmethod
     def listen(self, deliver: Callable[[Sequence[Buffer]], None], failed: Callable[[Exception], None]) -> None:
-        """Give each message to `deliver`, on the event loop, in the order of arrival.
+        """Pass each message to `deliver` on the event loop, in the order of arrival.
 
-        The first frame comes as bytes, the others as views of received memory. What the socket or `deliver` raises goes to
-        `failed`, and is the end.
+        The first frame is passed as bytes, the others as views of received memory. An exception from the socket or
+        `deliver` is passed to `failed`, and delivery ends.
         """
 
     @abstractmethod
     def pause(self) -> None:
-        """Deliver nothing more: what arrives waits in the socket, then at its senders. `deliver` may call this."""
+        """Stop delivering: new messages wait in the socket, then at their senders. `deliver` may call this."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Deliver again."""
+        """Continue delivering."""
 
     @abstractmethod
     def close(self) -> None:
-        """Forget what has not been delivered. Idempotent."""
+        """Discard undelivered messages. Idempotent."""
 
 
 class PushSocket(ABC):
@@ -71,40 +72,40 @@ class PushSocket(ABC):
 
     @abstractmethod
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
-        """Queue a message; never blocks. False where the queue is full: then the message is not sent.
+        """Queue a message without blocking. Returns False if the queue is full; the message is then not sent.
 
         Frames are not copied: they must stay unchanged until the message is settled.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Forget what has not left yet. Idempotent."""
+        """Discard messages that have not been sent yet. Idempotent."""
 
 
 class Transport(ABC):
-    """Makes sockets, and the identities of streams' ends."""
+    """Creates sockets, and the ids of channel endpoints."""
 
     def new_id(self) -> str:
-        """32 hex digits, never the same ones again."""
+        """Return 32 hex digits, unique."""
         return uuid.uuid4().hex
 
     @abstractmethod
     def bind_pull(self, host: str, *, queue_messages: int, max_frame_bytes: int) -> PullSocket:
-        """A receiving socket on a free port of `host`, chosen by binding."""
+        """Return a receiving socket bound to a free port of `host`."""
 
     @abstractmethod
     def connect_push(self, address: str, *, queue_messages: int) -> PushSocket:
-        """A sending socket. It connects (again and again) in the background."""
+        """Return a sending socket. It connects, and reconnects, in the background."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- ZeroMQ
 
 
 class ZmqTransport(Transport):
-    """PUSH/PULL over TCP, or over Unix sockets where the run has them; LINGER 0. Sockets belong to the thread and the event loop
-    that made them.
+    """PUSH/PULL over TCP, or over Unix sockets if the run uses them; LINGER 0. Sockets belong to the thread and event
+    loop that created them.
 
-    Where the process has secrets (security.py) every stream on TCP is encrypted, and only processes of the run are at its ends.
+    If the process has secrets (security.py), every TCP stream is encrypted and only processes of the run can connect.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
@@ -113,7 +114,7 @@ class ZmqTransport(Transport):
     def bind_pull(self, host: str, *, queue_messages: int, max_frame_bytes: int) -> PullSocket:
         if host in ("*", "0.0.0.0", "::", ""):
             raise ValueError(
-                f"runtime.host is {host!r}: others cannot connect to that; name an address of this machine"
+                f"runtime.host is {host!r}: other hosts cannot connect to it; set an address of this machine"
             )
         socket = self._context.socket(zmq.PULL)
         try:
@@ -125,7 +126,7 @@ class ZmqTransport(Transport):
             if secured is not None and guarded:
                 security.guard_pull(socket, self._context, secured.secrets)
                 max_frame_bytes = PART_BYTES + _ENCRYPTION_BYTES
-            # A larger frame ends the connection before it is allocated
+            # ZeroMQ closes the connection of a larger frame before allocating it
             socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
             try:
                 socket.bind(f"ipc://{path}" if path else f"tcp://{host}:*")
@@ -159,10 +160,10 @@ class ZmqTransport(Transport):
 
 
 class _ZmqPull(PullSocket):
-    """Read through ZeroMQ's own descriptor, which costs a third of what zmq.asyncio's futures do.
+    """Reads through ZeroMQ's own descriptor, which costs a third of zmq.asyncio's futures.
 
-    The descriptor becomes readable when something arrives at a socket that had nothing left, and then not again until the
-    socket has said EAGAIN. So whoever begins to read goes on until then, or sees to it that it is called again.
+    The descriptor becomes readable when a message arrives at an empty socket, and then not again until the socket has
+    returned EAGAIN. Therefore a reader must continue until EAGAIN, or schedule another call.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, *, in_parts: bool) -> None:
@@ -186,20 +187,20 @@ class _ZmqPull(PullSocket):
         if not self._reading:
             self._reading = True
             self._loop.add_reader(self._fd, self._drain)
-            self._loop.call_soon(self._drain)  # what has arrived already may have been announced already
+            self._loop.call_soon(self._drain)  # messages that have arrived may have been signalled already
 
     def close(self) -> None:
         self.pause()
         self._socket.close(linger=0)
 
     def _drain(self) -> None:
-        """Deliver what has arrived."""
+        """Deliver the messages that have arrived."""
         try:
             for _ in range(_MAX_AT_ONCE):
                 if not self._reading:
                     return
                 self._deliver(self._recv())
-            self._loop.call_soon(self._drain)  # a flood: let the rest of the process have its turn
+            self._loop.call_soon(self._drain)  # many messages: let the rest of the process run
         except zmq.Again:
             return
         except Exception as error:
@@ -210,14 +211,14 @@ class _ZmqPull(PullSocket):
         socket = self._socket
         frame = socket.recv(_DONTWAIT, False)
         frames: list[Buffer] = [frame.bytes]  # small: bytes cost less than a view
-        while frame.more:  # a message arrives whole: the rest is there
+        while frame.more:  # a message arrives whole, so its rest is here
             frame = socket.recv(_DONTWAIT, False)
             frames.append(frame.buffer)
         return joined(frames) if self._in_parts else frames
 
 
 class _ZmqPush(PushSocket):
-    """A plain, non-blocking socket: sending needs no event, because a full queue is an answer here and not a wait."""
+    """A plain, non-blocking socket: sending needs no event, because a full queue is reported to the caller, not waited for."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, in_parts: bool) -> None:
         self._socket, self._in_parts = socket, in_parts
@@ -239,7 +240,9 @@ class _ZmqPush(PushSocket):
 
 
 def parts_of(frames: Sequence[Buffer]) -> list[Buffer]:
-    """A message in parts of at most PART_BYTES. The first says how long the frames are, if any is divided. Nothing is copied."""
+    """Split a message into parts of at most PART_BYTES, without copying. If any frame is split, the first part contains
+    all frame lengths.
+    """
     views = [memoryview(frame).cast("B") for frame in frames]
     if all(view.nbytes <= PART_BYTES for view in views):
         return [b"", *frames]
@@ -251,7 +254,7 @@ def parts_of(frames: Sequence[Buffer]) -> list[Buffer]:
 
 
 def joined(parts: Sequence[Buffer]) -> Sequence[Buffer]:
-    """The inverse; divided frames are copied. Parts that are no such message come back as they are, for the channel to refuse."""
+    """Inverse of `parts_of`; split frames are copied. Invalid parts are returned unchanged, so that the channel refuses them."""
     first, *rest = (memoryview(part) for part in parts)
     if not first.nbytes:
         return parts[1:]
@@ -273,16 +276,16 @@ def joined(parts: Sequence[Buffer]) -> Sequence[Buffer]:
 
 @dataclass(frozen=True)
 class Faults:
-    """What a MemoryTransport does to messages: the probability of each, drawn per message."""
+    """Fault probabilities of a MemoryTransport, drawn for each message."""
 
     lose: float = 0.0
     double: float = 0.0
-    delay: float = 0.0  # held back until up to 4 later messages of the same socket have passed
+    delay: float = 0.0  # delayed until up to 4 later messages of the same socket have passed
     corrupt: float = 0.0  # one bit of the first frame flips
 
 
 class MemoryTransport(Transport):
-    """Sockets inside one process, for tests and simulations. The same seed and the same sends give the same faults."""
+    """Sockets inside one process, for tests and simulations. The same seed and the same sends produce the same faults."""
 
     def __init__(self, seed: int = 0, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
@@ -327,7 +330,7 @@ class _MemoryPull(PullSocket):
 
     def put_nowait(self, frames: list[bytes]) -> bool:
         if any(len(frame) > self._max_frame_bytes for frame in frames):
-            return True  # as ZeroMQ: gone
+            return True  # dropped, as ZeroMQ does
         if len(self._queue) >= self._queue_messages:
             return False
         self._queue.append(frames)
@@ -336,7 +339,7 @@ class _MemoryPull(PullSocket):
         return True
 
     def fail(self, error: Exception) -> None:
-        """The socket breaks."""
+        """Make the socket fail with this error."""
         self._reading = False
         self._failed(error)
 
@@ -356,7 +359,7 @@ class _MemoryPush(PushSocket):
     def __init__(self, transport: MemoryTransport, address: str) -> None:
         self._transport = transport
         self._address = address
-        self._delayed: list[tuple[int, list[bytes]]] = []  # (later messages still to pass, message)
+        self._delayed: list[tuple[int, list[bytes]]] = []  # (number of later messages that must pass first, message)
         self._closed = False
 
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
@@ -387,7 +390,7 @@ class _MemoryPush(PushSocket):
 
     def _put(self, message: list[bytes]) -> bool:
         pull = self._transport.pulls.get(self._address)
-        return True if pull is None else pull.put_nowait(message)  # nobody there: lost, as on a dead connection
+        return True if pull is None else pull.put_nowait(message)  # no receiver: lost, as on a dead connection
 
     def _flip_a_bit(self, frame: bytes) -> bytes:
         flipped = bytearray(frame)
@@ -400,9 +403,9 @@ class _MemoryPush(PushSocket):
 
 
 def transport_of(faults: FaultsConfig, who: str) -> Transport:
-    """What a run's channels go over: ZeroMQ, and between it and them the faults of runtime.faults, if there are any.
+    """Return the transport for a run's channels: ZeroMQ, with the faults of runtime.faults if there are any.
 
-    who: tells the channels of a run apart, so that each has faults of its own, the same with each start.
+    who: identifies the channel, so that each channel has its own faults, the same ones at each start.
     """
     transport = ZmqTransport()
     if not any((faults.drop, faults.duplicate, faults.corrupt, faults.delay)):
@@ -411,9 +414,10 @@ def transport_of(faults: FaultsConfig, who: str) -> Transport:
 
 
 class FaultyTransport(Transport):
-    """Another transport, but for what faults do to some messages as they are sent: each is drawn for, by seed and `who`.
+    """Wraps a transport and injects faults into messages as they are sent, drawn from a generator seeded with
+    `faults.seed` and `who`.
 
-    A message is lost, or comes later (and so out of order), or twice, or with one byte changed, in whichever frame.
+    A message is dropped, delayed (and so reordered), duplicated, or has one byte changed in any of its frames.
     """
 
     def __init__(self, transport: Transport, faults: FaultsConfig, who: str) -> None:
@@ -429,7 +433,7 @@ class FaultyTransport(Transport):
         return _FaultyPush(self, self._transport.connect_push(address, queue_messages=queue_messages))
 
     def strikes(self, kind: str) -> bool:
-        """Whether this fault strikes the next message."""
+        """Draw whether this fault affects the next message."""
         share: float = getattr(self._faults, kind)
         struck = self._random.random() < share
         self.num_faults[kind] += struck
@@ -439,7 +443,9 @@ class FaultyTransport(Transport):
         return self._random.uniform(0.0, self._faults.delay_s)
 
     def changed(self, frames: Sequence[Buffer]) -> list[Buffer]:
-        """A copy with one byte changed: in a small frame as likely as in a large one, so that envelopes are met too."""
+        """Return a copy with one byte changed. All frames are equally likely, whatever their size, so that envelopes
+        are affected too.
+        """
         changed = [bytes(frame) for frame in frames]
         number = self._random.choice([number for number, frame in enumerate(changed) if frame])
         damaged = bytearray(changed[number])
@@ -452,7 +458,7 @@ class _FaultyPush(PushSocket):
     def __init__(self, transport: FaultyTransport, push: PushSocket) -> None:
         self._transport = transport
         self._push = push
-        self._late: set[asyncio.TimerHandle] = set()  # bounded as the sender's window is: it asks before it sends again
+        self._late: set[asyncio.TimerHandle] = set()  # bounded by the sender's window: it queries before it resends
 
     def send_nowait(self, frames: Sequence[Buffer]) -> bool:
         transport = self._transport
@@ -462,7 +468,8 @@ class _FaultyPush(PushSocket):
             frames = transport.changed(frames)
         twice = transport.strikes("duplicate")
         if transport.strikes("delay"):
-            self._send_later([bytes(frame) for frame in frames])  # they may be written to once the message is settled
+            # Copied: the originals may change once the message is settled
+            self._send_later([bytes(frame) for frame in frames])
             return not twice or self._push.send_nowait(frames)
         return self._push.send_nowait(frames) and (not twice or self._push.send_nowait(frames))
 
@@ -475,7 +482,7 @@ class _FaultyPush(PushSocket):
     def _send_later(self, frames: Sequence[Buffer]) -> None:
         def send() -> None:
             self._late.discard(handle)
-            self._push.send_nowait(frames)  # a full socket loses it, as any does
+            self._push.send_nowait(frames)  # a full socket drops it, as any socket does
 
         handle = asyncio.get_running_loop().call_later(self._transport.delay_s(), send)
         self._late.add(handle)

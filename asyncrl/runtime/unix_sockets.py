@@ -1,8 +1,9 @@
 """The Unix sockets of a run on one machine, in a folder that only the run's user can enter (mode 0700).
 
-The kernel lets no other user in, so nothing has to be proved or encrypted, and a stranger cannot take an address that a dead
-process has left. The launcher makes the folder at its start and removes it at its end; each process uses it for all that it binds
-(`use`). A path of a socket has at most 107 bytes and network file systems have no sockets: so the folder is not the run's own.
+The kernel keeps other users out, so connections need no authentication or encryption, and no stranger can take over the
+address of a dead process. The launcher creates the folder at its start and removes it at its end. Each process binds
+all its sockets there (`use`). The folder is outside the run's folder, because a socket path has at most 107 bytes and
+network file systems do not support sockets.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-LINK = "sockets"  # in the run's folder: where the sockets of its launcher are
+LINK = "sockets"  # in the run's folder: a link to the folder of its launcher's sockets
 _PREFIX = "asyncrl-"
-_MAX_FOLDER_BYTES = 80  # what is left is for the names of sockets
-_DOMAIN = ".unix"  # of URLs: http://<name of the socket>.unix
+_MAX_FOLDER_BYTES = 80  # the rest of the path is for socket names
+_DOMAIN = ".unix"  # in URLs: http://<name of the socket>.unix
 _NAME_BYTES = 6
 
 _folder = ""
 
 
 def use(folder: str) -> None:
-    """From now on this process binds in that folder, "": on TCP. Call it before the first socket is made."""
+    """Make this process bind in that folder from now on; "": on TCP. Call it before the first socket is created."""
     global _folder
     _folder = folder
 
 
 @contextlib.contextmanager
 def used(folder: str) -> Iterator[None]:
-    """The same for a while, for tests."""
+    """Like `use`, but only inside the `with` block; for tests."""
     before = _folder
     use(folder)
     try:
@@ -45,7 +46,7 @@ def used(folder: str) -> Iterator[None]:
 
 
 def new_path() -> str:
-    """An unused path at which this process may bind a socket. "": it binds on TCP."""
+    """Return an unused path at which this process may bind a socket; "" if it binds on TCP."""
     return f"{_folder}/{secrets.token_hex(_NAME_BYTES)}" if _folder else ""
 
 
@@ -54,24 +55,24 @@ def in_use() -> bool:
 
 
 def holds(path: str) -> bool:
-    """Whether a socket at this path would be one of the run's."""
+    """Return whether this path lies in the run's socket folder."""
     folder, _, name = path.rpartition("/")
     return bool(_folder) and folder == _folder and name not in ("", ".", "..")
 
 
 def url_of(path: str) -> str:
-    """Of an HTTP server that is bound there: for processes of the run."""
+    """Return the URL of an HTTP server bound at this path, for processes of the run."""
     return f"http://{path.rpartition('/')[2]}{_DOMAIN}"
 
 
 def path_of(host: str) -> str:
-    """The inverse, of a URL's host. "": it is no such host."""
+    """Inverse of `url_of`, for the host of a URL. Returns "" for any other host."""
     name = host.removesuffix(_DOMAIN)
     return f"{_folder}/{name}" if _folder and name != host and "/" not in name else ""
 
 
 class Connection(http.client.HTTPConnection):
-    """To an HTTP server on a Unix socket."""
+    """A connection to an HTTP server on a Unix socket."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
@@ -84,11 +85,12 @@ class Connection(http.client.HTTPConnection):
 
 
 def make_folder(run_dir: Path) -> str:
-    """A new one for the launcher of this run; that of a launcher before it, which has died, goes. Raises OSError where there is no
-    place for it."""
+    """Create a socket folder for this run's launcher, and remove the folder of a previous launcher that died. Raises
+    OSError if no base folder is usable.
+    """
     remove_folder(run_dir)
-    failure = OSError("there is no folder for sockets")
-    for base in dict.fromkeys(("/tmp", tempfile.gettempdir())):  # $XDG_RUNTIME_DIR goes when its user logs out
+    failure = OSError("no usable folder for Unix sockets")
+    for base in dict.fromkeys(("/tmp", tempfile.gettempdir())):  # $XDG_RUNTIME_DIR is removed at the user's logout
         if len(os.fsencode(base)) > _MAX_FOLDER_BYTES - len(_PREFIX) - 8:
             continue
         try:
@@ -102,7 +104,7 @@ def make_folder(run_dir: Path) -> str:
 
 
 def remove_folder(run_dir: Path) -> None:
-    """Of the run's launcher, if it is there and this user's."""
+    """Remove the socket folder of the run's launcher, if it exists and belongs to this user."""
     link = run_dir / LINK
     with contextlib.suppress(OSError):
         folder = Path(os.readlink(link))

@@ -1,6 +1,7 @@
-"""Metrics to Weights & Biases (extra `wandb`), beside metrics.jsonl and TensorBoard, at no cost to the training.
+"""Sends metrics to Weights & Biases (extra `wandb`), besides metrics.jsonl and TensorBoard, without delaying training.
 
-The API key is wandb's own business: WANDB_API_KEY in the environment, or what `wandb login` has written. It is in no config.
+wandb finds its API key itself: WANDB_API_KEY in the environment, or the file that `wandb login` has written. No config
+contains it.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from omegaconf import OmegaConf
 
 from asyncrl.config.schema import WandbConfig
 
-STEP = "train_step"  # the horizontal axis: evaluations end later than the steps that they belong to, and W&B's own step only grows
-MAX_QUEUE = 10_000  # records that wait for wandb.init, or for a slow disk
+STEP = "train_step"  # the horizontal axis: evaluations end after later steps, and W&B's own step only grows
+MAX_QUEUE = 10_000  # records waiting for wandb.init or for a slow disk
 SLACK_S = 5.0  # beyond wandb's own limits
 
 _logger = logging.getLogger("asyncrl.wandb")
 
 
 class WandbWriter:
-    """Hands records to W&B on a thread of its own.
+    """Sends records to W&B on its own thread.
 
-    consumes: what `write` leaves in a bounded queue. produces: a run at W&B, or offline files in <run>/wandb for `wandb sync`.
+    consumes: records that `write` puts into a bounded queue. produces: a run at W&B, or offline files in <run>/wandb
+    for `wandb sync`.
     waits for: records; wandb.init, at most wandb.init_timeout_s. unblocked by: the master; the end of `finish`.
-    Whatever fails is one warning: from then on records are dropped, and nobody waits.
+    Any failure logs one warning. Further records are then dropped, and no caller waits.
     """
 
     def __init__(self, config: WandbConfig, run_dir: Path, *, experiment: str, trial: str, attempt: int) -> None:
@@ -47,7 +49,7 @@ class WandbWriter:
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        """Never waits."""
+        """Queue the metrics. Never blocks."""
         if self._failed:
             return
         try:
@@ -56,8 +58,9 @@ class WandbWriter:
             self._num_dropped += 1
 
     def finish(self, limit_s: float | None = None) -> str:
-        """Let W&B take in what was written, for at most wandb.finish_timeout_s (or limit_s). Gives where the run is to be seen, or
-        what went wrong."""
+        """Give W&B at most wandb.finish_timeout_s (or limit_s) to process the queued records. Returns the run's URL or
+        location, or the error.
+        """
         if self._thread.is_alive() and not self._failed:
             try:
                 self._records.put_nowait(None)
@@ -66,15 +69,15 @@ class WandbWriter:
             self._thread.join(self._config.finish_timeout_s + SLACK_S if limit_s is None else limit_s)
             if self._thread.is_alive():
                 self._fail(
-                    "not everything was taken in before the end; `wandb sync` in the run's wandb/ folder sends the rest"
+                    "not all records were processed before the end; `wandb sync` in the run's wandb/ folder sends the rest"
                 )
         if self._num_dropped:
-            _logger.warning("W&B: %d records were dropped: its queue was full", self._num_dropped)
+            _logger.warning("W&B: dropped %d records because the queue was full", self._num_dropped)
             self._num_dropped = 0
         return self._outcome
 
     def _run(self) -> None:
-        """The thread."""
+        """Body of the thread."""
         try:
             run = self._open()
             while (record := self._records.get()) is not None:
@@ -83,8 +86,8 @@ class WandbWriter:
         except Exception as error:
             text = str(error).strip().removesuffix(".")
             self._fail(f"{type(error).__name__}{': ' + text if text and text != '<no message>' else ''}")
-        except SystemExit as error:  # wandb's way of saying that it cannot go on
-            self._fail(f"wandb wants to end the process: {error}")
+        except SystemExit as error:  # raised by wandb when it cannot continue
+            self._fail(f"wandb tried to end the process: {error}")
 
     def _open(self) -> Any:
         import wandb
@@ -98,7 +101,7 @@ class WandbWriter:
             tags=list(config.tags),
             name=name,
             id=self._run_id(),
-            resume="allow",  # the same attempt, if its master comes back
+            resume="allow",  # a restarted master continues the run of its attempt
             dir=str(self._run_dir),
             mode="offline" if config.mode == "offline" else "online",
             config=_resolved_config(self._run_dir),
@@ -106,19 +109,21 @@ class WandbWriter:
                 init_timeout=config.init_timeout_s,
                 finish_timeout=config.finish_timeout_s,
                 silent=True,
-                console="off",  # no output of the master's goes anywhere
+                console="off",  # the master's output is not captured
                 save_code=False,
                 disable_git=True,
             ),
         )
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP)
-        self._outcome = run.url or f"offline, `wandb sync {run.settings.sync_dir}` sends it"
+        self._outcome = run.url or f"offline; upload it with `wandb sync {run.settings.sync_dir}`"
         _logger.info("W&B: %s", self._outcome)
         return run
 
     def _run_id(self) -> str:
-        """Made once for an attempt and kept in its folder: another folder of the same name is another run."""
+        """Return the attempt's id, created once and kept in the run's folder. So another folder of the same name is
+        another W&B run.
+        """
         file = self._run_dir / "wandb" / f"attempt_{self._attempt}.id"
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -128,13 +133,13 @@ class WandbWriter:
 
     def _fail(self, reason: str) -> None:
         self._failed = True
-        self._outcome = f"nothing was sent, or not all: {reason}"
+        self._outcome = f"some or all records were not sent: {reason}"
         remedy = "log in with `wandb login` or WANDB_API_KEY, or set wandb.mode=offline (or disabled)"
-        _logger.warning("W&B (wandb.mode=%s): %s. The training goes on without; %s", self._config.mode, reason, remedy)
+        _logger.warning("W&B (wandb.mode=%s): %s. Training continues without it; %s", self._config.mode, reason, remedy)
 
 
 def _resolved_config(run_dir: Path) -> dict[str, Any]:
-    """What the user asked for; the launcher has written it without secrets."""
+    """Return the user's config, which the launcher has written without secrets."""
     file = run_dir / "config.yaml"
     if not file.is_file():
         return {}

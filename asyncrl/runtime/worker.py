@@ -1,9 +1,9 @@
-"""Worker base: what every process but the launcher does from start to end.
+"""Worker base class: the life of every process except the launcher.
 
-starting -> running -> stopping -> done, or stopped if it was told to, or error from anywhere. A worker is an asyncio program on
-the main thread; what computes runs on one extra thread. The launcher keeps a lease alive for the worker (so no worker that computes
-needs a keepalive thread) and reads its status from a pipe (system.py). A worker started by hand keeps a lease of its own and
-publishes its status itself.
+States: starting -> running -> stopping -> done, or stopped if it was asked to stop, or error from any state. A worker
+is an asyncio program on the main thread; computation runs on one extra thread. The launcher keeps a lease alive for the
+worker, so a computing worker needs no keepalive thread. The launcher also reads the worker's status from a pipe
+(system.py). A worker started by hand keeps its own lease and publishes its own status.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class RunEndedError(RuntimeError):
-    """The run ends for a reason that lies in no code: the text says what, why and what helps."""
+    """The run ends for a reason outside the code. The text gives the event, the reason and the remedy."""
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether another process in this one's place would meet the same error: it lies in what the user gave, or in the disk."""
+    """Return whether a restarted process would meet the same error, because its cause lies in the user's input or the disk."""
     return isinstance(error, ConfigError | PromptError | StorageError | RunEndedError)
 
 
 def told(error: BaseException) -> str:
-    """An error as the user is told it: with its traceback, unless its text is made to be enough. The log has it anyway."""
+    """Format an error for the user: with its traceback, unless its text is complete without one. The log has the
+    traceback in any case.
+    """
     if isinstance(error, ConfigError | StorageError | RunEndedError):
         return str(error)
     return "".join(traceback.format_exception(error))
@@ -59,7 +61,7 @@ class Worker:
     """One process of a run. A subclass implements `run`."""
 
     def __init__(self, info: WorkerInfo, system: System | None = None) -> None:
-        """system: what it takes from the machine; None: the machine itself."""
+        """system: time, ids, name resolve, transport and launcher for this worker; None: the machine's own."""
         self.info = info
         self.name = info.name
         self.system = system if system is not None else System()
@@ -75,26 +77,27 @@ class Worker:
         self._said_out_of_files = -math.inf
 
     async def run(self, directory: Directory, opened: AsyncExitStack) -> None:
-        """The whole work: open what it needs, every wait with a limit; call `began`; go on until the work is over.
+        """The worker's whole work: open its resources, with a limit on every wait; call `began`; continue until the
+        work is over.
 
-        It is cancelled when the worker is told to stop. What it enters into `opened` is closed after that, and after all tasks
-        of `self.tasks` have ended.
+        Stopping the worker cancels this coroutine. Resources entered into `opened` are closed afterwards, when all
+        tasks of `self.tasks` have ended.
         """
         raise NotImplementedError
 
     def began(self) -> None:
-        """Everything is open: the worker runs."""
+        """Report that everything is open and the worker runs."""
         self.board.enter("running")
         self.logger.info("running")
 
     async def main(self) -> None:
-        """All that the process does, from start to end. Raises the error that made the worker fail."""
+        """Run the process from start to end. Raises the error that made the worker fail."""
         loop = asyncio.get_running_loop()
         for signum in _STOP_SIGNALS:
             with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):  # not on the main thread: a test
                 loop.add_signal_handler(signum, self.stopping.set)
         loop.set_exception_handler(self._on_loop_error)
-        self.logger.info("setting up")  # its imports are done
+        self.logger.info("setting up")  # imports are done
         reporting = asyncio.create_task(self._report_status(), name=f"{self.name}:status")
         try:
             is_over = await self._live()
@@ -108,14 +111,16 @@ class Worker:
         finally:
             reporting.cancel()
             await asyncio.wait({reporting})
-            with contextlib.suppress(Exception):  # the last word is a courtesy: the exit code says the same
+            with contextlib.suppress(Exception):  # best effort: the exit code reports the same result
                 await self._show_status()
             self.trace.close()
             if self._directory is not None:
                 await asyncio.to_thread(self._directory.resolver.close)
 
     async def _live(self) -> bool:
-        """`run` until it ends, a background task fails, or the worker is told to stop. Whether the work is over."""
+        """Execute `run` until it ends, a background task fails, or the worker is asked to stop. Returns whether the
+        work is over.
+        """
         opened = AsyncExitStack()
         stop = asyncio.create_task(self.stopping.wait(), name=f"{self.name}:stop")
         failed = asyncio.create_task(self.tasks.failed.wait(), name=f"{self.name}:failed")
@@ -138,7 +143,9 @@ class Worker:
         await self.run(self._directory, opened)
 
     async def _open_directory(self) -> Directory:
-        """A launcher that keeps a lease has seen name resolve answer: then an outage is waited for."""
+        """Open name resolve. If a launcher keeps a lease, name resolve has answered before, so wait through an outage
+        (start_timeout_s).
+        """
         info = self.info
         lease = self.system.launcher.lease if self.system.launcher is not None else None
         limit_s = info.name_resolve.timeout_s if lease is None else info.runtime.start_timeout_s
@@ -166,8 +173,9 @@ class Worker:
             self.logger.warning("closing failed: %r", error)
 
     async def _report_status(self) -> None:
-        """Show the board twice a second, and whenever its state changes: a run that is told to stop asks for a checkpoint of a
-        master of which it knows that it runs."""
+        """Report the status twice a second and at every change of state. Prompt reports matter: a stopping run asks a
+        master for a last checkpoint only if it knows that the master is running.
+        """
         while True:
             self.board.progress()
             self.trace.flush()
@@ -181,7 +189,7 @@ class Worker:
             alarm.cancel()
 
     async def _show_status(self) -> None:
-        """To the launcher; without one to name resolve, under the worker's own lease."""
+        """Send the status to the launcher; without one, publish it to name resolve under the worker's own lease."""
         if self.system.launcher is not None:
             self.system.launcher.show(self.board)
         elif (directory := self._directory) is not None:
@@ -190,7 +198,9 @@ class Worker:
             await asyncio.to_thread(add, key, status, replace=True, lease=directory.lease)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error that no task awaits. Connections that cannot be accepted wait, and the loop tries again every second."""
+        """Handle an error that no task awaits. If the process is out of file descriptors, the loop retries accepting
+        every second.
+        """
         explained = out_of_files(context.get("exception"))
         if explained is None:
             loop.default_exception_handler(context)
@@ -200,7 +210,7 @@ class Worker:
 
 
 def configure_logging(info: WorkerInfo) -> None:
-    """Log lines of a worker: time, level, worker, message; on stderr, which the launcher sends to the worker's file."""
+    """Configure log lines (time, level, worker, message) on stderr, which the launcher redirects to the worker's log file."""
     logging.basicConfig(
         level=info.runtime.log_level,
         format=f"%(asctime)s.%(msecs)03d %(levelname)-7s {info.name}: %(message)s",
@@ -211,14 +221,15 @@ def configure_logging(info: WorkerInfo) -> None:
 
 
 def run_worker(worker: Worker, on_error: Callable[[BaseException], None] | None = None) -> int:
-    """Run a worker to its end in this process; returns its exit code. The error, if any, is logged with its traceback.
+    """Run a worker to its end in this process and return its exit code. An error is logged with its traceback.
 
-    on_error: is shown the error too, while its frames are as they were (a debugger).
+    on_error: called with the error while its frames are intact (for a debugger).
     """
     loop = asyncio.new_event_loop()
     tell_tasks_of(loop)
     launcher = worker.system.launcher
-    if launcher is not None and launcher.lease is not None:  # under a debugger the loop stands still
+    # Not for a worker started by hand: it may run in a debugger, which stops the loop
+    if launcher is not None and launcher.lease is not None:
         LoopWatch(worker.logger).start(loop)
     try:
         loop.run_until_complete(worker.main())
@@ -236,15 +247,17 @@ def run_worker(worker: Worker, on_error: Callable[[BaseException], None] | None 
 
 
 def _end_loop(loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
-    """What asyncio.run does at its end, but for waiting for threads: one may be importing torch, or in a user's reward."""
+    """Do what asyncio.run does at its end, except wait for threads: one may be importing torch or running a user's
+    reward function.
+    """
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
     if tasks:
         loop.run_until_complete(asyncio.wait(tasks, timeout=limit_s))
     loop.run_until_complete(asyncio.wait([loop.create_task(loop.shutdown_asyncgens())], timeout=limit_s))
-    # Its handlers go with the loop. Who asks this process to stop now, having not heard yet that it is over, must not kill it: that
-    # is held back, and ignored from then on, by whatever threads there are.
+    # Closing the loop removes its signal handlers. A late stop signal must not kill this process, which is already
+    # ending. So block the signals first, and then ignore them in all threads.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     loop.close()
     for signum in _STOP_SIGNALS:

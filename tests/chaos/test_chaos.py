@@ -84,7 +84,7 @@ def test_frozen_on_a_bad_network_and_without_a_launcher(config: Path, tmp_path: 
         for log in run.run_dir.glob("logs/attempt_*/*.log")
         if not log.is_symlink()
         for line in log.read_text().splitlines()
-        if "was damaged on its way" in line or "the checksum does not fit" in line
+        if "was damaged in transit" in line or "the checksum does not match" in line
     ]
     assert damaged
     # a group that is finished too late may still be taken in while the master ends

@@ -315,9 +315,7 @@ async def test_a_blocking_client_on_the_event_loop_is_told_of() -> None:
     finally:
         watch.close()
         LOGGER.removeHandler(handler)
-    assert (
-        "has stood still for 0.05 s: a coroutine blocks it. (A blocking client belongs into a plain `def chat`" in text
-    )
+    assert "has been blocked for 0.05 s by a coroutine. Put a blocking client into a plain `def chat`" in text
     assert "in stand_still" in text
 
 

@@ -117,7 +117,7 @@ def test_a_user_with_a_password_and_a_prefix(
     other.watch(root, recorder, subtree=True)
     other.watch(f"{root}/a", one)
     names.add(f"{root}/a", "1", lease=lease.id)
-    with pytest.raises(NameEntryExists, match=rf"name '{root}/a' exists"):
+    with pytest.raises(NameEntryExists, match=rf"name '{root}/a' already exists"):
         other.add(f"{root}/a", "1")
     assert names.compare_and_swap(f"{root}/a", "1", "2")
     assert other.get_subtree(root) == {f"{root}/a": "2"}
@@ -197,7 +197,7 @@ def test_refusals_say_what_to_do(guarded: tuple[EtcdServer, NameResolveConfig], 
     cases = [
         (
             NameResolveError,
-            r"asks for a user; set name_resolve\.user",
+            r"requires a user; set name_resolve\.user",
             patient(NameResolveConfig(endpoints=[server.endpoint])),
         ),
         (NameResolveError, r"'alice': wrong name or password; see", replace(config, password_file=str(wrong))),
@@ -209,13 +209,17 @@ def test_refusals_say_what_to_do(guarded: tuple[EtcdServer, NameResolveConfig], 
         (NameResolveError, r"may not use the keys below 'asyncrl'", replace(config, prefix="")),
         (
             ValueError,
-            r"may be read by others \(mode 0644\); run `chmod 600",
+            r"is accessible to other users \(mode 0644\); run `chmod 600",
             replace(config, password_file=str(readable)),
         ),
         (ValueError, r"password_file='/none' cannot be read: No such file", replace(config, password_file="/none")),
-        (ValueError, r"user='alice' and name_resolve.password_file='': give both", replace(config, password_file="")),
+        (
+            ValueError,
+            r"user='alice' and name_resolve.password_file='': set both or neither",
+            replace(config, password_file=""),
+        ),
         (ValueError, r"key_file='': a client certificate needs both", replace(config, cert_file="c")),
-        (ValueError, r"given without name_resolve\.ca_file", replace(config, cert_file="c", key_file="k")),
+        (ValueError, r"set without name_resolve\.ca_file", replace(config, cert_file="c", key_file="k")),
         (ValueError, r"name 'a/\.\./b' has a part", replace(config, prefix="a/../b")),
     ]
     for kind, message, changed in cases:
@@ -231,7 +235,7 @@ def test_a_password_for_an_etcd_that_asks_for_none(
     """Is refused: whoever sets it believes that strangers are kept out."""
     with EtcdServer(tmp_path / "data", tmp_path / "log", extra_args=FAST) as open_to_all:
         config = replace(guarded[1], endpoints=[open_to_all.endpoint])
-        with pytest.raises(NameResolveError, match=r"lets in everybody, without passwords: run `etcdctl auth enable`"):
+        with pytest.raises(NameResolveError, match=r"does not use passwords: run `etcdctl auth enable`"):
             open_name_resolver(config)
 
 
@@ -266,7 +270,7 @@ def test_tls_with_client_certificates(certificates: Certificates, tmp_path: Path
             with pytest.raises(NameResolveTimeout, match="did not answer the first request"):
                 open_name_resolver(stranger)
         Path(certificates.client_key).chmod(0o640)
-        with pytest.raises(ValueError, match=r"key_file='.*client\.key' may be read by others \(mode 0640\)"):
+        with pytest.raises(ValueError, match=r"key_file='.*client\.key' is accessible to other users \(mode 0640\)"):
             open_name_resolver(config)
         Path(certificates.client_key).chmod(0o600)
         garbage = tmp_path / "garbage.crt"
@@ -283,5 +287,7 @@ def test_nothing_of_the_secrets_shows(guarded: tuple[EtcdServer, NameResolveConf
 
 def test_without_openssl_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CertificateError, match=r"no program openssl .*; install it .*name_resolve\.endpoints"):
+    with pytest.raises(
+        CertificateError, match=r"the program openssl was not found; install it .*name_resolve\.endpoints"
+    ):
         make_certificate([])

@@ -367,7 +367,7 @@ def test_secrets_are_their_owners_only(tmp_path):
 
 
 def test_secrets_that_cannot_be_trusted_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match=r"does not exist, but network\.authenticate is on"):
         security.read_secrets(tmp_path)
     security.write_secrets(tmp_path, Secrets.make())
     path = security.secrets_dir(tmp_path) / "keys.json"
@@ -409,14 +409,14 @@ def test_secrets_travel_through_name_resolve_only_where_not_everybody_reads_it(t
     if handed_out:
         assert security.read_secrets(there) == secrets
     else:
-        with pytest.raises(ConfigError, match="is not there"):
+        with pytest.raises(ConfigError, match=r"does not exist, but network\.authenticate is on"):
             security.read_secrets(there)
 
 
 def test_a_process_of_a_run_that_authenticates_does_not_start_without_secrets(tmp_path):
     on, off = NetworkConfig(authenticate="on"), NetworkConfig(authenticate="off")
     assert security.open_security(tmp_path, off) is None
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match=r"does not exist, but network\.authenticate is on"):
         security.open_security(tmp_path, on)
     security.write_secrets(tmp_path, Secrets.make())
     assert security.open_security(tmp_path, on) is not None

@@ -126,7 +126,7 @@ def test_threads_and_tasks_are_told_though_the_loop_hangs(found: dict[str, Stack
     assert "waits for Future" in stacks.tasks
     if how != "turns":
         assert " in main" in stacks.threads
-        assert "(it is the one that runs)" in stacks.tasks
+        assert "(this task is running)" in stacks.tasks
 
 
 def test_a_process_in_which_a_call_keeps_the_gil_does_not_answer(found: dict[str, Stacks]) -> None:

@@ -71,7 +71,7 @@ class NameStore(MemoryStore):
         if lease_id is None:
             lease_id, self._next_lease = self._next_lease, self._next_lease + 1
         if lease_id in self.leases:
-            raise LeaseExists(f"lease {lease_id:#x} exists already")
+            raise LeaseExists(f"lease {lease_id:#x} already exists")
         self.grant(lease_id, ttl_s, math.inf)
         return lease_id
 

@@ -68,7 +68,7 @@ def test_a_full_disk_is_seen_whatever_failed(tmp_path, monkeypatch):
     usage = type(shutil.disk_usage(tmp_path))(total=8_000_000, used=8_000_000, free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert nearly_full(tmp_path / "run") == (
-        f"The disk is full or nearly so: 0 B of 8.0 MB are free on that disk, where {tmp_path / 'run'} is. Make room, or set "
+        f"The disk is full or almost full: 0 B of 8.0 MB are free on that disk, at {tmp_path / 'run'}. Make room, or set "
         "fileroot=... to a larger disk"
     )
 

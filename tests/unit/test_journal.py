@@ -64,7 +64,7 @@ def test_a_torn_end_is_cut_off_with_one_warning(
     journal.close()
     assert path.read_bytes() == whole + b'{"n":4}\n'
     assert [record.message for record in caplog.records] == [
-        f"{path} ends in {len(end)} bytes that are no whole line; they are cut off"
+        f"{path} ends with {len(end)} bytes that are not a complete line; truncating them"
     ]
 
 
@@ -137,7 +137,7 @@ async def test_a_disk_that_stays_full_or_hangs_ends_the_work_in_bounded_memory(
     writing = asyncio.create_task(journal.run())
     for n in range(11):
         journal.add({"n": n})
-    with pytest.raises(StorageError, match="does not answer" if hangs else "No space left"):
+    with pytest.raises(StorageError, match="does not respond" if hangs else "No space left"):
         await asyncio.wait_for(writing, 60.0)
     disk.hangs.set()
     journal.close()
@@ -158,7 +158,7 @@ async def test_a_disk_that_is_slower_than_the_work_ends_it_in_bounded_memory(
     with monkeypatch.context() as patch:
         patch.setattr(JsonLinesWriter, "write_lines", write_few)
         journal.add({"n": 0})
-        with pytest.raises(StorageError, match=r"the disk is slower than the work, and 2[1-9] records wait"):
+        with pytest.raises(StorageError, match=r"the disk is too slow, and 2[1-9] records wait"):
             await asyncio.wait_for(journal.run(), 60.0)
     journal.close()
 

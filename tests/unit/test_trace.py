@@ -98,7 +98,7 @@ def test_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         tracer.flush()
         for number in range(10):
             tracer.count("depth", -number)
-    assert "no more timeline" in caplog.text
+    assert "the timeline ends here" in caplog.text
     assert (tmp_path / "a.jsonl").stat().st_size < 6_000
     with tracer.span("late", track="t"):
         pass

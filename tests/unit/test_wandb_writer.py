@@ -81,7 +81,7 @@ def test_offline_the_metrics_are_in_the_run_s_own_files(tmp_path, monkeypatch):
     outcome = wandb.finish()
     writer.close()
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
-    assert outcome == f"offline, `wandb sync {folder}` sends it"
+    assert outcome == f"offline; upload it with `wandb sync {folder}`"
     (file,) = folder.glob("run-*.wandb")
     expected = (b"reward/mean", b"0.4375", b"eval/greedy_reward", b"0.28125", b"a-project", b"fast", b"4321")
     deadline = time.monotonic() + LIMIT_S  # a process of wandb's own writes the file, and may end after finish()
@@ -144,10 +144,10 @@ def test_a_failure_is_one_warning_and_costs_nothing(tmp_path, fake, caplog, erro
         until(lambda: caplog.records)
         writer.write(1, {"reward/mean": 0.5})
         outcome = writer.finish()
-    assert outcome.startswith("nothing was sent, or not all: ")
+    assert outcome.startswith("some or all records were not sent: ")
     (record,) = caplog.records
     assert str(error) in record.getMessage()
-    assert "The training goes on without; log in with `wandb login`" in record.getMessage()
+    assert "Training continues without it; log in with `wandb login`" in record.getMessage()
 
 
 def test_while_it_hangs_nobody_waits(tmp_path, fake, caplog):
@@ -166,7 +166,7 @@ def test_while_it_hangs_nobody_waits(tmp_path, fake, caplog):
         metrics.write(step, {"reward/mean": 0.5})
     with caplog.at_level(logging.WARNING):
         assert "wandb sync" in writer.finish(0.01)
-    assert "4 records were dropped" in caplog.text  # 3, and the one that says that it is over
+    assert "dropped 4 records" in caplog.text  # 3, and the one that says that it is over
     start = time.monotonic()
     metrics.close()
     assert time.monotonic() - start < LIMIT_S / 2  # it has been given up

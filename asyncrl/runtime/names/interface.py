@@ -1,11 +1,11 @@
-"""Name resolve: how processes find each other, and how versions, addresses and status reach whoever waits for them.
+"""Name resolve: how processes find each other and share versions, addresses and status.
 
-A flat store of `key -> text`. Keys are `/`-separated and a subtree is what lies below a `/`, so that clearing `t1` leaves
-`t10`. There are two stores behind one interface: etcd (etcd/; between processes and hosts) and memory (memory.py; between
-threads of one process, for tests). One test suite runs on both.
+It is a flat store of `key -> text`. Keys are `/`-separated, and a subtree is everything below a `/`, so clearing `t1`
+does not affect `t10`. Two stores implement this interface: etcd (etcd/; between processes and hosts) and memory
+(memory.py; between threads of one process, for tests). One test suite covers both.
 
-Everything is synchronous and thread-safe; code on an event loop calls it through `asyncio.to_thread`. No call waits without
-a limit: an operation gives up after the resolver's `timeout_s`, `wait` after its own.
+All calls are synchronous and thread-safe; code on an event loop makes them through `asyncio.to_thread`. Every call has
+a limit: the resolver's `timeout_s` for operations, its own limit for `wait`.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ logger = logging.getLogger(__name__)
 
 MAX_NAME_BYTES = 4096
 MAX_VALUE_BYTES = 1_000_000  # etcd refuses requests above 1.5 MB
-_CANCEL_LIMIT_S = 5.0  # cancelling a watch waits at most this long for a callback that is running
-_MAX_PENDING_EVENTS = 4096  # past it, a watch whose callback lags keeps only the newest event of each key
-_PUBLISH_RETRY_S = 0.2  # pause of `publish` between two tries
+_CANCEL_LIMIT_S = 5.0  # cancelling a watch waits at most this long for a running callback
+_MAX_PENDING_EVENTS = 4096  # above this, a watch with a slow callback keeps only the newest event of each key
+_PUBLISH_RETRY_S = 0.2  # pause of `publish` between two attempts
 _MOST_REFRESHES_A_SECOND = 1000.0  # of all leases of a session
-_MIN_READ_S = 0.2  # a wait of no time at all may take this long to read what is there
+_MIN_READ_S = 0.2  # a wait with timeout 0 may still take this long to read the current value
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class NameResolveError(Exception):
-    """Base of what name resolve raises, besides ValueError for names and values that cannot be."""
+    """Base class of name-resolve errors. Invalid names and values raise ValueError instead."""
 
 
 class NameEntryExists(NameResolveError):
-    """add without replace met an existing key."""
+    """`add` without `replace` found an existing key."""
 
 
 class NameEntryNotFound(NameResolveError, LookupError):
-    """get met no key."""
+    """`get` found no such key."""
 
 
 class LeaseNotFound(NameResolveError, LookupError):
-    """The lease has expired, was revoked or never was."""
+    """The lease has expired, was revoked, or never existed."""
 
 
 class LeaseExists(NameResolveError):
-    """grant_lease with a lease_id that is taken."""
+    """grant_lease was given a lease_id that is in use."""
 
 
 class NameResolveTimeout(NameResolveError, TimeoutError):
-    """A wait reached its limit, or the backend did not answer within its own."""
+    """A wait reached its limit, or the backend did not answer within its limit."""
 
 
 class NameResolverClosed(NameResolveError):
-    """The resolver was closed, before the call or in the middle of it."""
+    """The resolver was closed before or during the call."""
 
 
 @dataclass(frozen=True)
 class WatchEvent:
-    """A key got a value, or is gone."""
+    """A key received a value, or was deleted."""
 
     kind: Literal["put", "delete"]
     key: str
@@ -75,12 +75,12 @@ WatchCallback = Callable[[WatchEvent], None]
 
 
 def normalize_name(name: str) -> str:
-    """The key a name stands for: superfluous slashes go. Raises ValueError for what cannot be a key."""
+    """Return the key for a name, without superfluous slashes. Raises ValueError for an invalid name."""
     parts = [part for part in name.split("/") if part]
     if not parts:
         raise ValueError(f"name {name!r} is empty; use a path such as 'experiment/trial/key'")
     if any(part in {".", ".."} for part in parts):
-        raise ValueError(f"name {name!r} has a part '.' or '..'; paths are not resolved, spell the name out")
+        raise ValueError(f"name {name!r} has a part '.' or '..'; paths are not resolved, write the full name")
     if _CONTROL.search(name):
         raise ValueError(f"name {name!r} has a control character; remove it")
     key = "/".join(parts)
@@ -113,14 +113,14 @@ def _check_ttl(ttl_s: float, lease_id: int | None) -> None:
 
 
 class Watch:
-    """A running watch. Callbacks come one at a time and in order; none starts after `cancel` has returned."""
+    """A running watch. Callbacks run one at a time and in order; none starts after `cancel` has returned."""
 
     def __init__(self, key: str, subtree: bool, callback: WatchCallback) -> None:
         self.what = key + "/" if subtree else key
         self._callback = callback
         self._condition = threading.Condition()
         self._pending: deque[WatchEvent] = deque()
-        self._delivering: int | None = None  # the thread that is running callbacks
+        self._delivering: int | None = None  # the thread that runs callbacks now
         self._cancelled = threading.Event()
 
     @property
@@ -128,11 +128,11 @@ class Watch:
         return self._cancelled.is_set()
 
     def matches(self, key: str) -> bool:
-        """Whether the watch is about this key, which never ends with a slash."""
+        """Return whether the watch covers this key, which never ends with a slash."""
         return key.startswith(self.what) if self.what.endswith("/") else key == self.what
 
     def cancel(self) -> None:
-        """End the watch; waits (5 s at most) for a callback that another thread is running. May be called from a callback."""
+        """End the watch. Waits at most 5 s for a callback that another thread is running. May be called from a callback."""
         self._cancelled.set()
         self._stop()
         with self._condition:
@@ -140,13 +140,15 @@ class Watch:
             if self._delivering not in (None, threading.get_ident()) and not self._condition.wait_for(
                 lambda: self._delivering is None, timeout=_CANCEL_LIMIT_S
             ):
-                logger.warning("callback of the watch on %s still runs %g s after cancel", self.what, _CANCEL_LIMIT_S)
+                logger.warning(
+                    "callback of the watch on %s is still running %g s after cancel", self.what, _CANCEL_LIMIT_S
+                )
 
     def _stop(self) -> None:
-        """What the backend does to end the watch."""
+        """Hook for the backend to end the watch."""
 
     def _enqueue(self, events: Sequence[WatchEvent]) -> None:
-        """Line events up; somebody must call _deliver afterwards, without holding locks."""
+        """Queue events. The caller must call _deliver afterwards, without holding locks."""
         with self._condition:
             if self._cancelled.is_set():
                 return
@@ -155,7 +157,9 @@ class Watch:
                 self._pending = deque({event.key: event for event in self._pending}.values())
 
     def _deliver(self) -> None:
-        """Run callbacks until none is pending. Where another thread is at it, that one will see to what was lined up."""
+        """Run callbacks until no event is pending. If another thread is delivering, that thread also handles the queued
+        events.
+        """
         with self._condition:
             if self._delivering is not None:
                 return
@@ -166,12 +170,12 @@ class Watch:
                     self._callback(event)
                 except Exception:
                     logger.exception("callback of the watch on %s failed at %s", self.what, event)
-        except BaseException:  # such as KeyboardInterrupt: whoever comes next goes on
+        except BaseException:  # such as KeyboardInterrupt: the next caller continues
             self._end_delivery()
             raise
 
     def _next_event(self) -> WatchEvent | None:
-        with self._condition:  # one critical section, so that nothing lined up meanwhile is left behind
+        with self._condition:  # one critical section, so that no event queued meanwhile is left behind
             if self._pending and not self._cancelled.is_set():
                 return self._pending.popleft()
             self._end_delivery()
@@ -184,13 +188,14 @@ class Watch:
 
 
 def refresh_interval(ttl_s: float, num_leases: int, longest_s: float) -> float:
-    """Seconds between two refreshes of a lease: often enough that a long one outlives an outage of nearly its whole time; of very
-    many leases less often."""
+    """Return the seconds between two refreshes of a lease. Refreshes are frequent, so that a lease with a long time to
+    live survives an outage of nearly that time. With very many leases they are less frequent.
+    """
     return min(ttl_s / 3, max(longest_s, num_leases / _MOST_REFRESHES_A_SECOND))
 
 
 class Lease:
-    """A time to live that entries hang on. Kept leases are refreshed by the resolver that granted them."""
+    """A time to live that entries can be attached to. A lease granted with keep_alive is refreshed by its resolver."""
 
     def __init__(self, resolver: NameResolver, lease_id: int, ttl_s: float) -> None:
         self.id = lease_id
@@ -198,18 +203,18 @@ class Lease:
         self._resolver = resolver
 
     def refresh(self) -> bool:
-        """Begin the time to live anew. False if the lease is gone, and its entries with it."""
+        """Restart the time to live. Returns False if the lease is gone, and its entries with it."""
         self._resolver._check_open()
         return self._resolver._refresh_lease(self.id)
 
     def revoke(self) -> None:
-        """End the lease and delete its entries. Revoking one that is gone changes nothing."""
+        """End the lease and delete its entries. Revoking a lease that is gone has no effect."""
         self._resolver._check_open()
         self._resolver._revoke_lease(self.id)
 
     @property
     def alive(self) -> bool:
-        """Whether the store knows the lease now (a round trip)."""
+        """Whether the store has the lease now (a round trip)."""
         self._resolver._check_open()
         return self._resolver._lease_alive(self.id)
 
@@ -226,33 +231,35 @@ class _Waiter:
 
 
 class NameResolver(ABC):
-    """One process's session with the store. Close it to revoke the leases it keeps and to end its watches."""
+    """One process's session with the store. Closing it revokes the leases that it keeps alive and ends its watches."""
 
     def __init__(self) -> None:
         self._closed = threading.Event()
-        self._lock = threading.Lock()  # of those below
+        self._lock = threading.Lock()  # guards the attributes below
         self._waiters: set[_Waiter] = set()
         self._watches: list[Watch] = []
 
     # ------------------------------------------------------------------------------------------------------- entries
 
     def add(self, name: str, value: str, *, replace: bool = False, lease: int | None = None) -> None:
-        """Put an entry. Without replace an existing key raises NameEntryExists, and of concurrent adds exactly one wins.
+        """Put an entry. Without `replace`, an existing key raises NameEntryExists, and exactly one of several
+        concurrent adds succeeds.
 
-        What a backend loses (its data, or a lease in an outage) this session puts again, unless somebody else has, for as long
-        as it is open: with its lease, or without one. So an entry should be of one session.
+        If the backend loses the entry (its data, or a lease in an outage), this session restores it, with its lease or
+        without one, for as long as the session is open. It does not overwrite an entry that another session has put
+        meanwhile. Therefore each entry should belong to one session.
 
-        `lease` may be of another session; it must exist (LeaseNotFound). Contenders should write values that tell them
-        apart: an add whose answer was lost in an outage is repeated, and takes an entry equal to its own for its own.
+        `lease` may belong to another session; it must exist (LeaseNotFound). Competing sessions should write distinct
+        values: an add whose reply was lost in an outage is repeated, and then treats an equal entry as its own.
         """
         key = self._key(name)
         _check_value(key, value)
         self._add(key, value, replace, lease)
 
     def publish(self, name: str, value: str, *, lease: int | None = None, limit_s: float) -> None:
-        """`add`, replacing, again while the backend is out, or while it has lost the lease and its holder brings it back.
+        """Like `add` with `replace`, but retry during an outage, or until the holder of a lost lease restores it.
 
-        Waits for: the backend and the lease. Raises what the last try met after limit_s.
+        Waits for: the backend and the lease. After limit_s, raises the error of the last attempt.
         """
         deadline = time.monotonic() + limit_s
         while True:
@@ -261,22 +268,21 @@ class NameResolver(ABC):
             except (NameResolveTimeout, LeaseNotFound) as error:
                 if time.monotonic() >= deadline:
                     raise
-                logger.warning("%s; trying again", error)
+                logger.warning("%s; retrying", error)
             self._closed.wait(_PUBLISH_RETRY_S)
 
     def look_after(self, name: str, value: str) -> None:
-        """Take an entry without a lease, which another session has put, for one of this session's: it is put again should
-        the backend lose its data."""
+        """Adopt an entry without a lease that another session has put: this session restores it if the backend loses its data."""
         self._look_after(self._key(name), value)
 
     def add_subentry(self, name: str, value: str, *, lease: int | None = None) -> str:
-        """Put an entry under a new unique key below name, and return the key."""
+        """Put an entry under a new unique key below `name`, and return the key."""
         key = self._key(f"{name}/{uuid.uuid4().hex}")
         self.add(key, value, lease=lease)
         return key
 
     def get(self, name: str) -> str:
-        """The value. Raises NameEntryNotFound."""
+        """Return the value. Raises NameEntryNotFound."""
         key = self._key(name)
         value = self._get(key)
         if value is None:
@@ -284,23 +290,25 @@ class NameResolver(ABC):
         return value
 
     def get_subtree(self, name: str) -> dict[str, str]:
-        """Keys and values of all entries below name, sorted by key; the entry of that very name is not among them."""
+        """Return keys and values of all entries below `name`, sorted by key, without the entry of `name` itself."""
         return self._get_subtree(self._key(name))
 
     def find_subtree(self, name: str) -> list[str]:
-        """The keys of get_subtree."""
+        """Return the keys of get_subtree."""
         return list(self.get_subtree(name))
 
     def delete(self, name: str) -> bool:
-        """Delete one entry. False if there was none."""
+        """Delete one entry. Returns False if it did not exist."""
         return self._delete(self._key(name))
 
     def clear_subtree(self, name: str) -> int:
-        """Delete all entries below name (not the entry of that very name); how many there were."""
+        """Delete all entries below `name`, but not the entry of `name` itself. Returns their number."""
         return self._clear_subtree(self._key(name))
 
     def compare_and_swap(self, name: str, expected: str | None, value: str) -> bool:
-        """Atomically set value if the entry's value is expected (None: if there is no entry). An entry keeps its lease."""
+        """Set `value` atomically if the current value is `expected` (None: if there is no entry). An existing entry
+        keeps its lease.
+        """
         key = self._key(name)
         _check_value(key, value)
         return self._compare_and_swap(key, expected, value)
@@ -308,9 +316,9 @@ class NameResolver(ABC):
     # ------------------------------------------------------------------------------------------------- waits, watches
 
     def wait(self, name: str, timeout_s: float) -> str:
-        """The value, as soon as there is one. Raises NameResolveTimeout (a TimeoutError) at the limit.
+        """Return the value as soon as the key exists. Raises NameResolveTimeout (a TimeoutError) at the limit.
 
-        Waits for: a put of the key. Unblocked by: the put, the limit, close. Rides over outages of the backend.
+        Waits for: a put of the key. Unblocked by: the put, the limit, close. Continues through outages of the backend.
         """
         key = self._key(name)
         deadline = time.monotonic() + timeout_s
@@ -336,30 +344,31 @@ class NameResolver(ABC):
     def watch(
         self, name: str, callback: WatchCallback, *, subtree: bool = False, limit_s: float | None = None
     ) -> Watch:
-        """Tell callback the current state as puts (before this returns), then every change, until cancelled.
+        """Report the current state to `callback` as puts (before this returns), then every change, until cancelled.
 
-        limit_s: how long to try to read the state; default: as any operation. Of an outage of the backend a watch tells
-        only how the state after it differs from the one before; deletes some seconds later, so that what the backend lost
-        and whoever put it brings back is no news. Callbacks run in threads of the resolver or of whoever changes an entry:
-        they must be brief and hand over to their own loop. One that raises is logged; the watch goes on.
+        limit_s: limit for reading the state; default: the limit of operations. After an outage of the backend, a watch
+        reports only the differences between the state before and after it. Deletes are reported some seconds later, so
+        that entries which the backend lost and their owners restore cause no event. Callbacks run in threads of the
+        resolver or of the session that changes an entry. They must be short and pass the event to their own loop. An
+        exception in a callback is logged; the watch continues.
         """
         return self._watch(self._key(name), callback, subtree=subtree, limit_s=limit_s)
 
     # -------------------------------------------------------------------------------------------------------- leases
 
     def grant_lease(self, ttl_s: float, *, lease_id: int | None = None, keep_alive: bool = True) -> Lease:
-        """A new lease, with the given id if it is free (LeaseExists). Entries put under it go when it ends.
+        """Grant a new lease, with the given id if it is unused (LeaseExists). Its entries are deleted when it ends.
 
-        keep_alive: this session refreshes it until it is closed, and after an outage grants it again under the same id
-        and puts this session's entries under it again (other sessions do so with theirs). Otherwise somebody calls
-        `refresh`, or it expires.
+        keep_alive: this session refreshes the lease until the session is closed. After an outage it grants the lease
+        again under the same id and restores its own entries (other sessions restore theirs). Without keep_alive the
+        lease expires unless `refresh` is called.
         """
         self._check_open()
         _check_ttl(ttl_s, lease_id)
         return self._grant_lease(ttl_s, lease_id, keep_alive)
 
     def close(self) -> None:
-        """End watches and waits, revoke kept leases. A second close changes nothing."""
+        """End watches and waits, and revoke the leases kept alive. A second close has no effect."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -381,7 +390,7 @@ class NameResolver(ABC):
             raise NameResolverClosed("name resolver is closed")
 
     def _keep(self, watch: Watch) -> None:
-        """Have a watch cancelled by close."""
+        """Register a watch, so that `close` cancels it."""
         with self._lock:
             self._check_open()
             self._watches = [known for known in self._watches if not known.cancelled] + [watch]
@@ -390,7 +399,7 @@ class NameResolver(ABC):
         self._check_open()
         return normalize_name(name)
 
-    # --------------------------------------------------------------------- what a backend does; keys are normalised here
+    # ------------------------------------------------------------------ backend operations; keys are already normalized
 
     @abstractmethod
     def _add(self, key: str, value: str, replace: bool, lease: int | None) -> None: ...
@@ -412,7 +421,7 @@ class NameResolver(ABC):
 
     @abstractmethod
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool, limit_s: float | None) -> Watch:
-        """Deliver the current state (reading it takes at most limit_s; None: the resolver's own limit), then changes."""
+        """Deliver the current state (read within limit_s; None: the resolver's own limit), then changes."""
 
     @abstractmethod
     def _look_after(self, key: str, value: str) -> None: ...

@@ -21,7 +21,7 @@ from asyncrl.runtime.names.interface import (
     WatchEvent,
 )
 
-MEMORY = "memory://"  # an endpoint that begins so names a space in this process's memory
+MEMORY = "memory://"  # an endpoint with this prefix names a space in this process's memory
 
 
 @dataclass
@@ -33,7 +33,7 @@ class _Entry:
 @dataclass
 class _MemoryLease:
     ttl_s: float
-    expires: float  # time.monotonic(); inf while a session keeps it
+    expires: float  # time.monotonic(); inf while a session keeps it alive
     keys: set[str] = field(default_factory=set)
 
 
@@ -47,8 +47,9 @@ class _MemoryWatch(Watch):
 
 
 class MemoryStore:
-    """What the memory resolvers of one space share; the simulation has a space of its own kind. Callbacks run after the lock is
-    released, in the changing thread."""
+    """The state shared by all memory resolvers of one space; the simulation uses a space of its own kind. Callbacks run
+    after the lock is released, in the changing thread.
+    """
 
     def __init__(self) -> None:
         self.entries: dict[str, _Entry] = {}
@@ -60,7 +61,7 @@ class MemoryStore:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Exclusive access, with expired leases gone; afterwards whoever watches is told."""
+        """Give exclusive access, after removing expired leases. Afterwards, deliver events to the watches."""
         try:
             with self._condition:
                 try:
@@ -132,7 +133,7 @@ class MemoryStore:
     def _reap(self) -> None:
         """Consumes nothing; produces the deletes of expired leases. Waits for: the next expiry. Unblocked by: a new lease."""
         while True:
-            with self.locked():  # expires what is due
+            with self.locked():  # removes expired leases
                 pass
             with self._condition:
                 next_expiry = min((lease.expires for lease in self.leases.values()), default=math.inf)
@@ -147,10 +148,10 @@ _spaces_lock = threading.Lock()
 
 
 class MemoryNameResolver(NameResolver):
-    """Name resolve inside one process: resolvers of the same space share their entries, as sessions of one etcd do."""
+    """Name resolve inside one process: resolvers of the same space share their entries, like sessions with one etcd."""
 
     def __init__(self, space: str | MemoryStore = "") -> None:
-        """space: its name, or a store of the caller's own."""
+        """space: its name, or the caller's own store."""
         super().__init__()
         with _spaces_lock:
             self._space = space if isinstance(space, MemoryStore) else _spaces.setdefault(space, MemoryStore())
@@ -159,7 +160,7 @@ class MemoryNameResolver(NameResolver):
     def _add(self, key: str, value: str, replace: bool, lease: int | None) -> None:
         with self._space.locked():
             if not replace and key in self._space.entries:
-                raise NameEntryExists(f"name {key!r} exists already")
+                raise NameEntryExists(f"name {key!r} already exists")
             self._space.put(key, value, lease)
 
     def _get(self, key: str) -> str | None:
@@ -196,7 +197,7 @@ class MemoryNameResolver(NameResolver):
             return True
 
     def _look_after(self, key: str, value: str) -> None:
-        """Nothing is ever lost."""
+        """Do nothing: this store never loses data."""
 
     def _watch(self, key: str, callback: WatchCallback, *, subtree: bool, limit_s: float | None) -> Watch:
         watch = _MemoryWatch(self._space, key, subtree, callback)
@@ -211,7 +212,7 @@ class MemoryNameResolver(NameResolver):
             if lease_id is None:
                 lease_id = secrets.randbelow(2**63 - 1) + 1
             if lease_id in self._space.leases:
-                raise LeaseExists(f"lease {lease_id:#x} exists already")
+                raise LeaseExists(f"lease {lease_id:#x} already exists")
             self._space.grant(lease_id, ttl_s, math.inf if keep_alive else time.monotonic() + ttl_s)
             if keep_alive:
                 self._kept.add(lease_id)

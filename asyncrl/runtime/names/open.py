@@ -1,4 +1,4 @@
-"""The session with name resolve that a config asks for."""
+"""Opens the name-resolve session that a config describes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from asyncrl.runtime.names.memory import MEMORY, MemoryNameResolver
 
 
 def open_name_resolver(config: NameResolveConfig, limit_s: float | None = None) -> NameResolver:
-    """The resolver a config asks for. The first endpoint that answers is used; later ones on its failure. limit_s: how long to try
-    to reach one (default: config.timeout_s).
+    """Open the resolver for a config. It uses the first endpoint that answers, and a later one if that fails. limit_s:
+    limit for reaching an endpoint (default: config.timeout_s).
 
     The endpoint `memory://SPACE` is for tests: resolvers of one process that name the same space share their entries.
     """
@@ -17,7 +17,7 @@ def open_name_resolver(config: NameResolveConfig, limit_s: float | None = None) 
         return MemoryNameResolver(config.endpoints[0].removeprefix(MEMORY))
     from asyncrl.runtime.names.etcd.access import EtcdAccess
     from asyncrl.runtime.names.etcd.resolver import (
-        EtcdNameResolver,  # loads gRPC: only where it is used, never before a fork
+        EtcdNameResolver,  # loads gRPC: only when used, never before a fork
     )
 
     return EtcdNameResolver(config.endpoints, config.timeout_s, limit_s, EtcdAccess.of(config))

@@ -1,6 +1,7 @@
-"""How a session gets into an etcd that not everybody may use: TLS, a client certificate, a user's password; below which keys.
+"""Access to a protected etcd: TLS, a client certificate, a user's password, and the prefix of the permitted keys.
 
-Secrets are named by their files, which nobody else may read: they are never in a config, an argument or a log.
+A config names the files of secrets, which no other user may read. The secrets themselves are never in a config, an
+argument or a log.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NO_AUTHENTICATION = "authentication is not enabled"
 
 @dataclass(frozen=True)
 class EtcdAccess:
-    """What of name_resolve says who we are."""
+    """The fields of name_resolve that define our identity and our keys."""
 
     prefix: str = ""
     user: str = ""
@@ -35,12 +36,12 @@ class EtcdAccess:
     key_file: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what cannot work together."""
+        """Raises ValueError for fields that cannot be combined."""
         if self.prefix:
             normalize_name(self.prefix)
         if bool(self.user) != bool(self.password_file):
             raise ValueError(
-                f"name_resolve.user={self.user!r} and name_resolve.password_file={self.password_file!r}: give both, or neither"
+                f"name_resolve.user={self.user!r} and name_resolve.password_file={self.password_file!r}: set both or neither"
             )
         if bool(self.cert_file) != bool(self.key_file):
             raise ValueError(
@@ -49,8 +50,8 @@ class EtcdAccess:
             )
         if self.cert_file and not self.ca_file:
             raise ValueError(
-                "name_resolve.cert_file is given without name_resolve.ca_file: name the certificate of the authority that signed "
-                "the server's"
+                "name_resolve.cert_file is set without name_resolve.ca_file: set the latter to the certificate of the authority "
+                "that signed the server's"
             )
 
     @classmethod
@@ -62,7 +63,7 @@ class EtcdAccess:
         return normalize_name(self.prefix).encode() + b"/" if self.prefix else b""
 
     def open_channel(self, api: Api, endpoint: str, options: Sequence[tuple[str, Any]]) -> Any:
-        """Raises ValueError where a file cannot be used."""
+        """Open a gRPC channel. Raises ValueError if a file cannot be used."""
         if not self.ca_file:
             return api.grpc.insecure_channel(endpoint, options=options)
         credentials = api.grpc.ssl_channel_credentials(
@@ -73,13 +74,15 @@ class EtcdAccess:
         return api.grpc.secure_channel(endpoint, credentials, options=options)
 
 
-EVERYBODY = EtcdAccess()  # an etcd that lets everybody in
+EVERYBODY = EtcdAccess()  # an etcd without access control
 
 
 @dataclass
 class Login:
-    """A user's session with an etcd that asks for passwords. Its token goes with every call of every channel; one that the server
-    knows no longer (it forgets them when it restarts, and after minutes without use) is followed by another."""
+    """A user's session with an etcd that requires passwords. Every call on every channel carries its token. If the
+    server no longer knows the token (it forgets tokens when it restarts, and after minutes without use), the session
+    gets a new one.
+    """
 
     api: Api
     access: EtcdAccess
@@ -87,7 +90,7 @@ class Login:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def enter(self, channel: Any, limit_s: float) -> None:
-        """Have a token. Raises gRPC's error in an outage, NameResolveError where the server refuses."""
+        """Ensure that there is a token. Raises gRPC's error in an outage, and NameResolveError if the server refuses the user."""
         with self._lock:
             if self.token or not self.access.user:
                 return
@@ -101,7 +104,7 @@ class Login:
                 raise
 
     def is_stale(self, error: Any, used: str) -> bool:
-        """Whether the call failed for want of a newer token than the one it used, which is then forgotten."""
+        """Return whether the call failed because its token was outdated, and discard that token."""
         if not (self.access.user and any(text in (error.details() or "") for text in _STALE_TOKEN)):
             return False
         with self._lock:
@@ -110,22 +113,22 @@ class Login:
         return True
 
     def remedy(self, error: Any) -> str:
-        """What to do about a refusal that has to do with who we are; "" if it has not."""
+        """Return the remedy if the refusal concerns our identity or rights, otherwise ""."""
         details = error.details() or ""
         if _WRONG_PASSWORD in details:
             return "wrong name or password; see name_resolve.user and the file name_resolve.password_file"
         if _NO_AUTHENTICATION in details:
             return (
-                "it lets in everybody, without passwords: run `etcdctl auth enable`, or leave out name_resolve.user and "
+                "it does not use passwords: run `etcdctl auth enable`, or remove name_resolve.user and "
                 "name_resolve.password_file"
             )
         if _NO_USER in details:
-            return "it asks for a user; set name_resolve.user and name_resolve.password_file"
+            return "it requires a user; set name_resolve.user and name_resolve.password_file"
         if error.code() == self.api.grpc.StatusCode.PERMISSION_DENIED:
             where = self.access.key_prefix.decode() or "asyncrl"
             return (
-                f"the user may not use the keys below {where!r}; set name_resolve.prefix to what the user may use, or let an "
-                f"administrator run `etcdctl role grant-permission ROLE --prefix=true readwrite {where}`"
+                f"the user may not use the keys below {where!r}; set name_resolve.prefix to keys that the user may use, or "
+                f"ask an administrator to run `etcdctl role grant-permission ROLE --prefix=true readwrite {where}`"
             )
         return ""
 
@@ -134,7 +137,7 @@ class Login:
 
 
 class _TokenChannel:
-    """A channel whose calls carry the token that is there when they begin. What etcd3's stubs ask of a channel, no more."""
+    """A channel whose calls carry the token that is current when they begin. It has only the methods that etcd3's stubs use."""
 
     def __init__(self, channel: Any, login: Login) -> None:
         self._channel = channel
@@ -154,7 +157,7 @@ class _TokenChannel:
 
 
 def read_file(path: str, what: str) -> bytes:
-    """Raises ValueError."""
+    """Return the file's content. Raises ValueError if it cannot be read or is empty."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_SECRET_BYTES)
@@ -166,11 +169,11 @@ def read_file(path: str, what: str) -> bytes:
 
 
 def read_secret(path: str, what: str) -> bytes:
-    """The same of a file that nobody else may read."""
+    """Like read_file, but also raises ValueError if other users can access the file."""
     data = read_file(path, what)
     mode = stat.S_IMODE(Path(path).stat().st_mode)
     if mode & 0o077:
         raise ValueError(
-            f"name_resolve.{what}={path!r} may be read by others (mode {mode:04o}); run `chmod 600 {path}`"
+            f"name_resolve.{what}={path!r} is accessible to other users (mode {mode:04o}); run `chmod 600 {path}`"
         )
     return data

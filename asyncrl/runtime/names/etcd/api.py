@@ -1,7 +1,7 @@
-"""gRPC and etcd3's stubs, loaded when the first resolver is opened: gRPC must not be loaded before a fork.
+"""gRPC and etcd3's stubs, loaded when the first resolver is opened, because gRPC must not be loaded before a fork.
 
-Of etcd3==0.12.0 only what was generated is used; the session layer is ours (etcd.py), because its client does not survive an
-outage.
+Only the generated code of etcd3==0.12.0 is used. The session layer is our own (resolver.py, store.py), because etcd3's
+client does not survive an outage.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ _load_lock = threading.Lock()
 
 
 def load_api() -> Api:
-    """gRPC and etcd3's stubs, imported at the first call."""
+    """Return gRPC and etcd3's stubs, imported at the first call."""
     with _load_lock:
         return _load_api()
 
 
 @cache
 def _load_api() -> Api:
-    """etcd3's generated modules were made for protobuf 3 and raise in newer ones ("Descriptors cannot be created directly").
+    """Work around etcd3's generated modules, which target protobuf 3 and raise in newer versions ("Descriptors cannot
+    be created directly").
 
-    The descriptors inside them are as good as ever: they are read out of the sources, without running them, and the modules
-    are built from them in a pool of their own (other packages may bring a kv.proto or rpc.proto too).
+    The descriptors inside them are still valid. They are read from the sources without running them, and the modules
+    are built from them in a separate descriptor pool (other packages may also contain a kv.proto or rpc.proto).
     """
-    with warnings.catch_warnings():  # etcd3 and what it imports were written for older Pythons
+    with warnings.catch_warnings():  # etcd3 and its imports were written for older Pythons
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", SyntaxWarning)
         import grpc
@@ -67,10 +68,10 @@ def _load_api() -> Api:
 
 
 def _serialized_descriptor(source: Path) -> bytes:
-    """The bytes of `serialized_pb=_b('...')` in a generated module."""
+    """Return the bytes of `serialized_pb=_b('...')` in a generated module."""
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == "serialized_pb" and isinstance(node.value, ast.Call):
             literal = node.value.args[0]
             if isinstance(literal, ast.Constant) and isinstance(literal.value, str):
                 return literal.value.encode("latin1")
-    raise NameResolveError(f"{source} holds no descriptor; asyncrl needs etcd3==0.12.0")
+    raise NameResolveError(f"{source} contains no descriptor; asyncrl needs etcd3==0.12.0")

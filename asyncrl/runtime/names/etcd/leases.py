@@ -1,7 +1,8 @@
-"""Keeps a session's leases alive in etcd, and brings back what a server lost: leases under the same id, and entries.
+"""Keeps a session's leases alive in etcd, and restores leases (under the same id) and entries that a server has lost.
 
-Every session puts again what it has put itself. Under a lease of its own at once; under somebody else's (the launcher holds the
-workers' leases) as soon as that one's holder has brought it back; without a lease, where the server has lost its data.
+Every session restores the entries that it has put. Entries under its own lease are restored at once. Entries under
+another session's lease (the launcher holds the workers' leases) are restored as soon as the lease's holder has restored
+the lease. Entries without a lease are restored if the server has lost its data.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from asyncrl.runtime.names.interface import (
 
 logger = logging.getLogger(__name__)
 
-_LOST_CHECK_S = 0.5  # how often a session looks at somebody else's lease that it uses, while it is gone
-_FOREIGN_FORGET_S = 120.0  # ... and until when
+_LOST_CHECK_S = 0.5  # how often a session checks another session's lost lease that it uses
+_FOREIGN_FORGET_S = 120.0  # how long it keeps checking
 _JOIN_LIMIT_S = 2.0
 _EVENT_DELETE = 1
 _NO_LEASE = 0
@@ -34,10 +35,10 @@ _NO_LEASE = 0
 
 @dataclass(frozen=True)
 class LeaseIntervals:
-    """How often a session looks at its leases: more often, it notices a loss earlier and asks etcd more."""
+    """How often a session checks its leases. Shorter intervals detect a loss earlier but cause more requests to etcd."""
 
-    refresh_s: float = 3.0  # of a lease that it keeps, at most; less often where it keeps very many
-    check_s: float = 5.0  # of somebody else's lease that it uses: whether that is still the same one
+    refresh_s: float = 3.0  # maximum for a lease that it keeps alive; longer with very many leases
+    check_s: float = 5.0  # for another session's lease that it uses: whether it is still the same lease
 
 
 USUAL = LeaseIntervals()
@@ -45,49 +46,51 @@ USUAL = LeaseIntervals()
 
 @dataclass
 class _HeldLease:
-    """A lease that entries of this session hang on, or (id 0) no lease."""
+    """A lease with entries of this session, or (id 0) no lease."""
 
     id: int
     ttl_s: int = 0
-    kept: bool = False  # by this session; otherwise somebody else refreshes it
-    due: float = -math.inf  # time.monotonic(): when to refresh it, or to look at it
-    lost_since: float | None = None  # not known to the server, or not with our entries
+    kept: bool = False  # by this session; otherwise another session refreshes it
+    due: float = -math.inf  # time.monotonic(): when to refresh or check it
+    lost_since: float | None = None  # since when the server lacks the lease or our entries
     entries: dict[str, str] = field(default_factory=dict)
 
     def usual_s(self, num_leases: int, intervals: LeaseIntervals) -> float:
-        """Until it is due again, in a session with so many."""
+        """Return the seconds until it is due again, in a session with this many leases."""
         if self.id == _NO_LEASE:
             return math.inf
         return refresh_interval(self.ttl_s, num_leases, intervals.refresh_s) if self.kept else intervals.check_s
 
 
 class LeaseKeeper:
-    """One thread, started with the first lease or the first entry; it watches the store's id, and so notices an outage at once.
+    """Keeps leases alive on one thread, started with the first lease or entry. It watches the store's id, so it detects
+    an outage at once.
 
-    A lease of somebody else may be gone and back between two looks, without our entries. So a mark hangs on it beside them,
-    which nobody else deletes: where the mark is missing, everything is put again.
+    Another session's lease may disappear and come back between two checks, without our entries. Therefore the keeper
+    attaches a mark to the lease besides the entries. No other session deletes the mark: if it is missing, all entries
+    are put again.
     """
 
     def __init__(self, store: EtcdStore, closed: threading.Event, store_id: bytes, intervals: LeaseIntervals) -> None:
-        """store_id: the one that the session has seen first."""
+        """store_id: the first one that the session has read."""
         self._store = store
         self._intervals = intervals
         self._closed = closed
         self._marks = f"asyncrl\0session/{secrets.token_hex(8)}/".encode()
         self._lock = threading.Lock()
         self._leases: dict[int, _HeldLease] = {}
-        self._lease_of: dict[str, int] = {}  # by key: whose entries it is among
-        self._wakes_at = -math.inf  # the thread looks at leases then, if not before
-        self.losses = 0  # how often something was lost: an entry that is put meanwhile may need to be put again
+        self._lease_of: dict[str, int] = {}  # by key: the lease that its entry belongs to
+        self._wakes_at = -math.inf  # the thread checks leases at this time at the latest
+        self.losses = 0  # number of losses: an entry put while this changes may have to be put again
         self._store_id = store_id
         self._thread: threading.Thread | None = None
         self._stream: WatchStream | None = None
         self._changed = False
 
-    # called by users' threads
+    # called from users' threads
 
     def hold(self, lease_id: int, ttl_s: int) -> None:
-        """Keep a lease that has just been granted."""
+        """Keep a lease alive that has just been granted."""
         with self._lock:
             self._give_up(lease_id)
             held = self._leases[lease_id] = _HeldLease(lease_id, ttl_s, kept=True)
@@ -109,7 +112,7 @@ class LeaseKeeper:
             return lease_id in self._leases and self._leases[lease_id].kept
 
     def record(self, key: str, value: str, lease_id: int | None, losses: int) -> None:
-        """An entry was put. If something was lost since `losses` was read, it is put again."""
+        """Record an entry that was put. If a loss has occurred since `losses` was read, it is put again."""
         with self._lock:
             self._drop(key)
             lease_id = lease_id or _NO_LEASE
@@ -127,7 +130,7 @@ class LeaseKeeper:
                 self._leases[self._lease_of[key]].entries[key] = value
 
     def forget(self, key: str, subtree: bool = False) -> None:
-        """An entry, or what is below it, was deleted."""
+        """Forget an entry, or the entries below it, after a delete."""
         with self._lock:
             for name in [name for name in self._lease_of if name.startswith(key + "/")] if subtree else [key]:
                 self._drop(name)
@@ -143,7 +146,7 @@ class LeaseKeeper:
             del self._lease_of[key]
 
     def join(self) -> None:
-        """The session is closed: end the thread."""
+        """End the thread after the session is closed."""
         with self._lock:
             if self._stream is not None:
                 self._stream.cancel()
@@ -159,13 +162,13 @@ class LeaseKeeper:
             self._thread = threading.Thread(target=self._run, name="etcd leases", daemon=True)
             self._thread.start()
 
-    # the keeper's thread
+    # run by the keeper's thread
 
     def _run(self) -> None:
         """Consumes nothing; produces refreshed leases and restored entries.
 
-        Waits for: the next lease that is due, watching the store's id and the marks; 0.1 s after a failure. Unblocked by: a new
-        lease, an outage, a lost store, a lost mark, close.
+        Waits for: the next due lease, while watching the store's id and the marks; 0.1 s after a failure. Unblocked by:
+        a new lease, an outage, a lost store, a lost mark, close.
         """
         while not self._closed.is_set():
             try:
@@ -176,20 +179,20 @@ class LeaseKeeper:
             except NameResolverClosed:
                 return
             except NameResolveTimeout as error:
-                logger.debug("leases: %s", error)  # the connection has said so
+                logger.debug("leases: %s", error)  # the connection has logged it
             except Exception:
                 if not self._closed.is_set():
-                    logger.exception("refreshing leases failed; trying again")
+                    logger.exception("refreshing leases failed; retrying")
                     self._closed.wait(1.0)
             self._closed.wait(STREAM_RETRY_S)
 
     def _check_store(self) -> int:
-        """Mark everything lost if the server has lost its data. Returns the revision to watch from."""
+        """Mark all leases and entries as lost if the server has lost its data. Returns the revision from which to watch."""
         store_id, revision = self._store.read_store_id()
         with self._lock:
             self._changed = False
             if self._store_id != store_id:
-                logger.warning("etcd has lost its data: leases and entries are restored")
+                logger.warning("etcd has lost its data: restoring leases and entries")
                 self.losses += 1
                 for held in self._leases.values():
                     held.lost_since, held.due = time.monotonic(), -math.inf
@@ -214,7 +217,7 @@ class LeaseKeeper:
                 held.due = now + (usual_s if held.lost_since is None else _LOST_CHECK_S)
 
     def restore(self, lease_id: int) -> None:
-        """Grant a kept lease again under its id, and put its entries again. Also called by users' threads."""
+        """Grant a kept lease again under its id, and put its entries again. Also called from users' threads."""
         with self._lock:
             held = self._leases.get(lease_id)
             if held is None or not held.kept:
@@ -228,7 +231,7 @@ class LeaseKeeper:
             self._store.revoke(lease_id)
 
     def _look_at(self, held: _HeldLease, now: float) -> None:
-        """Somebody else's lease: where it is a new one, our entries need to be put again."""
+        """Check another session's lease. If it is a new one, put our entries again."""
         keys = self._store.lease_keys(held.id)
         if keys is None:
             with self._lock:
@@ -243,12 +246,13 @@ class LeaseKeeper:
         return self._marks + f"{held.id:x}".encode()
 
     def _put_entries(self, held: _HeldLease) -> None:
-        """Put what is missing. An entry that somebody else has put meanwhile stays, and is ours no longer."""
+        """Put the missing entries. An entry that another session has put meanwhile stays, and no longer belongs to us."""
         with self._lock:
             held.lost_since = None
             entries = dict(held.entries)
         try:
-            # The mark first: a lease that is lost and back in between takes it along. Put last, it would vouch for lost entries.
+            # The mark goes first: if the lease is lost and restored in between, the mark disappears with it. Put last,
+            # the mark would confirm entries that are lost.
             if not held.kept and held.id != _NO_LEASE:
                 self._store.put(self._mark(held).decode(), "", held.id)
             for key, value in entries.items():
@@ -286,7 +290,7 @@ class LeaseKeeper:
                 self._stream = None
 
     def _concerns(self, event: Any) -> bool:
-        """Whether the store is another one, or a lease went that our entries hung on."""
+        """Return whether the event means that the store is a new one, or that a lease with our entries has ended."""
         if event.type != _EVENT_DELETE:
             return bool(event.kv.key == STORE_ID_KEY)
         with self._lock:

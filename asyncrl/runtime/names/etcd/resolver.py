@@ -1,8 +1,8 @@
 """Name resolve over etcd: between processes and hosts.
 
-A session survives what its servers do: calls go to one that answers (store.py), watches are taken up again (watch.py),
-leases are refreshed, and with their entries brought back where a server lost them (leases.py). gRPC is loaded when the
-first resolver is opened, not with this module, and must not be loaded before a fork.
+A session survives failures of its servers. Calls go to a server that answers (store.py), and broken watches are
+reopened (watch.py). Leases are refreshed, and lost leases are restored with their entries (leases.py). gRPC is loaded
+when the first resolver is opened, not with this module, because it must not be loaded before a fork.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLOSE_LIMIT_S = 2.0
 
 
 class EtcdNameResolver(NameResolver):
-    """Name resolve over etcd. Endpoints are `host:port`; the first that answers is used, the next when it fails."""
+    """Name resolve over etcd. Endpoints are `host:port`; the first one that answers is used, and the next one when it fails."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class EtcdNameResolver(NameResolver):
         access: EtcdAccess = EVERYBODY,
         intervals: LeaseIntervals = USUAL,
     ) -> None:
-        """open_limit_s: how long to try to reach a server at first; default: timeout_s."""
+        """open_limit_s: limit for reaching a server initially; default: timeout_s."""
         super().__init__()
         if isinstance(endpoints, str) or not endpoints:
             raise ValueError(f"name_resolve.endpoints is {endpoints!r}; etcd needs a list of host:port")
@@ -62,7 +62,7 @@ class EtcdNameResolver(NameResolver):
         except LeaseNotFound:
             if lease is None or not self._keeper.keeps(lease):
                 raise
-            self._keeper.restore(lease)  # a server that lost its data, before the keeper has noticed
+            self._keeper.restore(lease)  # the server lost its data and the keeper has not noticed yet
             put(key, value, lease)
         self._keeper.record(key, value, lease, losses)
 

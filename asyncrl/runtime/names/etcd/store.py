@@ -1,7 +1,7 @@
-"""What name resolve asks of an etcd server, each as one call within a limit.
+"""The requests of name resolve to an etcd server, each one call within a limit.
 
-A call goes to a server that answers: again, and elsewhere, where one is down. Watching (watch.py), keeping leases
-(leases.py) and the resolver (resolver.py) are made of these.
+A call goes to a server that answers: it is retried, and moves to another server if one is down. watch.py (watches),
+leases.py (leases) and resolver.py (the resolver) are built on these calls.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 KeyRange = tuple[bytes, bytes]
 
-# Not below any name, since names have no control characters. It holds a random id that is made once: another id means that
-# the server has lost its data since.
+# Not below any name, because names have no control characters. The value is a random id that is created once. A changed
+# id means that the server has lost its data.
 STORE_ID_KEY = b"asyncrl\0store_id"
-STREAM_RETRY_S = 0.1  # pause before a broken stream is taken up again
+STREAM_RETRY_S = 0.1  # pause before a broken stream is reopened
 _RETRY_S = 0.05  # pause after every endpoint has failed
-_REQUIRE_LEADER = (("hasleader", "true"),)  # streams end, instead of going silent, on a member cut off from its cluster
+_REQUIRE_LEADER = (("hasleader", "true"),)  # on a member cut off from its cluster, streams end instead of going silent
 _CHANNEL_OPTIONS = (
     # gRPC's own reconnect back-off grows to two minutes
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2000),  # in truth the limit of one attempt to connect
+    ("grpc.min_reconnect_backoff_ms", 2000),  # in fact the limit of one connection attempt
     ("grpc.max_reconnect_backoff_ms", 300),
-    # the only way in which an open stream notices a frozen server; etcd allows a ping every 5 s
+    # the only way for an open stream to detect a frozen server; etcd allows a ping every 5 s
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # newer releases: without it, a minute, whatever the one above says
+    ("grpc.http2.ping_timeout_ms", 5_000),  # newer releases ignore the timeout above and default to a minute
     ("grpc.http2.max_pings_without_data", 0),  # no limit: a watch may see no change for hours
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # sessions of one process do not share a connection
@@ -57,16 +57,16 @@ def one_key(key: str) -> KeyRange:
 
 
 def below(key: str) -> KeyRange:
-    """All keys below key: from `key/` up to, without, `key0`, which follows it ('0' is the character after '/')."""
+    """Return the range of all keys below `key`: from `key/` to `key0`, exclusive ('0' is the character after '/')."""
     return key.encode() + b"/", key.encode() + b"0"
 
 
 def text(data: bytes) -> str:
-    return data.decode(errors="replace")  # ours is UTF-8; what strangers put must not end a watch
+    return data.decode(errors="replace")  # our data is UTF-8; foreign data must not end a watch
 
 
 class Stubs:
-    """One endpoint's channel; it reconnects by itself."""
+    """The channel of one endpoint; it reconnects automatically."""
 
     def __init__(self, api: Api, endpoint: str, login: Login) -> None:
         self.endpoint = endpoint
@@ -78,7 +78,7 @@ class Stubs:
 
 
 class Connection:
-    """Calls whichever endpoint answers. Shared by all threads of a session."""
+    """Calls the endpoint that answers. Shared by all threads of a session."""
 
     def __init__(
         self, api: Api, endpoints: Sequence[str], timeout_s: float, closed: threading.Event, access: EtcdAccess
@@ -92,8 +92,8 @@ class Connection:
         self._current = 0
         self._down = False
         code = api.grpc.StatusCode
-        # CANCELLED and INTERNAL are what a connection that breaks in the middle of an answer may look like, UNKNOWN a
-        # deadline that the server sees before we do
+        # A connection that breaks during an answer may appear as CANCELLED or INTERNAL. A deadline that the server sees
+        # first appears as UNKNOWN.
         self._outage = {code.UNAVAILABLE, code.DEADLINE_EXCEEDED, code.CANCELLED, code.INTERNAL, code.UNKNOWN}
 
     @property
@@ -101,10 +101,11 @@ class Connection:
         return self._stubs[self._current]
 
     def call(self, what: str, function: Callable[[Stubs, float], T], limit_s: float | None = None) -> tuple[T, bool]:
-        """function(stubs, seconds it may take) of an endpoint that answers, and whether it was tried before in vain.
+        """Return the result of function(stubs, limit in seconds) at an endpoint that answers, and whether an earlier
+        attempt failed.
 
-        What was tried in vain may still have been done. Waits for: an answer, from each endpoint in turn. Raises
-        NameResolveTimeout after limit_s (default: the session's), gRPC's error if the server refuses.
+        A failed attempt may still have taken effect. Waits for: an answer, from each endpoint in turn. Raises
+        NameResolveTimeout after limit_s (default: the session's), and gRPC's error if the server refuses.
         """
         limit_s = self._timeout_s if limit_s is None else limit_s
         deadline = time.monotonic() + limit_s
@@ -114,7 +115,8 @@ class Connection:
             if self._closed.is_set():
                 raise NameResolverClosed(f"name resolver was closed during {what}")
             stubs = self.stubs
-            # the endpoints not tried in this round share what is left, so that a frozen one leaves time for the others
+            # the endpoints not tried in this round share the remaining time, so that a frozen one leaves time for the
+            # others
             share_s = max(deadline - time.monotonic(), 0.001) / (len(self._stubs) - attempt % len(self._stubs))
             token = ""
             try:
@@ -123,13 +125,14 @@ class Connection:
                 result = function(stubs, share_s)
             except self._api.grpc.RpcError as error:
                 if error.code() not in self._outage:
-                    # which changed nothing; the token that follows may be over, too, before it has been used
+                    # The refused call changed nothing. Even the next token may be outdated before it is used, so repeat
+                    # until the deadline
                     if self.login.is_stale(error, token) and time.monotonic() < deadline:
                         continue
                     raise
                 failures[stubs.endpoint] = f"{error.code().name}: {error.details()}"
                 self.failed(stubs, failures[stubs.endpoint])
-            except ValueError as error:  # gRPC's way to say that the channel was closed meanwhile
+            except ValueError as error:  # gRPC raises it if the channel was closed meanwhile
                 if not self._closed.is_set():
                     raise
                 raise NameResolverClosed(f"name resolver was closed during {what}") from error
@@ -144,19 +147,19 @@ class Connection:
                 self._closed.wait(min(_RETRY_S, max(deadline - time.monotonic(), 0.0)))
 
     def failed(self, stubs: Stubs, reason: str) -> None:
-        """This endpoint broke: the next one's turn."""
+        """Record that this endpoint failed, and switch to the next one."""
         with self._lock:
             if stubs is self.stubs:
                 self._current = (self._current + 1) % len(self._stubs)
             if not self._down and not self._closed.is_set():
                 self._down = True
-                logger.warning("etcd at %s does not answer (%s); trying again", stubs.endpoint, reason)
+                logger.warning("etcd at %s does not answer (%s); retrying", stubs.endpoint, reason)
 
     def _answered(self, stubs: Stubs) -> None:
         if self._down:
             with self._lock:
                 self._down = False
-            logger.warning("etcd at %s answers", stubs.endpoint)
+            logger.warning("etcd at %s answers again", stubs.endpoint)
 
     def close(self) -> None:
         for stubs in self._stubs:
@@ -164,30 +167,31 @@ class Connection:
 
 
 class WatchStream:
-    """Changes of some keys, from a revision on, until the limit, the server or `cancel` ends it.
+    """A stream of changes to some keys, from a revision on, until the limit, the server or `cancel` ends it.
 
-    waits for: a change (gRPC's keepalive notices a frozen server). unblocked by: a change, an outage, the limit, cancel.
+    waits for: a change (gRPC's keepalive detects a frozen server). unblocked by: a change, an outage, the limit,
+    cancel.
     """
 
     def __init__(self, api: Api, connection: Connection, stubs: Stubs, call: Any, end: float | None) -> None:
-        """end: the limit, as time.monotonic() counts; None: there is none."""
+        """end: the limit in time.monotonic() terms; None: no limit."""
         self._api, self._connection, self._stubs, self._call, self._end = api, connection, stubs, call, end
         self._prefix_bytes = len(connection.login.access.key_prefix)
         self._cancelled = False
-        self.broken = False  # by an outage or the server: what has changed since must be read
+        self.broken = False  # by an outage or the server: the state must be read again
 
     def __iter__(self) -> Iterator[Any]:
         try:
             for response in self._call:
                 if response.canceled:  # compacted, or without a leader
-                    logger.debug("a watch was ended by the server: %s", response.cancel_reason)
+                    logger.debug("the server ended a watch: %s", response.cancel_reason)
                     break
                 if self._prefix_bytes:
                     for event in response.events:
                         event.kv.key = event.kv.key[self._prefix_bytes :]
                 yield response
         except self._api.grpc.RpcError as error:
-            # at the limit the stream is over by its deadline, which either side may be the first to see
+            # At the limit, the stream ends by its deadline; either side may notice first
             if self._cancelled or (self._end is not None and time.monotonic() > self._end - STREAM_RETRY_S):
                 return
             if not self._connection.login.is_stale(error, self._connection.login.token):
@@ -200,9 +204,10 @@ class WatchStream:
 
 
 class EtcdStore:
-    """One connection. Every call raises NameResolveTimeout if no server answers in time, NameResolverClosed after close.
+    """The operations on one connection. Every call raises NameResolveTimeout if no server answers in time, and
+    NameResolverClosed after close.
 
-    Keys are those below the prefix of `access`, without it.
+    Keys are relative to the prefix of `access`.
     """
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float, closed: threading.Event, access: EtcdAccess) -> None:
@@ -221,7 +226,7 @@ class EtcdStore:
         self._call(f"put {key!r}", key, lambda stubs, limit_s: stubs.kv.Put(request, timeout=limit_s), lease=lease)
 
     def create(self, key: str, value: str, lease: int | None, again: bool = False) -> None:
-        """Put unless the key exists. An equal entry, if this or (again) an earlier try may have put it, is as good."""
+        """Put unless the key exists. An equal entry counts as success if this call or (again) an earlier one may have put it."""
         put = self._api.rpc.PutRequest(key=self._raw(key.encode()), value=value.encode(), lease=lease or 0)
         response, tried_before = self._create(f"add {key!r}", put, lease)
         if response.succeeded:
@@ -229,10 +234,10 @@ class EtcdStore:
         for kv in response.responses[0].response_range.kvs:
             if (again or tried_before) and kv.value == value.encode() and kv.lease == (lease or 0):
                 return
-        raise NameEntryExists(f"name {key!r} exists already")
+        raise NameEntryExists(f"name {key!r} already exists")
 
     def _create(self, what: str, put: Any, lease: int | None, limit_s: float | None = None) -> tuple[Any, bool]:
-        """Put unless the key exists; else read it."""
+        """Put the entry unless the key exists; otherwise read it."""
         rpc = self._api.rpc
         request = rpc.TxnRequest(
             compare=[rpc.Compare(result=rpc.Compare.EQUAL, target=rpc.Compare.VERSION, key=put.key, version=0)],
@@ -248,7 +253,7 @@ class EtcdStore:
         )
 
     def swap(self, key: str, expected: str, value: str) -> bool:
-        """Set value if the entry's is expected; it keeps its lease."""
+        """Set `value` if the current value is `expected`. The entry keeps its lease."""
         rpc = self._api.rpc
         name, new = self._raw(key.encode()), value.encode()
         request = rpc.TxnRequest(
@@ -261,12 +266,12 @@ class EtcdStore:
         response, tried_before = self._call(
             f"compare and swap {key!r}", key, lambda stubs, limit_s: stubs.kv.Txn(request, timeout=limit_s)
         )
-        if not response.succeeded and tried_before:  # the try before, whose answer was lost, may have done it
+        if not response.succeeded and tried_before:  # the earlier attempt, whose answer was lost, may have done it
             return any(kv.value == new for kv in response.responses[0].response_range.kvs)
         return bool(response.succeeded)
 
     def read(self, keys: KeyRange, what: str, limit_s: float | None = None) -> tuple[dict[str, str], int]:
-        """Entries, sorted by key, and the store's revision they were read at."""
+        """Return the entries, sorted by key, and the store's revision at which they were read."""
         ascending = self._api.rpc.RangeRequest.ASCEND
         first, end = self._raw_range(keys)
         request = self._api.rpc.RangeRequest(key=first, range_end=end, sort_order=ascending)
@@ -276,14 +281,14 @@ class EtcdStore:
         return {text(self._name(kv.key)): text(kv.value) for kv in response.kvs}, int(response.header.revision)
 
     def delete(self, keys: KeyRange, what: str) -> int:
-        """How many there were."""
+        """Delete the entries and return their number."""
         first, end = self._raw_range(keys)
         request = self._api.rpc.DeleteRangeRequest(key=first, range_end=end)
         response, _ = self._call(what, what, lambda stubs, limit_s: stubs.kv.DeleteRange(request, timeout=limit_s))
         return int(response.deleted)
 
     def read_store_id(self, limit_s: float | None = None) -> tuple[bytes, int]:
-        """The store's id, made where there is none, and the revision it was read at."""
+        """Return the store's id, created if missing, and the revision at which it was read."""
         new = secrets.token_hex(8).encode()
         put = self._api.rpc.PutRequest(key=self._raw(STORE_ID_KEY), value=new)
         response, _ = self._create("the first request", put, None, limit_s)
@@ -293,24 +298,24 @@ class EtcdStore:
     # watches
 
     def open_watch(self, ranges: Sequence[KeyRange], revision: int, timeout_s: float | None = None) -> WatchStream:
-        """Changes after this revision."""
+        """Open a stream of changes after this revision."""
         rpc, stubs = self._api.rpc, self._connection.stubs
         requests = [
             rpc.WatchRequest(create_request=rpc.WatchCreateRequest(key=key, range_end=end, start_revision=revision + 1))
             for key, end in map(self._raw_range, ranges)
         ]
-        # taken first: on a busy machine the call may be made so late that its own deadline would look like an outage
+        # Taken before the call: on a busy machine a late call would make its own deadline look like an outage
         end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             call = stubs.watch.Watch(iter(requests), timeout=timeout_s, metadata=_REQUIRE_LEADER)
-        except ValueError as error:  # gRPC's way to say that the channel is closed
+        except ValueError as error:  # gRPC raises it if the channel is closed
             raise NameResolverClosed("name resolver was closed during a watch") from error
         return WatchStream(self._api, self._connection, stubs, call, end)
 
     # leases
 
     def grant(self, lease_id: int, ttl_s: int, again: bool) -> int:
-        """The time to live granted: the server has a lower limit. again: it may exist already."""
+        """Return the granted time to live, which the server may raise to its minimum. again: the lease may already exist."""
         request = self._api.rpc.LeaseGrantRequest(TTL=ttl_s, ID=lease_id)
         exists = self._api.grpc.StatusCode.FAILED_PRECONDITION
         tried_before = False
@@ -323,7 +328,7 @@ class EtcdStore:
                 if error.code() == exists and (again or tried_before):
                     return None
                 if error.code() == exists:
-                    raise LeaseExists(f"lease {lease_id:#x} exists already") from error
+                    raise LeaseExists(f"lease {lease_id:#x} already exists") from error
                 tried_before = True
                 raise
 
@@ -331,7 +336,9 @@ class EtcdStore:
         return ttl_s if response is None else int(response.TTL)
 
     def refresh(self, lease_ids: Sequence[int]) -> dict[int, int]:
-        """Refresh several leases over one stream; seconds to live of each, 0 for those that are gone (it does not raise)."""
+        """Refresh several leases over one stream. Returns the seconds to live of each, 0 for a lost lease (no error is
+        raised).
+        """
         if not lease_ids:
             return {}
         rpc = self._api.rpc
@@ -348,7 +355,7 @@ class EtcdStore:
         return ttls
 
     def lease_keys(self, lease_id: int) -> set[bytes] | None:
-        """The keys that hang on a lease; None: there is no such lease."""
+        """Return the keys attached to a lease; None if it does not exist."""
         request = self._api.rpc.LeaseTimeToLiveRequest(ID=lease_id, keys=True)
         try:
             response, _ = self._call(
@@ -374,7 +381,7 @@ class EtcdStore:
             )
 
     def revoke_last(self, lease_ids: Sequence[int], limit_s: float) -> None:
-        """At the end of a session, which is closed for all else: one try each, until one fails."""
+        """Revoke leases at the end of a session that is otherwise closed: one attempt each, until one fails."""
         limit_s = min(limit_s, self._timeout_s)
         for lease_id in lease_ids:
             request = self._api.rpc.LeaseRevokeRequest(ID=lease_id)
@@ -394,7 +401,7 @@ class EtcdStore:
         lease: int | None = None,
         limit_s: float | None = None,
     ) -> tuple[T, bool]:
-        """As Connection.call; what a server that answers says no to is raised as an error of name resolve about `of`."""
+        """Like Connection.call, but raise a refusal by the server as a name-resolve error about `of`."""
         try:
             return self._connection.call(what, function, limit_s)
         except self._api.grpc.RpcError as error:

@@ -1,8 +1,9 @@
-"""A watch over etcd that outlives outages of the server.
+"""A watch over etcd that survives outages of the server.
 
-A broken stream is followed by reading the state again and telling the difference. A server that was out for long, or came back
-without its data, has lost leases and what hung on them, and whoever put it puts it again within a second: so for some seconds
-after an outage a deletion is held back, and told only if the key has not come back.
+After a broken stream, the watch reads the state again and reports the differences. A server that was unavailable for
+long, or came back without its data, has lost leases and their entries, and the owners restore them within a second.
+Therefore, for some seconds after an outage, the watch holds a deletion back and reports it only if the key has not come
+back.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from asyncrl.runtime.names.interface import NameResolverClosed, NameResolveTimeo
 
 logger = logging.getLogger(__name__)
 
-SETTLE_S = 5.0  # after an outage: what is gone may come back for so long
+SETTLE_S = 5.0  # after an outage: lost keys may come back for this long
 _EVENT_DELETE = 1
 
 
 class EtcdWatch(Watch):
-    """A watch with a stream and a thread of its own."""
+    """A watch with its own stream and thread."""
 
     def __init__(self, store: EtcdStore, key: str, subtree: bool, callback: WatchCallback) -> None:
         super().__init__(key, subtree, callback)
         self._store = store
         self._range = below(key) if subtree else one_key(key)
-        self._state: dict[str, str] = {}  # as told
-        self._held: set[str] = set()  # of the state: those that are gone, which is not told yet
-        self._settled = -math.inf  # time.monotonic(): when it is
-        self._revision = 0  # what was read or heard; 0: read anew
+        self._state: dict[str, str] = {}  # as reported
+        self._held: set[str] = set()  # keys of the state whose deletion is held back
+        self._settled = -math.inf  # time.monotonic(): when held deletions are reported
+        self._revision = 0  # the last revision read or received; 0: read the state again
         self._lock = threading.Lock()
         self._stream: WatchStream | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch {self.what}", daemon=True)
 
     def start(self, limit_s: float | None) -> None:
-        """Deliver the current state, then go on in the thread."""
+        """Deliver the current state, then continue in the thread."""
         self._reload(limit_s, settle_s=0.0)
         self._thread.start()
 
@@ -49,8 +50,8 @@ class EtcdWatch(Watch):
     def _run(self) -> None:
         """Consumes the server's stream of changes; produces callbacks.
 
-        Waits for: a change (no limit: gRPC's keepalive notices a frozen server), or 0.1 s before it takes up a broken stream
-        again. Unblocked by: a change, an outage, what is held back, cancel.
+        Waits for: a change (no limit: gRPC's keepalive detects a frozen server), or 0.1 s before it reopens a broken
+        stream. Unblocked by: a change, an outage, the time to report held deletions, cancel.
         """
         while not self.cancelled:
             try:
@@ -61,25 +62,27 @@ class EtcdWatch(Watch):
             except NameResolverClosed:
                 return
             except NameResolveTimeout as error:
-                logger.debug("watch on %s: %s", self.what, error)  # the connection has said so
+                logger.debug("watch on %s: %s", self.what, error)  # the connection has logged it
             except Exception:
                 if not self.cancelled:
-                    logger.exception("watch on %s failed; it is taken up again", self.what)
+                    logger.exception("watch on %s failed; reopening it", self.what)
                     self._cancelled.wait(1.0)
             self._revision = 0
             self._cancelled.wait(STREAM_RETRY_S)
 
     def _reload(self, limit_s: float | None, settle_s: float) -> None:
-        """Read the state and tell how it differs from what was told before."""
+        """Read the state and report its differences from the last reported state."""
         state, self._revision = self._store.read(self._range, f"get {self.what!r}", limit_s)
-        self._settled = time.monotonic() + settle_s  # from when it answers
+        self._settled = time.monotonic() + settle_s  # measured from when the server answers
         gone = [WatchEvent("delete", key) for key in self._state if key not in state]
         there = [WatchEvent("put", key, value) for key, value in state.items() if self._state.get(key) != value]
-        self._held -= state.keys()  # back, as they were or with another value
+        self._held -= state.keys()  # they are back, with the same or another value
         self._tell([*gone, *there])
 
     def _follow(self) -> bool:
-        """Tell changes after the revision. Whether it may go on from there: false once the stream is broken."""
+        """Report changes after the revision. Returns whether the watch can continue from there: False once the stream
+        is broken.
+        """
         limit_s = max(self._settled - time.monotonic(), 0.01) if self._held else None
         with self._lock:
             if self.cancelled:
