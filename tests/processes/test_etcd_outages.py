@@ -134,8 +134,8 @@ def test_leases_entries_and_watches_come_back_from_lost_data(
         holder.add(f"{root}/new", value, replace=True, lease=lease.id)  # at once: it need not wait for the keeper
         told.append(put(f"{root}/new", value))
         recorder.wait_for(*told)  # what comes back is no news, and neither is that it was gone
-        for key, value in restored.items():
-            assert other.wait(key, LIMIT_S) == value
+        for key, expected in restored.items():
+            assert other.wait(key, LIMIT_S) == expected
         assert other.get_subtree(root) == dict(sorted((restored | {f"{root}/new": value}).items()))
     assert lease.alive
     lease.revoke()
