@@ -22,9 +22,12 @@ def launch(host, *words, limit_s=60):
 
 
 def status_of(run, host):
-    """By name, as any host that sees the run's folder is told; nothing where it is not told."""
-    told = launch(host, "status", run.run_dir, "--json")
-    return {worker["worker"]: worker for worker in json.loads(told.stdout)["workers"]} if told.returncode == 0 else {}
+    """The workers by name, as `asyncrl-launch status` prints them on a host that sees the run's folder; {} if it fails."""
+    done = launch(host, "status", run.run_dir, "--json")
+    if done.returncode != 0:
+        print(f"status on {host.name}: exit code {done.returncode}: {done.stderr}")  # pytest shows it if the test fails
+        return {}
+    return {worker["worker"]: worker for worker in json.loads(done.stdout)["workers"]}
 
 
 class HostsRun:
