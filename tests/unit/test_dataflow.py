@@ -110,10 +110,10 @@ def test_an_mfc_may_make_the_trajectories_themselves():
     ("mfcs", "message"),
     [
         ([mfc("a"), mfc("a")], "same name"),
-        ([mfc("a", writes=["rewards"])], "comes with every trajectory"),
+        ([mfc("a", writes=["rewards"])], "a key that every trajectory already has"),
         ([mfc("a", writes=["k"]), mfc("b", writes=["k"])], "both write 'k'"),
-        ([mfc("a", reads=["nowhere"])], r"reads \['nowhere'\], which nothing writes"),
-        ([mfc("a", reads=["y"], writes=["x"]), mfc("b", reads=["x"], writes=["y"])], "in a circle"),
+        ([mfc("a", reads=["nowhere"])], r"reads \['nowhere'\], which no MFC writes"),
+        ([mfc("a", reads=["y"], writes=["x"]), mfc("b", reads=["x"], writes=["y"])], "depend on each other in a cycle"),
     ],
 )
 def test_what_does_not_fit_is_refused(mfcs, message):
