@@ -192,9 +192,7 @@ class Fleet:
         self._publication = asyncio.Event()
         self._wake = asyncio.Event()
         self._updates: set[asyncio.Task[None]] = set()
-        self._probes: dict[
-            tuple[str, int], asyncio.Task[None]
-        ] = {}  # at most one probe of a server's incarnation at a time
+        self._probes: dict[tuple[str, int], asyncio.Task[None]] = {}  # at most one at a time for each incarnation
         self._from_disk: set[str] = set()  # servers with a failed last broadcast that was logged
         self._mismatches: Counter[str] = Counter()  # by server: consecutive mismatches
         self._fatal: RunEndedError | None = None
@@ -422,9 +420,7 @@ class Fleet:
         before = (server.state, server.incarnation, server.slow)
         incarnation, num_updates, began = server.incarnation, server.num_updates, self._clock.monotonic()
         give_up = began + self.table.dead_after_s
-        if (
-            server.state is ServerState.HEALTHY
-        ):  # a probe in turn may start late; detect a dead server no later for that
+        if server.state is ServerState.HEALTHY:  # the probe may start late; detect a dead server on time
             give_up = min(give_up, server.last_answer + self._probe_every_s + self.table.dead_after_s)
         asking = asyncio.ensure_future(self._ask(server))
         try:

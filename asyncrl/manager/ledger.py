@@ -154,7 +154,7 @@ class Ledger:
         self._num_workers = num_workers
         self._journal = journal
         self._early_held: dict[str, HeartbeatRequest] = {}  # by worker, until the master has registered
-        self._early_results: dict[str, tuple[FinishRequest, RolloutResult]] = {}  # by ticket, likewise
+        self._early_results: dict[str, tuple[FinishRequest, RolloutResult]] = {}  # by ticket, until then
         self._nonce = nonce
         self._seal = TicketSeal(ticket_key)
         self._num_train_tickets = 0
@@ -176,9 +176,7 @@ class Ledger:
         self._live: dict[str, _Live] = {}
         self._by_prompt: dict[Locator, str] = {}
         self._evals: dict[str, _Live] = {}
-        self._running_of: dict[
-            str, dict[str, _Live]
-        ] = {}  # by worker and ticket: each heartbeat reads those of its worker
+        self._running_of: dict[str, dict[str, _Live]] = {}  # by worker and ticket; each heartbeat reads it
         self._num_running = 0
         self._live_of_head: Counter[int] = Counter()
         self._rejected: deque[RejectedPrompt] = deque()

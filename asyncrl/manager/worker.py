@@ -240,7 +240,7 @@ class Management:
         tasks.spawn(self._watch_servers(), "watch generation servers")
         tasks.spawn(self._watch_desired(), "watch the number of servers")
         tasks.spawn(self._tell_drained(), "report drained servers")
-        tasks.spawn(self._loads.run(), "ask for loads")
+        tasks.spawn(self._loads.run(), "poll server loads")
         tasks.spawn(self._watch_versions(), "watch model version")
         if self.config.transport == "broadcast":
             tasks.spawn(self._watch_sender(), "watch the sender of weights")
