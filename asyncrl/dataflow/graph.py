@@ -179,7 +179,7 @@ def _check_roles(extra: Sequence[MFCDef], train: TrainConfig) -> None:
     for mfc in extra:
         if mfc.role not in roles:
             raise ValueError(
-                f"train.extra_mfcs.{mfc.name}.role is {mfc.role!r}; there are the roles {roles} "
+                f"train.extra_mfcs.{mfc.name}.role is {mfc.role!r}; the roles of this run are {roles} "
                 "(critic with train.critic, reward with train.reward_model)"
             )
         if mfc.kind == "train_step" and mfc.role in ("ref", "reward"):

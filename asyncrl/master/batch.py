@@ -169,8 +169,8 @@ class BatchFormer:
     def _excess(self, tickets: Sequence[_Live], version: int) -> list[_Live]:
         """Return the tickets to give up because not all can be trained in time, even if every rollout finished now.
 
-        Only faults cause an excess, for example when the trajectory of a worker that counted as lost arrives after all. Running
-        tickets are given up before stored ones.
+        Only faults cause an excess, for example when the trajectory of a worker that counted as lost arrives after all. The result
+        includes every ticket with a passed deadline. Of the others, running tickets are given up before stored ones.
         """
         if self._overdue == "train":
             return []

@@ -97,9 +97,8 @@ class Generation:
         progress = self._books.progress
         first, self._next = self._next, self._next + count
         locators = [Locator(*divmod(flat, progress.num_prompts)) for flat in range(first, self._next)]
-        locators = [
-            at for at in locators if not progress.is_done(at)
-        ]  # a checkpoint of mode=async has some beyond its cursor
+        # A checkpoint of mode=async may have done prompts beyond its cursor
+        locators = [at for at in locators if not progress.is_done(at)]
         if not locators:
             return
         version = self._books.version

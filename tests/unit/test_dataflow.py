@@ -74,8 +74,8 @@ def test_rewards_that_an_mfc_adds_reach_the_advantages():
 @pytest.mark.parametrize(
     ("role", "fields", "message"),
     [
-        ("critic", {}, r"extra_mfcs.judge.role is 'critic'; there are the roles \['actor', 'ref'\]"),
-        ("reward", {"critic": CriticConfig()}, r"there are the roles \['actor', 'ref', 'critic'\]"),
+        ("critic", {}, r"extra_mfcs.judge.role is 'critic'; the roles of this run are \['actor', 'ref'\]"),
+        ("reward", {"critic": CriticConfig()}, r"the roles of this run are \['actor', 'ref', 'critic'\]"),
         ("ref", {"kind": "train_step"}, r"extra_mfcs.judge trains the role 'ref', whose model is frozen"),
     ],
 )
